@@ -1,0 +1,40 @@
+"""Floor 4: operators about a risk."""
+
+from curvlinops_plus.curvature.accumulate import Accumulator, Approximation
+from curvlinops_plus.curvature.blockwise import BlockwiseLinearOperator, curvature
+from curvlinops_plus.curvature.classic import EKFACLinearOperator, FisherType, KFACLinearOperator, KFACType
+from curvlinops_plus.curvature.inverse import KFACInverseLinearOperator
+from curvlinops_plus.curvature.kronecker import EKFAC, KFAC, compute_eigenvalue_correction_linear_weight_sharing
+from curvlinops_plus.curvature.matrixfree import (
+    EFLinearOperator,
+    FisherMCLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+)
+from curvlinops_plus.curvature.simple import DiagonalBlock, FullBlock
+from curvlinops_plus.curvature.state import load, save
+from curvlinops_plus.curvature.verify import Verification
+
+__all__ = [
+    "Accumulator",
+    "Approximation",
+    "BlockwiseLinearOperator",
+    "DiagonalBlock",
+    "EFLinearOperator",
+    "EKFAC",
+    "EKFACLinearOperator",
+    "FisherMCLinearOperator",
+    "FisherType",
+    "FullBlock",
+    "GGNLinearOperator",
+    "HessianLinearOperator",
+    "KFAC",
+    "KFACInverseLinearOperator",
+    "KFACLinearOperator",
+    "KFACType",
+    "Verification",
+    "compute_eigenvalue_correction_linear_weight_sharing",
+    "curvature",
+    "load",
+    "save",
+]

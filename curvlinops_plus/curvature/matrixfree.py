@@ -1,0 +1,307 @@
+"""Exact matrix-free operators: generalized Gauss-Newton, Hessian, empirical Fisher and Monte-Carlo Fisher.
+
+Each product reads the data once. All columns of a product share one forward pass; `J v` is the derivative of `wᵀ J` with
+respect to `w` (the double-backward trick), so any model that autograd can differentiate twice is fine.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from curvlinops_plus.linalg import LinearOperator, Space, Structure
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
+
+__all__ = ["EFLinearOperator", "FisherMCLinearOperator", "GGNLinearOperator", "HessianLinearOperator"]
+
+# Columns are vectorised in pieces whose copies of the model's outputs and parameters stay below this many bytes.
+_CHUNK_BYTES = 2**28
+
+
+class _RiskOperator(LinearOperator):
+    """A curvature matrix of an empirical risk, known by its products."""
+
+    _structure: ClassVar[Structure] = Structure.PSD
+
+    def __init__(
+        self,
+        model_func: nn.Module,
+        loss_func: nn.Module,
+        params: Sequence[Tensor] | Mapping[str, Tensor],
+        data: Iterable[Any],
+        progressbar: bool = False,
+        check_deterministic: bool = True,
+        num_data: int | None = None,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        **risk_options: Any,
+    ) -> None:
+        self.risk = EmpiricalRisk(
+            model_func,
+            loss_func,
+            data,
+            params,
+            batch_size_fn=batch_size_fn,
+            num_data=num_data,
+            progressbar=progressbar,
+            **risk_options,
+        )
+        _ = self.risk.likelihood
+        if check_deterministic:
+            self._check_deterministic()
+
+    def _check_deterministic(self) -> None:
+        """Compare the total losses of two passes."""
+        with self.risk.untouched():
+            one, two = self.risk.loss(), self.risk.loss()
+        tolerance = 1e-8 if self.dtype == torch.float64 else 5e-5
+        if not torch.allclose(one, two, rtol=tolerance, atol=1e-6):
+            raise RuntimeError(
+                f"Two passes over the data disagree: loss {float(one):.8g} and {float(two):.8g}. Is a module in training mode (call model.eval()), or do "
+                f"the data change from pass to pass? check_deterministic=False turns this check off."
+            )
+
+    @property
+    def in_space(self) -> Space:
+        return self.risk.space
+
+    @property
+    def out_space(self) -> Space:
+        return self.risk.space
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.risk.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.risk.device
+
+    @property
+    def structure(self) -> Structure:
+        return self._structure
+
+    def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:
+        """Gradient of the loss in the order of the parameters, and the loss, over all data."""
+        gradient, loss = self.risk.gradient_and_loss()
+        return list(gradient.values()), loss
+
+    def to_dense(self) -> Tensor:
+        return self._matmat(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        risk, total, totals = self.risk, torch.zeros_like(X), Totals()
+        free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
+        draws = self._draws()
+        model = risk.at(free)
+        # Fused attention kernels have no double backward; the plain one does, and gives the same numbers.
+        with risk.untouched(), torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            for batch in risk.batches(type(self).__name__):
+                with torch.compiler.set_stance("force_eager"):
+                    f, y, class_axis = risk.run(batch, model)
+                F, Y = risk.canonical(f, y, batch, class_axis)
+                nll = risk.likelihood.nll(F, Y).sum()
+                total += self._product(F, Y, nll, list(free.values()), X, draws)
+                totals.add(Totals(batch.num_examples, batch.num_examples * F.shape[1], risk.likelihood.count(F, Y), nll.detach()))
+        return total * risk.scale(totals)
+
+    def _draws(self) -> Draws:
+        return Draws(0)
+
+    @abstractmethod
+    def _product(self, F: Tensor, Y: Tensor, nll: Tensor, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
+        """Un-reduced matrix of one batch times `X` [n, K]; `F` [N, R, C] carries the graph."""
+
+    def _in_pieces(self, product: Callable[[Tensor], Tensor], X: Tensor, numbers_per_column: int) -> Tensor:
+        """Apply `product` ([K, n] -> [K, n]) to the columns of X in pieces bounded in bytes."""
+        size = max(1, _CHUNK_BYTES // (8 * numbers_per_column))
+        return torch.cat([product(piece) for piece in X.T.split(size)]).T
+
+    def _split(self, rows: Tensor) -> list[Tensor]:
+        """[K, n] to [K, *shape] for each parameter, in the parameters' own dtypes."""
+        parts = rows.split(list(self.in_space.sizes), dim=1)
+        return [part.reshape(len(rows), *p.shape).to(p.dtype) for part, p in zip(parts, self.risk.params.values())]
+
+    def _join(self, parts: Sequence[Tensor | None], K: int) -> Tensor:
+        """[K, *shape] for each parameter to [K, n]."""
+        joined = [
+            torch.zeros(K, p.numel(), dtype=self.dtype, device=self.device) if part is None else part.reshape(K, -1).to(self.dtype)
+            for part, p in zip(parts, self.risk.params.values())
+        ]
+        return torch.cat(joined, 1)
+
+
+class _JacobianSandwich(_RiskOperator):
+    """`Jᵀ M J` with a matrix `M` of the loss, given by its product."""
+
+    @abstractmethod
+    def _middle(self, F: Tensor, Y: Tensor, draws: Draws) -> Callable[[Tensor], Tensor]:
+        """The product [K, N, R, C] -> [K, N, R, C] with M."""
+
+    def _product(self, F: Tensor, Y: Tensor, nll: Tensor, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
+        with torch.no_grad():
+            middle = self._middle(F.detach(), Y, draws)
+        w = torch.zeros_like(F, requires_grad=True)
+        back = torch.autograd.grad(F, params, w, create_graph=True, allow_unused=True)
+        used = [index for index, g in enumerate(back) if g is not None and g.requires_grad]
+
+        def product(rows: Tensor) -> Tensor:
+            V = self._split(rows)
+            if used:
+                (JV,) = torch.autograd.grad(
+                    [back[i] for i in used], [w], [V[i] for i in used], retain_graph=True, is_grads_batched=True, allow_unused=True
+                )
+            else:
+                JV = None
+            if JV is None:
+                return torch.zeros_like(rows)
+            found = torch.autograd.grad(F, params, middle(JV.detach()), retain_graph=True, is_grads_batched=True, allow_unused=True)
+            return self._join(found, len(rows))
+
+        return self._in_pieces(product, X, F.numel() + X.shape[0])
+
+
+class GGNLinearOperator(_JacobianSandwich):
+    """The generalized Gauss-Newton matrix `c Σ_n J_nᵀ H_n J_n`, exact and matrix-free.
+
+    `H_n` is the Hessian of the loss with respect to the model's output, with every option of the loss.
+
+    Args:
+        model_func: The network, a module.
+        loss_func: A loss with a likelihood (`MSELoss`, `CrossEntropyLoss`, `BCEWithLogitsLoss`, registered ones).
+        params: The parameters, a list or a dict.
+        data: Iterable of batches.
+        progressbar: Show a bar on every loop over the data.
+        check_deterministic: Compare the total loss of two passes over the data first.
+        num_data: Replaces the number of examples in the scale of the loss.
+        batch_size_fn: Number of examples of an input that is no tensor.
+        risk_options: Keyword options of `EmpiricalRisk`.
+
+    Cost: one sweep per product; all columns share the forward pass.
+
+    Source: Schraudolph 2002, "Fast curvature matrix-vector products for second-order gradient descent".
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> G = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), [(torch.tensor([[3.0]]), torch.zeros(1, 1))])
+        >>> G.to_dense()
+        tensor([[18.]])
+    """
+
+    def _middle(self, F: Tensor, Y: Tensor, draws: Draws) -> Callable[[Tensor], Tensor]:
+        return lambda V: self.risk.likelihood.hessian_product(F, Y, V)
+
+
+class EFLinearOperator(_JacobianSandwich):
+    """The empirical Fisher `c Σ_n Σ_r ∇ℓ_{n,r} ∇ℓ_{n,r}ᵀ`: outer products of the gradients of all loss terms.
+
+    Arguments as for `GGNLinearOperator`.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.ones_(model.weight)
+        >>> F = EFLinearOperator(model, nn.MSELoss(), list(model.parameters()), [(torch.tensor([[3.0]]), torch.zeros(1, 1))])
+        >>> F.to_dense()  # (2 · 3 · 3)²
+        tensor([[324.]])
+    """
+
+    def _middle(self, F: Tensor, Y: Tensor, draws: Draws) -> Callable[[Tensor], Tensor]:
+        with torch.enable_grad():
+            g = self.risk.likelihood.grad(F, Y)
+        return lambda V: g * (g * V).sum(-1, keepdim=True)
+
+
+class FisherMCLinearOperator(_JacobianSandwich):
+    """Monte-Carlo estimate of the Fisher: would-be gradients at labels drawn from the model's predictive distribution.
+
+    The draws are those of KFAC and EKFAC with the same seed; two products see the same matrix.
+
+    Args:
+        model_func, loss_func, params, data, progressbar, check_deterministic, num_data, batch_size_fn: As for
+            `GGNLinearOperator`.
+        seed: Where the draws start.
+        mc_samples: Draws per example.
+        risk_options: Keyword options of `EmpiricalRisk`.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> data = [(torch.tensor([[3.0]]), torch.zeros(1, 1))]
+        >>> F = FisherMCLinearOperator(model, nn.MSELoss(), list(model.parameters()), data, mc_samples=10000)
+        >>> bool((F.to_dense() - 18).abs() < 1)
+        True
+    """
+
+    def __init__(
+        self,
+        model_func: nn.Module,
+        loss_func: nn.Module,
+        params: Sequence[Tensor] | Mapping[str, Tensor],
+        data: Iterable[Any],
+        progressbar: bool = False,
+        check_deterministic: bool = True,
+        seed: int = 2147483647,
+        mc_samples: int = 1,
+        num_data: int | None = None,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        **risk_options: Any,
+    ) -> None:
+        self._seed, self._mc_samples = seed, mc_samples
+        super().__init__(
+            model_func, loss_func, params, data, progressbar, check_deterministic, num_data, batch_size_fn, **risk_options
+        )
+
+    def _draws(self) -> Draws:
+        return Draws(self._seed)
+
+    def _middle(self, F: Tensor, Y: Tensor, draws: Draws) -> Callable[[Tensor], Tensor]:
+        drawn = self.risk.likelihood.draw(F, Y, self._mc_samples, draws.uniform)
+
+        def product(V: Tensor) -> Tensor:
+            out = torch.zeros_like(V)
+            for g in drawn:
+                out += g * (g * V).sum(-1, keepdim=True)
+            return out / self._mc_samples
+
+        return product
+
+
+class HessianLinearOperator(_RiskOperator):
+    """The Hessian of the empirical risk, exact and matrix-free.
+
+    Arguments as for `GGNLinearOperator`.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> H = HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), [(torch.tensor([[3.0]]), torch.zeros(1, 1))])
+        >>> H.to_dense()
+        tensor([[18.]])
+    """
+
+    _structure = Structure.SYMMETRIC
+
+    def _product(self, F: Tensor, Y: Tensor, nll: Tensor, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
+        gradient = torch.autograd.grad(nll, params, create_graph=True, allow_unused=True)
+        used = [index for index, g in enumerate(gradient) if g is not None and g.requires_grad]
+
+        def product(rows: Tensor) -> Tensor:
+            V = self._split(rows)
+            if not used:
+                return torch.zeros_like(rows)
+            found = torch.autograd.grad(
+                [gradient[i] for i in used], params, [V[i] for i in used], retain_graph=True, is_grads_batched=True, allow_unused=True
+            )
+            return self._join(found, len(rows))
+
+        return self._in_pieces(product, X, F.numel() + X.shape[0])

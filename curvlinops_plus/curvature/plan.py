@@ -1,0 +1,210 @@
+"""Which approximation each layer gets, and the sweeps that compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+from warnings import warn
+
+from torch import nn
+
+from curvlinops_plus.curvature.accumulate import Accumulator, Approximation
+from curvlinops_plus.curvature.simple import DiagonalBlock
+from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedError
+from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.risk import EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
+
+__all__ = ["Entry", "Sums", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A layer and the approximation it gets."""
+
+    layer: Layer
+    approximation: Approximation
+
+    def accumulators(self, risk: EmpiricalRisk) -> dict[str, Accumulator]:
+        """One accumulator per block, or one for all blocks of the layer under the layer's name."""
+        if self.approximation.kind.per_group:
+            return {group.name: self.approximation(self.layer, group, risk.scale) for group in self.layer.groups}
+        return {self.layer.name: self.approximation(self.layer, None, risk.scale)}
+
+
+def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Entry]:
+    """Decide for every layer: exact name, then glob, then type, then the default.
+
+    Layers without an affine rule, and shared parameters, get their exact diagonal where a Kronecker approximation was
+    meant; one warning lists them.
+
+    Args:
+        layers: The layers.
+        approximation: An approximation, or a mapping from layer names, globs or module types to one.
+        default: For layers that the mapping does not name.
+
+    Raises:
+        ValueError: If a key of the mapping matches no layer, or names what is no approximation.
+        UnsupportedError: If a layer named exactly can't have the approximation asked for.
+    """
+    if not isinstance(approximation, Mapping):
+        rules, rest = {}, Approximation.of(approximation)
+    else:
+        rules, rest = {key: Approximation.of(value) for key, value in approximation.items()}, Approximation.of(default)
+    used: set[Any] = set()
+    plan, fallen = [], []
+    for layer in layers:
+        key = _matching(layer, rules)
+        used |= _all_matching(layer, rules)
+        chosen = rest if key is None else rules[key]
+        if chosen.kind.affine and not layer.affine:
+            if key in _names(layer):
+                raise UnsupportedError(
+                    f"layer {key!r} ({_type_name(layer)}) can't have {chosen!r}: {_why(layer)}. Use DiagonalBlock or FullBlock for it, or register an AffineRule."
+                )
+            fallen.append(layer)
+            chosen = Approximation(DiagonalBlock)
+        plan.append(Entry(layer, chosen))
+    unused = [key for key in rules if key not in used]
+    if unused:
+        raise ValueError(
+            f"No layer matches {unused[0]!r}. Layers with parameters here: {[layer.name for layer in layers]}, of types "
+            f"{sorted({_type_name(layer) for layer in layers})}."
+        )
+    if fallen:
+        listing = ", ".join(f"{layer.name or 'the model'!r} ({_type_name(layer)}: {_why(layer)})" for layer in fallen)
+        warn(
+            f"{len(fallen)} of {len(layers)} layers get their exact diagonal (DiagonalBlock) instead of Kronecker factors: {listing}.",
+            CurvatureWarning,
+            stacklevel=4,
+        )
+    return plan
+
+
+def _names(layer: Layer) -> set[str]:
+    return {use.name for use in layer.uses}
+
+
+def _all_matching(layer: Layer, rules: Mapping[Any, Approximation]) -> set[Any]:
+    names = _names(layer)
+    return {
+        key
+        for key in rules
+        if (isinstance(key, str) and any(fnmatchcase(name, key) or name == key for name in names))
+        or (isinstance(key, type) and any(isinstance(use.module, key) for use in layer.uses))
+    }
+
+
+def _matching(layer: Layer, rules: Mapping[Any, Approximation]) -> Any:
+    found = _all_matching(layer, rules)
+    by_rank = sorted(found, key=lambda key: (0 if key in _names(layer) else 1 if isinstance(key, str) else 2))
+    types = [key for key in by_rank if isinstance(key, type)]
+    if by_rank and isinstance(by_rank[0], str):
+        return by_rank[0]
+    # Among types the nearest ancestor decides.
+    return min(types, key=lambda t: type(layer.uses[0].module).__mro__.index(t)) if types else None
+
+
+def _type_name(layer: Layer) -> str:
+    return type(layer.uses[0].module).__name__
+
+
+def _why(layer: Layer) -> str:
+    if layer.tied:
+        return f"its parameter is shared by {[use.name for use in layer.uses]}"
+    return "no affine rule"
+
+
+class Sums:
+    """Accumulators of a plan between sweeps.
+
+    Args:
+        risk: Model, loss and data.
+        plan: The layers with their approximations.
+        vectors: What is sent back.
+    """
+
+    def __init__(self, risk: EmpiricalRisk, plan: list[Entry], vectors: Vectors) -> None:
+        self.risk, self.plan, self.vectors = risk, plan, vectors
+        self.pending: list[dict[str, Accumulator]] = [entry.accumulators(risk) for entry in plan]
+        self.blocks: dict[str, LinearOperator] = {}
+        self.totals: list[Totals] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether no layer wants another sweep."""
+        return not any(self.pending)
+
+    def sweep(self, desc: str) -> None:
+        """Read the data once for all layers that want it.
+
+        Raises:
+            ValueError: If a layer never ran, or the number of examples differs from the sweep before.
+        """
+        active = [index for index, accumulators in enumerate(self.pending) if accumulators]
+        layers = [self.plan[index].layer for index in active]
+        if self.totals and self.risk.one_shot:
+            raise ValueError(
+                "`data` is an iterator, which can be read only once, and another sweep over it is needed. Pass a list of batches or a DataLoader."
+            )
+        position = {id(layer): index for index, layer in zip(active, layers)}
+
+        def consume(seen: LayerBatch) -> None:
+            for group in seen.layer.groups:
+                accumulator = self.pending[position[id(seen.layer)]].get(group.name)
+                if accumulator is not None and type(accumulator).per_group:
+                    accumulator.update(seen.restrict(group))
+            for accumulator in self.pending[position[id(seen.layer)]].values():
+                if not type(accumulator).per_group:
+                    accumulator.update(seen)
+
+        def after_batch(part: Totals) -> None:
+            for index in active:
+                for accumulator in self.pending[index].values():
+                    accumulator.count(part)
+
+        totals = self.risk.sweep(layers, self.vectors, consume, after_batch, desc)
+        self._check(totals, layers)
+        self.totals.append(totals)
+
+    def finish(self) -> None:
+        """Turn sums into blocks, or into the accumulators of the next sweep.
+
+        Raises:
+            NumericsError: If a statistic is not finite; names layer and batch.
+        """
+        try:
+            for index, accumulators in enumerate(self.pending):
+                following: dict[str, Accumulator] = {}
+                for name, accumulator in accumulators.items():
+                    result = accumulator.finish()
+                    if isinstance(result, Accumulator):
+                        following[name] = result
+                    elif isinstance(result, LinearOperator):
+                        self.blocks[name] = result
+                    else:
+                        self.blocks.update(result)
+                self.pending[index] = following
+        except NumericsError as error:
+            where = self.risk.first_nonfinite()
+            raise NumericsError(f"{error} {f'First seen: {where}.' if where else 'The forward pass is finite.'}") from error
+
+    def _check(self, totals: Totals, layers: list[Layer]) -> None:
+        for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):
+            missing = [layer for index, layer in enumerate(layers) if index not in reached]
+            if missing:
+                layer = missing[0]
+                raise ValueError(
+                    f"layer {layer.name!r} ({_type_name(layer)}) {problem} in any batch, so its parameters {list(layer.params)} have no curvature here. Leave "
+                    f"them out of `params`, or check the model's forward. (Modules whose weight is used without calling them can't be seen.)"
+                )
+        if self.totals and totals.examples != self.totals[0].examples:
+            raise ValueError(f"`data` gave {self.totals[0].examples} examples in one sweep and {totals.examples} in the next; every sweep must see the same data.")
+
+
+def training_modules(model: nn.Module) -> str:
+    """Names of modules whose forward pass in training mode is random or depends on the batch."""
+    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+    names = [f"{name!r} ({type(m).__name__})" for name, m in model.named_modules() if m.training and isinstance(m, kinds)]
+    return ", ".join(names)

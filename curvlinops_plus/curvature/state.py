@@ -1,0 +1,156 @@
+"""Operators as tensors and plain Python, and back: what `torch.save` with `weights_only=True` and safetensors can carry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.linalg import Dense, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Structure
+
+__all__ = ["fingerprint", "load", "pack", "same_fingerprint", "save", "unpack"]
+
+FORMAT = "curvlinops_plus"
+VERSION = 1
+
+
+def pack(operator: LinearOperator) -> dict[str, Any]:
+    """A structured operator as a nested dict of tensors and strings.
+
+    Raises:
+        ValueError: If its type can't be saved.
+    """
+    if isinstance(operator, Kronecker):
+        return {"type": "Kronecker", "G": pack(operator.G), "A": pack(operator.A), "structure": operator.structure.name}
+    if isinstance(operator, Eigendecomposed):
+        return {"type": "Eigendecomposed", "basis": pack(operator.basis), "values": _copy(operator.values)}
+    if isinstance(operator, Diagonal):
+        return {"type": "Diagonal", "vector": _copy(operator.vector)}
+    if isinstance(operator, Dense):
+        return {"type": "Dense", "matrix": _copy(operator.matrix), "structure": operator.structure.name}
+    raise ValueError(f"A block of type {type(operator).__name__} can't be saved; known are Kronecker, Eigendecomposed, Diagonal and Dense.")
+
+
+def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
+    """The operator that `pack` took apart, on `device`.
+
+    Raises:
+        ValueError: If the state is not one of `pack`.
+    """
+    try:
+        kind = state["type"]
+        if kind == "Kronecker":
+            return Kronecker(unpack(state["G"], device), unpack(state["A"], device), Structure[state["structure"]])  # type: ignore[arg-type]
+        if kind == "Eigendecomposed":
+            return Eigendecomposed(unpack(state["basis"], device), state["values"].to(device))
+        if kind == "Diagonal":
+            return Diagonal(state["vector"].to(device))
+        if kind == "Dense":
+            return Dense(state["matrix"].to(device), Structure[state["structure"]])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"The state of a block is incomplete ({error!r}); is the file cut off, or not ours?") from error
+    raise ValueError(f"The state has a block of unknown type {kind!r}; is it from a newer version?")
+
+
+def _copy(t: Tensor) -> Tensor:
+    return t.detach().clone().contiguous()
+
+
+def fingerprint(params: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Two numbers per parameter that tell whether it changed, whatever its device and dtype: Σ|p| and Σ p·cos(index)."""
+    prints = {}
+    for key, p in params.items():
+        flat = p.detach().to("cpu", torch.float64).flatten()
+        weights = torch.arange(flat.numel(), dtype=torch.float64).cos_()
+        prints[key] = [float(flat.abs().sum()), float(flat @ weights)]
+    return prints
+
+
+def same_fingerprint(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float = 1e-5) -> bool:
+    """Whether two fingerprints agree up to the rounding of a change of dtype."""
+    return one.keys() == other.keys() and all(
+        all(abs(a - b) <= tolerance * max(one[key][0], 1e-30) for a, b in zip(one[key], other[key])) for key in one
+    )
+
+
+def save(state: Mapping[str, Any], path: str | PathLike[str]) -> None:
+    """Write a `state_dict` as one safetensors file.
+
+    Tensors are stored under their keys joined by "/", everything else as JSON in the file's metadata.
+
+    Args:
+        state: What `state_dict()` returned.
+        path: The file.
+
+    Raises:
+        ImportError: If the package safetensors is missing (`pip install safetensors`).
+
+    Example:
+        >>> import tempfile, torch
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save({"factors": {"fc": torch.eye(2)}, "seed": 0}, f"{folder}/K.safetensors")
+        ...     load(f"{folder}/K.safetensors")["seed"]
+        0
+    """
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {}
+    tree = _detach(state, "", tensors)
+    save_file(tensors, path, metadata={"format": FORMAT, "state": json.dumps(tree)})
+
+
+def load(path: str | PathLike[str]) -> dict[str, Any]:
+    """Read a `state_dict` that `save` wrote; tensors are on the CPU.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ValueError: If the file is cut off, or not one of ours; nothing is returned then.
+        FileNotFoundError: If there is none.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT or "state" not in metadata:
+                raise ValueError(f"{path} is a safetensors file, but not one that curvlinops_plus wrote.")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        return _attach(json.loads(metadata["state"]), tensors)
+    except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise ValueError(f"{path} can't be read ({error}): it is cut off or no safetensors file.") from error
+
+
+def _detach(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Replace tensors by references and keys that JSON can't carry by lists of pairs."""
+    if isinstance(node, Tensor):
+        tensors[path] = _copy(node)
+        return {"$tensor": path}
+    if isinstance(node, Mapping):
+        pairs = [[key, _detach(value, f"{path}/{_escape(key)}" if path else _escape(key), tensors)] for key, value in node.items()]
+        return {"$dict": pairs}
+    if isinstance(node, (list, tuple)):
+        items = [_detach(value, f"{path}/{index}", tensors) for index, value in enumerate(node)]
+        return {"$tuple" if isinstance(node, tuple) else "$list": items}
+    return node
+
+
+def _attach(node: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if not isinstance(node, dict):
+        return node
+    ((kind, content),) = node.items()
+    if kind == "$tensor":
+        return tensors[content]
+    if kind == "$dict":
+        return {key: _attach(value, tensors) for key, value in content}
+    items = [_attach(value, tensors) for value in content]
+    return tuple(items) if kind == "$tuple" else items
+
+
+def _escape(key: Any) -> str:
+    return str(key).replace("%", "%25").replace("/", "%2F")

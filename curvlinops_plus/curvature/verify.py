@@ -1,0 +1,245 @@
+"""Checks that catch a wrong layer rule, a wrong loss or a misread example axis, on a few examples of the user's own data.
+
+Per layer: (a) the rule's per-example gradients against autograd on one example at a time, entry by entry; (b) the factors'
+fast paths against the plain Gram matrix of the rule's rows; (d) traces: the sum of the exact diagonal, and of EKFAC's
+eigenvalues, is the sum of squared gradient norms. Once: (c) the loss Hessian against double backward of the user's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.curvature.kronecker import squared_gradients
+from curvlinops_plus.errors import NumericsError, VerificationError
+from curvlinops_plus.likelihood import GaussianNLL
+from curvlinops_plus.linalg.numerics import eigh, gram
+from curvlinops_plus.risk import EmpiricalRisk, Layer, LayerBatch, MonteCarlo
+from curvlinops_plus.risk.outputs import Batch
+
+if TYPE_CHECKING:
+    from curvlinops_plus.curvature.blockwise import BlockwiseLinearOperator
+
+__all__ = ["Verification", "verify"]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify()` found: a row per check with its relative error.
+
+    Attributes:
+        rows: (layer, check, relative error).
+        tolerance: Largest error that passes.
+    """
+
+    rows: tuple[tuple[str, str, float], ...]
+    tolerance: float
+
+    def __str__(self) -> str:
+        width = max(len(layer) for layer, _, _ in self.rows)
+        checks = max(len(check) for _, check, _ in self.rows)
+        lines = [f"{layer.ljust(width)}  {check.ljust(checks)}  {error:.1e}" for layer, check, error in self.rows]
+        return "\n".join([*lines, f"all {len(self.rows)} checks within {self.tolerance:g}"])
+
+
+def verify(K: BlockwiseLinearOperator, num_examples: int = 3) -> Verification:
+    """Run all checks on the first examples of the data.
+
+    Args:
+        K: The operator.
+        num_examples: How many examples of the first batch are looked at.
+
+    Returns:
+        A table; `print` it.
+
+    Raises:
+        VerificationError: Naming layer and check, if a relative error exceeds the tolerance (1e-8 for float64, 1e-3 for
+            float32, 5e-2 if a parameter has half precision).
+
+    Cost: a few forward and backward passes over `num_examples` examples, one at a time.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops_plus import EmpiricalRisk, curvature
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+        >>> data = [(torch.rand(5, 3).double(), torch.tensor([0, 1, 0, 1, 1]))]
+        >>> len(curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)).verify().rows)
+        11
+    """
+    risk = K.risk
+    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in risk.params.values())
+    tolerance = 5e-2 if half else 1e-8 if risk.dtype == torch.float64 else 1e-3
+    rows: list[tuple[str, str, float]] = []
+
+    def check(layer: str, name: str, got: Tensor, expected: Tensor, what: str) -> None:
+        got, expected = got.double(), expected.double()
+        size = float(expected.norm()) or 1.0
+        error = float((got - expected).norm()) / size
+        if not error <= tolerance:
+            raise VerificationError(
+                f"layer {layer!r}, check {name}: {what} differ from plain autodiff by {error:.1e} of their norm, more than {tolerance:g}. "
+                f"If the layer treats examples independently, its rule, or the axis of its examples, is misread."
+            )
+        rows.append((layer or "(model)", name, error))
+
+    with risk.untouched(), torch.inference_mode(False):
+        batch = _first(risk, num_examples)
+        singles = [_slice(batch, [n]) for n in range(batch.num_examples)]
+        layers = [entry.layer for entry in K.plan]
+        seen, vector = _recorded(risk, layers, batch)
+        reference = [_one_example(risk, single, vector[n : n + 1]) for n, single in enumerate(singles)]
+        _check_loss(risk, batch, check)
+        for layer, what in seen.items():
+            _check_layer(layer, what, reference, check)
+    return Verification(tuple(rows), tolerance)
+
+
+def _check_layer(layer: Layer, seen: _Seen, reference: list[dict[str, Tensor]], check: Any) -> None:
+    expected = {key: torch.stack([single[key] for single in reference]) for key in layer.params}
+    total = sum(t.double().square().sum() for t in expected.values())
+    assert isinstance(total, Tensor)
+    found = torch.cat([seen.grads[key].flatten(1) for key in layer.params], 1)
+    check(layer.name, "(a) gradients", found, torch.cat([expected[key].flatten(1) for key in layer.params], 1), "per-example gradients")
+    for name, (fast, plain) in seen.grams.items():
+        check(layer.name, f"(b) {name}", fast, plain, "fast and plain statistics")
+    for name, trace in seen.traces.items():
+        check(layer.name, f"(d) {name}", trace, total, "the trace and the sum of squared gradient norms")
+
+
+@dataclass
+class _Seen:
+    """What a layer showed in the recorded pass."""
+
+    grads: dict[str, Tensor]
+    grams: dict[str, tuple[Tensor, Tensor]]
+    traces: dict[str, Tensor]
+
+
+def _first(risk: EmpiricalRisk, num_examples: int) -> Batch:
+    if risk.one_shot:
+        raise ValueError("`data` is an iterator, which can be read only once; `verify()` needs a few examples of its own. Pass a list or a DataLoader.")
+    batch = next(iter(risk.batches("verify")))
+    return _slice(batch, list(range(min(num_examples, batch.num_examples))))
+
+
+def _slice(batch: Batch, examples: list[int]) -> Batch:
+    """Some examples of a batch, with every tensor that carries them."""
+    N = batch.num_examples
+
+    def take(t: Any) -> Any:
+        if isinstance(t, MutableMapping) and not isinstance(t, dict):
+            picked = type(t)()
+            for key, value in t.items():
+                picked[key] = take(value)
+            return picked
+        if isinstance(t, Mapping):
+            return {key: take(value) for key, value in t.items()}
+        if isinstance(t, (tuple, list)):
+            return type(t)(take(value) for value in t)
+        if not isinstance(t, Tensor) or t.ndim == 0:
+            return t
+        index = torch.tensor(examples, device=t.device)
+        if t.shape[0] % N == 0:
+            return t.unflatten(0, (N, -1)).index_select(0, index).flatten(0, 1)
+        return t.index_select(1, index) if t.ndim > 1 and t.shape[1] == N else t
+
+    return Batch(take(batch.X), take(batch.y), len(examples), batch.unpack)
+
+
+def _recorded(risk: EmpiricalRisk, layers: list[Layer], batch: Batch) -> tuple[dict[Layer, _Seen], Tensor]:
+    """What the recorder and the rules give for one batch and one drawn vector, and that vector [N, R, C]."""
+    found: dict[int, _Seen] = {}
+    sent: list[Tensor] = []
+
+    class Once(MonteCarlo):
+        def send(self, likelihood: Any, F: Tensor, Y: Tensor, draws: Any) -> Any:
+            for v in super().send(likelihood, F, Y, draws):
+                sent.append(v)
+                yield v
+
+    def consume(part: LayerBatch) -> None:
+        grads: dict[str, Tensor] = {}
+        for group in part.layer.groups:
+            J = part.restrict(group).per_example_grads[0].flatten(1)  # [N, rows * columns]
+            split = group.layout.split(J.T.contiguous())
+            grads.update({key: value.movedim(-1, 0) for key, value in split.items()})
+        found[id(part.layer)] = _Seen(grads, *_statistics(part))
+
+    single = _with_data(risk, batch)
+    single.sweep(layers, Once(1, 0), consume)
+    return {layer: found[id(layer)] for layer in layers if id(layer) in found}, sent[0]
+
+
+def _statistics(part: LayerBatch) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    grams: dict[str, tuple[Tensor, Tensor]] = {}
+    traces: dict[str, Tensor] = {}
+    diagonal = part.layer.accumulation_dtype
+    total = torch.zeros((), dtype=diagonal, device=part.layer.device)
+    for group in part.layer.groups:
+        total = total + part.restrict(group).per_example_grads.square().sum()
+    traces["trace of the diagonal"] = total
+    if part.layer.affine:
+        g, corrected = part.grads[0], torch.zeros_like(total)
+        grams["G"] = (part.grad_gram(), gram(g.flatten(0, 1)))
+        QG = eigh(grams["G"][0])[1]
+        for group in part.layer.groups:
+            mine = part.restrict(group)
+            if part.layer.weight in group.keys:
+                fast, _ = mine.input_gram()
+                grams["A"] = (fast, gram(mine.inputs.flatten(0, 1)))
+                corrected = corrected + squared_gradients(g, mine.inputs, QG, eigh(fast)[1]).sum()
+            else:
+                corrected = corrected + (mine.summed_grads()[0] @ QG).square().sum()
+        traces["trace of EKFAC"] = corrected
+    return grams, traces
+
+
+def _with_data(risk: EmpiricalRisk, batch: Batch) -> EmpiricalRisk:
+    """The same risk over one batch."""
+    import copy
+
+    single = copy.copy(risk)
+    single.mask, single.progressbar = None, False
+    single.batches = lambda desc: iter([batch])  # type: ignore[method-assign]
+    return single
+
+
+def _one_example(risk: EmpiricalRisk, single: Batch, vector: Tensor) -> dict[str, Tensor]:
+    """Gradient of one example by plain autograd."""
+    free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
+    with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        f, _, class_axis = risk.run(single, risk.at(free))
+        v = risk.likelihood.restore(vector, f.shape, 1, class_axis).to(f.dtype)
+        found = torch.autograd.grad(f, list(free.values()), v, allow_unused=True)
+    return {key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(free.items(), found)}
+
+
+def _check_loss(risk: EmpiricalRisk, batch: Batch, check: Any) -> None:
+    """(c): `H v` of the likelihood against double backward of the loss that the user gave."""
+    with torch.no_grad():
+        f, y, class_axis = risk.run(batch)
+        F, Y = risk.canonical(f, y, batch, class_axis)
+    if isinstance(risk.likelihood, GaussianNLL):  # a Fisher matrix stands in for its indefinite Hessian
+        return
+    direction = torch.linspace(-1, 1, F.numel(), dtype=F.dtype, device=F.device).view_as(F)
+    ours = risk.likelihood.hessian_product(F, Y, direction[None])[0]
+    with torch.enable_grad():
+        free = f.detach().to(F.dtype).requires_grad_()
+        if class_axis is None:
+            value = risk.loss_func(free, y)
+        else:
+            value = risk.loss_func(free.flatten(0, -2), y.flatten())
+        if risk.likelihood.reduction == "mean":
+            value = value * risk.likelihood.count(F, Y)
+        along = risk.likelihood.restore(direction, f.shape, batch.num_examples, class_axis)
+        (gradient,) = torch.autograd.grad(value, free, create_graph=True)
+        theirs = torch.autograd.grad(gradient, free, along)[0] if gradient.requires_grad else torch.zeros_like(free)
+    if not bool(theirs.isfinite().all()):
+        raise NumericsError("The Hessian of the loss with respect to the model's output is not finite.")
+    check("", "(c) loss Hessian", risk.likelihood.restore(ours, f.shape, batch.num_examples, class_axis), theirs, "products with the loss Hessian")

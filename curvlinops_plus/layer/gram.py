@@ -1,0 +1,151 @@
+"""Sums of `a aᵀ` over the patches of a convolution, and of `g gᵀ` over images: the products behind Kronecker factors.
+
+Three ways to the input Gram matrix. They agree up to rounding; the first is the one the others are tested against.
+
+    patch_gram        forms the patches, a few examples at a time
+    correlation_gram  never forms them: for stride 1, zeros around the input and no dilation
+    input_gram        picks one of the two
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+
+from curvlinops_plus.layer.patches import Geometry
+try:  # TEMPORARY
+    from curvlinops_plus.linalg.numerics import gram
+except ImportError:
+
+    def gram(rows: Tensor) -> Tensor:
+        return rows.T @ rows
+
+__all__ = ["correlation_gram", "image_gram", "input_gram", "patch_gram"]
+
+# Work memory for patches; larger pieces leave the cache and gain nothing.
+_PATCH_BYTES = 8 * 2**20
+# Fewer patches, or fewer multiplications in their Gram matrix, do not pay the fixed costs of correlations.
+_MIN_PATCHES = 256
+_MIN_PRODUCTS = 7e7
+
+
+def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
+    """Sum of `a aᵀ` over all patches, in the order of the flattened weight.
+
+    Example:
+        >>> from torch import nn
+        >>> input_gram(Geometry.of(nn.Conv2d(3, 8, 2)), torch.rand(5, 3, 6, 6)).shape
+        torch.Size([12, 12])
+    """
+    if geometry.pointwise:
+        return image_gram(geometry.windows(geometry.pad(x), 2).flatten(2))
+    if correlation_pays(geometry, x):
+        return correlation_gram(geometry, x)
+    return patch_gram(geometry, x)
+
+
+def image_gram(images: Tensor) -> Tensor:  # [B, c, S] -> [c, c]
+    """Sum of `Σ_s v_s v_sᵀ` over images, where `v_s [c]` are the channels at one position."""
+    return gram(images.transpose(0, 1).flatten(1).T)  # copies whole images, where rows `[B·S, c]` would copy numbers
+
+
+def patch_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
+    """Sum of `a aᵀ` by forming the patches of a few examples at a time."""
+    c, taps = x.shape[1], prod(geometry.kernel)
+    d, positions = c * taps, geometry.positions(x)
+    if len(x) * positions <= d:  # fewer numbers in the patches than in the result: better to have those in order at once
+        return gram(geometry.rows(x).flatten(0, 1))
+    work = max(_PATCH_BYTES // x.element_size(), d * d)  # with less, adding up the parts would dominate
+    total = None
+    for some in x.split(max(1, work // (positions * d))):
+        part = gram(geometry.channels_last_rows(some))
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return total.reshape(taps, c, taps, c).permute(1, 0, 3, 2).reshape(d, d)
+
+
+def correlation_pays(geometry: Geometry, x: Tensor) -> bool:
+    """Whether `correlation_gram` applies and is expected to be faster than `patch_gram` (measured on CPUs)."""
+    if not (geometry.plain and x.device.type == "cpu" and x.dtype == torch.float32):
+        return False  # on CUDA the convolution would also round to TF32 by default; in float64 it is slow
+    patches, d = len(x) * geometry.positions(x), x.shape[1] * prod(geometry.kernel)
+    return torch.backends.mkldnn.is_available() and patches >= _MIN_PATCHES and patches * d**2 >= _MIN_PRODUCTS
+
+
+def correlation_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
+    """Sum of `a aᵀ` without forming patches, for stride 1, no dilation and zeros around the input.
+
+    If the kernel visited every position at which it meets the image, the entry for taps `u` and `u'` would depend on
+    `u' - u` alone: it would be a correlation of the image with itself, one of few, which the weight gradient of a
+    convolution gives all at once. The positions that the convolution does not visit are lines at the border; their
+    patches are formed and taken off.
+    """
+    c, kernel, n = x.shape[1], geometry.kernel, len(geometry.kernel)
+    if not kernel:
+        return gram(x)
+    R = _correlations(x, kernel)
+    total = R.flatten(1).index_select(1, _shift_of_taps(c, kernel, x.device)).view(c, *kernel, c, *kernel)
+    for dim, taps, line, pixels in _unvisited_lines(geometry, x):
+        block = total[(slice(None),) * (dim + 1) + (taps,) + (slice(None),) * n + (taps,)]
+        block = block.movedim((1 + dim, n + 2 + dim), (1, n + 2))  # [c, taps, *other kernel, c, taps, *other kernel]
+        block -= correlation_gram(line, pixels).view(block.shape)
+    return total.reshape(c * prod(kernel), c * prod(kernel))
+
+
+def _shift_of_taps(c: int, kernel: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where `R[c, c', u' - u]` stands in a flattened row `R[c]`, for all `u`, `c'`, `u'` in this order."""
+    shift = torch.zeros((1,) * 2 * len(kernel), dtype=torch.long, device=device)
+    for dim, k in enumerate(kernel):
+        taps = torch.arange(k, device=device)
+        difference = taps - taps[:, None] + k - 1  # [u, u']
+        shift = shift * (2 * k - 1) + difference.reshape([k if axis % len(kernel) == dim else 1 for axis in range(shift.ndim)])
+    shifts = prod(2 * k - 1 for k in kernel)
+    channel = torch.arange(c, device=device)[:, None] * shifts
+    return (shift.reshape(prod(kernel), 1, prod(kernel)) + channel).flatten()
+
+
+def _correlations(x: Tensor, kernel: tuple[int, ...]) -> Tensor:  # [B, c, *size] -> [c, c, *(2·kernel - 1)]
+    """`R[c, c', k - 1 + δ] = Σ x[c, q] x[c', q + δ]` for all shifts with `|δ| < k`."""
+    n, c = len(kernel), x.shape[1]
+    shifts = tuple(2 * k - 1 for k in kernel[1:])
+    # R[c, c', -δ] = R[c', c, δ], so that half of the shifts along the first dimension are enough.
+    below = F.pad(x, [0, 0] * (n - 1) + [0, kernel[0] - 1])
+    weight_gradient = (conv1d_weight, conv2d_weight, conv3d_weight)[n - 1]
+    padding = (0, *(k - 1 for k in kernel[1:]))
+    half = weight_gradient(below, (c, c, kernel[0], *shifts), x, padding=padding)
+    mirrored = half.transpose(0, 1).flip(tuple(range(2, n + 2)))
+    half[:, :, :1] = (half[:, :, :1] + mirrored[:, :, -1:]) / 2  # exactly symmetric, not only up to rounding
+    return torch.cat([mirrored[:, :, :-1], half], dim=2)
+
+
+def _unvisited_lines(geometry: Geometry, x: Tensor) -> Iterator[tuple[int, slice, Geometry, Tensor]]:
+    """Positions where the kernel meets the image but the convolution does not put it, each exactly once.
+
+    They lie on lines across one dimension (in 2-D rows, then what is left of the columns). Along a line the taps in this
+    dimension always meet the same pixels, so that these count as channels of a convolution in one dimension less.
+
+    Yields:
+        The dimension, its taps that meet the image, and the smaller convolution with its input `[B, c·taps, *size]`.
+    """
+    # More padding than this only adds patches of zeros.
+    visited = [(min(p, k - 1), min(q, k - 1)) for (p, q), k in zip(geometry.padding, geometry.kernel, strict=True)]
+    everywhere = [(k - 1, k - 1) for k in geometry.kernel]
+    for dim, (k, (before, after)) in enumerate(zip(geometry.kernel, visited, strict=True)):
+        others = [i for i in range(len(visited)) if i != dim]
+        line = Geometry(
+            kernel=tuple(geometry.kernel[i] for i in others),
+            stride=(1,) * len(others),
+            dilation=(1,) * len(others),
+            padding=tuple(visited[i] if i < dim else everywhere[i] for i in others),
+        )
+        positions = x.shape[2 + dim] + k - 1
+        for position in chain(range(k - 1 - before), range(positions - (k - 1 - after), positions)):
+            taps = slice(max(0, k - 1 - position), min(k, positions - position))
+            pixels = x.narrow(2 + dim, position - (k - 1) + taps.start, taps.stop - taps.start)
+            yield dim, taps, line, pixels.movedim(2 + dim, 2).flatten(1, 2)

@@ -1,0 +1,44 @@
+"""What `nn.Linear` saw: its inputs are the rows, on any number of shared positions."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from curvlinops_plus.layer.replay import at_least_float32
+from curvlinops_plus.layer.rule import AffineRule, register_rule
+
+__all__ = ["LinearRule"]
+
+
+@register_rule(nn.Linear)
+class LinearRule(AffineRule):
+    """`nn.Linear` on `x [B, *positions, i]`: the positions between examples and features share the weight.
+
+    Example:
+        >>> import torch
+        >>> layer, x = nn.Linear(3, 2), torch.rand(4, 5, 6, 3)
+        >>> LinearRule().inputs(layer, x).shape
+        torch.Size([4, 30, 3])
+    """
+
+    def patterns(self, module: nn.Module) -> dict[str, str]:
+        """`W` as it is, then the bias as one more column."""
+        weight = {"weight": "o i -> o i"}
+        return weight if module.bias is None else {**weight, "bias": "o -> o 1"}
+
+    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, i]
+        """The input, positions in one dimension (a view of a contiguous `x`).
+
+        Raises:
+            ValueError: If `x` has no example dimension.
+        """
+        if x.ndim < 2:
+            raise ValueError(
+                f"{module} got an input of shape {tuple(x.shape)}, expected [examples, ..., {module.in_features}]. Add the "
+                "example dimension with `x[None]`."
+            )
+        return at_least_float32(x).reshape(x.shape[0], -1, x.shape[-1])
+
+    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *positions, o] -> [V, B, S, o]
+        """The output gradient, positions in one dimension (a view of a contiguous `g`)."""
+        return at_least_float32(g).reshape(*g.shape[:2], -1, g.shape[-1])

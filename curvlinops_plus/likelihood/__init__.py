@@ -1,0 +1,29 @@
+"""What a loss says about the model's output: its Hessian, roots of it, and Monte-Carlo vectors.
+
+Every loss is brought to one form: an output `F [N, R, C]` of `N` examples with `R` loss terms of `C` numbers each, and
+a target `Y` that begins with the same axes. `likelihood_of(loss)` finds the rules of a PyTorch loss,
+`register_likelihood` adds those of another one, and `FromDistribution` makes them from a `torch.distributions` object
+in one line.
+"""
+
+from __future__ import annotations
+
+from curvlinops_plus.likelihood.base import Likelihood, likelihood_of, register_likelihood
+from curvlinops_plus.likelihood.bce import BCEWithLogits
+from curvlinops_plus.likelihood.builtin import rebuild_loss
+from curvlinops_plus.likelihood.cross_entropy import CrossEntropy
+from curvlinops_plus.likelihood.distribution import FromDistribution
+from curvlinops_plus.likelihood.gaussian import GaussianNLL
+from curvlinops_plus.likelihood.mse import MSE
+
+__all__ = [
+    "MSE",
+    "BCEWithLogits",
+    "CrossEntropy",
+    "FromDistribution",
+    "GaussianNLL",
+    "Likelihood",
+    "likelihood_of",
+    "rebuild_loss",
+    "register_likelihood",
+]

@@ -1,0 +1,117 @@
+"""Binary cross-entropy of logits: independent Bernoulli distributions, with all that PyTorch's loss can do with them.
+
+A number `f` with target `y` costs `-weight (pos_weight y log p + (1 - y) log (1 - p))`, where `p = sigmoid(f)`. The two
+weights are aligned with the target's own shape, which the canonical form forgets, so `canonical` multiplies them in:
+its target is the pair `(weight pos_weight y, weight (1 - y))`, called `(yes, no)` here, of which all else is made.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.likelihood.base import Likelihood, Uniform, register_likelihood
+
+__all__ = ["BCEWithLogits"]
+
+
+@register_likelihood(nn.BCEWithLogitsLoss)
+class BCEWithLogits(Likelihood):
+    """Rules of `nn.BCEWithLogitsLoss`, with hard or soft targets of the output's shape.
+
+    `H = diag(h p (1-p))`, `B` its root, draws `√h (p - ŷ)` with `ŷ ~ Bernoulli(p)`, `p = sigmoid(f)`, and
+    `h = weight (pos_weight y + 1 - y)`. The canonical target is `Y [N, R, C, 2]`, see above.
+
+    Raises:
+        UnsupportedError: (by `canonical`) If `weight` or `pos_weight` has one entry per example of one certain batch.
+
+    Example:
+        >>> bce = BCEWithLogits(nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0, 1.0])))
+        >>> F, Y = bce.canonical(torch.zeros(1, 2), torch.ones(1, 2), num_examples=1)
+        >>> bce.hessian_product(F, Y, torch.ones(1, 1, 2))
+        tensor([[[0.7500, 0.2500]]])
+    """
+
+    loss_type = nn.BCEWithLogitsLoss
+    option_names = ("reduction", "weight", "pos_weight")
+
+    def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
+        target = super().canonical_target  # checks the shape
+        no = target(1 - y.to(F.dtype), F, f_shape, class_axis)
+        yes = target(y, F, f_shape, class_axis)
+        weight, pos_weight = self._spread("weight", y, F), self._spread("pos_weight", y, F)
+        if pos_weight is not None:
+            yes = yes * target(pos_weight, F, f_shape, class_axis)
+        Y = torch.stack([yes, no], -1)
+        return Y if weight is None else Y * target(weight, F, f_shape, class_axis)[..., None]
+
+    def _spread(self, option: str, y: Tensor, F: Tensor) -> Tensor | None:
+        """The option `weight` or `pos_weight` of the loss, expanded to the shape of the target."""
+        value = getattr(self.loss, option)
+        if value is None:
+            return None
+        name = f"{self.name}({option}=...) of shape {list(value.shape)}"
+        try:
+            fits = torch.broadcast_shapes(value.shape, y.shape) == y.shape
+        except RuntimeError:
+            fits = False
+        if not fits:
+            raise ValueError(f"{name} can't be broadcast to the target's shape {list(y.shape)}.")
+        if value.ndim == y.ndim and value.shape[0] > 1:
+            raise UnsupportedError(
+                f"{name} has one entry per example of a batch with {value.shape[0]} examples, so it means something "
+                "else in every other batch; use entries per output (trailing axes), or a loss of your own that weighs "
+                "examples by what the target says."
+            )
+        return value.to(F).expand(y.shape)
+
+    # ---------------------------------------------------------------------------------------------- the loss
+
+    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+        yes, no = Y.unbind(-1)
+        return -(yes * functional.logsigmoid(F) + no * functional.logsigmoid(-F)).sum(-1)
+
+    def grad(self, F: Tensor, Y: Tensor) -> Tensor:
+        yes, no = Y.unbind(-1)
+        return no * F.sigmoid() - yes * (-F).sigmoid()
+
+    # ---------------------------------------------------------------------------------------------- its Hessian
+
+    def scale(self, F: Tensor, Y: Tensor) -> Tensor:
+        """`h [N, R, C]`."""
+        return Y.sum(-1)
+
+    def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
+        return self.scale(F, Y) * _variance(F) * V
+
+    def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
+        return torch.diag_embed((self._checked_scale(F, Y) * _variance(F)).sqrt()).movedim(-1, 0)
+
+    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
+        column = torch.zeros_like(F)
+        f, y = F[..., k : k + 1], Y[..., k : k + 1, :]
+        h = self.scale(f, y) if k else self._checked_scale(F, Y)[..., :1]  # checked once, with the first column
+        column[..., k : k + 1] = (h * _variance(f)).sqrt()
+        return column
+
+    def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
+        N, R, C = F.shape
+        p = F.sigmoid()
+        drawn = uniform(N, R, num, C).to(F.device).permute(2, 0, 1, 3) < p
+        return self._checked_scale(F, Y).sqrt() * (p - drawn.to(F.dtype))
+
+    def _checked_scale(self, F: Tensor, Y: Tensor) -> Tensor:
+        h = self.scale(F, Y)
+        if (h < 0).any():
+            raise UnsupportedError(
+                f"{self.name}: weight · (pos_weight · y + 1 - y) is {h.min().item():.3g} for some target y; below 0 "
+                "the loss is not convex and its Hessian has no root. Targets must be between 0 and 1, and weights >= 0."
+            )
+        return h
+
+
+def _variance(F: Tensor) -> Tensor:
+    """p (1 - p) without the cancellation of 1 - p."""
+    return F.sigmoid() * (-F).sigmoid()

@@ -1,0 +1,40 @@
+"""The losses of PyTorch that this package knows with all their options, and how to make one again from its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.likelihood.base import Likelihood
+from curvlinops_plus.likelihood.bce import BCEWithLogits
+from curvlinops_plus.likelihood.cross_entropy import CrossEntropy
+from curvlinops_plus.likelihood.gaussian import GaussianNLL
+from curvlinops_plus.likelihood.mse import MSE
+
+__all__ = ["BUILTIN", "rebuild_loss"]
+
+BUILTIN: tuple[type[Likelihood], ...] = (MSE, CrossEntropy, BCEWithLogits, GaussianNLL)
+
+
+def rebuild_loss(options: Mapping[str, Any]) -> nn.Module:
+    """A loss from the `options()` of its likelihood, with all of them.
+
+    Raises:
+        UnsupportedError: If the loss is none of those of PyTorch that this package knows.
+
+    Example:
+        >>> from curvlinops_plus.likelihood import likelihood_of
+        >>> rebuild_loss(likelihood_of(nn.CrossEntropyLoss(label_smoothing=0.1)).options()).label_smoothing
+        0.1
+    """
+    name = options["loss"]
+    losses = {rules.loss_type.__name__: rules.loss_type for rules in BUILTIN if rules.loss_type}
+    if name not in losses:
+        raise UnsupportedError(
+            f"the loss {name} can't be made again from saved options, as {', '.join(losses)} can; "
+            "pass it as loss_func=..."
+        )
+    return losses[name](**{option: value for option, value in options.items() if option != "loss"})

@@ -1,0 +1,194 @@
+"""Cross-entropy: a categorical distribution with the output as logits, and all that PyTorch's loss can do with it.
+
+With weights `w`, smoothing `ε` and predictions `p = softmax(f)`, every kind of target makes a term `-Σ_c q_c log p_c`
+with target weights `q` that need not sum to one. So its gradient is `h p - q` and its Hessian `h (diag p - p pᵀ)`,
+where `h = Σ_c q_c`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.likelihood.base import Likelihood, Uniform, register_likelihood
+from curvlinops_plus.likelihood.draws import categories, number, wide_dtype
+
+__all__ = ["CrossEntropy"]
+
+
+@register_likelihood(nn.CrossEntropyLoss)
+class CrossEntropy(Likelihood):
+    """Rules of `nn.CrossEntropyLoss`, with class indices [N, *d] or class probabilities [N, C, *d] as targets.
+
+    `H = h (diag p - p pᵀ)`, `B = √h (diag √p - p √pᵀ)`, draws `√h (p - ŷ)` with `ŷ` a one-hot draw from `p`. Here `h`
+    is `(1-ε) w_y + ε mean(w)` for a class index (0 where it is `ignore_index`), and `Σ_c w_c ((1-ε) y_c + ε/C)` for
+    probabilities.
+
+    Raises:
+        UnsupportedError: For weights that are negative, where the Hessian has no root.
+
+    Example:
+        >>> cross_entropy = CrossEntropy(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0])))
+        >>> F, Y = cross_entropy.canonical(torch.zeros(2, 2), torch.tensor([1, -100]), num_examples=2)
+        >>> cross_entropy.scale(F, Y).flatten(), cross_entropy.count(F, Y)
+        (tensor([3., 0.]), tensor(3., dtype=torch.float64))
+    """
+
+    loss_type = nn.CrossEntropyLoss
+    class_axis = 1
+    option_names = ("reduction", "weight", "ignore_index", "label_smoothing")
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__(loss)
+        if loss.weight is not None and (loss.weight < 0).any():
+            raise UnsupportedError(
+                f"{self.name}(weight=...) has the negative weight {loss.weight.min().item():.3g}; weights must be >= 0."
+            )
+        if not 0 <= loss.label_smoothing <= 1:
+            raise ValueError(f"{self.name}(label_smoothing={loss.label_smoothing}) must be between 0 and 1.")
+
+    def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
+        N, C = len(F), F.shape[-1]
+        if self.loss.weight is not None and self.loss.weight.shape != (C,):
+            raise ValueError(
+                f"{self.name}(weight=...) has shape {list(self.loss.weight.shape)}, but the output of shape "
+                f"{list(f_shape)} has {C} classes along axis {class_axis}."
+            )
+        if y.shape == f_shape:
+            return super().canonical_target(self._checked_probabilities(y), F, f_shape, class_axis)
+        index_shape = f_shape[:class_axis] + f_shape[class_axis + 1 :]
+        if y.shape != index_shape:
+            raise ValueError(
+                f"{self.name}: an output of shape {list(f_shape)} with classes along axis {class_axis} needs class "
+                f"indices of shape {list(index_shape)} or class probabilities of shape {list(f_shape)}, got a target "
+                f"of shape {list(y.shape)}."
+            )
+        return self._checked_indices(y, C).reshape(N, -1)
+
+    def _checked_probabilities(self, y: Tensor) -> Tensor:
+        if not y.is_floating_point():
+            raise ValueError(
+                f"{self.name}: a target of the output's shape {list(y.shape)} holds class probabilities and must be "
+                f"floating-point, got {y.dtype}; convert it, or give class indices without the class axis."
+            )
+        if self.loss.ignore_index >= 0:  # PyTorch refuses this too
+            raise UnsupportedError(
+                f"{self.name}(ignore_index={self.loss.ignore_index}) has no meaning for class probabilities; "
+                "leave it out."
+            )
+        return y
+
+    def _checked_indices(self, y: Tensor, num_classes: int) -> Tensor:
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise ValueError(
+                f"{self.name}: a target of shape {list(y.shape)} holds class indices and must be an integer tensor, "
+                f"got {y.dtype}."
+            )
+        y = y.long()
+        wrong = ((y < 0) | (y >= num_classes)) & (y != self.loss.ignore_index)
+        if wrong.any():
+            raise ValueError(
+                f"{self.name}: the target holds the class index {y[wrong][0].item()}, but the output has "
+                f"C = {num_classes} classes, 0 to {num_classes - 1} (ignore_index is {self.loss.ignore_index})."
+            )
+        return y
+
+    # ---------------------------------------------------------------------------------------------- the loss
+
+    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+        return functional.cross_entropy(
+            F.flatten(0, 1),
+            Y.flatten(0, 1),
+            weight=self._weight(F),
+            ignore_index=self.loss.ignore_index,
+            label_smoothing=self.loss.label_smoothing,
+            reduction="none",
+        ).view(F.shape[:2])
+
+    def count(self, F: Tensor, Y: Tensor) -> Tensor:
+        """Kept terms, or their summed class weights; every term, also with weights, for class probabilities."""
+        if Y.ndim == 3:
+            return number(F.shape[0] * F.shape[1], F.device)
+        return self._index_weights(wide_dtype(F.device), *self._kept(Y)).sum()
+
+    def grad(self, F: Tensor, Y: Tensor) -> Tensor:
+        smoothing, weight, C = self.loss.label_smoothing, self._weight(F), F.shape[-1]
+        g = self.scale(F, Y) * F.softmax(-1)
+        if Y.ndim == 3:
+            q = (1 - smoothing) * Y + smoothing / C
+            return g - (q if weight is None else weight * q)
+        index, keep = self._kept(Y)
+        q_index = (1 - smoothing) * self._index_weights(F.dtype, index, keep)
+        g = g.scatter_add(-1, index[..., None], -q_index[..., None])
+        if smoothing:
+            q = smoothing / C if weight is None else smoothing / C * weight
+            g = g - keep[..., None].to(F.dtype) * q
+        return g
+
+    # ---------------------------------------------------------------------------------------------- its Hessian
+
+    def scale(self, F: Tensor, Y: Tensor) -> Tensor:
+        """`h [N, R, 1]`, computed without anything of size C for class indices."""
+        smoothing, weight, C = self.loss.label_smoothing, self._weight(F), F.shape[-1]
+        if Y.ndim == 3:
+            q = (1 - smoothing) * Y + smoothing / C
+            return (q.sum(-1) if weight is None else q @ weight)[..., None]
+        index, keep = self._kept(Y)
+        h = self._index_weights(F.dtype, index, keep)
+        if smoothing and weight is not None:
+            h = (1 - smoothing) * h + smoothing * weight.mean() * keep
+        return h[..., None]
+
+    def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
+        p = F.softmax(-1)
+        pV = p * V
+        return self.scale(F, Y) * (pV - p * pV.sum(-1, keepdim=True))
+
+    def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
+        p = F.softmax(-1)
+        q = self._checked_scale(F, Y).sqrt() * p.sqrt()  # [N, R, C]
+        B = -q.movedim(-1, 0)[..., None] * p
+        B.diagonal(dim1=0, dim2=3).add_(q)
+        return B
+
+    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
+        p = F.softmax(-1)
+        h = self.scale(F, Y) if k else self._checked_scale(F, Y)  # checked once, with the first column
+        q = h.sqrt() * p[..., k : k + 1].sqrt()  # [N, R, 1]
+        column = -q * p
+        column[..., k] += q[..., 0]
+        return column
+
+    def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
+        N, R, _ = F.shape
+        p, root_h = F.softmax(-1), self._checked_scale(F, Y).sqrt()
+        drawn = categories(p, uniform(N, R, num).to(F.device)).permute(2, 0, 1)[..., None]  # [num, N, R, 1]
+        return (root_h * p).expand(num, -1, -1, -1).scatter_add(-1, drawn, -root_h.expand(drawn.shape))
+
+    # ---------------------------------------------------------------------------------------------- parts
+
+    def _weight(self, F: Tensor) -> Tensor | None:
+        return None if self.loss.weight is None else self.loss.weight.to(F)
+
+    def _kept(self, Y: Tensor) -> tuple[Tensor, Tensor]:
+        """Class indices [N, R] that are safe to index with, and whether [N, R] each term is kept."""
+        keep = Y != self.loss.ignore_index
+        return Y.where(keep, 0), keep
+
+    def _index_weights(self, dtype: torch.dtype, index: Tensor, keep: Tensor) -> Tensor:
+        """Weight [N, R] of each term's own class, 0 where it is ignored."""
+        weight = self.loss.weight
+        return keep.to(dtype) if weight is None else weight.to(index.device, dtype)[index] * keep
+
+    def _checked_scale(self, F: Tensor, Y: Tensor) -> Tensor:
+        h = self.scale(F, Y)
+        if Y.ndim == 3 and (h < 0).any():
+            raise UnsupportedError(
+                f"{self.name}: a row of class probabilities sums (with weights and smoothing) to {h.min().item():.3g}; "
+                "below 0 the loss is not convex and its Hessian has no root. Are these logits? Give probabilities."
+            )
+        return h

@@ -1,0 +1,128 @@
+"""A likelihood from a `torch.distributions` object, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from curvlinops_plus.likelihood.base import Likelihood, Uniform
+from curvlinops_plus.likelihood.draws import categories, inside, number
+
+__all__ = ["FromDistribution"]
+
+
+class FromDistribution(Likelihood):
+    """The negative log-likelihood of a distribution `p(y | f)`, all derivatives by automatic differentiation.
+
+    The loss may differ from it by a constant. Monte-Carlo vectors are gradients at targets drawn from the distribution,
+    so they average to the Fisher matrix, which is the Hessian where `f` are natural parameters (logits, log-rates,
+    means).
+
+    Args:
+        make: Function from the output [N, R, C] to a distribution with batch shape [N, R] or [N, R, ...].
+        reduction: "mean" or "sum". Default: that of the loss it is registered for, else "mean", which divides by the
+            number of entries of `log_prob`.
+        class_axis: Axis of the model's output that becomes the last one. Default: the last one.
+
+    Draws invert the distribution function where there is one (`icdf`, or finitely many values). Otherwise each example
+    is sampled by itself, from a seed of its own; the global random state is put back.
+
+    Example:
+        >>> poisson = FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))
+        >>> F, Y = poisson.canonical(torch.zeros(2, 3), torch.ones(2, 3), num_examples=2)
+        >>> poisson.hessian_product(F, Y, torch.ones(2, 1, 3)).flatten()
+        tensor([1., 1., 1., 1., 1., 1.])
+    """
+
+    def __init__(
+        self, make: Callable[[Tensor], Distribution], reduction: str = "mean", class_axis: int = -1, loss: Any = None
+    ) -> None:
+        super().__init__(loss, reduction)
+        self.make = make
+        self.class_axis = class_axis
+
+    def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
+        """Target as the distribution has it: a number per term, or as many along the class axis as one draw holds."""
+        distribution = self._distribution(F)
+        expected = distribution.batch_shape + distribution.event_shape
+        own = expected[2:]  # the shape of one term's target; its axes stand where the output has its class axis
+        shape = f_shape if len(f_shape) == 1 else f_shape[:class_axis] + own + f_shape[class_axis + 1 :]
+        if y.shape != shape or y.numel() != expected.numel():
+            raise ValueError(
+                f"{self.name}: an output of shape {list(f_shape)} makes a {type(distribution).__name__} for targets of "
+                f"shape {list(shape)}, got a target of shape {list(y.shape)}."
+            )
+        if len(f_shape) > 1:
+            y = y.movedim([class_axis + i for i in range(len(own))], list(range(-len(own), 0)))
+        Y = y.reshape(expected)
+        return Y.to(F.dtype) if Y.is_floating_point() else Y
+
+    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+        log_prob = self._distribution(F).log_prob(Y)
+        return -log_prob.reshape(*F.shape[:2], -1).sum(-1)
+
+    def count(self, F: Tensor, Y: Tensor) -> Tensor:
+        """One for every entry of `log_prob`."""
+        return number(self._distribution(F).batch_shape.numel(), F.device)
+
+    def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
+        targets = self._draw_targets(F, num, uniform)  # [num, N, R, ...]
+        repeated = F.expand(num, *F.shape).flatten(0, 1)
+        return self.grad(repeated, targets.flatten(0, 1)).view(num, *F.shape)
+
+    def _draw_targets(self, F: Tensor, num: int, uniform: Uniform) -> Tensor:
+        with torch.no_grad():
+            distribution = self._distribution(F)
+            shape = (len(F), num, *distribution.batch_shape[1:])
+            if distribution.has_enumerate_support and not distribution.event_shape:
+                values = distribution.enumerate_support(expand=False)  # [L, 1, 1, ...]
+                p = distribution.log_prob(values).exp().movedim(0, -1)  # [N, R, ..., L]
+                drawn = categories(p, uniform(*shape).to(F.device).movedim(1, -1))  # [N, R, ..., num]
+                return values.flatten()[drawn].movedim(-1, 0)
+            if not distribution.event_shape and _has_icdf(distribution):
+                return distribution.icdf(inside(uniform(*shape).to(F.device).movedim(1, 0))).to(F.dtype)
+            return self._sample_each(F, num, uniform)
+
+    def _sample_each(self, F: Tensor, num: int, uniform: Uniform) -> Tensor:
+        """Samples [num, N, R, ...], example by example, so that batches don't matter."""
+        seeds = (uniform(len(F), 1)[:, 0] * 2**53).long().tolist()
+        samples = []
+        with _own_random_state(F.device) as reseed:
+            for f, seed in zip(F.split(1), seeds, strict=True):
+                reseed(seed)
+                samples.append(self._distribution(f).sample(torch.Size([num])))
+        return torch.cat(samples, 1)
+
+    def _distribution(self, F: Tensor) -> Distribution:
+        distribution = self.make(F)
+        if distribution.batch_shape[:2] != F.shape[:2]:
+            raise ValueError(
+                f"{self.name}: the distribution made from an output of shape {list(F.shape)} must have a batch shape "
+                f"that begins with {list(F.shape[:2])} (examples, terms of each), got batch shape "
+                f"{list(distribution.batch_shape)} and event shape {list(distribution.event_shape)}."
+            )
+        return distribution
+
+
+@contextmanager
+def _own_random_state(device: torch.device) -> Iterator[Callable[[int], object]]:
+    """Gives a function that seeds the global generator of one device, whose state is put back at the end.
+
+    `torch.manual_seed` would seed those of all other devices too.
+    """
+    if device.type == "cpu":
+        with torch.random.fork_rng([]):
+            yield torch.default_generator.manual_seed
+    else:
+        module = torch.get_device_module(device)
+        with torch.random.fork_rng([device], device_type=device.type), device:
+            yield module.manual_seed
+
+
+def _has_icdf(distribution: Distribution) -> bool:
+    return type(distribution).icdf is not Distribution.icdf

@@ -1,0 +1,48 @@
+"""Squared error: a normal distribution around the output, with variance 1/2."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from curvlinops_plus.likelihood.base import Likelihood, Uniform, register_likelihood
+from curvlinops_plus.likelihood.draws import normals
+
+__all__ = ["MSE"]
+
+
+@register_likelihood(nn.MSELoss)
+class MSE(Likelihood):
+    """Rules of `nn.MSELoss`: `H = 2·I`, `B = √2·I`, draws `√2·ε` with `ε ~ N(0, I)`. Outputs of any shape.
+
+    Example:
+        >>> mse = MSE(nn.MSELoss())
+        >>> F, Y = mse.canonical(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 2.0]]), num_examples=1)
+        >>> mse.nll(F, Y), mse.grad(F, Y), mse.count(F, Y)
+        (tensor([[1.]]), tensor([[[2., 0.]]]), tensor(2., dtype=torch.float64))
+    """
+
+    loss_type = nn.MSELoss
+
+    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+        return functional.mse_loss(F, Y, reduction="none").sum(-1)
+
+    def grad(self, F: Tensor, Y: Tensor) -> Tensor:
+        return 2 * (F - Y)
+
+    def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
+        return 2 * V
+
+    def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
+        root = 2**0.5 * torch.eye(F.shape[-1], dtype=F.dtype, device=F.device)
+        return root[:, None, None].expand(-1, *F.shape)
+
+    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
+        column = torch.zeros_like(F)
+        column[..., k] = 2**0.5
+        return column
+
+    def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
+        N, R, C = F.shape
+        return 2**0.5 * normals(uniform(N, R, num, C)).to(F).permute(2, 0, 1, 3)

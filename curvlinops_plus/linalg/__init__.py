@@ -1,0 +1,41 @@
+"""Matrices that you can multiply: floor 1 knows no network, no loss and no data."""
+
+from __future__ import annotations
+
+from curvlinops_plus.linalg.blocks import BlockDiagonal
+from curvlinops_plus.linalg.inverse import RelativeDamping, heuristic_damping
+from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
+from curvlinops_plus.linalg.layout import Layout
+from curvlinops_plus.linalg.numerics import cholesky_inverse, eigh, gram, psd_clip
+from curvlinops_plus.linalg.operator import Adjoint, LinearOperator, Product, Scaled, Shifted, Sum
+from curvlinops_plus.linalg.scipy import to_scipy
+from curvlinops_plus.linalg.space import Space
+from curvlinops_plus.linalg.structure import Structure
+from curvlinops_plus.linalg.structured import Dense, Diagonal, Factor, Identity, IdentityLinearOperator
+
+__all__ = [
+    "Adjoint",
+    "BlockDiagonal",
+    "Dense",
+    "Diagonal",
+    "Eigendecomposed",
+    "Factor",
+    "Identity",
+    "IdentityLinearOperator",
+    "Kronecker",
+    "Layout",
+    "LinearOperator",
+    "Product",
+    "RelativeDamping",
+    "Scaled",
+    "Shifted",
+    "Space",
+    "Structure",
+    "Sum",
+    "cholesky_inverse",
+    "eigh",
+    "gram",
+    "heuristic_damping",
+    "psd_clip",
+    "to_scipy",
+]

@@ -1,0 +1,200 @@
+"""Block-diagonal matrices whose blocks are about groups of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.linalg.closed import naming
+from curvlinops_plus.linalg.inverse import Damping, Scalar
+from curvlinops_plus.linalg.layout import Layout
+from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.space import Space
+from curvlinops_plus.linalg.structure import Structure
+
+__all__ = ["BlockDiagonal"]
+
+T = TypeVar("T")
+
+
+class BlockDiagonal(LinearOperator):
+    """One operator per group of parameters; between groups the matrix is zero.
+
+    Everything with a closed form follows block by block, and inverses, powers, shifts and multiples are again
+    block-diagonal. `inverse`, `power` and `shift` take a damping as a number, a 1-d tensor with one number per block, a
+    mapping from block name to damping, or a rule that each block is asked by itself. Errors begin with the block's name.
+
+    Args:
+        blocks: Name to square operator.
+        layouts: The same names to how the parameters of a block make its vector.
+        space: All parameters, in the order of the whole vector. Each is in one layout.
+
+    Raises:
+        ValueError: If names, sizes, dtypes or devices do not fit.
+
+    Example:
+        >>> from curvlinops_plus.linalg import Diagonal, Kronecker
+        >>> space = Space.from_shapes({"fc.weight": (2, 3), "fc.bias": (2,), "scale": (4,)})
+        >>> layouts = {
+        ...     "fc": Layout({"fc.weight": "o i -> o i", "fc.bias": "o -> o 1"}, {"fc.weight": (2, 3), "fc.bias": (2,)}),
+        ...     "scale": Layout({"scale": "d -> 1 d"}, {"scale": (4,)}),
+        ... }
+        >>> K = BlockDiagonal({"fc": Kronecker(torch.eye(2), 2 * torch.eye(4)), "scale": Diagonal(torch.ones(4))}, layouts, space)
+        >>> K.inverse(damping={"fc": 2.0, "scale": 1.0}).diagonal()
+        tensor([0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.5000,
+                0.5000, 0.5000, 0.5000])
+    """
+
+    def __init__(self, blocks: Mapping[str, LinearOperator], layouts: Mapping[str, Layout], space: Space) -> None:
+        if not blocks or blocks.keys() != layouts.keys():
+            raise ValueError(f"Expected one layout per block and at least one block, got blocks {list(blocks)} and layouts {list(layouts)}.")
+        self.blocks, self.layouts, self.space = dict(blocks), {name: layouts[name] for name in blocks}, space
+        self._check_spaces()
+        self._check_blocks()
+
+    def _check_spaces(self) -> None:
+        listed = [parameter for layout in self.layouts.values() for parameter in layout.names]
+        if sorted(listed) != sorted(self.space.names):
+            raise ValueError(f"Expected each of the parameters {self.space.names} in one layout, got {listed}.")
+        for name, layout in self.layouts.items():
+            for parameter, shape in layout.shapes.items():
+                if shape != self.space.shapes[parameter]:
+                    expected = list(self.space.shapes[parameter])
+                    raise ValueError(f'block "{name}": expected parameter "{parameter}" of shape {expected}, got {list(shape)}.')
+
+    def _check_blocks(self) -> None:
+        for name, block in self.blocks.items():
+            dim = self.layouts[name].dim
+            if block.shape != (dim, dim):
+                raise ValueError(f'block "{name}": expected a {dim} x {dim} matrix for {self.layouts[name]}, got {block!r}.')
+            if block.dtype != self.dtype or block.device != self.device:
+                raise ValueError(f'block "{name}": expected {self.dtype} on {self.device} as the first block, got {block!r}.')
+
+    @property
+    def in_space(self) -> Space:
+        return self.space
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.blocks.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.blocks.values())).device
+
+    @property
+    def structure(self) -> Structure:
+        return min(block.structure for block in self.blocks.values())
+
+    # Products --------------------------------------------------------------------------------------------------------
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self._blockwise(X, lambda block, x: block._matmat(x))
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self._blockwise(X, lambda block, x: block._rmatmat(x))
+
+    def _root_matmat(self, X: Tensor) -> Tensor:
+        return self._blockwise(X, lambda block, x: block._root_matmat(x))
+
+    def _blockwise(self, X: Tensor, product: Callable[[LinearOperator, Tensor], Tensor]) -> Tensor:
+        """Multiply block by block, each result written straight to its place in `[n, K]`."""
+        tree = self.space.unflatten(X)
+        Y = X.new_empty(X.shape)
+        places = self.space.unflatten(Y)
+        for name, block in self.blocks.items():
+            layout = self.layouts[name]
+            with naming(f'block "{name}"'):
+                y = product(block, layout.join(tree))
+            for parameter, part in layout.split(y).items():
+                places[parameter].copy_(part)
+        return Y
+
+    def adjoint(self) -> LinearOperator:
+        return self if self.structure >= Structure.SYMMETRIC else self._map(lambda block: block.adjoint())
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
+        return self._map(lambda block: block.to(device, dtype))
+
+    def to_dense(self) -> Tensor:
+        dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        positions = self.space.unflatten(torch.arange(self.shape[0], device=self.device)[:, None])
+        for name, block in self.blocks.items():
+            at = self.layouts[name].join(positions)[:, 0]
+            dense[at[:, None], at] = block.to_dense()
+        return dense
+
+    # Closed forms ----------------------------------------------------------------------------------------------------
+
+    @property
+    def trace(self) -> Tensor:
+        return torch.stack(self._each(lambda block: block.trace)).sum()
+
+    @property
+    def frobenius_norm(self) -> Tensor:
+        return torch.linalg.vector_norm(torch.stack(self._each(lambda block: block.frobenius_norm)))
+
+    def eigenvalues(self) -> Tensor:
+        return torch.cat(self._each(lambda block: block.eigenvalues()))
+
+    def diagonal(self) -> Tensor:
+        """The diagonal, `[n]`, in the order of the parameters."""
+        parts: dict[str, Tensor] = {}
+        for layout, d in zip(self.layouts.values(), self._each(lambda block: block.diagonal()), strict=True):
+            parts |= {parameter: t[..., 0] for parameter, t in layout.split(d[:, None]).items()}
+        return self.space.flatten(parts)
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        signs, logarithms = zip(*self._each(lambda block: block._slogdet()), strict=True)
+        return torch.stack(signs).prod(), torch.stack(logarithms).sum()
+
+    def _entrywise_square(self) -> BlockDiagonal:
+        return self._map(lambda block: block._entrywise_square())
+
+    def inverse(self, damping: Damping = 0.0, **options: Any) -> BlockDiagonal:
+        """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse` for the options."""
+        dampings = self._per_block(damping)
+        return self._map_named(lambda name, block: block.inverse(dampings[name], **options))
+
+    def power(self, p: float, damping: Damping = 0.0) -> BlockDiagonal:
+        """`(K + damping I)ᵖ`, block by block."""
+        dampings = self._per_block(damping)
+        return self._map_named(lambda name, block: block.power(p, dampings[name]))
+
+    def shift(self, delta: Damping) -> BlockDiagonal:
+        """`K + delta I`, block by block."""
+        deltas = self._per_block(delta)
+        return self._map_named(lambda name, block: block.shift(deltas[name]))
+
+    def _scale(self, c: Scalar) -> BlockDiagonal:
+        return self._map(lambda block: block._scale(c))
+
+    def _each(self, function: Callable[[LinearOperator], T]) -> list[T]:
+        results = []
+        for name, block in self.blocks.items():
+            with naming(f'block "{name}"'):
+                results.append(function(block))
+        return results
+
+    def _map(self, function: Callable[[LinearOperator], LinearOperator]) -> BlockDiagonal:
+        return BlockDiagonal(dict(zip(self.blocks, self._each(function), strict=True)), self.layouts, self.space)
+
+    def _map_named(self, function: Callable[[str, LinearOperator], LinearOperator]) -> BlockDiagonal:
+        names = iter(self.blocks)
+        return self._map(lambda block: function(next(names), block))
+
+    def _per_block(self, damping: Any) -> dict[str, Any]:
+        """The damping of each block."""
+        if isinstance(damping, Mapping):
+            if damping.keys() != self.blocks.keys():
+                missing, extra = [n for n in self.blocks if n not in damping], [n for n in damping if n not in self.blocks]
+                raise ValueError(f"Expected one damping for each of the blocks {list(self.blocks)}; missing {missing}, unexpected {extra}.")
+            return dict(damping)
+        if isinstance(damping, Tensor) and damping.ndim > 0:
+            if damping.shape != (len(self.blocks),):
+                raise ValueError(f"Expected one number or one per block, [{len(self.blocks)}], got a damping of shape {list(damping.shape)}.")
+            return dict(zip(self.blocks, damping.unbind(), strict=True))
+        return dict.fromkeys(self.blocks, damping)

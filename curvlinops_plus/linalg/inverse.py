@@ -1,0 +1,139 @@
+"""What may be given as a damping, and how a damping is split between the two factors of a Kronecker product.
+
+`K.inverse(damping)`, `K.power(p, damping)` and `K.shift(delta)` take
+
+* a number or 0-d tensor `λ`: `λ I` is added to the matrix; results are differentiable in a tensor,
+* a rule: anything that is called with a matrix and returns such a number, for example `RelativeDamping(0.1)`,
+* for `inverse` of a Kronecker product `G ⊗ A` also a pair `(λ_A, λ_G)`: each is added to its own factor,
+* for a block-diagonal matrix a 1-d tensor with one number per block, or a mapping from block name to any of the above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvlinops_plus.linalg.structure import Structure
+
+__all__ = ["Damping", "RelativeDamping", "Scalar", "heuristic_damping", "is_zero", "resolve", "scalar"]
+
+
+
+class Matrix(Protocol):
+    """What a damping asks of the matrix that it is added to."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def structure(self) -> Structure: ...
+    @property
+    def trace(self) -> Tensor: ...
+
+
+Scalar = float | Tensor
+Rule = Callable[[Any], Scalar]
+Damping = Scalar | Rule | tuple[Any, Any] | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RelativeDamping:
+    """A rule: `factor` times the mean eigenvalue of the matrix (of each block by itself, for a block-diagonal matrix).
+
+    Needs the trace of the matrix, nothing else.
+
+    Args:
+        factor: 0.1 is what influence functions commonly use; 1e-3 is cautious.
+
+    Example:
+        >>> from curvlinops_plus.linalg import Diagonal
+        >>> K = Diagonal(torch.tensor([1.0, 3.0]))
+        >>> K.inverse(RelativeDamping(0.5)).diagonal()
+        tensor([0.5000, 0.2500])
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        if self.factor < 0:
+            raise ValueError(f"Expected a factor that is not negative, got {self.factor}.")
+
+    def __call__(self, operator: Matrix) -> Tensor:
+        return self.factor * operator.trace / operator.shape[0]
+
+
+def scalar(value: Any, operator: Matrix, what: str) -> Scalar:
+    """`value` as a Python number, or as a 0-d tensor of the operator's dtype and device.
+
+    Raises:
+        TypeError: If it is neither, naming `what` was expected to be a number.
+    """
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
+        return value.to(operator.device, operator.dtype)
+    if isinstance(value, (int, float, np.integer, np.floating)):
+        return float(value)
+    given = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
+    raise TypeError(f"Expected {what} of a {type(operator).__name__} to be one number, a 0-d tensor or a rule; got {given}.")
+
+
+def resolve(damping: Any, operator: Matrix, what: str = "the damping") -> Scalar:
+    """The number that a damping (a number or a rule) means for this matrix.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If it is negative and the matrix positive semi-definite.
+    """
+    value = scalar(damping(operator) if callable(damping) else damping, operator, what)
+    if operator.structure == Structure.PSD and float(value) < 0:
+        raise ValueError(f"Expected {what} of a positive semi-definite matrix to be at least 0, got {float(value):g}.")
+    return value
+
+
+def is_zero(damping: Scalar) -> bool:
+    """Whether there is no damping: neither a positive number, nor one that derivatives are taken with respect to."""
+    if isinstance(damping, Tensor):
+        return not damping.requires_grad and not bool(damping.any())
+    return damping == 0
+
+
+def heuristic_damping(A: Any, G: Any, damping: Scalar, min_damping: float = 1e-8) -> tuple[Tensor, Tensor]:
+    """Split one damping `λ` between the factors of `G ⊗ A` (Martens and Grosse, 2015, arXiv 1503.05671, section 6.3).
+
+    With `π = √((tr A / dim A) / (tr G / dim G))` the factors get `π √λ` and `√λ / π`, so that
+    `(G + √λ/π I) ⊗ (A + π √λ I)` differs from `G ⊗ A + λ I` by cross terms that are as small as possible in trace norm.
+
+    Args:
+        A: Input factor, a tensor `[*b, i, i]` or an operator.
+        G: Gradient factor, a tensor `[*b, o, o]` or an operator.
+        damping: `λ`.
+        min_damping: Neither part gets smaller than this.
+
+    Returns:
+        `(λ_A, λ_G)`, one number per matrix of a batch. Both are `λ` where a mean eigenvalue is not positive.
+
+    Example:
+        >>> heuristic_damping(4.0 * torch.eye(3), torch.eye(2), damping=1e-2)
+        (tensor(0.2000), tensor(0.0500))
+    """
+    mean_A, mean_G = _mean_eigenvalue(A), _mean_eigenvalue(G)
+    usable = (mean_A > 0) & (mean_G > 0)
+    one = torch.ones_like(mean_A * mean_G)
+    pi = torch.where(usable, mean_A / torch.where(usable, mean_G, one), one).sqrt()
+    root = damping.sqrt() if isinstance(damping, Tensor) else sqrt(damping)
+    split = (pi * root).clamp(min=min_damping), (root / pi).clamp(min=min_damping)
+    return torch.where(usable, split[0], damping * one), torch.where(usable, split[1], damping * one)
+
+
+def _mean_eigenvalue(factor: Any) -> Tensor:  # -> [*b]
+    if isinstance(factor, Tensor):
+        return factor.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return factor.traces() / factor.size

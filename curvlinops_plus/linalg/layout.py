@@ -1,0 +1,165 @@
+"""A group of parameters, for example the weight and bias of a layer, as ONE matrix.
+
+The pattern of each parameter says how: `"o i h w -> o (i h w)"` is the weight of a convolution with one row per output channel,
+`"o -> o 1"` its bias as one more column. Left is the parameter as PyTorch stores it, right are the axes `rows cols` of the matrix, or
+`batch rows cols` (groups of a convolution: `"(g o) i h w -> g o (i h w)"`). Parentheses merge axes and `1` is an axis of
+size one, as in einops.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+__all__ = ["Layout"]
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """A pattern taken apart: view as `atoms`, permute by `order`, view as `matrix`; and the way back."""
+
+    shape: tuple[int, ...]  # of the parameter
+    atoms: tuple[int, ...]  # sizes of the elementary axes, in the order of the parameter
+    order: tuple[int, ...]  # positions of these axes in the order of the matrix
+    matrix: tuple[int, ...]  # [*batch, rows, cols]
+
+    @property
+    def permutes(self) -> bool:
+        return self.order != tuple(range(len(self.order)))
+
+    def to_rows(self, t: Tensor) -> Tensor:  # [*shape, K] -> [K, *matrix]
+        last = len(self.atoms)
+        return t.view(*self.atoms, -1).permute(last, *self.order).reshape(-1, *self.matrix) if t.numel() else self._empty(t)
+
+    def _empty(self, t: Tensor) -> Tensor:
+        return t.new_empty(t.shape[-1], *self.matrix)
+
+
+class Layout:
+    """How a group of parameters makes one matrix `[rows, cols]` or `[batch, rows, cols]`, and its row-major vector.
+
+    Columns of several parameters stand side by side, in the order of the patterns.
+
+    Args:
+        patterns: Parameter name to pattern.
+        shapes: Parameter name to shape.
+        sizes: Sizes of axes that the shapes leave open, for example `{"g": 4}`.
+
+    Raises:
+        ValueError: If a pattern cannot be read, does not fit its shape, or the rows of the parameters differ.
+
+    Example:
+        >>> layout = Layout({"weight": "o i -> o i", "bias": "o -> o 1"}, {"weight": (2, 3), "bias": (2,)})
+        >>> layout.matrix_shape
+        (2, 4)
+        >>> v = layout.join({"weight": torch.zeros(2, 3, 1), "bias": torch.ones(2, 1)})
+        >>> v.T
+        tensor([[0., 0., 0., 1., 0., 0., 0., 1.]])
+        >>> {name: tuple(t.shape) for name, t in layout.split(v).items()}
+        {'weight': (2, 3, 1), 'bias': (2, 1)}
+    """
+
+    def __init__(
+        self, patterns: Mapping[str, str], shapes: Mapping[str, Sequence[int]], sizes: Mapping[str, int] | None = None
+    ) -> None:
+        if not patterns or patterns.keys() != shapes.keys():
+            raise ValueError(f"Expected one pattern and one shape per parameter, got patterns of {list(patterns)} and shapes of {list(shapes)}.")
+        self.patterns = dict(patterns)
+        self.shapes = {name: torch.Size(shapes[name]) for name in patterns}
+        self.sizes = dict(sizes or {})
+        self._steps = {name: _parse(name, pattern, self.shapes[name], self.sizes) for name, pattern in self.patterns.items()}
+        matrices = {name: steps.matrix for name, steps in self._steps.items()}
+        if len({matrix[:-1] for matrix in matrices.values()}) > 1:
+            raise ValueError(f"Expected parameters of one layout to have the same rows, got matrices {matrices} from patterns {self.patterns}.")
+        first = next(iter(matrices.values()))
+        #: `(rows, cols)` or `(batch, rows, cols)`.
+        self.matrix_shape: tuple[int, ...] = (*first[:-1], sum(matrix[-1] for matrix in matrices.values()))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parameters, in the order of their columns."""
+        return list(self.patterns)
+
+    @property
+    def dim(self) -> int:
+        """The number of entries of the matrix."""
+        return prod(self.matrix_shape)
+
+    def __repr__(self) -> str:
+        return f"Layout({self.patterns}, {dict((n, list(s)) for n, s in self.shapes.items())} -> {list(self.matrix_shape)})"
+
+    def join(self, tree: Mapping[str, Tensor]) -> Tensor:  # {name: [*shape, K]} -> [dim, K]
+        """The row-major vector of the matrix, for each of `K` columns; `tree` may hold other parameters too.
+
+        A view if there is one parameter whose axes keep their order. Otherwise one copy, stored column by column.
+        """
+        if len(self._steps) == 1:
+            (name, steps), = self._steps.items()
+            if not steps.permutes:
+                return tree[name].reshape(self.dim, tree[name].shape[-1])
+        parts = [steps.to_rows(tree[name]) for name, steps in self._steps.items()]
+        M = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return M.reshape(M.shape[0], self.dim).T
+
+    def split(self, v: Tensor) -> dict[str, Tensor]:  # [dim, K] -> {name: [*shape, K]}
+        """The parameters of a row-major vector, as views where strides allow."""
+        M = v.view(*self.matrix_shape, v.shape[-1])
+        out, start = {}, 0
+        for name, steps in self._steps.items():
+            cols = steps.matrix[-1]
+            part = M.narrow(-2, start, cols)
+            atoms = [steps.atoms[position] for position in steps.order]
+            back = sorted(range(len(steps.order)), key=steps.order.__getitem__)
+            part = part.view(*atoms, v.shape[-1]).permute(*back, len(atoms))
+            out[name] = part.reshape(*steps.shape, v.shape[-1])
+            start += cols
+        return out
+
+
+_TOKEN = re.compile(r"\(([^()]*)\)|([A-Za-z_]\w*|1)")
+
+
+def _parse(name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> _Steps:
+    where = f'Pattern "{pattern}" of parameter "{name}" with shape {list(shape)}'
+    if pattern.count("->") != 1:
+        raise ValueError(f'{where}: expected one "->" between the axes of the parameter and "rows cols".')
+    left, right = (_axes(side, where) for side in pattern.split("->"))
+    if len(left) != len(shape):
+        raise ValueError(f"{where}: expected {len(left)} axes.")
+    if len(right) not in (2, 3):
+        raise ValueError(f'{where}: expected "rows cols" or "batch rows cols" on the right, got {len(right)} axes.')
+    names, order = ([atom for group in side for atom in group] for side in (left, right))
+    if sorted(names) != sorted(order) or len(set(names)) != len(names):
+        raise ValueError(f"{where}: expected every axis once on each side, got {names} and {order}.")
+    known: dict[str, int] = {}
+    for group, size in zip(left, shape, strict=True):
+        known |= _group_sizes(group, size, sizes, where)
+    matrix = tuple(prod(known[atom] for atom in group) for group in right)
+    return _Steps(tuple(shape), tuple(known[a] for a in names), tuple(names.index(a) for a in order), matrix)
+
+
+def _axes(side: str, where: str) -> list[list[str]]:
+    """`"o (i h w) 1"` to `[["o"], ["i", "h", "w"], []]`."""
+    if _TOKEN.sub("", side).strip():
+        raise ValueError(f'{where}: cannot read "{side.strip()}"; write axis names, 1, and parentheses around merged axes.')
+    return [
+        [atom for atom in (inside.split() if single == "" else [single]) if atom != "1"]
+        for inside, single in _TOKEN.findall(side)
+    ]
+
+
+def _group_sizes(group: list[str], size: int, sizes: Mapping[str, int], where: str) -> dict[str, int]:
+    """Sizes of the axes that are merged into one of this size."""
+    known = {atom: sizes[atom] for atom in group if atom in sizes}
+    unknown = [atom for atom in group if atom not in sizes]
+    product = prod(known.values())
+    if len(unknown) == 1 and product and size % product == 0:
+        known[unknown[0]] = size // product
+    elif unknown or product != size:
+        raise ValueError(f"{where}: axes {group} must multiply to {size}, given sizes {dict(sizes)}; pass sizes={{axis: size}}.")
+    return {atom: known[atom] for atom in group}

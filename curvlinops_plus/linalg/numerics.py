@@ -1,0 +1,204 @@
+"""Products and decompositions of small dense matrices that survive bad input.
+
+`torch.linalg.eigh` gives up on some rank-deficient float32 matrices (factors of layers with dead units are such), returns NaN for
+NaN without an error, and Cholesky fails when rounding has pushed a zero eigenvalue below zero. Here every decomposition
+first looks whether its matrix is finite, retries in float64 and then on the CPU, and says what to do when nothing helps.
+
+Which eigenvalues are zero? Those of a positive semi-definite `d x d` matrix that was decomposed in finite precision are
+only known up to `d * eps * largest`; whatever is below counts as 0. All of this package follows that rule.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
+
+__all__ = ["cholesky_inverse", "damped_cholesky", "eigh", "gram", "powers", "psd_clip", "standard_normal"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def gram(rows: Tensor) -> Tensor:  # [M, d] -> [d, d]
+    """The symmetric matrix `rowsᵀ rows`, accumulated in float32 at least.
+
+    Example:
+        >>> gram(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
+        tensor([[1., 2.],
+                [2., 5.]])
+    """
+    if rows.dtype in _HALF:
+        rows = rows.float()
+    return rows.T @ rows
+
+
+def psd_clip(values: Tensor, rtol: float | None = None) -> Tensor:  # [*b, d] -> [*b, d]
+    """Eigenvalues of a positive semi-definite matrix, with 0 where they are below `rtol` times the largest.
+
+    Args:
+        values: Eigenvalues along the last axis; leading axes are separate matrices.
+        rtol: Relative threshold; by default `d * eps`, the accuracy of an eigendecomposition. With 0 only negative
+            numbers become 0.
+
+    Example:
+        >>> psd_clip(torch.tensor([-1e-9, 1e-9, 0.5, 2.0]))
+        tensor([0.0000, 0.0000, 0.5000, 2.0000])
+    """
+    if values.numel() == 0:
+        return values
+    rtol = values.shape[-1] * torch.finfo(values.dtype).eps if rtol is None else rtol
+    threshold = rtol * values.detach().amax(-1, keepdim=True).clamp(min=0)
+    return torch.where(values > threshold, values, torch.zeros_like(values))
+
+
+def powers(values: Tensor, p: float, what: str) -> Tensor:
+    """`values ** p` of eigenvalues in which zeros are exact.
+
+    Raises:
+        SingularMatrixError: If `p` is negative and an eigenvalue is 0.
+
+    Example:
+        >>> powers(torch.tensor([0.0, 4.0]), 0.5, "a matrix")
+        tensor([0., 2.])
+    """
+    if p < 0 and bool((values == 0).any()):
+        raise SingularMatrixError(_singular(values, f"{what} is singular"))
+    return values**p
+
+
+def eigh(M: Tensor, what: str = "the matrix") -> tuple[Tensor, Tensor]:  # [*b, d, d] -> [*b, d], [*b, d, d]
+    """Eigenvalues (ascending) and eigenvectors (columns) of a symmetric matrix, in its own dtype.
+
+    Works in float32 at least. When PyTorch fails it retries in float64, then in float64 on the CPU.
+
+    Raises:
+        NumericsError: If the matrix has NaN or infinite entries, or every attempt fails.
+
+    Example:
+        >>> values, Q = eigh(torch.tensor([[2.0, 0.0], [0.0, 1.0]]))
+        >>> values
+        tensor([1., 2.])
+    """
+    _check_finite(M, what)
+    attempts = [(M.device, torch.float64), (torch.device("cpu"), torch.float64)]
+    if M.dtype != torch.float64:
+        attempts.insert(0, (M.device, torch.float32))
+    failures = []
+    for device, dtype in dict.fromkeys(attempts):
+        try:
+            values, Q = torch.linalg.eigh(M.to(device, dtype))
+        except RuntimeError as error:  # torch.linalg.LinAlgError, and what cuSOLVER raises
+            failures.append(f"{dtype} on {device}: {str(error).splitlines()[0]}")
+            continue
+        if bool(torch.isfinite(values).all()) and bool(torch.isfinite(Q).all()):
+            return values.to(M), Q.to(M)
+        failures.append(f"{dtype} on {device}: the result was not finite")
+    raise NumericsError(
+        f"The eigendecomposition of {what} {list(M.shape)} failed in every precision ({'; '.join(failures)}). "
+        "Check that the matrix is symmetric and its entries are of moderate size."
+    )
+
+
+def damped_cholesky(M: Tensor, damping: float | Tensor = 0.0, *, retry_double_precision: bool = True, what: str = "the matrix") -> Tensor:
+    """The lower Cholesky factor of `M + damping * I`, with `damping` one number or one per matrix of a batch.
+
+    Returns:
+        `[*b, d, d]` in the dtype of `M`, or in float64 if only that worked (then with a warning).
+
+    Raises:
+        NumericsError: If the matrix has NaN or infinite entries.
+        SingularMatrixError: If `M + damping * I` is not positive definite; says which damping would do.
+
+    Example:
+        >>> damped_cholesky(torch.zeros(2, 2), 4.0)
+        tensor([[2., 0.],
+                [0., 2.]])
+    """
+    _check_finite(M, what)
+    working = M.float() if M.dtype in _HALF else M
+    for dtype in dict.fromkeys((working.dtype, torch.float64) if retry_double_precision else (working.dtype,)):
+        L, info = torch.linalg.cholesky_ex(add_to_diagonal(working.to(dtype), damping))
+        if not bool(info.any()):
+            return L
+        if dtype == torch.float32 and retry_double_precision:
+            message = f"The Cholesky decomposition of {what} with damping {_show(damping)} failed in float32; retrying in float64."
+            warnings.warn(message, CurvatureWarning, stacklevel=2)
+    size = _suggestion(M)
+    precision = "" if retry_double_precision or M.dtype == torch.float64 else ", or pass retry_double_precision=True"
+    raise SingularMatrixError(
+        f"{what} {list(M.shape)} with damping {_show(damping)} is not positive definite in {M.dtype}; "
+        f"a damping of {size:.1e} would do{precision}."
+    )
+
+
+def cholesky_inverse(M: Tensor, damping: float | Tensor = 0.0, retry_double_precision: bool = True) -> Tensor:
+    """The inverse of the positive definite `M + damping * I`, through its Cholesky factor.
+
+    Raises:
+        NumericsError: If the matrix has NaN or infinite entries.
+        SingularMatrixError: If `M + damping * I` is not positive definite; says which damping would do.
+
+    Example:
+        >>> cholesky_inverse(torch.zeros(2, 2), damping=4.0).diagonal()
+        tensor([0.2500, 0.2500])
+    """
+    return torch.cholesky_inverse(damped_cholesky(M, damping, retry_double_precision=retry_double_precision)).to(M.dtype)
+
+
+def add_to_diagonal(M: Tensor, damping: float | Tensor) -> Tensor:  # [*b, d, d], number or [*b] -> [*b, d, d]
+    """`M + damping * I` in new memory; differentiable in both."""
+    damping = torch.as_tensor(damping, dtype=M.dtype, device=M.device)
+    return M + torch.diag_embed(damping[..., None].expand(*damping.shape, M.shape[-1]))
+
+
+def slogdet_of(values: Tensor) -> tuple[Tensor, Tensor]:  # [*b, d] -> [*b], [*b]
+    """Sign and logarithm of the absolute value of the product of eigenvalues; the logarithm of 0 is -inf, never NaN."""
+    return values.sign().prod(-1), values.abs().log().sum(-1)
+
+
+def standard_normal(num: int, dim: int, generator: torch.Generator | None, like: Tensor) -> Tensor:  # -> [dim, num]
+    """Independent N(0, 1) numbers that depend on the generator only, not on the dtype or device of the result.
+
+    The columns come one after another from the generator's own uniform numbers, so that the first draws stay the same when
+    more are asked for.
+
+    Example:
+        >>> standard_normal(2, 3, torch.Generator().manual_seed(0), torch.zeros(())).shape
+        torch.Size([3, 2])
+    """
+    device = torch.device("cpu") if generator is None else generator.device
+    uniform = torch.rand(num, dim, generator=generator, device=device, dtype=torch.float64)
+    return torch.special.ndtri(uniform.clamp(min=2.0**-54)).to(like).T  # at 0 the quantile is -inf
+
+
+def _check_finite(M: Tensor, what: str) -> None:
+    if not bool(torch.isfinite(M).all()):
+        bad = int((~torch.isfinite(M)).sum())
+        raise NumericsError(
+            f"{what} {list(M.shape)} has {bad} entries that are NaN or infinite. Look for NaN in the data, "
+            "for a diverged model, or for overflow in half precision."
+        )
+
+
+def _suggestion(M: Tensor) -> float:
+    """A damping that lifts every rounding error of `M`: ten times `d * eps * largest eigenvalue` (bounded by row sums)."""
+    eps = torch.finfo(torch.float32 if M.dtype in _HALF else M.dtype).eps
+    return max(10 * M.shape[-1] * eps * float(M.detach().abs().sum(-1).max()), torch.finfo(torch.float32).tiny)
+
+
+def _singular(values: Tensor, what: str) -> str:
+    largest, zeros = float(values.detach().abs().max()), int((values == 0).sum())
+    eps = torch.finfo(values.dtype).eps
+    advice = f"damping={max(10 * values.shape[-1] * eps * largest, 1e-30):.1e}" if largest > 0 else "any positive damping"
+    return (
+        f"{what}: {zeros} of its {values.numel()} eigenvalues count as zero (the largest is {largest:.1e}). "
+        f"Add a damping, for example {advice} or RelativeDamping(1e-3)."
+    )
+
+
+def _show(damping: float | Tensor) -> str:
+    damping = torch.as_tensor(damping).detach()
+    return f"{float(damping):.1e}" if damping.ndim == 0 else f"{float(damping.min()):.1e} to {float(damping.max()):.1e}"

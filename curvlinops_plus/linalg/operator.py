@@ -1,0 +1,532 @@
+"""A matrix that is known by its products: `LinearOperator`, and what `+ - * / @ .T` return.
+
+To write one, subclass `LinearOperator` and give `in_space`, `dtype`, `device` and `_matmat`; say in `structure` that the matrix is symmetric, or
+write `_rmatmat`. All forms of vectors, arithmetic, SciPy and adjoints follow.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.errors import SingularMatrixError
+from curvlinops_plus.linalg.closed import ClosedForms
+from curvlinops_plus.linalg.inverse import Damping, Scalar, is_zero, scalar
+from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of
+from curvlinops_plus.linalg.scipy import to_scipy
+from curvlinops_plus.linalg.space import Form, Space
+from curvlinops_plus.linalg.structure import Structure
+
+__all__ = ["Adjoint", "LinearOperator", "Product", "Scaled", "Shifted", "Structure", "Sum"]
+
+
+class LinearOperator(ClosedForms):
+    """A matrix `[m, n]` that is multiplied with and need not be formed.
+
+    `A @ X` takes a tensor or NumPy array `[n]` or `[n, K]`, a list or dictionary of tensors `[*shape]` or `[*shape, K]`, or another operator;
+    the answer has the form of the question. `X @ A` takes the same with `K` first.
+
+    Example:
+        >>> class Twice(LinearOperator):
+        ...     in_space, dtype, device = Space.from_shapes([(3,)]), torch.float32, torch.device("cpu")
+        ...     structure = Structure.PSD
+        ...     def _matmat(self, X):
+        ...         return 2 * X
+        >>> A = Twice()
+        >>> A @ torch.ones(3), (A - A / 2) @ [torch.ones(3)]
+        (tensor([2., 2., 2.]), [tensor([1., 1., 1.])])
+    """
+
+    __array_ufunc__ = None  # NumPy hands `array @ A` and `number * A` over to us
+
+    # What a subclass gives -------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def in_space(self) -> Space:
+        """The space of the vectors that it multiplies."""
+
+    @property
+    def out_space(self) -> Space:
+        """The space of the results; the same for a square matrix."""
+        return self.in_space
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where it computes."""
+
+    @property
+    def structure(self) -> Structure:
+        """What is known about the matrix."""
+        return Structure.GENERAL
+
+    @abstractmethod
+    def _matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [m, K]
+        """The product with a matrix of the right shape, dtype and device."""
+
+    def _rmatmat(self, X: Tensor) -> Tensor:  # [m, K] -> [n, K]
+        """The product of the transposed matrix."""
+        if self.structure >= Structure.SYMMETRIC:
+            return self._matmat(X)
+        raise NotImplementedError(
+            f"{type(self).__name__} has no adjoint: it is not declared symmetric and does not define `_rmatmat(self, X)`. "
+            "Write that method, or a `structure` of Structure.SYMMETRIC if the matrix is symmetric."
+        )
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+        """The same matrix on another device or in another dtype (a copy where something changes).
+
+        Raises:
+            NotImplementedError: If the matrix is not made of tensors of its own.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} owns no tensors that could be moved; build it again from a model and data with "
+            f"device={device}, dtype={dtype}."
+        )
+
+    # Shapes ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(m, n)`: rows and columns."""
+        return self.out_space.dim, self.in_space.dim
+
+    @property
+    def in_shapes(self) -> tuple[torch.Size, ...]:
+        """Shapes of the tensors that it multiplies."""
+        return tuple(self.in_space.shapes.values())
+
+    @property
+    def out_shapes(self) -> tuple[torch.Size, ...]:
+        """Shapes of the tensors of a result."""
+        return tuple(self.out_space.shapes.values())
+
+    def __repr__(self) -> str:
+        m, n = self.shape
+        return f"{type(self).__name__}({m} x {n}, {self.structure.name}, {self.dtype}, {self.device})"
+
+    # Products --------------------------------------------------------------------------------------------------------
+
+    def __matmul__(self, X: Any) -> Any:
+        """`A @ X`."""
+        if isinstance(X, LinearOperator):
+            return Product(self, X)
+        x, form = self._read(X, self.in_space, columns_first=False)
+        return self.out_space.write(self._matmat(x), form)
+
+    def __rmatmul__(self, X: Any) -> Any:
+        """`X @ A`, with the `K` axis first."""
+        x, form = self._read(X, self.out_space, columns_first=True)
+        return self.in_space.write(self._rmatmat(x), form)
+
+    def _read(self, X: Any, space: Space, *, columns_first: bool) -> tuple[Tensor, Form]:
+        try:
+            return space.read(X, self.dtype, self.device, columns_first=columns_first)
+        except (TypeError, ValueError) as error:
+            product = f"X @ {self!r}" if columns_first else f"{self!r} @ X"
+            raise type(error)(f"{product}: {error}") from error
+
+    def matmat(self, X: Any) -> Any:
+        """`A @ X`, under SciPy's name."""
+        return self @ X
+
+    def matvec(self, x: Any) -> Any:
+        """`A @ x`, under SciPy's name."""
+        return self @ x
+
+    def rmatmat(self, X: Any) -> Any:
+        """`Aᵀ @ X`, under SciPy's name."""
+        return self.adjoint() @ X
+
+    def rmatvec(self, x: Any) -> Any:
+        """`Aᵀ @ x`, under SciPy's name."""
+        return self.adjoint() @ x
+
+    def to_dense(self) -> Tensor:
+        """The matrix `[m, n]`; costs one product with `n` columns."""
+        return self._matmat(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))
+
+    def to_scipy(self, dtype: Any = None) -> Any:
+        """The operator for SciPy, see `linalg.scipy.to_scipy`."""
+        return to_scipy(self, dtype)
+
+    # Arithmetic ------------------------------------------------------------------------------------------------------
+
+    def adjoint(self) -> LinearOperator:
+        """The transposed matrix; a symmetric one is its own."""
+        return self if self.structure >= Structure.SYMMETRIC else Adjoint(self)
+
+    @property
+    def T(self) -> LinearOperator:
+        """The transposed matrix."""
+        return self.adjoint()
+
+    def __add__(self, other: Any) -> LinearOperator:
+        if not isinstance(other, LinearOperator):
+            return NotImplemented
+        total = Sum(self, other)  # also checks that they can be added
+        if (c := other._identity_factor()) is not None:
+            return self.shift(c)
+        return total if (c := self._identity_factor()) is None else other.shift(c)
+
+    def __sub__(self, other: Any) -> LinearOperator:
+        return self + (-other) if isinstance(other, LinearOperator) else NotImplemented
+
+    def __neg__(self) -> LinearOperator:
+        return self._scale(-1.0)
+
+    def __mul__(self, c: Any) -> LinearOperator:
+        return self._scale(scalar(c, self, "the factor"))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, c: Any) -> LinearOperator:
+        return self._scale(1 / scalar(c, self, "the divisor"))
+
+    def shift(self, delta: Damping) -> LinearOperator:
+        """`A + delta I`, which keeps the closed forms of `A`; its `logdet`, `trace`, `inverse` are differentiable in `delta`.
+
+        Args:
+            delta: A number, 0-d tensor or rule; a block-diagonal matrix also takes one per block.
+        """
+        if self.shape[0] != self.shape[1]:
+            raise ValueError(f"Only a square matrix can be shifted by a multiple of the identity, got {self!r}.")
+        return self._shift(scalar(delta(self) if callable(delta) else delta, self, "the shift"))
+
+    def _shift(self, delta: Scalar) -> LinearOperator:
+        return Shifted(self, delta)
+
+    def _scale(self, c: Scalar) -> LinearOperator:
+        return Scaled(self, c)
+
+    def _identity_factor(self) -> Scalar | None:
+        """`c` if the matrix is `c` times the identity."""
+        return None
+
+
+class Sum(LinearOperator):
+    """`A + B`."""
+
+    def __init__(self, A: LinearOperator, B: LinearOperator) -> None:
+        if not (A.in_space.matches(B.in_space) and A.out_space.matches(B.out_space)):
+            raise ValueError(f"Expected operators on equal spaces, got {_spaces(A)} and {_spaces(B)}.")
+        _check_same_place(A, B)
+        self.A, self.B = A, B
+
+    @property
+    def in_space(self) -> Space:
+        return _more_telling(self.A.in_space, self.B.in_space)
+
+    @property
+    def out_space(self) -> Space:
+        return _more_telling(self.A.out_space, self.B.out_space)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.A.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.A.device
+
+    @property
+    def structure(self) -> Structure:
+        return min(self.A.structure, self.B.structure)
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.A._matmat(X) + self.B._matmat(X)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self.A._rmatmat(X) + self.B._rmatmat(X)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+        return Sum(self.A.to(device, dtype), self.B.to(device, dtype))
+
+    def to_dense(self) -> Tensor:
+        return self.A.to_dense() + self.B.to_dense()
+
+    @property
+    def trace(self) -> Tensor:
+        return self.A.trace + self.B.trace
+
+    def diagonal(self) -> Tensor:
+        return self.A.diagonal() + self.B.diagonal()
+
+
+class Product(LinearOperator):
+    """`A B`."""
+
+    def __init__(self, A: LinearOperator, B: LinearOperator) -> None:
+        if not A.in_space.matches(B.out_space):
+            raise ValueError(f"Expected the spaces inside a product to be equal, got {_spaces(A)} @ {_spaces(B)}.")
+        _check_same_place(A, B)
+        self.A, self.B = A, B
+
+    @property
+    def in_space(self) -> Space:
+        return self.B.in_space
+
+    @property
+    def out_space(self) -> Space:
+        return self.A.out_space
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.A.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.A.device
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.A._matmat(self.B._matmat(X))
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self.B._rmatmat(self.A._rmatmat(X))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+        return Product(self.A.to(device, dtype), self.B.to(device, dtype))
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        if self.A.shape[0] != self.A.shape[1] or self.B.shape[0] != self.B.shape[1]:
+            raise self._no_closed_form("logdet")
+        (sign_A, log_A), (sign_B, log_B) = self.A._slogdet(), self.B._slogdet()
+        return sign_A * sign_B, log_A + log_B
+
+    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
+        if not is_zero(damping):
+            raise self._no_closed_form("inverse")
+        A, B = (part.inverse(retry_double_precision=retry) for part in (self.A, self.B))
+        return Product(B, A)
+
+
+class Wrapper(LinearOperator):
+    """An operator made from one other, on its spaces."""
+
+    A: LinearOperator
+
+    @property
+    def in_space(self) -> Space:
+        return self.A.in_space
+
+    @property
+    def out_space(self) -> Space:
+        return self.A.out_space
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.A.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.A.device
+
+
+class Adjoint(Wrapper):
+    """`Aᵀ`."""
+
+    def __init__(self, A: LinearOperator) -> None:
+        self.A = A
+
+    @property
+    def in_space(self) -> Space:
+        return self.A.out_space
+
+    @property
+    def out_space(self) -> Space:
+        return self.A.in_space
+
+    @property
+    def structure(self) -> Structure:
+        return self.A.structure
+
+    def adjoint(self) -> LinearOperator:
+        return self.A
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.A._rmatmat(X)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self.A._matmat(X)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+        return Adjoint(self.A.to(device, dtype))
+
+    def to_dense(self) -> Tensor:
+        return self.A.to_dense().T
+
+    @property
+    def trace(self) -> Tensor:
+        return self.A.trace
+
+    @property
+    def frobenius_norm(self) -> Tensor:
+        return self.A.frobenius_norm
+
+    def diagonal(self) -> Tensor:
+        return self.A.diagonal()
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        return self.A._slogdet()
+
+    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
+        return self.A.inverse(damping, retry_double_precision=retry).adjoint()
+
+    def _entrywise_square(self) -> LinearOperator:
+        return Adjoint(self.A._entrywise_square())
+
+
+class Scaled(Wrapper):
+    """`c A` for a number or 0-d tensor `c`."""
+
+    def __init__(self, A: LinearOperator, c: Scalar) -> None:
+        self.A, self.c = A, c
+
+    @property
+    def structure(self) -> Structure:
+        return self.A.structure if self.c >= 0 else min(self.A.structure, Structure.SYMMETRIC)
+
+    def _scale(self, c: Scalar) -> LinearOperator:
+        return Scaled(self.A, self.c * c)
+
+    def _identity_factor(self) -> Scalar | None:
+        inner = self.A._identity_factor()
+        return None if inner is None else self.c * inner
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.c * self.A._matmat(X)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self.c * self.A._rmatmat(X)
+
+    def adjoint(self) -> LinearOperator:
+        return Scaled(self.A.adjoint(), self.c)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+        A = self.A.to(device, dtype)
+        return Scaled(A, scalar(self.c, A, "the factor"))
+
+    def to_dense(self) -> Tensor:
+        return self.c * self.A.to_dense()
+
+    @property
+    def trace(self) -> Tensor:
+        return self.c * self.A.trace
+
+    @property
+    def frobenius_norm(self) -> Tensor:
+        return abs(self.c) * self.A.frobenius_norm
+
+    def eigenvalues(self) -> Tensor:
+        return self.c * self.A.eigenvalues()
+
+    def diagonal(self) -> Tensor:
+        return self.c * self.A.diagonal()
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        sign, logarithm = self.A._slogdet()
+        c, n = torch.as_tensor(self.c, dtype=logarithm.dtype, device=logarithm.device), self.shape[0]
+        if n == 0 or not bool(torch.isfinite(logarithm)):  # no entries, or 0 whatever the factor is: never 0 * inf
+            return sign, logarithm
+        return sign * c.sign() ** n, logarithm + n * c.abs().log()
+
+    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
+        if self.c == 0:
+            return self._power(-1.0, damping)
+        return Scaled(self.A.inverse(damping / self.c, retry_double_precision=retry), 1 / self.c)
+
+    def _power(self, p: float, damping: Scalar) -> LinearOperator:
+        if self.c == 0:  # what is left is the damping
+            if p < 0 and is_zero(damping):
+                raise SingularMatrixError(f"{self!r} is zero; add a damping.")
+            return Shifted(self, damping**p)
+        return Scaled(self.A.power(p, damping / self.c), self.c**p)
+
+    def _root_matmat(self, X: Tensor) -> Tensor:
+        return self.c**0.5 * self.A._root_matmat(X)
+
+    def _entrywise_square(self) -> LinearOperator:
+        return Scaled(self.A._entrywise_square(), self.c**2)
+
+
+class Shifted(Wrapper):
+    """`A + delta I` for a square `A` and a number or 0-d tensor `delta`."""
+
+    def __init__(self, A: LinearOperator, delta: Scalar) -> None:
+        self.A, self.delta = A, delta
+
+    @property
+    def structure(self) -> Structure:
+        return self.A.structure if self.delta >= 0 else min(self.A.structure, Structure.SYMMETRIC)
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.A._matmat(X) + self.delta * X
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self.A._rmatmat(X) + self.delta * X
+
+    def adjoint(self) -> LinearOperator:
+        return self if self.structure >= Structure.SYMMETRIC else Shifted(self.A.adjoint(), self.delta)
+
+    def _shift(self, delta: Scalar) -> LinearOperator:
+        return self.A._shift(self.delta + delta)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+        A = self.A.to(device, dtype)
+        return Shifted(A, scalar(self.delta, A, "the shift"))
+
+    def to_dense(self) -> Tensor:
+        return add_to_diagonal(self.A.to_dense(), self.delta)
+
+    @property
+    def trace(self) -> Tensor:
+        return self.A.trace + self.shape[0] * self.delta
+
+    @property
+    def frobenius_norm(self) -> Tensor:
+        square = self.A.frobenius_norm.square() + 2 * self.delta * self.A.trace + self.shape[0] * self.delta**2
+        return square.clamp(min=0).sqrt()
+
+    def eigenvalues(self) -> Tensor:
+        return self.A.eigenvalues() + self.delta
+
+    def diagonal(self) -> Tensor:
+        return self.A.diagonal() + self.delta
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        return slogdet_of(self.eigenvalues())
+
+    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
+        return self.A.inverse(self.delta + damping, retry_double_precision=retry)
+
+    def _power(self, p: float, damping: Scalar) -> LinearOperator:
+        return self.A.power(p, self.delta + damping)
+
+    def _root_matmat(self, X: Tensor) -> Tensor:
+        return self.power(0.5)._matmat(X)
+
+
+def _more_telling(a: Space, b: Space) -> Space:
+    """Of two spaces that match, the one that knows more shapes."""
+    return b if a.is_flat and not b.is_flat else a
+
+
+def _spaces(A: LinearOperator) -> str:
+    return f"{type(A).__name__}({[list(s) for s in A.out_shapes]} x {[list(s) for s in A.in_shapes]})"
+
+
+def _check_same_place(A: LinearOperator, B: LinearOperator) -> None:
+    if A.dtype != B.dtype or A.device != B.device:
+        raise TypeError(
+            f"Expected both operators in one dtype and on one device, got {A.dtype} on {A.device} and {B.dtype} on {B.device}; "
+            "convert one of them with .to(device=..., dtype=...)."
+        )

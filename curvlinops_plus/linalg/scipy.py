@@ -1,0 +1,52 @@
+"""Any operator of this package as a SciPy one, for SciPy's eigensolvers, iterative solvers and matrix norms."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
+
+__all__ = ["to_scipy"]
+
+
+class HasProducts(Protocol):
+    """What an operator needs to become a SciPy operator."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def matmat(self, X: Any) -> Any: ...
+    def rmatmat(self, X: Any) -> Any: ...
+
+
+def to_scipy(A: HasProducts, dtype: Any = None) -> SciPyLinearOperator:
+    """`A` as a `scipy.sparse.linalg.LinearOperator`; vectors are copied between NumPy and the operator's device.
+
+    Args:
+        A: The operator.
+        dtype: NumPy dtype of the results; by default the operator's own, and float32 for half precision.
+
+    Example:
+        >>> from scipy.sparse.linalg import eigsh
+        >>> from curvlinops_plus.linalg import Diagonal
+        >>> A = to_scipy(Diagonal(torch.arange(5.0, dtype=torch.float64)))
+        >>> print(eigsh(A, k=1, return_eigenvectors=False).round(6))
+        [4.]
+    """
+    own = np.float64 if A.dtype == torch.float64 else np.float32
+    result = np.dtype(own if dtype is None else dtype)
+
+    def product(multiply: Any) -> Any:
+        return lambda X: np.asarray(multiply(np.asarray(X)), dtype=result)
+
+    return SciPyLinearOperator(
+        shape=A.shape,
+        dtype=result,
+        matvec=product(A.matmat),
+        matmat=product(A.matmat),
+        rmatvec=product(A.rmatmat),
+        rmatmat=product(A.rmatmat),
+    )  # type: ignore[call-arg]  # SciPy picks its implementation by these keywords

@@ -1,0 +1,20 @@
+"""What is known about a matrix without looking at its entries."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["Structure"]
+
+
+class Structure(IntEnum):
+    """What is known about a matrix; larger knows more, so that a sum knows the smaller of its parts.
+
+    Example:
+        >>> min(Structure.PSD, Structure.SYMMETRIC).name
+        'SYMMETRIC'
+    """
+
+    GENERAL = 0
+    SYMMETRIC = 1
+    PSD = 2  # symmetric, no negative eigenvalue

@@ -1,0 +1,482 @@
+"""Matrices that hold their entries: `Dense`, `Diagonal` and the identity.
+
+Each is one matrix, or with a batch axis in front a block-diagonal matrix of `b` equal-sized ones. They are operators of
+their own and also the factors of a `Kronecker` product, which needs them matrix by matrix; that is what `Factor` adds.
+
+Tensors are kept by reference: change one in place, and the operator has changed. Decompositions are remembered until then.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.errors import SingularMatrixError
+from curvlinops_plus.linalg.inverse import Scalar, is_zero
+from curvlinops_plus.linalg.numerics import add_to_diagonal, damped_cholesky, eigh, powers, psd_clip, slogdet_of
+from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.space import Space
+from curvlinops_plus.linalg.structure import Structure
+
+__all__ = ["Dense", "Diagonal", "Factor", "Identity", "IdentityLinearOperator"]
+
+T = TypeVar("T")
+
+
+class Factor(LinearOperator):
+    """A matrix `[m, n]`, or `b` of them seen as one block-diagonal matrix; may be a factor of a `Kronecker` product.
+
+    Subclasses answer for each matrix of the batch (`[*b]` stands for no axis or one of size `b`); the numbers of the
+    whole follow here.
+    """
+
+    batch: tuple[int, ...]  # () or (b,)
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Columns of one matrix."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of one matrix."""
+        return self.size
+
+    @abstractmethod
+    def left(self, M: Tensor) -> Tensor:  # [..., n, k] -> [..., m, k]
+        """`F M` for matrices `M`, whose leading axes end with the batch."""
+
+    @abstractmethod
+    def right(self, M: Tensor) -> Tensor:  # [..., k, n] -> [..., k, m]
+        """`M Fᵀ` for matrices `M`, whose leading axes end with the batch."""
+
+    @abstractmethod
+    def traces(self) -> Tensor:  # [*b]
+        """Trace of each matrix."""
+
+    @abstractmethod
+    def norms(self) -> Tensor:  # [*b]
+        """Frobenius norm of each matrix."""
+
+    @abstractmethod
+    def diagonals(self) -> Tensor:  # [*b, n]
+        """Diagonal of each matrix."""
+
+    @abstractmethod
+    def slogdets(self) -> tuple[Tensor, Tensor]:  # [*b], [*b]
+        """Sign and log |det| of each matrix."""
+
+    @abstractmethod
+    def eigh(self) -> tuple[Tensor, Factor]:  # [*b, n] and a factor Q
+        """Eigenvalues, with zeros by the rule of `numerics.py`, and the orthogonal matrix of eigenvectors (columns)."""
+
+    @abstractmethod
+    def root(self) -> Factor:
+        """Some `L` with `L Lᵀ` the matrix."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Factor: ...
+
+    @abstractmethod
+    def adjoint(self) -> Factor: ...
+
+    @abstractmethod
+    def _inverse(self, damping: Scalar, retry: bool) -> Factor:
+        """The inverse with a damping that is one number, or a tensor `[*b]` of one per matrix."""
+
+    @abstractmethod
+    def _power(self, p: float, damping: Scalar) -> Factor: ...
+
+    @abstractmethod
+    def _entrywise_square(self) -> Factor: ...
+
+    @property
+    def trace(self) -> Tensor:
+        return self.traces().sum()
+
+    @property
+    def frobenius_norm(self) -> Tensor:
+        return torch.linalg.vector_norm(self.norms())
+
+    def eigenvalues(self) -> Tensor:
+        return self.eigh()[0].flatten()
+
+    def diagonal(self) -> Tensor:
+        return self.diagonals().flatten()
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        sign, logarithm = self.slogdets()
+        return sign.prod(), logarithm.sum()
+
+    def _root_matmat(self, X: Tensor) -> Tensor:
+        return self.root()._matmat(X)
+
+    def _split_damping(self, damping: Scalar, min_damping: float) -> Scalar:
+        return damping  # one factor takes it whole
+
+
+class _OneTensor(Factor):
+    """What `Dense` and `Diagonal` share: one tensor, kept by reference, and results remembered until it changes."""
+
+    def __init__(self, tensor: Tensor, axes: int) -> None:
+        if not isinstance(tensor, Tensor) or tensor.ndim not in (axes, axes + 1) or not tensor.is_floating_point():
+            given = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"{type(self).__name__}: expected a real tensor with {axes} axes, or {axes + 1} for a batch; got {given}.")
+        self._tensor = tensor
+        self.batch = tuple(tensor.shape[:-axes])
+        self._memory: dict[str, tuple[Any, Any]] = {}
+        self._in_space = Space.from_shapes([(tensor.shape[:-axes].numel() * tensor.shape[-1],)])
+
+    @property
+    def size(self) -> int:
+        return self._tensor.shape[-1]
+
+    @property
+    def in_space(self) -> Space:
+        return self._in_space
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensor.device
+
+    def _state(self) -> Any:
+        """Changes whenever the tensor does; None if nothing may be remembered."""
+        if self._tensor.is_inference() or (torch.is_grad_enabled() and self._tensor.requires_grad):
+            return None  # no version to look at; or a graph that can be used only once
+        return self._tensor._version, self._tensor.data_ptr()
+
+    def _remember(self, name: str, compute: Callable[[], T]) -> T:
+        state = self._state()
+        known = self._memory.get(name)
+        if known is not None and state is not None and known[0] == state:
+            return known[1]
+        value = compute()
+        if state is not None:
+            self._memory[name] = state, value
+        return value
+
+
+class Dense(_OneTensor):
+    """A matrix with all its entries, `[m, n]`, or `b` square ones on the diagonal, `[b, d, d]`.
+
+    Args:
+        matrix: The entries; kept by reference.
+        structure: What is known about them (not checked, except that symmetric matrices are square).
+        rtol: Eigenvalues of a positive semi-definite matrix below `rtol` times the largest count as zero; by default `d * eps`.
+            Products and traces always use the entries as they are.
+
+    Raises:
+        ValueError: If the tensor is not a matrix or batch of square matrices.
+
+    Example:
+        >>> A = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), Structure.PSD)
+        >>> A.inverse(damping=1.0) @ torch.tensor([8.0, 0.0])
+        tensor([ 3., -1.])
+    """
+
+    def __init__(self, matrix: Tensor, structure: Structure = Structure.GENERAL, rtol: float | None = None) -> None:
+        super().__init__(matrix, axes=2)
+        square = matrix.shape[-2] == matrix.shape[-1]
+        if not square and (structure > Structure.GENERAL or self.batch):
+            kind = f"a {structure.name} matrix" if structure > Structure.GENERAL else "a batch of matrices"
+            raise ValueError(f"Dense: expected {kind} to be square, got {list(matrix.shape)}.")
+        self._structure, self.rtol = structure, rtol
+        self._out_space = self._in_space if square else Space.from_shapes([(matrix.shape[-2],)])
+
+    @property
+    def matrix(self) -> Tensor:
+        """The entries, `[m, n]` or `[b, d, d]`."""
+        return self._tensor
+
+    @property
+    def structure(self) -> Structure:
+        return self._structure
+
+    @property
+    def out_space(self) -> Space:
+        return self._out_space
+
+    @property
+    def rows(self) -> int:
+        return self._tensor.shape[-2]
+
+    def left(self, M: Tensor) -> Tensor:
+        return self._tensor @ M
+
+    def right(self, M: Tensor) -> Tensor:
+        return M @ self._tensor.mT
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        if not self.batch:
+            return self._tensor @ X
+        b, d = self.batch[0], self.size
+        if X.shape[1] == 1:  # a batched product with one column is slow
+            return (self._tensor * X.reshape(b, 1, d)).sum(-1).view(b * d, 1)
+        return (self._tensor @ X.reshape(b, d, -1)).view(b * d, -1)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self.adjoint()._matmat(X)
+
+    def adjoint(self) -> Dense:
+        return self if self._structure >= Structure.SYMMETRIC else Dense(self._tensor.mT)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Dense:
+        return Dense(self._tensor.to(device=device, dtype=dtype), self._structure, self.rtol)
+
+    def to_dense(self) -> Tensor:
+        return torch.block_diag(*self._tensor) if self.batch else self._tensor
+
+    def traces(self) -> Tensor:
+        return self.diagonals().sum(-1)
+
+    def norms(self) -> Tensor:
+        return torch.linalg.vector_norm(self._tensor, dim=(-2, -1))
+
+    def diagonals(self) -> Tensor:
+        self._need_square()
+        return self._tensor.diagonal(dim1=-2, dim2=-1)
+
+    def slogdets(self) -> tuple[Tensor, Tensor]:
+        self._need_square()
+        if self._structure == Structure.PSD:
+            return self._remember("slogdets", lambda: slogdet_of(self.eigh()[0]))
+        sign, logarithm = torch.linalg.slogdet(self._tensor)
+        return sign, logarithm
+
+    def eigh(self) -> tuple[Tensor, Dense]:
+        if self._structure < Structure.SYMMETRIC:
+            raise self._no_closed_form("eigenvalues")
+        return self._remember("eigh", self._decompose)
+
+    def _decompose(self) -> tuple[Tensor, Dense]:
+        values, Q = eigh(self._tensor)
+        return (psd_clip(values, self.rtol) if self._structure == Structure.PSD else values), Dense(Q)
+
+    def root(self) -> Dense:
+        values, Q = self.eigh()
+        return Dense(Q.matrix * values.sqrt()[..., None, :])
+
+    def _shift(self, delta: Scalar) -> LinearOperator:
+        if self._structure >= Structure.SYMMETRIC:
+            return super()._shift(delta)
+        # Without eigenvalues, a shifted matrix has to be formed to have a determinant and an inverse.
+        return Dense(add_to_diagonal(self._tensor, delta))
+
+    def _inverse(self, damping: Scalar, retry: bool) -> Dense:
+        self._need_square()
+        if self._structure < Structure.PSD:
+            return self._solve(damping)
+        if is_zero(damping):  # only the eigenvalues tell whether it is singular
+            return self._power(-1.0, 0.0)
+        L = damped_cholesky(self._tensor, damping, retry_double_precision=retry)
+        log_det = -2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1).to(self.dtype)
+        inverse = Dense(torch.cholesky_inverse(L).to(self.dtype), Structure.PSD, rtol=0.0)
+        return inverse._knowing("slogdets", (torch.ones_like(log_det), log_det))
+
+    def _solve(self, damping: Scalar) -> Dense:
+        inverse, info = torch.linalg.inv_ex(self._tensor if is_zero(damping) else add_to_diagonal(self._tensor, damping))
+        if bool(info.any()) or not bool(torch.isfinite(inverse).all()):
+            raise SingularMatrixError(f"{self!r} with damping {damping} is singular or not finite; add a damping.")
+        return Dense(inverse, self._structure)
+
+    def _power(self, p: float, damping: Scalar) -> Dense:
+        values, Q = self.eigh()
+        result = powers(values + damping, p, repr(self))
+        # Formed, because a product with the whole is half the work of two products with its eigenvectors.
+        power = Dense((Q.matrix * result[..., None, :]) @ Q.matrix.mT, Structure.PSD, rtol=0.0)
+        return power._knowing("eigh", (result, Q))
+
+    def _entrywise_square(self) -> Dense:
+        return Dense(self._tensor.square())
+
+    def _knowing(self, name: str, value: Any) -> Dense:
+        self._remember(name, lambda: value)
+        return self
+
+    def _need_square(self) -> None:
+        if self.rows != self.size:
+            raise ValueError(f"Only a square matrix has a trace, a determinant and an inverse, got {self!r}.")
+
+
+class Diagonal(_OneTensor):
+    """A diagonal matrix `[d]`, or `b` of them, `[b, d]`; positive semi-definite if no entry is negative.
+
+    Entries are what they are: only those equal to 0 count as zero eigenvalues.
+
+    Args:
+        vector: The diagonal; kept by reference.
+
+    Example:
+        >>> D = Diagonal(torch.tensor([1.0, 4.0]))
+        >>> D.power(-0.5).diagonal(), D.structure.name
+        (tensor([1.0000, 0.5000]), 'PSD')
+    """
+
+    def __init__(self, vector: Tensor) -> None:
+        super().__init__(vector, axes=1)
+
+    @property
+    def vector(self) -> Tensor:
+        """The diagonal, `[d]` or `[b, d]`."""
+        return self._tensor
+
+    @property
+    def structure(self) -> Structure:
+        return self._remember("structure", lambda: Structure.PSD if bool((self._tensor >= 0).all()) else Structure.SYMMETRIC)
+
+    def left(self, M: Tensor) -> Tensor:
+        return self._tensor[..., :, None] * M
+
+    def right(self, M: Tensor) -> Tensor:
+        return M * self._tensor[..., None, :]
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self._tensor.reshape(-1, 1) * X
+
+    def adjoint(self) -> Diagonal:
+        return self
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Diagonal:
+        return Diagonal(self._tensor.to(device=device, dtype=dtype))
+
+    def to_dense(self) -> Tensor:
+        return torch.diag(self._tensor.flatten())
+
+    def traces(self) -> Tensor:
+        return self._tensor.sum(-1)
+
+    def norms(self) -> Tensor:
+        return torch.linalg.vector_norm(self._tensor, dim=-1)
+
+    def diagonals(self) -> Tensor:
+        return self._tensor
+
+    def slogdets(self) -> tuple[Tensor, Tensor]:
+        return slogdet_of(self._tensor)
+
+    def eigh(self) -> tuple[Tensor, Factor]:
+        return self._tensor, IdentityLinearOperator([(self.size,)], self.device, self.dtype)
+
+    def root(self) -> Diagonal:
+        return Diagonal(self._tensor.sqrt())
+
+    def _inverse(self, damping: Scalar, retry: bool) -> Diagonal:
+        damped = self._tensor + (damping[..., None] if isinstance(damping, Tensor) else damping)
+        return Diagonal(powers(damped, -1.0, repr(self)))
+
+    def _power(self, p: float, damping: Scalar) -> Diagonal:
+        return Diagonal(powers(self._tensor + damping, p, repr(self)))
+
+    def _entrywise_square(self) -> Diagonal:
+        return Diagonal(self._tensor.square())
+
+
+class IdentityLinearOperator(Factor):
+    """The identity on tensors of given shapes; adding a multiple of it shifts an operator.
+
+    Args:
+        shapes: Shapes of the tensors, a sequence or a mapping from names.
+        device: Where it computes, by default the CPU.
+        dtype: What it computes in, by default PyTorch's default dtype.
+
+    Example:
+        >>> A = Diagonal(torch.tensor([1.0, 2.0]))
+        >>> (A + 0.5 * IdentityLinearOperator([(2,)])).logdet.exp()
+        tensor(3.7500)
+    """
+
+    def __init__(
+        self,
+        shapes: Space | Mapping[str, Sequence[int]] | Sequence[Sequence[int]],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._in_space = shapes if isinstance(shapes, Space) else Space.from_shapes(shapes)
+        self._device = torch.empty(0, device="cpu" if device is None else device).device
+        self._dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.batch = ()
+
+    @property
+    def in_space(self) -> Space:
+        return self._in_space
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def structure(self) -> Structure:
+        return Structure.PSD
+
+    @property
+    def size(self) -> int:
+        return self._in_space.dim
+
+    def left(self, M: Tensor) -> Tensor:
+        return M
+
+    def right(self, M: Tensor) -> Tensor:
+        return M
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return X
+
+    def adjoint(self) -> IdentityLinearOperator:
+        return self
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> IdentityLinearOperator:
+        return IdentityLinearOperator(self._in_space, device or self._device, dtype or self._dtype)
+
+    def _number(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=self._dtype, device=self._device)
+
+    def _identity_factor(self) -> Scalar:
+        return 1.0
+
+    def _shift(self, delta: Scalar) -> LinearOperator:
+        return self._scale(1.0 + delta)
+
+    def traces(self) -> Tensor:
+        return self._number(self.size)
+
+    def norms(self) -> Tensor:
+        return self._number(self.size**0.5)
+
+    def diagonals(self) -> Tensor:
+        return self._number(1.0).expand(self.size)
+
+    def slogdets(self) -> tuple[Tensor, Tensor]:
+        return self._number(1.0), self._number(0.0)
+
+    def eigh(self) -> tuple[Tensor, Factor]:
+        return self.diagonals(), self
+
+    def root(self) -> IdentityLinearOperator:
+        return self
+
+    def _inverse(self, damping: Scalar, retry: bool) -> Factor:
+        return self._power(-1.0, damping)
+
+    def _power(self, p: float, damping: Scalar) -> Factor:
+        if is_zero(damping):
+            return self
+        value = (self._number(1.0) + damping) ** p  # [*b]
+        return Diagonal(value[..., None].expand(*value.shape, self.size))
+
+    def _entrywise_square(self) -> IdentityLinearOperator:
+        return self
+
+
+Identity = IdentityLinearOperator

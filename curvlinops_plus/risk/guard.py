@@ -1,0 +1,46 @@
+"""Leave everything as it was found: random numbers, buffers, generators of data loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["untouched"]
+
+
+@contextmanager
+def untouched(model: nn.Module, data: Any) -> Iterator[None]:
+    """Restore the global random state, the model's buffers and the data's generators on the way out, also on error.
+
+    Even iterating a `DataLoader` draws from the global generator, and a forward pass in training mode moves running
+    statistics. Cost: a copy of the buffers.
+    """
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    holders = (data, getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None))
+    generators = [g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)]
+    states = [g.get_state() for g in generators]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    versions = [None if buffer.is_inference() else buffer._version for _, _, buffer, _ in buffers]
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        for generator, state in zip(generators, states):
+            generator.set_state(state)
+        with torch.no_grad():
+            for (module, name, buffer, copy), version in zip(buffers, versions):
+                if version is None or buffer._version != version:
+                    buffer.copy_(copy)
+                module._buffers[name] = buffer

@@ -1,0 +1,210 @@
+"""Which modules hold the parameters: a `Layer` per module, or per set of modules that share a parameter.
+
+A layer's parameters are addressed by *keys*: the names of a dict of parameters, or the model's own names for a list. A
+`Use` is one module that reads some of them; a tied weight has several uses in one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus.layer import AffineRule, LayerRule, rule_of
+from curvlinops_plus.linalg import Layout
+
+__all__ = ["Group", "Layer", "Use", "find_layers", "named_params"]
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One module that reads parameters of a layer.
+
+    Attributes:
+        name: The module's name in the model ("" for the model itself).
+        module: The module.
+        rule: What the module does with its parameters.
+        keys: The module's own parameter names, each with the key of the tracked parameter.
+    """
+
+    name: str
+    module: nn.Module
+    rule: LayerRule
+    keys: dict[str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Parameters of a layer that share one block, and how they form one matrix.
+
+    Attributes:
+        name: The block's name.
+        keys: Keys of the parameters, in the order in which they fill the matrix.
+        layout: The matrix.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Parameters that are read together, the modules that read them, and the blocks they form.
+
+    Attributes:
+        name: Name of the first module that reads them.
+        uses: The modules; more than one if a parameter is shared.
+        params: Key to parameter.
+        groups: The blocks, either one for all parameters or one per parameter.
+    """
+
+    name: str
+    uses: tuple[Use, ...]
+    params: dict[str, Tensor]
+    groups: tuple[Group, ...]
+
+    @property
+    def affine(self) -> bool:
+        """Whether Kronecker factors exist: one module, with an affine rule."""
+        return len(self.uses) == 1 and isinstance(self.uses[0].rule, AffineRule)
+
+    @property
+    def tied(self) -> bool:
+        """Whether several modules read the same parameter."""
+        return len(self.uses) > 1
+
+    @property
+    def weight(self) -> str | None:
+        """Key of an affine layer's weight, None if it is not tracked."""
+        return next((key for local, key in self.uses[0].keys.items() if local != "bias"), None)
+
+    @property
+    def bias(self) -> str | None:
+        """Key of an affine layer's bias, None if it has none or it is not tracked."""
+        return self.uses[0].keys.get("bias")
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """The parameters' dtype, float32 at least."""
+        dtypes = [p.dtype for p in self.params.values()]
+        wide = dtypes[0]
+        for dtype in dtypes[1:]:
+            wide = torch.promote_types(wide, dtype)
+        return torch.promote_types(wide, torch.float32)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the layer's parameters live."""
+        return next(iter(self.params.values())).device
+
+
+def named_params(
+    model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tensor] | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Give each requested parameter a key and find the model's own tensor behind it.
+
+    Args:
+        model: The model.
+        params: A list of the model's parameters, a dict of them under names of the caller's, or None for all that require
+            a gradient. `p.detach()` and `p.data` are recognised by their memory.
+
+    Returns:
+        Key to the model's own parameter, and key to the tensor that was given.
+
+    Raises:
+        ValueError: If there are no parameters, one is given twice, or one does not belong to the model.
+    """
+    if params is None:
+        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not params:
+            raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
+    owned = dict(model.named_parameters())
+    by_id = {id(p): name for name, p in owned.items()}
+    by_memory = {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
+    items: Iterable[tuple[str | None, Tensor]]
+    items = params.items() if isinstance(params, Mapping) else ((None, p) for p in params)
+    own, given = {}, {}
+    seen: dict[str, str] = {}
+    for position, (key, p) in enumerate(items):
+        label = f"params[{position if key is None else key!r}]"
+        if not isinstance(p, Tensor):
+            raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.")
+        name = by_id.get(id(p)) or by_memory.get((p.data_ptr(), p.shape, p.stride()))
+        if name is None:
+            raise ValueError(
+                f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}. Pass the model's own tensors, "
+                f"for instance `[p for p in model.parameters() if p.requires_grad]` or `dict(model.named_parameters())`."
+            )
+        if name in seen:
+            raise ValueError(f"{label} is the same parameter as {seen[name]}: the model's {name!r}. Name each parameter once.")
+        seen[name] = label
+        own[key or name], given[key or name] = owned[name], p
+    if not own:
+        raise ValueError("`params` is empty; there is no matrix of size 0.")
+    return own, given
+
+
+def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_and_bias: bool) -> list[Layer]:
+    """Group parameters by the modules that read them, in the order in which the model names its modules.
+
+    Modules that share a parameter form one layer. Only modules that own one of `params` appear.
+
+    Args:
+        model: The model.
+        params: Key to parameter, each one the model's own.
+        separate_weight_and_bias: Give every parameter its own block.
+    """
+    key_of = {id(p): key for key, p in params.items()}
+    uses: list[Use] = []
+    for name, module in model.named_modules():
+        keys = {local: key_of[id(p)] for local, p in module._parameters.items() if p is not None and id(p) in key_of}
+        if keys:
+            uses.append(Use(name, module, rule_of(module), keys))
+
+    layers = []
+    pending = list(uses)
+    while pending:
+        members, reached = [pending.pop(0)], set()
+        while True:  # all modules connected through shared parameters
+            reached = {key for use in members for key in use.keys.values()}
+            joined = [use for use in pending if reached & set(use.keys.values())]
+            if not joined:
+                break
+            members += joined
+            pending = [use for use in pending if use not in joined]
+        layers.append(_make_layer(members, params, separate_weight_and_bias))
+    return layers
+
+
+def _make_layer(uses: list[Use], params: Mapping[str, Tensor], separate: bool) -> Layer:
+    first = uses[0]
+    patterns: dict[str, str] = {}
+    for use in uses:
+        known = use.rule.patterns(use.module)
+        for local, key in use.keys.items():
+            patterns.setdefault(key, known[local])
+    if len(uses) > 1:
+        # Two modules may see the same parameter as different matrices; what is left in common is a flat vector.
+        patterns = {key: flat_pattern(params[key]) for key in patterns}
+    layer_params = {key: params[key] for key in patterns}
+    name = first.name
+
+    def group(keys: Sequence[str], label: str) -> Group:
+        layout = Layout({k: patterns[k] for k in keys}, {k: params[k].shape for k in keys})
+        return Group(label, tuple(keys), layout)
+
+    keys = list(patterns)
+    if separate and len(keys) > 1:
+        groups = tuple(group([key], key) for key in keys)
+    else:
+        groups = (group(keys, keys[0] if separate else (name or keys[0])),)
+    return Layer(name, tuple(uses), layer_params, groups)
+
+
+def flat_pattern(p: Tensor) -> str:
+    """Pattern of a parameter of which nothing is known but that it is a vector of numbers."""
+    axes = " ".join(f"d{j}" for j in range(p.ndim))
+    return f"{axes} -> 1 ({axes})"

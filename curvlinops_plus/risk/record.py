@@ -1,0 +1,323 @@
+"""Recording what layers see: inputs in the forward pass, output gradients in the backward pass.
+
+A forward hook keeps a layer's detached input and lets autograd tell us the gradient of its output. Parameters never take
+part: `torch.autograd.grad` is asked for the gradients of a few layer outputs only, so that no weight gradient is computed.
+
+Two details that decide between right and silently wrong:
+
+* `nn.Linear` on [N, S, d] returns a *view*. An in-place activation behind it rewrites the view's history and the gradient
+  noted before is lost. Such outputs, and those of frozen layers that depend on nothing differentiable, are handed on
+  through an alias that autograd does not take for a view. Nothing is copied, values are bit-identical.
+* Hooks stay until the backward pass is over, switched off: activation checkpointing runs layers once more then, and must
+  see the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_map_only
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer import AffineRule
+from curvlinops_plus.risk.batch import Call, LayerBatch
+from curvlinops_plus.risk.layers import Layer, Use
+
+__all__ = ["Recorder"]
+
+Consumer = Callable[[LayerBatch], None]
+
+
+@dataclass(eq=False)
+class _Event:
+    """A call while its batch is alive: what is needed to receive its gradient and to notice changed inputs."""
+
+    call: Call
+    layer: int
+    versions: list[tuple[Tensor, int]]
+    out_shape: torch.Size
+    out_dtype: torch.dtype
+    device: torch.device
+    axis: int
+    edge: Any = None
+    handle: Any = None
+
+
+class Recorder:
+    """Context manager that owns all hooks on the modules of `layers`.
+
+    Args:
+        layers: The layers.
+        example_axis: Module name to the axis of its inputs and outputs that carries the examples.
+        backward: Whether output gradients will be asked for.
+
+    Use: inside the context, `forward` runs the model, then `inputs_only` or `send` hand each layer's `LayerBatch` to a
+    consumer. Nothing is left on the modules when the context ends, also after an exception.
+    """
+
+    def __init__(self, layers: Sequence[Layer], example_axis: Callable[[str], int], backward: bool) -> None:
+        self.layers = layers
+        self.backward = backward
+        self._axis = {id(use.module): example_axis(use.name) for layer in layers for use in layer.uses}
+        self._handles: list[Any] = []
+        self._on = False
+        self._events: list[_Event] = []
+        self._num_examples = 0
+        self._receive: Callable[[_Event, Tensor], None] | None = None
+
+    # ------------------------------------------------------------------------------------------------------- hooks
+    def __enter__(self) -> Recorder:
+        for index, layer in enumerate(self.layers):
+            for use in layer.uses:
+                self._handles.append(use.module.register_forward_hook(self._hook(index, use), with_kwargs=True))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._forget()
+
+    def _hook(self, index: int, use: Use) -> Callable[..., Any]:
+        axis = self._axis[id(use.module)]
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+            if not isinstance(out, Tensor) or not out.is_floating_point():
+                what = f"a {out.dtype} tensor" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+                raise UnsupportedError(
+                    f"layer {use.name!r} ({type(module).__name__}) returned {what}; only modules that return one floating-point tensor can be "
+                    f"tracked. Leave its parameters {list(use.keys.values())} out of `params`."
+                )
+            expanded = self._num_examples > 1 and out.shape[axis] == 1 if out.ndim > axis else False
+            if self.backward:
+                out = _isolate(out, use)
+            if expanded:  # one row for all examples (position embeddings): each example gets a gradient of its own
+                out = out.expand(*out.shape[:axis], self._num_examples, *out.shape[axis + 1 :])
+            if self._on:
+                self._note(index, use, axis, args, kwargs, out, expanded)
+            return out if self.backward or expanded else None
+
+        return hook
+
+    def _note(
+        self, index: int, use: Use, axis: int, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, expanded: bool
+    ) -> None:
+        N, where = self._num_examples, f"layer {use.name!r} ({type(use.module).__name__})"
+        size = out.shape[axis] if out.ndim > axis else 0
+        if size == 0 or size % N or (axis != 0 and size != N):
+            raise UnsupportedError(
+                f"{where} returned shape {list(out.shape)} in a batch of {N} examples: axis {axis} should carry the examples, or a multiple of them. If "
+                f"another axis does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
+            )
+        if isinstance(use.rule, AffineRule):  # an affine layer reads one tensor; the rest is not kept alive
+            args, kwargs = (use.rule.input_of(args, kwargs),), {}
+        versions: list[tuple[Tensor, int]] = []
+
+        def keep(t: Tensor) -> Tensor:
+            t = t.detach()
+            if not t.is_inference():
+                versions.append((t, t._version))
+            if axis and t.ndim > axis and t.shape[axis] in (1, N):
+                t = t.movedim(axis, 0)
+            return t.expand(N, *t.shape[1:]) if expanded and t.ndim and t.shape[0] == 1 else t
+
+        call = Call(use, tree_map_only(Tensor, keep, args), tree_map_only(Tensor, keep, kwargs))
+        event = _Event(call, index, versions, out.shape, out.dtype, out.device, axis)
+        if isinstance(use.rule, AffineRule) and call.input.shape[0] != out.movedim(axis, 0).shape[0]:
+            raise UnsupportedError(
+                f"{where} got an input of shape {list(call.input.shape)} and returned {list(out.shape)} in a batch of {N} examples: the example axis "
+                f"differs. Add a leading axis for the examples, or say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
+            )
+        if self.backward:
+            event.edge = get_gradient_edge(out)
+            event.handle = out.register_hook(lambda g, event=event: self._arrive(event, g))
+        self._events.append(event)
+
+    def _arrive(self, event: _Event, g: Tensor) -> None:
+        if self._receive is not None:
+            self._receive(event, g)
+
+    def _forget(self) -> None:
+        for event in self._events:
+            if event.handle is not None:
+                event.handle.remove()
+            event.edge = event.handle = None
+        self._events = []
+        self._receive = None
+
+    # ------------------------------------------------------------------------------------------------------ passes
+    def forward(self, run: Callable[[], Tensor], num_examples: int) -> Tensor:
+        """Run the model with recording on; forget the batch before."""
+        self._forget()
+        self._num_examples, self._on = num_examples, True
+        try:
+            return run()
+        finally:
+            self._on = False
+
+    @property
+    def output_numel(self) -> int:
+        """Numbers in the outputs of all recorded calls of this batch."""
+        return sum(event.out_shape.numel() for event in self._events)
+
+    @property
+    def called(self) -> set[int]:
+        """Indices of the layers that were called in this batch."""
+        return {event.layer for event in self._events}
+
+    def inputs_only(self, consume: Consumer, **facts: Any) -> None:
+        """Hand over what the layers read in this batch; there are no gradients."""
+        self._check_versions()
+        for index, events in self._by_layer().items():
+            consume(LayerBatch(self.layers[index], [e.call for e in events], self._num_examples, **facts))
+
+    def send(self, outputs: Sequence[Tensor], vectors: Iterable[Sequence[Tensor]], consume: Consumer, **facts: Any) -> set[int]:
+        """Send vectors back one at a time; each layer is consumed, and its gradient freed, as soon as it is complete.
+
+        Args:
+            outputs: What the model returned, attached to its graph.
+            vectors: For each vector its parts, of the outputs' shapes.
+            consume: Called once per layer and vector.
+            facts: Passed on to `LayerBatch`.
+
+        Returns:
+            Indices of the layers that the gradient reached.
+        """
+        sources = self._sources(outputs)
+        by_layer, reached = self._by_layer(), set()
+        for first, last, parts in _with_ends(vectors):
+            waiting = {index: len(events) for index, events in by_layer.items()}
+            received: dict[int, Tensor] = {}
+
+            def finish(index: int, first: bool = first, received: dict[int, Tensor] = received) -> None:
+                calls = []
+                for event in by_layer[index]:
+                    g = received.pop(id(event), None)
+                    event.call.grads = self._zeros(event) if g is None else g.movedim(event.axis, 0)[None]
+                    calls.append(event.call)
+                consume(LayerBatch(self.layers[index], calls, self._num_examples, first=first, **facts))
+                for event in by_layer[index]:
+                    event.call.grads = None
+
+            def receive(event: _Event, g: Tensor, waiting: dict[int, int] = waiting, received: dict[int, Tensor] = received) -> None:
+                received[id(event)] = g.detach()
+                reached.add(event.layer)
+                waiting[event.layer] -= 1
+                if waiting[event.layer] == 0:
+                    finish(event.layer)
+
+            if first:
+                self._check_versions()
+            self._receive = receive
+            try:
+                if sources:
+                    torch.autograd.grad(outputs, sources, parts, retain_graph=not last, allow_unused=True)
+            finally:
+                self._receive = None
+            for index, left in waiting.items():
+                if left:  # some call, or all of them, does not reach the output: its gradient is zero
+                    finish(index)
+        return reached
+
+    def send_batched(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor], first: bool, last: bool, consume: Consumer, **facts: Any) -> set[int]:
+        """Send several vectors in one vectorised backward pass: fast for small batches and on GPUs, memory times V.
+
+        Args:
+            outputs: What the model returned.
+            vectors: For each output the vectors [V, *output].
+            first: Whether these are the batch's first vectors.
+            last: Whether the graph may be freed.
+            consume: Called once per layer.
+            facts: Passed on to `LayerBatch`.
+        """
+        if first:
+            self._check_versions()
+        events = [e for e in self._events if e.edge is not None]
+        found = torch.autograd.grad(
+            outputs, [e.edge for e in events], vectors, retain_graph=not last, allow_unused=True, is_grads_batched=True
+        )
+        grads, reached = {id(e): g for e, g in zip(events, found)}, set()
+        del found
+        for index, mine in self._by_layer().items():
+            for event in mine:
+                g = grads.pop(id(event), None)
+                if g is not None:
+                    reached.add(index)
+                event.call.grads = self._zeros(event, len(vectors[0])) if g is None else g.movedim(event.axis + 1, 1)
+            consume(LayerBatch(self.layers[index], [e.call for e in mine], self._num_examples, first=first, **facts))
+            for event in mine:
+                event.call.grads = None
+        return reached
+
+    # --------------------------------------------------------------------------------------------------- internals
+    def _by_layer(self) -> dict[int, list[_Event]]:
+        by_layer: dict[int, list[_Event]] = {}
+        for event in self._events:
+            by_layer.setdefault(event.layer, []).append(event)
+        return dict(sorted(by_layer.items()))
+
+    def _zeros(self, event: _Event, V: int = 1) -> Tensor:
+        shape = list(event.out_shape)
+        shape.insert(0, shape.pop(event.axis))
+        return torch.zeros(V, *shape, dtype=event.out_dtype, device=event.device)
+
+    def _check_versions(self) -> None:
+        for event in self._events:
+            if any(t._version != version for t, version in event.versions):
+                raise UnsupportedError(
+                    f"the input of layer {event.call.use.name!r} was modified in place after the layer read it, so its curvature can't be computed from it. "
+                    f"Replace the in-place operation (for instance `x += y` by `x = x + y`)."
+                )
+
+    def _sources(self, outputs: Sequence[Tensor]) -> list[Any]:
+        """Edges with no other recorded edge between them and the input: asking for these visits all."""
+        edges = [e.edge for e in self._events if e.edge is not None]
+        marked = {edge.node for edge in edges}
+        reaches: dict[Any, bool] = {}
+        for root in [t.grad_fn for t in outputs if t.grad_fn is not None]:
+            stack = [(root, False)]
+            while stack:
+                node, ready = stack.pop()
+                if ready:
+                    below = (child for child, _ in node.next_functions if child is not None)
+                    reaches[node] = any(child in marked or reaches[child] for child in below)
+                elif node not in reaches:
+                    reaches[node] = False
+                    stack.append((node, True))
+                    stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in reaches]
+        # An edge outside the graph of the output is no source: its layer does not reach the output.
+        return [edge for edge in edges if reaches.get(edge.node) is False]
+
+
+def _isolate(out: Tensor, use: Use) -> Tensor:
+    """The same numbers as a differentiable tensor that is neither a leaf nor a view: in-place operations keep its edge."""
+    if not torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"layer {use.name!r} ran under torch.no_grad(). If this is activation checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
+            f"leave its parameters {list(use.keys.values())} out of `params`."
+        )
+    if out.requires_grad and not out._is_view():
+        return out
+    if not out.requires_grad:
+        out = out.detach().requires_grad_()
+    # A module of unknown code may have saved its output for backward, and an alias has a version counter of its own: copy.
+    if not isinstance(use.rule, AffineRule):
+        return out.clone()
+    return torch.ops.aten._unsafe_view(out, out.shape)
+
+
+def _with_ends(items: Iterable[Sequence[Tensor]]) -> Iterable[tuple[bool, bool, Sequence[Tensor]]]:
+    """(is first, is last, item), looking one item ahead."""
+    iterator = iter(items)
+    first = True
+    current = next(iterator, None)
+    while current is not None:
+        following = next(iterator, None)
+        yield first, following is None, current
+        first, current = False, following

@@ -1,0 +1,397 @@
+"""Model + loss + data as one noun, and the loop that sends vectors back through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from tqdm import tqdm
+
+from curvlinops_plus.likelihood import Likelihood, likelihood_of
+from curvlinops_plus.linalg import Space
+from curvlinops_plus.risk.guard import untouched
+from curvlinops_plus.risk.layers import Layer, find_layers, named_params
+from curvlinops_plus.risk.outputs import Batch, read_batch, select_output
+from curvlinops_plus.risk.record import Consumer, Recorder
+from curvlinops_plus.risk.vectors import Draws, Vectors
+
+__all__ = ["EmpiricalRisk", "Totals"]
+
+
+@dataclass
+class Totals:
+    """What one sweep saw.
+
+    Attributes:
+        examples: N over all batches.
+        terms: Loss terms over all batches, N·R.
+        loss_count: What PyTorch's mean reduction divides the sum of all terms by.
+        loss: Sum of the un-reduced loss.
+        called: Layers that ran.
+        reached: Layers that a gradient reached.
+    """
+
+    examples: int = 0
+    terms: int = 0
+    loss_count: Tensor | float = 0.0
+    loss: Tensor | float = 0.0
+    called: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
+
+    def add(self, other: Totals) -> None:
+        """Add another batch's totals."""
+        self.examples += other.examples
+        self.terms += other.terms
+        self.loss_count = self.loss_count + other.loss_count
+        self.loss = self.loss + other.loss
+        self.called |= other.called
+        self.reached |= other.reached
+
+
+class EmpiricalRisk:
+    """The loss of a model over a data set, `c Σ_batches Σ_n Σ_r ℓ(f(x_n)_r, y_{n,r})`.
+
+    `c` is 1 for `reduction="sum"`; for "mean" it is one over what PyTorch divides by, *over the whole data set*: batches of
+    different sizes count as one big batch would.
+
+    Args:
+        model: A module. Its mode (train or eval) is left as it is.
+        loss: The loss, for instance `nn.CrossEntropyLoss()`.
+        data: An iterable of batches `(X, y)`, `X` a tensor or a mapping, or of mappings with `labels` (then the model is
+            called with the rest as keywords). It is read once per sweep.
+        params: The parameters, a list or a dict of the model's own tensors; any subset in any order, frozen ones included.
+            Default: all that require a gradient.
+        output: Picks the tensor that the loss reads out of what the model returns. An output with `.logits` needs none.
+        mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of layers with T positions.
+        example_axis: Module name or glob to the axis that carries the examples, where it is not the first.
+        batch_size_fn: Number of examples of an input that is no tensor.
+        num_data: Replaces the number of examples seen in `c`.
+        num_per_example_loss_terms: Replaces the number of loss terms per example seen in `c`.
+        shift_labels: Language models: the output at position t is compared with the label at t + 1.
+        progressbar: Show a bar on every loop over the data.
+
+    Raises:
+        ValueError: If a parameter is not the model's.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> _ = torch.manual_seed(0)
+        >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), [(torch.ones(4, 3), torch.zeros(4, 2))])
+        >>> risk.space.dim
+        8
+        >>> sorted(risk.gradient())
+        ['bias', 'weight']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: nn.Module,
+        data: Iterable[Any],
+        params: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
+        *,
+        output: Callable[[Any], Any] | None = None,
+        mask: Callable[[Any, Any], Tensor] | None = None,
+        example_axis: Mapping[str, int] | None = None,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        num_data: int | None = None,
+        num_per_example_loss_terms: int | None = None,
+        shift_labels: bool = False,
+        progressbar: bool = False,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"`model` is a {type(model).__name__}; layers can only be recorded in a torch.nn.Module.")
+        self.model, self.loss_func, self.data = model, loss, data
+        self.params, self.given_params = named_params(model, params)
+        self.listed = not isinstance(params, Mapping)
+        self.space = Space.of(self.params)
+        self.output, self.mask, self.batch_size_fn = output, mask, batch_size_fn
+        self.num_data, self.num_per_example_loss_terms = num_data, num_per_example_loss_terms
+        self.shift_labels, self.progressbar = shift_labels, progressbar
+        self._axes = _example_axes(model, example_axis)
+        devices, dtypes = {p.device for p in self.params.values()}, {p.dtype for p in self.params.values()}
+        if len(devices) != 1:
+            raise ValueError(f"The parameters live on several devices, {sorted(map(str, devices))}; one operator needs them on one.")
+        if not all(dtype.is_floating_point for dtype in dtypes):
+            raise ValueError(f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have a curvature here.")
+        self.device = devices.pop()
+        self.dtype = torch.float32
+        for dtype in dtypes:
+            self.dtype = torch.promote_types(self.dtype, dtype)
+        if dtypes == {torch.float64}:
+            self.dtype = torch.float64
+
+    # ------------------------------------------------------------------------------------------------------- facts
+    @cached_property
+    def likelihood(self) -> Likelihood:
+        """The loss as a negative log-likelihood.
+
+        Raises:
+            UnsupportedError: If the loss, or one of its options, has none.
+        """
+        return likelihood_of(self.loss_func)
+
+    @property
+    def one_shot(self) -> bool:
+        """Whether the data can be read only once."""
+        return isinstance(self.data, Iterator)
+
+    def layers(self, separate_weight_and_bias: bool = False) -> list[Layer]:
+        """The layers that hold the parameters."""
+        return find_layers(self.model, self.params, separate_weight_and_bias)
+
+    def scale(self, totals: Totals) -> Tensor | float:
+        """`c`: what multiplies the sum of all loss terms.
+
+        Raises:
+            ValueError: If no loss term counts at all.
+        """
+        if self.likelihood.reduction == "sum":
+            return 1.0
+        count = totals.loss_count
+        if not float(count) > 0:
+            raise ValueError("No loss term counts: every target is ignored or has weight 0, so the mean over them does not exist.")
+        terms = totals.terms / totals.examples if self.num_per_example_loss_terms is None else self.num_per_example_loss_terms
+        given = (totals.examples if self.num_data is None else self.num_data) * terms
+        return (totals.terms / given) / count
+
+    # ------------------------------------------------------------------------------------------------------- loops
+    def batches(self, desc: str) -> Iterator[Batch]:
+        """Read the data once; empty batches are left out.
+
+        Raises:
+            ValueError: If there is no batch at all.
+        """
+        found = False
+        bar = tqdm(self.data, desc=f"{desc} (on {self.device})") if self.progressbar else nullcontext(self.data)
+        with bar as items:
+            for index, item in enumerate(items):
+                batch = read_batch(item, index, self.device, self.batch_size_fn)
+                if batch.num_examples:
+                    found = True
+                    yield batch
+        if not found:
+            again = " It is an iterator, which can be read only once: pass a list or a DataLoader." if self.one_shot else ""
+            raise ValueError(f"`data` has no examples.{again}")
+
+    def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Tensor, Tensor, int | None]:
+        """Forward pass: output and target that the loss reads, and the class axis if it is not the loss's own."""
+        call = self.model if model is None else model
+        if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            call = call.module  # replicas of a layer are other objects, and reducers need not run
+        out = call(**batch.X) if batch.unpack else call(batch.X)
+        f, last = select_output(out, self.output)
+        y = batch.y
+        if self.shift_labels:
+            f, y = f[:, :-1], y[:, 1:]
+        return f, y, -1 if last and f.ndim > 2 else None
+
+    def canonical(self, f: Tensor, y: Tensor, batch: Batch, class_axis: int | None) -> tuple[Tensor, Tensor]:
+        """Outputs [N, R, C] and targets of one batch."""
+        if isinstance(y, Tensor) and y.dtype != f.dtype and y.is_floating_point():
+            y = y.to(f.dtype)
+        return self.likelihood.canonical(f, y, batch.num_examples, class_axis)
+
+    def untouched(self) -> Any:
+        """Context that restores random state, buffers and generators when it ends."""
+        return untouched(self.model, self.data)
+
+    def sweep(
+        self,
+        layers: Sequence[Layer],
+        vectors: Vectors,
+        consume: Consumer,
+        after_batch: Callable[[Totals], None] | None = None,
+        desc: str = "sweep",
+    ) -> Totals:
+        """Read the data once and show every layer's batches to `consume`.
+
+        Args:
+            layers: The layers to record.
+            vectors: What is sent back.
+            consume: Called with a `LayerBatch`, once per layer and piece of vectors.
+            after_batch: Called with the totals of each batch when all of it was consumed.
+            desc: Text of the progress bar.
+
+        Returns:
+            The totals over all batches.
+
+        Cost: one forward pass, and one backward pass per vector to the layers' outputs only.
+        """
+        totals, draws = Totals(), Draws(0 if vectors.seed is None else vectors.seed)
+        grad_mode = torch.enable_grad if vectors.backward else torch.no_grad
+        with torch.inference_mode(False), grad_mode(), Recorder(layers, self._axis_of, vectors.backward) as recorder:
+            for batch in self.batches(desc):
+                part = self._one_batch(recorder, batch, vectors, draws, consume)
+                totals.add(part)
+                if after_batch is not None:
+                    after_batch(part)
+        return totals
+
+    def _one_batch(self, recorder: Recorder, batch: Batch, vectors: Vectors, draws: Draws, consume: Consumer) -> Totals:
+        N = batch.num_examples
+        outputs: list[Any] = []
+
+        def forward() -> Tensor:
+            # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
+            with torch.compiler.set_stance("force_eager"):
+                outputs[:] = self.run(batch)
+            return outputs[0]
+
+        f = recorder.forward(forward, N)
+        _, y, class_axis = outputs
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            F, Y = self.canonical(f.detach(), y, batch, class_axis)
+            nll = self.likelihood.nll(F, Y).sum()
+            count = self.likelihood.count(F, Y)
+        mask = None if self.mask is None else self._read_mask(batch)
+
+        def quietly(seen: Any) -> None:
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                consume(seen)
+
+        part = Totals(N, N * F.shape[1], count, nll, recorder.called)
+        if not vectors.backward:
+            recorder.inputs_only(quietly, mask=mask)
+            part.reached = recorder.called
+            return part
+        number = vectors.count(self.likelihood, F)
+
+        def sent() -> Iterator[Tensor]:
+            for v in vectors.send(self.likelihood, F, Y, draws):
+                yield self.likelihood.restore(v, f.shape, N, class_axis).to(f.dtype)
+
+        if not f.requires_grad:
+            return part  # no tracked layer reaches the output in this batch
+        per_chunk = self._vectors_at_once(recorder, number)
+        if per_chunk > 1:
+            for first, last, chunk in _chunks(sent(), per_chunk, number):
+                part.reached |= recorder.send_batched([f], [torch.stack(chunk)], first, last, quietly, mask=mask)
+        else:
+            part.reached = recorder.send([f], ([v] for v in sent()), quietly, mask=mask)
+        return part
+
+    def _vectors_at_once(self, recorder: Recorder, number: int) -> int:
+        """How many vectors to send in one vectorised pass: 1 streams, which is faster for large batches on the CPU."""
+        if number == 1:
+            return 1
+        limit = 2**26 if self.device.type == "cuda" else 2**14
+        return max(1, min(number, limit // max(recorder.output_numel, 1)))
+
+    def _axis_of(self, name: str) -> int:
+        return self._axes.get(name, 0)
+
+    def _read_mask(self, batch: Batch) -> Tensor:
+        assert self.mask is not None
+        mask = self.mask(batch.X, batch.y)
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2 or mask.shape[0] != batch.num_examples:
+            what = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"`mask` returned {what}; expected a bool tensor [{batch.num_examples}, T], True where a position counts.")
+        return mask.to(self.device)
+
+    # -------------------------------------------------------------------------------------------------- first order
+    def loss(self) -> Tensor:
+        """The loss over all data, a 0-d tensor. Cost: one forward pass."""
+        return self.gradient_and_loss(gradient=False)[1]
+
+    def gradient(self) -> dict[str, Tensor]:
+        """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass."""
+        return self.gradient_and_loss()[0]
+
+    def gradient_and_loss(self, gradient: bool = True) -> tuple[dict[str, Tensor], Tensor]:
+        """Gradient and loss over all data; nothing is written to `.grad`."""
+        free = {key: p.detach().requires_grad_() for key, p in self.params.items()}
+        totals, grads = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}
+        with self.untouched(), torch.inference_mode(False), torch.enable_grad():
+            for batch in self.batches("gradient" if gradient else "loss"):
+                with torch.set_grad_enabled(gradient), torch.compiler.set_stance("force_eager"):
+                    f, y, class_axis = self.run(batch, self.at(free))
+                    F, Y = self.canonical(f, y, batch, class_axis)
+                    nll = self.likelihood.nll(F, Y).sum()
+                if gradient:
+                    found = torch.autograd.grad(nll, list(free.values()), allow_unused=True)
+                    for total, g in zip(grads.values(), found):
+                        if g is not None:
+                            total += g
+                totals.add(Totals(batch.num_examples, batch.num_examples * F.shape[1], self.likelihood.count(F, Y), nll.detach()))
+        c = self.scale(totals)
+        return {key: g * c for key, g in grads.items()}, torch.as_tensor(totals.loss * c)
+
+    def at(self, values: Mapping[str, Tensor]) -> Callable[..., Any]:
+        """The model as a function of its inputs, at other values of the parameters (keys as in `params`)."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        replaced = {names[id(self.params[key])]: value for key, value in values.items()}
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(self.model, replaced, args, kwargs)
+
+        return run
+
+    # --------------------------------------------------------------------------------------------------- diagnosis
+    def first_nonfinite(self) -> str | None:
+        """Where NaN or inf first appears in a forward pass: a sentence naming layer and batch, None if nowhere."""
+        if self.one_shot:
+            return None
+        found: list[str] = []
+        handles = []
+
+        def hook(name: str) -> Callable[..., None]:
+            def check(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+                for what, values in (("input", args), ("output", (out,))):
+                    bad = any(isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()) for t in values)
+                    if bad and not found:
+                        label = f"layer {name!r}" if name else "the model"
+                        found.append(f"the {what} of {label} ({type(module).__name__}) in batch {{index}} has NaN or infinite entries")
+
+            return check
+
+        try:
+            for name, module in self.model.named_modules():
+                handles.append(module.register_forward_hook(hook(name)))
+            with self.untouched(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                for index, batch in enumerate(self.batches("looking for NaN")):
+                    self.run(batch)
+                    if found:
+                        return found[0].format(index=index)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return None
+
+
+def _chunks(items: Iterator[Tensor], size: int, number: int) -> Iterator[tuple[bool, bool, list[Tensor]]]:
+    """(is first, is last, piece) of `number` items."""
+    done, piece = 0, []
+    for item in items:
+        piece.append(item)
+        if len(piece) == size or done + len(piece) == number:
+            first = done == 0
+            done += len(piece)
+            yield first, done == number, piece
+            piece = []
+
+
+def _example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:
+    """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user says."""
+    axes: dict[str, int] = {}
+    layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    for name, module in model.named_modules():
+        flag = module.self_attn.batch_first if isinstance(module, layers) else getattr(module, "batch_first", None)
+        if flag is False:
+            for inner, _ in module.named_modules(prefix=name):
+                axes[inner] = 1
+    names = [name for name, _ in model.named_modules()]
+    for glob, axis in (given or {}).items():
+        matching = [name for name in names if fnmatchcase(name, glob)]
+        if not matching:
+            raise ValueError(f"example_axis={{{glob!r}: {axis}}} matches no module of the model; its modules are {names[1:]}.")
+        axes.update(dict.fromkeys(matching, axis))
+    return axes

@@ -1,0 +1,187 @@
+"""Likelihoods from `torch.distributions`, against the built-in ones and against formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, distributions, nn
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.likelihood import (
+    FromDistribution,
+    Likelihood,
+    base,
+    likelihood_of,
+    rebuild_loss,
+    register_likelihood,
+)
+
+F64 = torch.float64
+
+
+def uniforms(seed: int = 0) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.rand(*shape, dtype=F64, generator=generator)
+
+
+def normal(f: Tensor) -> distributions.Distribution:
+    return distributions.Normal(f, 0.5**0.5)
+
+
+def multivariate_normal(f: Tensor) -> distributions.Distribution:
+    factor = torch.tensor([[1.0, 0.0, 0.0], [0.5, 2.0, 0.0], [0.1, -0.3, 1.5]], dtype=f.dtype)
+    return distributions.MultivariateNormal(f, scale_tril=factor)
+
+
+def squared(B: Tensor) -> Tensor:
+    return torch.einsum("knrc,knrd->nrcd", B, B)
+
+
+OUTPUT = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=F64)
+CLASSES, BITS, NUMBERS = torch.tensor([0, 2, 1, 1]), OUTPUT.sign().clamp(min=0), OUTPUT.flip(0)
+
+EQUAL = {
+    "normal": (normal, nn.MSELoss(), NUMBERS),
+    "bernoulli": (lambda f: distributions.Bernoulli(logits=f), nn.BCEWithLogitsLoss(), BITS),
+    "categorical": (lambda f: distributions.Categorical(logits=f), nn.CrossEntropyLoss(), CLASSES),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equals_the_built_in_likelihood(name: str) -> None:
+    make, loss, y = EQUAL[name]
+    built_in, likelihood = likelihood_of(loss), FromDistribution(make)
+    F, Y = built_in.canonical(OUTPUT, y, 4)
+    F_too, Y_too = likelihood.canonical(OUTPUT, y, 4)
+    assert torch.equal(F, F_too)
+    V = torch.randn(2, *F.shape, dtype=F64)
+    pairs = {
+        "grad": (built_in.grad(F, Y), likelihood.grad(F, Y_too)),
+        "product": (built_in.hessian_product(F, Y, V), likelihood.hessian_product(F, Y_too, V)),
+        "count": (built_in.count(F, Y), likelihood.count(F, Y_too)),
+        "root": (squared(built_in.hessian_root(F, Y)), squared(likelihood.hessian_root(F, Y_too))),
+        "nll": (built_in.nll(F, Y).diff(dim=0), likelihood.nll(F, Y_too).diff(dim=0)),  # up to a constant
+    }
+    draws = built_in.draw(F, Y, 20, uniforms()), likelihood.draw(F, Y_too, 20, uniforms())
+    if name == "normal":  # f - y has the other sign than the built-in draw; both have the same law
+        pairs["draw"] = draws[0], -draws[1]
+    elif name == "categorical":
+        pairs["draw"] = draws
+    for expected, actual in pairs.values():
+        torch.testing.assert_close(actual, expected, rtol=1e-7, atol=1e-7)
+
+
+LAWS = {
+    **{name: (make, OUTPUT, y) for name, (make, _, y) in EQUAL.items()},
+    "poisson": (lambda f: distributions.Poisson(f.exp()), OUTPUT, torch.ones(4, 3, dtype=F64)),
+    "binomial": (lambda f: distributions.Binomial(5, logits=f), OUTPUT, torch.ones(4, 3, dtype=F64)),
+    "multivariate normal": (multivariate_normal, OUTPUT, NUMBERS),
+    "independent": (lambda f: distributions.Independent(normal(f), 1), OUTPUT, NUMBERS),
+    "poisson of 1-d output": (lambda f: distributions.Poisson(f.exp()), OUTPUT[:, 0], torch.ones(4, dtype=F64)),
+    "flattened": (lambda f: distributions.Poisson(f.exp()), OUTPUT[:2].repeat(4, 1), torch.ones(8, 3, dtype=F64)),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_draws(name: str) -> None:
+    make, f, y = LAWS[name]
+    likelihood = FromDistribution(make)
+    F, Y = likelihood.canonical(f, y, 4)
+    torch.testing.assert_close(likelihood.restore(F, f.shape, 4), f)
+    state, num = torch.get_rng_state(), 4000
+    v = likelihood.draw(F, Y, num, uniforms())
+    assert torch.equal(torch.get_rng_state(), state)
+    outer = torch.einsum("vnrc,vnrd->vnrcd", v, v)
+    z = (outer.mean(0) - squared(likelihood.hessian_root(F, Y))).abs() / (outer.std(0) / num**0.5 + 1e-7)
+    assert z.max() < 4, f"{z.max().item():.2f} standard errors"
+
+    whole, uniform = likelihood.draw(F, Y, 3, uniforms(1)), uniforms(1)
+    parts = [likelihood.draw(F[i:j], Y[i:j], 3, uniform) for i, j in [(0, 3), (3, 4)]]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    single = likelihood.draw(F.float(), Y.float() if Y.is_floating_point() else Y, 3, uniforms(1))
+    torch.testing.assert_close(single.double(), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [0.0, 1 - 2.0**-53])
+@pytest.mark.parametrize("name", LAWS)
+def test_draws_at_the_ends_of_the_uniforms(name: str, value: float) -> None:
+    make, f, y = LAWS[name]
+    F, Y = FromDistribution(make).canonical(f, y, 4)
+    assert FromDistribution(make).draw(F, Y, 2, lambda *shape: torch.full(shape, value, dtype=F64)).isfinite().all()
+
+
+def test_poisson_has_the_hessian_of_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_MAKERS", dict(base._MAKERS))
+
+    @register_likelihood(nn.PoissonNLLLoss)
+    def _(loss: nn.PoissonNLLLoss) -> Likelihood:
+        return FromDistribution(lambda f: distributions.Poisson(f.exp()))
+
+    loss, y = nn.PoissonNLLLoss(), torch.ones(4, 3, dtype=F64)
+    likelihood = likelihood_of(loss)
+    assert likelihood_of(nn.PoissonNLLLoss(reduction="sum")).reduction == "sum"
+    F, Y = likelihood.canonical(OUTPUT, y, 4)
+    expected = torch.func.jacrev(torch.func.jacrev(lambda f: loss(f.view(4, 3), y)))(OUTPUT.flatten())
+    actual = torch.block_diag(*squared(likelihood.hessian_root(F, Y))[:, 0]) / likelihood.count(F, Y)
+    torch.testing.assert_close(actual, expected)
+    with pytest.raises(UnsupportedError, match="PoissonNLLLoss can't be made again"):
+        rebuild_loss(likelihood.options())
+
+
+def test_targets_may_have_another_length_than_the_output() -> None:
+    def make(f: Tensor) -> distributions.Distribution:
+        mean, log_scale = f.chunk(2, -1)
+        return distributions.Normal(mean, log_scale.exp())
+
+    F, Y = FromDistribution(make).canonical(torch.zeros(4, 5, 6), torch.zeros(4, 5, 3), 4)
+    assert (F.shape, Y.shape) == ((4, 5, 6), (4, 5, 3))
+    F, Y = FromDistribution(make, class_axis=1).canonical(torch.zeros(4, 6, 5), torch.zeros(4, 3, 5), 4)
+    assert (F.shape, Y.shape) == ((4, 5, 6), (4, 5, 3))
+    with pytest.raises(ValueError, match=r"\[4, 5, 6\] makes a Normal for targets of shape \[4, 5, 3\], .*\[4, 5, 6\]"):
+        FromDistribution(make).canonical(torch.zeros(4, 5, 6), torch.zeros(4, 5, 6), 4)
+
+
+def test_batch_shape_is_checked() -> None:
+    likelihood = FromDistribution(lambda f: distributions.Poisson(f.exp().sum((1, 2))))
+    with pytest.raises(ValueError, match=r"batch shape that begins with \[4, 1\].*got batch shape \[4\]"):
+        likelihood.canonical(OUTPUT, torch.ones(4), 4)
+
+
+# ------------------------------------------------------------------------------------------ Gaussian with variance
+
+
+@pytest.mark.parametrize("loss", [nn.GaussianNLLLoss(), nn.GaussianNLLLoss(full=True, eps=0.6)])
+def test_gaussian_nll(loss: nn.GaussianNLLLoss) -> None:
+    likelihood = likelihood_of(loss)
+    mean, variance = torch.randn(4, 2, 3, dtype=F64), torch.rand(4, 2, 3, dtype=F64) + 0.1
+    y = torch.randn(4, 2, 3, dtype=F64)
+    f = torch.cat([mean, variance], -1)
+    F, Y = likelihood.canonical(f, y, 4)
+    torch.testing.assert_close(likelihood.nll(F, Y).sum() / likelihood.count(F, Y), loss(mean, y, variance))
+
+    s = variance.clamp(min=loss.eps)
+    fisher = torch.diag_embed(torch.cat([1 / s, 1 / (2 * s**2)], -1))
+    torch.testing.assert_close(squared(likelihood.hessian_root(F, Y)), fisher)
+    torch.testing.assert_close(squared(Likelihood.hessian_root(likelihood, F, Y)), fisher)
+    v = likelihood.draw(F, Y, 4000, uniforms())
+    outer = torch.einsum("vnrc,vnrd->vnrcd", v, v)
+    assert ((outer.mean(0) - fisher).abs() / (outer.std(0) / 4000**0.5)).max() < 4
+
+    # a draw is the gradient of the loss at a target from the model
+    noise = torch.special.ndtri(uniforms(3)(4, 2, 1, 3))[:, :, 0]
+    at = likelihood.grad(torch.cat([mean, s], -1), mean + s.sqrt() * noise)
+    torch.testing.assert_close(likelihood.draw(F, Y, 1, uniforms(3))[0], at)
+
+    assert rebuild_loss(likelihood.options())(mean, y, variance) == loss(mean, y, variance)
+
+
+def test_gaussian_nll_refuses() -> None:
+    likelihood = likelihood_of(nn.GaussianNLLLoss())
+    with pytest.raises(ValueError, match=r"C means and C variances along axis 1, an even number; got shape \[2, 3\]"):
+        likelihood.canonical(torch.ones(2, 3), torch.ones(2, 3), 2)
+    with pytest.raises(ValueError, match=r"output's shape \[2, 2\], got \[2, 4\]"):
+        likelihood.canonical(torch.ones(2, 4), torch.ones(2, 4), 2)
+    with pytest.raises(UnsupportedError, match="negative variance"):
+        likelihood.canonical(-torch.ones(2, 4), torch.ones(2, 2), 2)

@@ -1,0 +1,390 @@
+"""Laws of the built-in losses, against PyTorch's own losses and automatic differentiation, under every option."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus.likelihood import Likelihood, likelihood_of, rebuild_loss
+from curvlinops_plus.likelihood.builtin import BUILTIN
+
+N = 4
+F64, F32 = torch.float64, torch.float32
+CLASS_WEIGHTS = torch.tensor([0.5, 0.0, 2.0])
+
+
+@dataclass
+class Case:
+    """A loss with an output and a target that fit it."""
+
+    loss: nn.Module
+    f: Tensor
+    y: Tensor
+
+    def to(self, dtype: torch.dtype) -> Case:
+        """The same in another precision."""
+        y = self.y.to(dtype) if self.y.is_floating_point() else self.y
+        return Case(copy.deepcopy(self.loss).to(dtype), self.f.to(dtype), y)
+
+    def canonical(self) -> tuple[Likelihood, Tensor, Tensor]:
+        likelihood = likelihood_of(self.loss)
+        return likelihood, *likelihood.canonical(self.f, self.y, N)
+
+    def unreduced(self, f: Tensor) -> Tensor:
+        """PyTorch's loss of each term, in PyTorch's shape."""
+        loss = copy.deepcopy(self.loss)
+        vars(loss)["reduction"] = "none"
+        return loss(f, self.y)
+
+
+def uniforms(seed: int = 0) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.rand(*shape, dtype=F64, generator=generator)
+
+
+def _cross_entropy_cases() -> dict[str, Case]:
+    torch.manual_seed(0)
+    cases, shapes = {}, [(), (2,), (2, 2)]
+    # -100 and 255 lie outside of the classes, -1 would be a valid Python index, 1 is one of the classes
+    ignored = [(-100, False), (-100, True), (-1, True), (1, True), (255, True)]
+    options = product([None, CLASS_WEIGHTS], [0.0, 0.3], ignored)
+    for i, (weight, smoothing, (ignore_index, some_ignored)) in enumerate(options):
+        d = shapes[i % 3]
+        loss = nn.CrossEntropyLoss(weight, ignore_index=ignore_index, label_smoothing=smoothing)
+        y = torch.randint(3, (N, *d))
+        if some_ignored:
+            y[0], y[2:3] = ignore_index, ignore_index
+        what = f"weight={weight is not None}-smoothing={smoothing}-ignore={ignore_index}-{some_ignored}"
+        cases[f"CE-{len(d) + 2}d-{what}"] = Case(loss, torch.randn(N, 3, *d, dtype=F64), y)
+    for weight, smoothing, d in product([None, CLASS_WEIGHTS], [0.0, 0.3], [(), (2,)]):
+        loss = nn.CrossEntropyLoss(weight, label_smoothing=smoothing)
+        y = torch.rand(N, 3, *d, dtype=F64)  # rows don't sum to one
+        name = f"CE-{len(d) + 2}d-probabilities-weight={weight is not None}-smoothing={smoothing}"
+        cases[name] = Case(loss, torch.randn(N, 3, *d, dtype=F64), y)
+    return cases
+
+
+def _bce_cases() -> dict[str, Case]:
+    torch.manual_seed(1)
+    cases = {}
+    for shape, weights in {
+        (N,): [None, (), (1,)],
+        (N, 3): [None, (1,), (3,), (1, 3), (1, 1)],
+        (N, 2, 3): [None, (3,), (2, 1), (2, 3), (1, 2, 1)],
+        (N, 2, 2, 3): [(2, 3), (2, 1, 1), (2, 1, 3), (1, 1, 2, 1)],
+    }.items():
+        for i, (weight, pos_weight) in enumerate(product(weights, weights)):
+            y = torch.rand(shape, dtype=F64)
+            y = y if i % 2 else y.round()
+            w, pw = (None if s is None else 3 * torch.rand(s) for s in (weight, pos_weight))
+            name = f"BCE-{len(shape)}d-weight={weight}-pos_weight={pos_weight}-{'soft' if i % 2 else 'hard'}"
+            cases[name] = Case(nn.BCEWithLogitsLoss(weight=w, pos_weight=pw), torch.randn(shape, dtype=F64), y)
+    return cases
+
+
+def _mse_cases() -> dict[str, Case]:
+    torch.manual_seed(2)
+    return {
+        f"MSE-{list(shape)}": Case(nn.MSELoss(), torch.randn(shape, dtype=F64), torch.randn(shape, dtype=F64))
+        for shape in [(N,), (N, 1), (N, 3), (N, 2, 3), (N, 2, 1, 3)]
+    }
+
+
+CASES = _cross_entropy_cases() | _bce_cases() | _mse_cases()
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param].to(F64)
+
+
+@pytest.fixture(params=[F64, F32], ids=["float64", "float32"])
+def typed_case(request: pytest.FixtureRequest, case: Case) -> Case:
+    return case.to(request.param)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = 1e-11 if actual.dtype == F64 else 2e-5
+    torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=tolerance, atol=tolerance)
+
+
+def blocks(likelihood: Likelihood, F: Tensor, Y: Tensor) -> Tensor:
+    """Hessian [N, R, C, C] of each term, column by column from `hessian_product`."""
+    C = F.shape[-1]
+    basis = torch.eye(C, dtype=F.dtype)[:, None, None].expand(C, *F.shape)
+    return likelihood.hessian_product(F, Y, basis).movedim(0, -1)
+
+
+def squared(B: Tensor) -> Tensor:
+    """Columns [K, N, R, C] -> Σ_k b_k b_kᵀ [N, R, C, C]."""
+    return torch.einsum("knrc,knrd->nrcd", B, B)
+
+
+# ------------------------------------------------------------------------------------------ against PyTorch
+
+
+def test_nll_is_the_unreduced_loss(typed_case: Case) -> None:
+    likelihood, F, Y = typed_case.canonical()
+    expected = typed_case.unreduced(typed_case.f)
+    nll = likelihood.nll(F, Y)
+    if not isinstance(typed_case.loss, nn.CrossEntropyLoss):  # elementwise; a term is a row
+        expected = expected.reshape(F.shape).sum(-1)
+    close(nll, expected.reshape(nll.shape))
+
+
+def test_count_is_what_mean_divides_by(typed_case: Case) -> None:
+    likelihood, F, Y = typed_case.canonical()
+    count = likelihood.count(F, Y)
+    assert count.shape == ()
+    mean = likelihood.nll(F, Y).sum() / count
+    close(mean.to(F.dtype), typed_case.loss(typed_case.f, typed_case.y))
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_count_of_a_split_batch(case: Case, at: int) -> None:
+    likelihood, total, count = likelihood_of(case.loss), torch.zeros((), dtype=F64), torch.zeros((), dtype=F64)
+    for f, y in zip(case.f.split([at, N - at]), case.y.split([at, N - at]), strict=True):
+        F, Y = likelihood.canonical(f, y, len(f))
+        total, count = total + likelihood.nll(F, Y).sum(), count + likelihood.count(F, Y)
+    close(total / count, case.loss(case.f, case.y))
+
+
+def test_grad(typed_case: Case) -> None:
+    likelihood, F, Y = typed_case.canonical()
+    expected = torch.func.grad(lambda f: typed_case.unreduced(f).sum())(typed_case.f)
+    close(likelihood.restore(likelihood.grad(F, Y), typed_case.f.shape, N), expected)
+
+
+def test_hessian_and_root_are_those_of_the_loss(case: Case) -> None:
+    n = case.f.numel()
+    total = lambda f: case.unreduced(f.view_as(case.f)).sum()  # noqa: E731
+    expected = torch.func.jacrev(torch.func.jacrev(total))(case.f.flatten())
+    likelihood, F, Y = case.canonical()
+    # entries of the output in the order of the canonical form, to lay the expected matrix out in blocks
+    order = likelihood.restore(torch.arange(n).view(F.shape), case.f.shape, N).flatten().argsort()
+    expected = expected[order][:, order]
+    close(torch.block_diag(*blocks(likelihood, F, Y).flatten(0, 1)), expected)
+    close(torch.block_diag(*squared(likelihood.hessian_root(F, Y)).flatten(0, 1)), expected)
+
+
+def test_float32_root_product_and_scale(case: Case) -> None:
+    likelihood, F, Y = case.canonical()
+    likelihood32, F_32, Y_32 = case.to(F32).canonical()
+    H = blocks(likelihood, F, Y)
+    close(blocks(likelihood32, F_32, Y_32), H)
+    close(squared(likelihood32.hessian_root(F_32, Y_32)), H)
+    assert likelihood.scale(F, Y).shape in {(*F.shape[:2], 1), F.shape}
+
+
+def test_columns_are_those_of_the_root(typed_case: Case) -> None:
+    likelihood, F, Y = typed_case.canonical()
+    columns = [likelihood.hessian_root_column(F, Y, k) for k in range(likelihood.num_columns(F))]
+    close(torch.stack(columns), likelihood.hessian_root(F, Y))
+
+
+def test_product_has_any_number_of_leading_axes(case: Case) -> None:
+    likelihood, F, Y = case.canonical()
+    V = torch.randn(2, 3, *F.shape, dtype=F64)
+    together = likelihood.hessian_product(F, Y, V)
+    close(together, torch.stack([torch.stack([likelihood.hessian_product(F, Y, v) for v in row]) for row in V]))
+
+
+# ------------------------------------------------------------------------------------------ against the defaults
+
+
+class ByAutodiff(Likelihood):
+    """Nothing but the loss terms of another likelihood: all else is the base class."""
+
+    def __init__(self, likelihood: Likelihood) -> None:
+        super().__init__(likelihood.loss)
+        self.nll = likelihood.nll
+
+    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+        raise AssertionError("replaced above")
+
+
+def test_formulas_equal_autodiff(case: Case) -> None:
+    likelihood, F, Y = case.canonical()
+    default = ByAutodiff(likelihood)
+    close(default.grad(F, Y), likelihood.grad(F, Y))
+    V = torch.randn(2, *F.shape, dtype=F64)
+    close(default.hessian_product(F, Y, V), likelihood.hessian_product(F, Y, V))
+    B = default.hessian_root(F, Y)
+    assert len(B) == default.num_columns(F)
+    torch.testing.assert_close(squared(B), squared(likelihood.hessian_root(F, Y)), rtol=1e-8, atol=1e-8)
+
+
+# ------------------------------------------------------------------------------------------ random vectors
+
+
+def assert_second_moment(likelihood: Likelihood, F: Tensor, Y: Tensor, num: int = 4000) -> None:
+    v = likelihood.draw(F, Y, num, uniforms(1))
+    assert v.shape == (num, *F.shape)
+    outer = torch.einsum("vnrc,vnrd->vnrcd", v, v)
+    error = outer.std(0) / num**0.5
+    z = (outer.mean(0) - blocks(likelihood, F, Y)).abs() / (error + 1e-12)
+    assert z.max() < 4, f"{z.max().item():.2f} standard errors"
+
+
+def test_draws_average_to_the_hessian(case: Case) -> None:
+    assert_second_moment(*case.canonical())
+
+
+def test_draws_by_default_average_to_the_hessian() -> None:
+    likelihood, F, Y = CASES["CE-2d-probabilities-weight=True-smoothing=0.3"].to(F64).canonical()
+    assert_second_moment(ByAutodiff(likelihood), F, Y)
+
+
+def test_the_moment_test_can_fail() -> None:
+    likelihood, F, Y = CASES["MSE-[4, 3]"].canonical()
+    likelihood.hessian_product = lambda F, Y, V: 2.3 * V
+    with pytest.raises(AssertionError, match="standard errors"):
+        assert_second_moment(likelihood, F, Y)
+
+
+def test_draws_do_not_depend_on_batches_or_precision(case: Case) -> None:
+    state = torch.get_rng_state()
+    likelihood, F, Y = case.canonical()
+    whole = likelihood.draw(F, Y, 5, uniforms())
+    uniform = uniforms()
+    parts = [likelihood.draw(F[i:j], Y[i:j], 5, uniform) for i, j in [(0, 1), (1, 4)]]
+    close(torch.cat(parts, 1), whole)
+    likelihood32, F_32, Y_32 = case.to(F32).canonical()
+    close(likelihood32.draw(F_32, Y_32, 5, uniforms()), whole)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("value", [0.0, 1 - 2.0**-53])
+def test_draws_at_the_ends_of_the_uniforms(case: Case, value: float) -> None:
+    likelihood, F, Y = case.canonical()
+    v = likelihood.draw(F, Y, 2, lambda *shape: torch.full(shape, value, dtype=F64))
+    assert v.isfinite().all()
+    assert v.abs().max() < 40
+
+
+def test_impossible_classes_are_never_drawn() -> None:
+    likelihood = likelihood_of(nn.CrossEntropyLoss())
+    f = torch.tensor([[-torch.inf, 0.0, 0.3, -torch.inf]], dtype=F64)
+    F, Y = likelihood.canonical(f, torch.tensor([1]), 1)
+    ends = torch.tensor([0.0, 2.0**-53, 0.5, 1 - 2.0**-53], dtype=F64)
+    v = likelihood.draw(F, Y, 4, lambda *shape: ends.expand(shape))
+    assert (v[..., [0, 3]] == 0).all()
+
+
+# ------------------------------------------------------------------------------------------ options
+
+
+@pytest.mark.parametrize("rules", BUILTIN)
+def test_every_constructor_option_is_known(rules: type[Likelihood]) -> None:
+    """A new option in a future PyTorch must be handled, or refused, before this passes again."""
+    assert rules.loss_type is not None
+    folded_into_reduction = {"size_average", "reduce"}
+    assert {*inspect.signature(rules.loss_type).parameters} - folded_into_reduction == {*rules.option_names}
+    forward = [*inspect.signature(rules.loss_type.forward).parameters][1:]
+    assert forward[:2] == ["input", "target"]
+
+
+@pytest.mark.parametrize("kind", [nn.MSELoss, nn.CrossEntropyLoss, nn.BCEWithLogitsLoss])
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
+def test_reduction(kind: type[nn.Module]) -> None:
+    assert likelihood_of(kind()).reduction == "mean"
+    assert likelihood_of(kind(reduction="sum")).reduction == "sum"
+    assert likelihood_of(kind(size_average=True)).reduction == "mean"
+    assert likelihood_of(kind(size_average=False)).reduction == "sum"
+    for unreduced in (kind(reduction="none"), kind(reduce=False)):
+        with pytest.raises(NotImplementedError, match=rf'{kind.__name__}\(reduction=.none.\).*"mean" or "sum"'):
+            likelihood_of(unreduced)
+
+
+def test_all_ignored_counts_zero_and_stays_finite() -> None:
+    likelihood = likelihood_of(nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.1))
+    F, Y = likelihood.canonical(torch.randn(2, 3), torch.full((2,), -100), 2)
+    assert likelihood.count(F, Y) == 0
+    for result in (
+        likelihood.nll(F, Y),
+        likelihood.grad(F, Y),
+        likelihood.hessian_root(F, Y),
+        likelihood.draw(F, Y, 3, uniforms()),
+    ):
+        assert (result == 0).all()
+
+
+def test_rules_follow_changes_of_the_loss() -> None:
+    loss = nn.CrossEntropyLoss()
+    likelihood = likelihood_of(loss)
+    F, Y = likelihood.canonical(torch.randn(2, 3), torch.tensor([0, 2]), 2)
+    loss.weight, loss.reduction = CLASS_WEIGHTS, "sum"
+    assert likelihood.reduction == "sum"
+    assert likelihood.scale(F, Y).flatten().tolist() == [0.5, 2.0]
+
+
+def test_options_rebuild_the_loss(case: Case) -> None:
+    file = io.BytesIO()
+    torch.save(likelihood_of(case.loss).options(), file)
+    file.seek(0)
+    rebuilt = rebuild_loss(torch.load(file, weights_only=True))
+    assert type(rebuilt) is type(case.loss)
+    assert torch.equal(rebuilt(case.f, case.y), case.loss(case.f, case.y))
+
+
+def test_options_are_copies() -> None:
+    weight = torch.ones(3)
+    options = likelihood_of(nn.CrossEntropyLoss(weight, reduction="sum", ignore_index=7)).options()
+    weight.zero_()
+    assert options.pop("weight").tolist() == [1.0, 1.0, 1.0]
+    assert options == {"loss": "CrossEntropyLoss", "reduction": "sum", "ignore_index": 7, "label_smoothing": 0.0}
+
+
+def test_options_of_a_subclass_with_the_same_forward_rebuild_its_parent() -> None:
+    class Named(nn.CrossEntropyLoss):
+        pass
+
+    assert rebuild_loss(likelihood_of(Named(label_smoothing=0.2)).options()).label_smoothing == 0.2
+
+
+# ------------------------------------------------------------------------------------------ precision, transforms
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_raised_to_float32(dtype: torch.dtype) -> None:
+    for case in CASES.values():
+        half = case.to(dtype)
+        likelihood, F, Y = half.canonical()
+        assert F.dtype == F32
+        results = [likelihood.nll(F, Y), likelihood.grad(F, Y), likelihood.draw(F, Y, 1, uniforms())]
+        results += [likelihood.hessian_root(F, Y), likelihood.hessian_product(F, Y, torch.ones_like(F))]
+        assert {r.dtype for r in results} == {F32}
+
+
+def test_weights_in_another_precision_are_converted() -> None:
+    """PyTorch refuses a float32 weight beside a float64 output; the numbers are the same."""
+    f, y = torch.randn(2, 3, dtype=F64), torch.tensor([0, 2])
+    likelihood = likelihood_of(nn.CrossEntropyLoss(CLASS_WEIGHTS))
+    expected = nn.CrossEntropyLoss(CLASS_WEIGHTS.double(), reduction="none")(f, y)
+    close(likelihood.nll(*likelihood.canonical(f, y, 2))[:, 0], expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["CE-3d-probabilities-weight=True-smoothing=0.3", "MSE-[4, 2, 3]", "BCE-2d-weight=(3,)-pos_weight=(1,)-soft"],
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own, at the first forward mode
+def test_derivatives_compose_with_autograd(name: str) -> None:
+    likelihood, F, Y = CASES[name].to(F64).canonical()
+    V = torch.randn_like(F)
+    value, tangent, *_ = torch.func.jvp(lambda F: likelihood.grad(F, Y), (F,), (V,))
+    close(value, likelihood.grad(F, Y))
+    close(tangent, likelihood.hessian_product(F, Y, V))
+    double = torch.func.jvp(lambda F: torch.func.grad(lambda F: likelihood.nll(F, Y).sum())(F), (F,), (V,))[1]
+    close(double, tangent)
+    leaf = F.clone().requires_grad_()
+    (g,) = torch.autograd.grad(likelihood.nll(leaf, Y).sum(), leaf, create_graph=True)
+    close(torch.autograd.grad(g, leaf, V)[0] if g.requires_grad else 0 * V, tangent)

@@ -1,0 +1,134 @@
+"""Which loss has which rules, and what a user can add."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.likelihood import (
+    MSE,
+    CrossEntropy,
+    Likelihood,
+    base,
+    likelihood_of,
+    rebuild_loss,
+    register_likelihood,
+)
+
+
+@pytest.fixture(autouse=True)
+def _registry_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_MAKERS", dict(base._MAKERS))
+
+
+class Huber(Likelihood):
+    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+        return functional.huber_loss(F, Y, reduction="none").sum(-1)
+
+
+def test_unknown_loss_shows_what_to_write() -> None:
+    message = r"no likelihood is registered for the loss L1Loss\. Known losses: .*CrossEntropyLoss.*MSELoss"
+    with pytest.raises(UnsupportedError, match=message) as error:
+        likelihood_of(nn.L1Loss())
+    assert "@register_likelihood(L1Loss)\n    def _(loss):" in str(error.value)
+    with pytest.raises(UnsupportedError, match="for the loss cross_entropy"):
+        likelihood_of(functional.cross_entropy)
+    with pytest.raises(TypeError, match="expects the class of a loss, got MSELoss"):
+        register_likelihood(nn.MSELoss())  # type: ignore[arg-type]
+
+
+def test_a_subclass_follows_its_parent_unless_it_computes_something_else() -> None:
+    class Named(nn.MSELoss):
+        pass
+
+    class Doubled(nn.MSELoss):
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return 2 * super().forward(input, target)
+
+    class Called(nn.MSELoss):
+        def __call__(self, *args: Tensor) -> Tensor:
+            return 2 * super().__call__(*args)
+
+    assert type(likelihood_of(Named())) is MSE
+    patched = nn.MSELoss()
+    patched.forward = lambda input, target: input.sum()
+    for loss in (Doubled(), Called(), patched):
+        with pytest.raises(UnsupportedError, match="It changes the forward of MSELoss"):
+            likelihood_of(loss)
+    register_likelihood(Doubled)(Huber)
+    assert type(likelihood_of(Doubled())) is Huber
+    with pytest.raises(UnsupportedError, match=r"Doubled can't be made again from saved options.*loss_func=..."):
+        rebuild_loss(likelihood_of(Doubled()).options())
+
+
+def test_a_class_or_a_function_can_be_registered() -> None:
+    assert register_likelihood(nn.HuberLoss)(Huber) is Huber
+    loss = nn.HuberLoss(reduction="sum")
+    assert likelihood_of(loss).reduction == "sum"
+    assert likelihood_of(loss).name == "HuberLoss"
+
+    @register_likelihood(nn.HuberLoss)
+    def _(loss: nn.HuberLoss) -> Likelihood:
+        return Huber()
+
+    assert likelihood_of(loss).loss is loss
+    with pytest.raises(UnsupportedError, match=r"HuberLoss\(reduction='none'\)"):
+        likelihood_of(nn.HuberLoss(reduction="none"))
+
+
+def test_rules_that_inherit_from_built_in_ones_are_not_rebuilt_as_those() -> None:
+    class CrossEntropyLoss(nn.CrossEntropyLoss):  # the name of PyTorch's
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return super().forward(input.clamp(-5, 5), target)
+
+    @register_likelihood(CrossEntropyLoss)
+    class _Clamped(CrossEntropy):
+        pass
+
+    options = likelihood_of(CrossEntropyLoss()).options()
+    assert options["loss"] != "CrossEntropyLoss"
+    with pytest.raises(UnsupportedError, match="can't be made again"):
+        rebuild_loss(options)
+
+
+def test_a_likelihood_is_a_loss_by_itself() -> None:
+    huber = Huber(reduction="sum")
+    assert likelihood_of(huber) is huber
+    assert huber.reduction == "sum"
+    with pytest.raises(UnsupportedError, match=r"Huber\(reduction='none'\)"):
+        likelihood_of(Huber(reduction="none"))
+
+
+def test_a_loss_without_reduction_is_a_mean() -> None:
+    class Plain:
+        def __call__(self, f: Tensor, y: Tensor) -> Tensor:
+            return functional.huber_loss(f, y)
+
+    register_likelihood(Plain)(Huber)
+    assert likelihood_of(Plain()).reduction == "mean"
+
+
+def test_defaults_of_a_convex_loss() -> None:
+    huber = Huber()
+    F = torch.tensor([[[0.5, 3.0], [0.0, 0.0]]])
+    Y = torch.zeros(1, 2, 2)
+    expected = torch.tensor([[[[1.0, 0.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]]]])
+    B = huber.hessian_root(F, Y)
+    torch.testing.assert_close(torch.einsum("knrc,knrd->nrcd", B, B), expected)
+    torch.testing.assert_close(torch.stack([huber.hessian_root_column(F, Y, k) for k in range(2)]), B)
+    assert huber.count(F, Y) == 4
+    assert huber.scale(F, Y).shape == (1, 2, 1)
+
+
+def test_a_loss_that_is_not_convex_has_no_root() -> None:
+    class Sine(Likelihood):
+        def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+            return (F - Y).sin().sum(-1)
+
+    F, Y = torch.tensor([[[1.0, -0.5]]]), torch.zeros(1, 1, 2)
+    torch.testing.assert_close(Sine().hessian_product(F, Y, torch.ones(1, 1, 2)), -F.sin())
+    with pytest.raises(UnsupportedError, match=r"Hessian of Sine .* has the eigenvalue -0.841 .*not convex.*Fisher"):
+        Sine().hessian_root(F, Y)
