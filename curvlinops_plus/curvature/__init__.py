@@ -16,19 +16,19 @@ from curvlinops_plus.curvature.state import load, save
 from curvlinops_plus.curvature.verify import Verification
 
 __all__ = [
+    "EKFAC",
+    "KFAC",
     "Accumulator",
     "Approximation",
     "BlockwiseLinearOperator",
     "DiagonalBlock",
     "EFLinearOperator",
-    "EKFAC",
     "EKFACLinearOperator",
     "FisherMCLinearOperator",
     "FisherType",
     "FullBlock",
     "GGNLinearOperator",
     "HessianLinearOperator",
-    "KFAC",
     "KFACInverseLinearOperator",
     "KFACLinearOperator",
     "KFACType",

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, EnumMeta
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.curvature.blockwise import BlockwiseLinearOperator, Factors
-from curvlinops_plus.curvature.kronecker import EKFAC, KFAC
+from curvlinops_plus.curvature.blockwise import BlockwiseLinearOperator
+from curvlinops_plus.curvature.factors import Factors, views
+from curvlinops_plus.curvature.kronecker import EKFAC, KFAC, Correction
 from curvlinops_plus.curvature.plan import Sums
+from curvlinops_plus.likelihood import rebuild_loss
 from curvlinops_plus.linalg import BlockDiagonal, LinearOperator
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, Exact, ForwardOnly, MonteCarlo, Vectors
 
@@ -62,8 +63,8 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         model_func: The network, a module.
         loss_func: `MSELoss`, `CrossEntropyLoss`, `BCEWithLogitsLoss`, or any loss with a registered likelihood.
         params: The parameters, in the order in which vectors are formed: a list, or a dict under names of your own.
-        data: Iterable of batches `(X, y)`, `X` a tensor or a mapping (then `batch_size_fn` is needed), or of mappings with
-            `labels`.
+        data: Iterable of batches `(X, y)`, `X` a tensor or a mapping (then `batch_size_fn` is needed), or of mappings
+            with `labels`.
         progressbar: Show a bar on every loop over the data.
         check_deterministic: Compute now, and compare the total loss of two passes over the data.
         seed: Where the random draws start.
@@ -83,8 +84,8 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         ValueError: For an unknown loss, an unknown option value, or `mc_samples` with anything but "mc".
         RuntimeError: If two passes over the data disagree.
 
-    Cost: one sweep (forward pass, and one backward pass per vector to the layers' outputs only); the determinism check is one
-    more forward pass.
+    Cost: one sweep (forward pass, and one backward pass per vector to the layers' outputs only); the determinism check
+    is one more forward pass.
 
     Sources: Martens & Grosse 2015; Grosse & Martens 2016; Eschenhagen et al. 2023.
 
@@ -132,7 +133,10 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         if kfac_approx not in KFACType:
             raise ValueError(f"Invalid kfac_approx: {kfac_approx!r}. Supported: {[item.value for item in KFACType]}.")
         if fisher_type != FisherType.MC and mc_samples != 1:
-            raise ValueError(f"Invalid mc_samples: {mc_samples}. fisher_type={FisherType(fisher_type).value!r} draws nothing, so it must be 1.")
+            raise ValueError(
+                f"Invalid mc_samples: {mc_samples}. fisher_type={FisherType(fisher_type).value!r} draws nothing, "
+                "so it must be 1."
+            )
         self._fisher_type, self._mc_samples, self._seed = FisherType(fisher_type), mc_samples, seed
         self._kfac_approx = KFACType(kfac_approx)
         risk = EmpiricalRisk(
@@ -160,8 +164,8 @@ class KFACLinearOperator(BlockwiseLinearOperator):
 
     def _vectors(self) -> Vectors:
         if self._fisher_type == FisherType.TYPE2:
-            # KFAC-expand adds positions up independently: with R > 1 loss terms a random sign for each saves R times the
-            # passes. What is made of per-example gradients needs every term by itself.
+            # KFAC-expand adds positions up independently: with R > 1 loss terms a random sign for each saves R times
+            # the passes. What is made of per-example gradients needs every term by itself.
             return Exact(signs=self._APPROXIMATION is KFAC and self._kfac_approx == KFACType.EXPAND, seed=self._seed)
         if self._fisher_type == FisherType.MC:
             return MonteCarlo(self._mc_samples, self._seed)
@@ -174,12 +178,12 @@ class KFACLinearOperator(BlockwiseLinearOperator):
     @property
     def input_covariances(self) -> Factors:
         """Layer name to the live input factor `A`; layers whose weight is not in `params` have none."""
-        return self._views()["input_covariances"]
+        return views(self)["input_covariances"]
 
     @property
     def gradient_covariances(self) -> Factors:
         """Layer name to the live gradient factor `G`."""
-        return self._views()["gradient_covariances"]
+        return views(self)["gradient_covariances"]
 
     @classmethod
     def from_state_dict(
@@ -209,8 +213,6 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         Raises:
             ValueError: If the state is foreign, cut off, or does not fit.
         """
-        from curvlinops_plus.likelihood import rebuild_loss
-
         if not isinstance(state_dict, Mapping) or "loss_type" not in state_dict or "format" not in state_dict:
             raise ValueError("This is not a state of curvlinops_plus: the key 'format' is missing or foreign.")
         if loss_func is None:
@@ -262,10 +264,11 @@ class EKFACLinearOperator(KFACLinearOperator):
     """Eigenvalue-corrected KFAC (EKFAC) of the Fisher or generalized Gauss-Newton matrix.
 
     The eigenvectors are KFAC's, the eigenvalues the diagonal of the exact block in that basis: its trace is the exact
-    block's trace, and it is never further from the exact block than KFAC. Arguments as for `KFACLinearOperator`, without
-    "forward-only".
+    block's trace, and it is never further from the exact block than KFAC. Arguments as for `KFACLinearOperator`,
+    without "forward-only".
 
-    Cost: two sweeps and an eigendecomposition of each factor; the determinism check compares the two and costs nothing more.
+    Cost: two sweeps and an eigendecomposition of each factor; the determinism check compares the two and costs nothing
+        more.
 
     Source: George et al. 2018, "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis".
 
@@ -274,7 +277,8 @@ class EKFACLinearOperator(KFACLinearOperator):
         >>> from torch import nn
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Linear(3, 2)
-        >>> K = EKFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), [(torch.rand(5, 3), torch.rand(5, 2))])
+        >>> data = [(torch.rand(5, 3), torch.rand(5, 2))]
+        >>> K = EKFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
         >>> {position: tuple(values.shape) for position, values in K.corrected_eigenvalues[""].items()}
         {0: (2, 3), 1: (2,)}
     """
@@ -285,7 +289,9 @@ class EKFACLinearOperator(KFACLinearOperator):
     _half_way: Sums | None = None
 
     def compute_kronecker_factors(self) -> None:
-        """Compute the factors anew (first sweep); the eigenvalues follow at first use or by `compute_eigenvalue_correction`."""
+        """Compute the factors anew (first sweep); the eigenvalues follow at first use or by
+        `compute_eigenvalue_correction`.
+        """
         with self.risk.untouched():
             sums = Sums(self.risk, self.plan, self.vectors)
             sums.sweep(self._title(0))
@@ -314,8 +320,6 @@ class EKFACLinearOperator(KFACLinearOperator):
 
     def _in_current_basis(self) -> Sums:
         """Sums whose next sweep corrects the eigenvalues of the present basis."""
-        from curvlinops_plus.curvature.kronecker import Correction
-
         current: dict[str, LinearOperator] = self.blocks
         QA, QG = self.input_covariances_eigenvectors, self.gradient_covariances_eigenvectors
         sums = Sums(self.risk, self.plan, self.vectors)
@@ -332,17 +336,19 @@ class EKFACLinearOperator(KFACLinearOperator):
     @property
     def input_covariances_eigenvectors(self) -> Factors:
         """Layer name to the live eigenvectors of the input factor."""
-        return self._views()["input_covariances_eigenvectors"]
+        return views(self)["input_covariances_eigenvectors"]
 
     @property
     def gradient_covariances_eigenvectors(self) -> Factors:
         """Layer name to the live eigenvectors of the gradient factor."""
-        return self._views()["gradient_covariances_eigenvectors"]
+        return views(self)["gradient_covariances_eigenvectors"]
 
     @property
     def corrected_eigenvalues(self) -> Factors:
-        """Layer name to the live eigenvalues: [o, i] where weight and bias are joined, else {position in `params`: tensor}."""
-        return self._views()["corrected_eigenvalues"]
+        """Layer name to the live eigenvalues: [o, i] where weight and bias are joined, else {position in `params`:
+        tensor}.
+        """
+        return views(self)["corrected_eigenvalues"]
 
     _input_covariances_eigenvectors = property(lambda self: self.input_covariances_eigenvectors)
     _gradient_covariances_eigenvectors = property(lambda self: self.gradient_covariances_eigenvectors)
@@ -355,9 +361,8 @@ def _batch_size(data: Iterable[Any], given: Callable[[Any], int] | None) -> Call
         item = data[0]
         if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], Mapping):
             raise ValueError(
-                "When using dict-like custom data, `batch_size_fn` is required: a function of X that returns the number of examples, for instance "
+                "When using dict-like custom data, `batch_size_fn` is required: a function of X that returns the "
+                "number of examples, for instance "
                 "`batch_size_fn=lambda X: len(X['x'])`."
             )
     return given
-
-

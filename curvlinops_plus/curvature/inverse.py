@@ -36,7 +36,8 @@ class KFACInverseLinearOperator(LinearOperator):
         >>> from curvlinops_plus import KFACLinearOperator
         >>> _ = torch.manual_seed(0)
         >>> model = nn.Linear(3, 2)
-        >>> K = KFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), [(torch.rand(5, 3), torch.rand(5, 2))])
+        >>> data = [(torch.rand(5, 3), torch.rand(5, 2))]
+        >>> K = KFACLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
         >>> v = torch.ones(8)
         >>> inverse = KFACInverseLinearOperator(K, damping=1e-2, use_exact_damping=True)
         >>> bool(torch.allclose(inverse @ (K @ v + 1e-2 * v), v, atol=1e-4))
@@ -56,7 +57,10 @@ class KFACInverseLinearOperator(LinearOperator):
         retry_double_precision: bool = True,
     ) -> None:
         if not isinstance(A, KFACLinearOperator):
-            raise ValueError(f"The input `A` must be an instance of `KFACLinearOperator`, got {type(A).__name__}. Other operators have `A.inverse(damping)`.")
+            raise ValueError(
+                f"The input `A` must be an instance of `KFACLinearOperator`, got {type(A).__name__}. Other "
+                "operators have `A.inverse(damping)`."
+            )
         if use_heuristic_damping and use_exact_damping:
             raise ValueError("Either use heuristic damping or exact damping, not both.")
         if (use_heuristic_damping or use_exact_damping) and isinstance(damping, tuple):
@@ -86,7 +90,9 @@ class KFACInverseLinearOperator(LinearOperator):
             damping = K._heuristic(damping, self._min_damping)
         elif not self._use_exact_damping:
             pair = damping if isinstance(damping, tuple) else (damping, damping)
-            damping = {name: pair if isinstance(block, Kronecker) else pair[1] for name, block in K.operator.blocks.items()}
+            damping = {
+                name: pair if isinstance(block, Kronecker) else pair[1] for name, block in K.operator.blocks.items()
+            }
         inverse = K.operator.inverse(damping, retry_double_precision=self._retry_double_precision)
         assert isinstance(inverse, BlockDiagonal)
         return inverse
@@ -165,7 +171,14 @@ class KFACInverseLinearOperator(LinearOperator):
         Raises:
             ValueError: If keys are missing, or the inverted operator's state does not fit; nothing has changed then.
         """
-        names = ("damping", "use_heuristic_damping", "min_damping", "use_exact_damping", "cache", "retry_double_precision")
+        names = (
+            "damping",
+            "use_heuristic_damping",
+            "min_damping",
+            "use_exact_damping",
+            "cache",
+            "retry_double_precision",
+        )
         missing = [name for name in ("A", *names) if name not in state_dict]
         if missing:
             raise ValueError(f"The state lacks {missing}; is the file cut off, or not the state of an inverse?")

@@ -1,7 +1,7 @@
 """Exact matrix-free operators: generalized Gauss-Newton, Hessian, empirical Fisher and Monte-Carlo Fisher.
 
-Each product reads the data once. All columns of a product share one forward pass; `J v` is the derivative of `wᵀ J` with
-respect to `w` (the double-backward trick), so any model that autograd can differentiate twice is fine.
+Each product reads the data once. All columns of a product share one forward pass; `J v` is the derivative of `wᵀ J`
+with respect to `w` (the double-backward trick), so any model that autograd can differentiate twice is fine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class _RiskOperator(LinearOperator):
         tolerance = 1e-8 if self.dtype == torch.float64 else 5e-5
         if not torch.allclose(one, two, rtol=tolerance, atol=1e-6):
             raise RuntimeError(
-                f"Two passes over the data disagree: loss {float(one):.8g} and {float(two):.8g}. Is a module in training mode (call model.eval()), or do "
+                f"Two passes over the data disagree: loss {float(one):.8g} and {float(two):.8g}. Is a module in "
+                "training mode (call model.eval()), or do "
                 f"the data change from pass to pass? check_deterministic=False turns this check off."
             )
 
@@ -106,7 +107,11 @@ class _RiskOperator(LinearOperator):
                 F, Y = risk.canonical(f, y, batch, class_axis)
                 nll = risk.likelihood.nll(F, Y).sum()
                 total += self._product(F, Y, nll, list(free.values()), X, draws)
-                totals.add(Totals(batch.num_examples, batch.num_examples * F.shape[1], risk.likelihood.count(F, Y), nll.detach()))
+                totals.add(
+                    Totals(
+                        batch.num_examples, batch.num_examples * F.shape[1], risk.likelihood.count(F, Y), nll.detach()
+                    )
+                )
         return total * risk.scale(totals)
 
     def _draws(self) -> Draws:
@@ -129,7 +134,9 @@ class _RiskOperator(LinearOperator):
     def _join(self, parts: Sequence[Tensor | None], K: int) -> Tensor:
         """[K, *shape] for each parameter to [K, n]."""
         joined = [
-            torch.zeros(K, p.numel(), dtype=self.dtype, device=self.device) if part is None else part.reshape(K, -1).to(self.dtype)
+            torch.zeros(K, p.numel(), dtype=self.dtype, device=self.device)
+            if part is None
+            else part.reshape(K, -1).to(self.dtype)
             for part, p in zip(parts, self.risk.params.values())
         ]
         return torch.cat(joined, 1)
@@ -153,13 +160,20 @@ class _JacobianSandwich(_RiskOperator):
             V = self._split(rows)
             if used:
                 (JV,) = torch.autograd.grad(
-                    [back[i] for i in used], [w], [V[i] for i in used], retain_graph=True, is_grads_batched=True, allow_unused=True
+                    [back[i] for i in used],
+                    [w],
+                    [V[i] for i in used],
+                    retain_graph=True,
+                    is_grads_batched=True,
+                    allow_unused=True,
                 )
             else:
                 JV = None
             if JV is None:
                 return torch.zeros_like(rows)
-            found = torch.autograd.grad(F, params, middle(JV.detach()), retain_graph=True, is_grads_batched=True, allow_unused=True)
+            found = torch.autograd.grad(
+                F, params, middle(JV.detach()), retain_graph=True, is_grads_batched=True, allow_unused=True
+            )
             return self._join(found, len(rows))
 
         return self._in_pieces(product, X, F.numel() + X.shape[0])
@@ -189,7 +203,8 @@ class GGNLinearOperator(_JacobianSandwich):
         >>> import torch
         >>> from torch import nn
         >>> model = nn.Linear(1, 1, bias=False)
-        >>> G = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), [(torch.tensor([[3.0]]), torch.zeros(1, 1))])
+        >>> data = [(torch.tensor([[3.0]]), torch.zeros(1, 1))]
+        >>> G = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
         >>> G.to_dense()
         tensor([[18.]])
     """
@@ -208,7 +223,8 @@ class EFLinearOperator(_JacobianSandwich):
         >>> from torch import nn
         >>> model = nn.Linear(1, 1, bias=False)
         >>> _ = nn.init.ones_(model.weight)
-        >>> F = EFLinearOperator(model, nn.MSELoss(), list(model.parameters()), [(torch.tensor([[3.0]]), torch.zeros(1, 1))])
+        >>> data = [(torch.tensor([[3.0]]), torch.zeros(1, 1))]
+        >>> F = EFLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
         >>> F.to_dense()  # (2 · 3 · 3)²
         tensor([[324.]])
     """
@@ -257,7 +273,15 @@ class FisherMCLinearOperator(_JacobianSandwich):
     ) -> None:
         self._seed, self._mc_samples = seed, mc_samples
         super().__init__(
-            model_func, loss_func, params, data, progressbar, check_deterministic, num_data, batch_size_fn, **risk_options
+            model_func,
+            loss_func,
+            params,
+            data,
+            progressbar,
+            check_deterministic,
+            num_data,
+            batch_size_fn,
+            **risk_options,
         )
 
     def _draws(self) -> Draws:
@@ -284,7 +308,8 @@ class HessianLinearOperator(_RiskOperator):
         >>> import torch
         >>> from torch import nn
         >>> model = nn.Linear(1, 1, bias=False)
-        >>> H = HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), [(torch.tensor([[3.0]]), torch.zeros(1, 1))])
+        >>> data = [(torch.tensor([[3.0]]), torch.zeros(1, 1))]
+        >>> H = HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
         >>> H.to_dense()
         tensor([[18.]])
     """
@@ -300,7 +325,12 @@ class HessianLinearOperator(_RiskOperator):
             if not used:
                 return torch.zeros_like(rows)
             found = torch.autograd.grad(
-                [gradient[i] for i in used], params, [V[i] for i in used], retain_graph=True, is_grads_batched=True, allow_unused=True
+                [gradient[i] for i in used],
+                params,
+                [V[i] for i in used],
+                retain_graph=True,
+                is_grads_batched=True,
+                allow_unused=True,
             )
             return self._join(found, len(rows))
 

@@ -61,7 +61,8 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Ent
         if chosen.kind.affine and not layer.affine:
             if key in _names(layer):
                 raise UnsupportedError(
-                    f"layer {key!r} ({_type_name(layer)}) can't have {chosen!r}: {_why(layer)}. Use DiagonalBlock or FullBlock for it, or register an AffineRule."
+                    f"layer {key!r} ({_type_name(layer)}) can't have {chosen!r}: {_why(layer)}. Use DiagonalBlock "
+                    "or FullBlock for it, or register an AffineRule."
                 )
             fallen.append(layer)
             chosen = Approximation(DiagonalBlock)
@@ -69,13 +70,15 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Ent
     unused = [key for key in rules if key not in used]
     if unused:
         raise ValueError(
-            f"No layer matches {unused[0]!r}. Layers with parameters here: {[layer.name for layer in layers]}, of types "
+            f"No layer matches {unused[0]!r}. Layers with parameters here: {[layer.name for layer in layers]}, of "
+            "types "
             f"{sorted({_type_name(layer) for layer in layers})}."
         )
     if fallen:
         listing = ", ".join(f"{layer.name or 'the model'!r} ({_type_name(layer)}: {_why(layer)})" for layer in fallen)
         warn(
-            f"{len(fallen)} of {len(layers)} layers get their exact diagonal (DiagonalBlock) instead of Kronecker factors: {listing}.",
+            f"{len(fallen)} of {len(layers)} layers get their exact diagonal (DiagonalBlock) instead of Kronecker "
+            f"factors: {listing}.",
             CurvatureWarning,
             stacklevel=4,
         )
@@ -98,7 +101,7 @@ def _all_matching(layer: Layer, rules: Mapping[Any, Approximation]) -> set[Any]:
 
 def _matching(layer: Layer, rules: Mapping[Any, Approximation]) -> Any:
     found = _all_matching(layer, rules)
-    by_rank = sorted(found, key=lambda key: (0 if key in _names(layer) else 1 if isinstance(key, str) else 2))
+    by_rank = sorted(found, key=lambda key: 0 if key in _names(layer) else 1 if isinstance(key, str) else 2)
     types = [key for key in by_rank if isinstance(key, type)]
     if by_rank and isinstance(by_rank[0], str):
         return by_rank[0]
@@ -146,7 +149,8 @@ class Sums:
         layers = [self.plan[index].layer for index in active]
         if self.totals and self.risk.one_shot:
             raise ValueError(
-                "`data` is an iterator, which can be read only once, and another sweep over it is needed. Pass a list of batches or a DataLoader."
+                "`data` is an iterator, which can be read only once, and another sweep over it is needed. Pass a "
+                "list of batches or a DataLoader."
             )
         position = {id(layer): index for index, layer in zip(active, layers)}
 
@@ -188,7 +192,9 @@ class Sums:
                 self.pending[index] = following
         except NumericsError as error:
             where = self.risk.first_nonfinite()
-            raise NumericsError(f"{error} {f'First seen: {where}.' if where else 'The forward pass is finite.'}") from error
+            raise NumericsError(
+                f"{error} {f'First seen: {where}.' if where else 'The forward pass is finite.'}"
+            ) from error
 
     def _check(self, totals: Totals, layers: list[Layer]) -> None:
         for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):
@@ -196,15 +202,22 @@ class Sums:
             if missing:
                 layer = missing[0]
                 raise ValueError(
-                    f"layer {layer.name!r} ({_type_name(layer)}) {problem} in any batch, so its parameters {list(layer.params)} have no curvature here. Leave "
-                    f"them out of `params`, or check the model's forward. (Modules whose weight is used without calling them can't be seen.)"
+                    f"layer {layer.name!r} ({_type_name(layer)}) {problem} in any batch, so its parameters "
+                    f"{list(layer.params)} have no curvature here. Leave "
+                    "them out of `params`, or check the model's forward. (Modules whose weight is used without "
+                    "calling them can't be seen.)"
                 )
         if self.totals and totals.examples != self.totals[0].examples:
-            raise ValueError(f"`data` gave {self.totals[0].examples} examples in one sweep and {totals.examples} in the next; every sweep must see the same data.")
+            raise ValueError(
+                f"`data` gave {self.totals[0].examples} examples in one sweep and {totals.examples} in the next; "
+                "every sweep must see the same data."
+            )
 
 
 def training_modules(model: nn.Module) -> str:
     """Names of modules whose forward pass in training mode is random or depends on the batch."""
     kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-    names = [f"{name!r} ({type(m).__name__})" for name, m in model.named_modules() if m.training and isinstance(m, kinds)]
+    names = [
+        f"{name!r} ({type(m).__name__})" for name, m in model.named_modules() if m.training and isinstance(m, kinds)
+    ]
     return ", ".join(names)

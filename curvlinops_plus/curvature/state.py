@@ -1,4 +1,6 @@
-"""Operators as tensors and plain Python, and back: what `torch.save` with `weights_only=True` and safetensors can carry."""
+"""Operators as tensors and plain Python, and back: what `torch.save` with `weights_only=True` and safetensors can
+carry.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg import Dense, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Structure
+from curvlinops_plus.linalg import Dense, Diagonal, Eigendecomposed, Factor, Kronecker, LinearOperator, Structure
 
 __all__ = ["fingerprint", "load", "pack", "same_fingerprint", "save", "unpack"]
 
@@ -25,14 +27,17 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
         ValueError: If its type can't be saved.
     """
     if isinstance(operator, Kronecker):
-        return {"type": "Kronecker", "G": pack(operator.G), "A": pack(operator.A), "structure": operator.structure.name}
+        return {"type": "Kronecker", "G": pack(operator.G), "A": pack(operator.A)}
     if isinstance(operator, Eigendecomposed):
         return {"type": "Eigendecomposed", "basis": pack(operator.basis), "values": _copy(operator.values)}
     if isinstance(operator, Diagonal):
         return {"type": "Diagonal", "vector": _copy(operator.vector)}
     if isinstance(operator, Dense):
         return {"type": "Dense", "matrix": _copy(operator.matrix), "structure": operator.structure.name}
-    raise ValueError(f"A block of type {type(operator).__name__} can't be saved; known are Kronecker, Eigendecomposed, Diagonal and Dense.")
+    raise ValueError(
+        f"A block of type {type(operator).__name__} can't be saved; known are Kronecker, Eigendecomposed, "
+        "Diagonal and Dense."
+    )
 
 
 def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
@@ -44,7 +49,10 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
     try:
         kind = state["type"]
         if kind == "Kronecker":
-            return Kronecker(unpack(state["G"], device), unpack(state["A"], device), Structure[state["structure"]])  # type: ignore[arg-type]
+            G, A = unpack(state["G"], device), unpack(state["A"], device)
+            assert isinstance(G, Factor)
+            assert isinstance(A, Factor)
+            return Kronecker(G, A)
         if kind == "Eigendecomposed":
             return Eigendecomposed(unpack(state["basis"], device), state["values"].to(device))
         if kind == "Diagonal":
@@ -52,7 +60,9 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
         if kind == "Dense":
             return Dense(state["matrix"].to(device), Structure[state["structure"]])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"The state of a block is incomplete ({error!r}); is the file cut off, or not ours?") from error
+        raise ValueError(
+            f"The state of a block is incomplete ({error!r}); is the file cut off, or not ours?"
+        ) from error
     raise ValueError(f"The state has a block of unknown type {kind!r}; is it from a newer version?")
 
 
@@ -61,7 +71,9 @@ def _copy(t: Tensor) -> Tensor:
 
 
 def fingerprint(params: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Two numbers per parameter that tell whether it changed, whatever its device and dtype: Σ|p| and Σ p·cos(index)."""
+    """Two numbers per parameter that tell whether it changed, whatever its device and dtype: Σ|p| and Σ
+    p·cos(index).
+    """
     prints = {}
     for key, p in params.items():
         flat = p.detach().to("cpu", torch.float64).flatten()
@@ -120,7 +132,7 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT or "state" not in metadata:
                 raise ValueError(f"{path} is a safetensors file, but not one that curvlinops_plus wrote.")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
         return _attach(json.loads(metadata["state"]), tensors)
     except (SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(f"{path} can't be read ({error}): it is cut off or no safetensors file.") from error
@@ -132,7 +144,10 @@ def _detach(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         tensors[path] = _copy(node)
         return {"$tensor": path}
     if isinstance(node, Mapping):
-        pairs = [[key, _detach(value, f"{path}/{_escape(key)}" if path else _escape(key), tensors)] for key, value in node.items()]
+        pairs = [
+            [key, _detach(value, f"{path}/{_escape(key)}" if path else _escape(key), tensors)]
+            for key, value in node.items()
+        ]
         return {"$dict": pairs}
     if isinstance(node, (list, tuple)):
         items = [_detach(value, f"{path}/{index}", tensors) for index, value in enumerate(node)]

@@ -1,8 +1,10 @@
-"""Checks that catch a wrong layer rule, a wrong loss or a misread example axis, on a few examples of the user's own data.
+"""Checks that catch a wrong layer rule, a wrong loss or a misread example axis, on a few examples of the user's own
+data.
 
-Per layer: (a) the rule's per-example gradients against autograd on one example at a time, entry by entry; (b) the factors'
-fast paths against the plain Gram matrix of the rule's rows; (d) traces: the sum of the exact diagonal, and of EKFAC's
-eigenvalues, is the sum of squared gradient norms. Once: (c) the loss Hessian against double backward of the user's loss.
+Per layer: (a) the rule's per-example gradients against autograd on one example at a time, entry by entry; (b) the
+factors' fast paths against the plain Gram matrix of the rule's rows; (d) traces: the sum of the exact diagonal, and of
+EKFAC's eigenvalues, is the sum of squared gradient norms. Once: (c) the loss Hessian against double backward of the
+user's loss.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ def verify(K: BlockwiseLinearOperator, num_examples: int = 3) -> Verification:
         error = float((got - expected).norm()) / size
         if not error <= tolerance:
             raise VerificationError(
-                f"layer {layer!r}, check {name}: {what} differ from plain autodiff by {error:.1e} of their norm, more than {tolerance:g}. "
+                f"layer {layer!r}, check {name}: {what} differ from plain autodiff by {error:.1e} of their norm, "
+                f"more than {tolerance:g}. "
                 f"If the layer treats examples independently, its rule, or the axis of its examples, is misread."
             )
         rows.append((layer or "(model)", name, error))
@@ -105,7 +108,13 @@ def _check_layer(layer: Layer, seen: _Seen, reference: list[dict[str, Tensor]], 
     total = sum(t.double().square().sum() for t in expected.values())
     assert isinstance(total, Tensor)
     found = torch.cat([seen.grads[key].flatten(1) for key in layer.params], 1)
-    check(layer.name, "(a) gradients", found, torch.cat([expected[key].flatten(1) for key in layer.params], 1), "per-example gradients")
+    check(
+        layer.name,
+        "(a) gradients",
+        found,
+        torch.cat([expected[key].flatten(1) for key in layer.params], 1),
+        "per-example gradients",
+    )
     for name, (fast, plain) in seen.grams.items():
         check(layer.name, f"(b) {name}", fast, plain, "fast and plain statistics")
     for name, trace in seen.traces.items():
@@ -123,7 +132,10 @@ class _Seen:
 
 def _first(risk: EmpiricalRisk, num_examples: int) -> Batch:
     if risk.one_shot:
-        raise ValueError("`data` is an iterator, which can be read only once; `verify()` needs a few examples of its own. Pass a list or a DataLoader.")
+        raise ValueError(
+            "`data` is an iterator, which can be read only once; `verify()` needs a few examples of its own. "
+            "Pass a list or a DataLoader."
+        )
     batch = next(iter(risk.batches("verify")))
     return _slice(batch, list(range(min(num_examples, batch.num_examples))))
 
@@ -231,10 +243,7 @@ def _check_loss(risk: EmpiricalRisk, batch: Batch, check: Any) -> None:
     ours = risk.likelihood.hessian_product(F, Y, direction[None])[0]
     with torch.enable_grad():
         free = f.detach().to(F.dtype).requires_grad_()
-        if class_axis is None:
-            value = risk.loss_func(free, y)
-        else:
-            value = risk.loss_func(free.flatten(0, -2), y.flatten())
+        value = risk.loss_func(*((free, y) if class_axis is None else (free.flatten(0, -2), y.flatten())))
         if risk.likelihood.reduction == "mean":
             value = value * risk.likelihood.count(F, Y)
         along = risk.likelihood.restore(direction, f.shape, batch.num_examples, class_axis)
@@ -242,4 +251,10 @@ def _check_loss(risk: EmpiricalRisk, batch: Batch, check: Any) -> None:
         theirs = torch.autograd.grad(gradient, free, along)[0] if gradient.requires_grad else torch.zeros_like(free)
     if not bool(theirs.isfinite().all()):
         raise NumericsError("The Hessian of the loss with respect to the model's output is not finite.")
-    check("", "(c) loss Hessian", risk.likelihood.restore(ours, f.shape, batch.num_examples, class_axis), theirs, "products with the loss Hessian")
+    check(
+        "",
+        "(c) loss Hessian",
+        risk.likelihood.restore(ours, f.shape, batch.num_examples, class_axis),
+        theirs,
+        "products with the loss Hessian",
+    )

@@ -12,8 +12,14 @@ from curvlinops_plus.layer.rule import AffineRule, register_rule
 
 __all__ = ["ConvRule"]
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
-@register_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+def _base(module: nn.Module) -> type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]:
+    return next(kind for kind in _CONVOLUTIONS if isinstance(module, kind))
+
+
+@register_rule(*_CONVOLUTIONS)
 class ConvRule(AffineRule):
     """Convolutions in one to three dimensions with every stride, padding, padding mode and dilation.
 
@@ -32,20 +38,22 @@ class ConvRule(AffineRule):
 
     def refuses(self, module: nn.Module) -> str | None:
         """Grouped convolutions, and subclasses that change what is convolved."""
-        kind = type(module)
-        base = next(t for t in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(module, t))
+        name = type(module).__name__
+        if not isinstance(module, _CONVOLUTIONS):
+            return f"{name} is no subclass of Conv1d, Conv2d or Conv3d"
         if module.groups != 1:
             return (
-                f"{kind.__name__}(groups={module.groups}), a grouped convolution, has no Kronecker rule: use DiagonalBlock "
-                "for this layer or add a rule with @register_rule"
+                f"{name}(groups={module.groups}), a grouped convolution, has no Kronecker rule: use DiagonalBlock for "
+                "this layer or add a rule with @register_rule"
             )
-        if kind._conv_forward is not base._conv_forward:  # what the `forward` of all convolutions calls
-            return f"this {kind.__name__} has another `_conv_forward` than {base.__name__}: add a rule with @register_rule"
+        base = _base(module)
+        if type(module)._conv_forward is not base._conv_forward:  # what the `forward` of all convolutions calls
+            return f"this {name} has another `_conv_forward` than {base.__name__}: add a rule with @register_rule"
         return None
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """`W` with one column per input channel and tap, then the bias as one more column."""
-        taps = " ".join("dhw"[3 - (module.weight.ndim - 2) :])
+        taps = {nn.Conv1d: "w", nn.Conv2d: "h w", nn.Conv3d: "d h w"}[_base(module)]
         weight = {"weight": f"o i {taps} -> o (i {taps})"}
         return weight if module.bias is None else {**weight, "bias": "o -> o 1"}
 
@@ -84,9 +92,10 @@ class ConvRule(AffineRule):
     def _geometry(self, module: nn.Module, x: Tensor) -> Geometry:
         if (reason := self.refuses(module)) is not None:
             raise UnsupportedError(reason)
+        assert isinstance(module, _CONVOLUTIONS)
         if x.ndim != module.weight.ndim:
             raise ValueError(
-                f"{type(module).__name__} got an input of shape {tuple(x.shape)}, expected {module.weight.ndim} dimensions, "
-                "examples first. Add the example dimension with `x[None]`."
+                f"{type(module).__name__} got an input of shape {tuple(x.shape)}, expected {module.weight.ndim} "
+                "dimensions, examples first. Add the example dimension with `x[None]`."
             )
         return Geometry.of(module)

@@ -1,10 +1,9 @@
 """Sums of `a aᵀ` over the patches of a convolution, and of `g gᵀ` over images: the products behind Kronecker factors.
 
-Three ways to the input Gram matrix. They agree up to rounding; the first is the one the others are tested against.
+There are two ways to the Gram matrix of patches. They agree up to rounding, and `input_gram` picks the faster one.
 
-    patch_gram        forms the patches, a few examples at a time
+    patch_gram        forms the patches, a few examples at a time: for every convolution
     correlation_gram  never forms them: for stride 1, zeros around the input and no dilation
-    input_gram        picks one of the two
 """
 
 from __future__ import annotations
@@ -19,12 +18,7 @@ from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from curvlinops_plus.layer.patches import Geometry
-try:  # TEMPORARY
-    from curvlinops_plus.linalg.numerics import gram
-except ImportError:
-
-    def gram(rows: Tensor) -> Tensor:
-        return rows.T @ rows
+from curvlinops_plus.linalg.numerics import gram
 
 __all__ = ["correlation_gram", "image_gram", "input_gram", "patch_gram"]
 
@@ -59,7 +53,7 @@ def patch_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c�
     """Sum of `a aᵀ` by forming the patches of a few examples at a time."""
     c, taps = x.shape[1], prod(geometry.kernel)
     d, positions = c * taps, geometry.positions(x)
-    if len(x) * positions <= d:  # fewer numbers in the patches than in the result: better to have those in order at once
+    if len(x) * positions <= d:  # fewer numbers in the patches than in the result: put those in order
         return gram(geometry.rows(x).flatten(0, 1))
     work = max(_PATCH_BYTES // x.element_size(), d * d)  # with less, adding up the parts would dominate
     total = None
@@ -90,7 +84,7 @@ def correlation_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] 
     if not kernel:
         return gram(x)
     R = _correlations(x, kernel)
-    total = R.flatten(1).index_select(1, _shift_of_taps(c, kernel, x.device)).view(c, *kernel, c, *kernel)
+    total = R.flatten(1).index_select(1, _places_of_shifts(c, kernel, x.device)).view(c, *kernel, c, *kernel)
     for dim, taps, line, pixels in _unvisited_lines(geometry, x):
         block = total[(slice(None),) * (dim + 1) + (taps,) + (slice(None),) * n + (taps,)]
         block = block.movedim((1 + dim, n + 2 + dim), (1, n + 2))  # [c, taps, *other kernel, c, taps, *other kernel]
@@ -98,16 +92,14 @@ def correlation_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] 
     return total.reshape(c * prod(kernel), c * prod(kernel))
 
 
-def _shift_of_taps(c: int, kernel: tuple[int, ...], device: torch.device) -> Tensor:
+def _places_of_shifts(c: int, kernel: tuple[int, ...], device: torch.device) -> Tensor:
     """Where `R[c, c', u' - u]` stands in a flattened row `R[c]`, for all `u`, `c'`, `u'` in this order."""
-    shift = torch.zeros((1,) * 2 * len(kernel), dtype=torch.long, device=device)
-    for dim, k in enumerate(kernel):
-        taps = torch.arange(k, device=device)
-        difference = taps - taps[:, None] + k - 1  # [u, u']
-        shift = shift * (2 * k - 1) + difference.reshape([k if axis % len(kernel) == dim else 1 for axis in range(shift.ndim)])
-    shifts = prod(2 * k - 1 for k in kernel)
-    channel = torch.arange(c, device=device)[:, None] * shifts
-    return (shift.reshape(prod(kernel), 1, prod(kernel)) + channel).flatten()
+    n = len(kernel)
+    shape = (c, *(2 * k - 1 for k in kernel))
+    places = torch.arange(prod(shape), device=device).view(shape)
+    for dim, k in enumerate(kernel, 1):
+        places = places.unfold(dim, k, 1)  # windows that start at shift -u and run over u', latest u first
+    return places.flip(tuple(range(1, n + 1))).movedim(0, n).flatten()
 
 
 def _correlations(x: Tensor, kernel: tuple[int, ...]) -> Tensor:  # [B, c, *size] -> [c, c, *(2·kernel - 1)]
@@ -118,7 +110,8 @@ def _correlations(x: Tensor, kernel: tuple[int, ...]) -> Tensor:  # [B, c, *size
     below = F.pad(x, [0, 0] * (n - 1) + [0, kernel[0] - 1])
     weight_gradient = (conv1d_weight, conv2d_weight, conv3d_weight)[n - 1]
     padding = (0, *(k - 1 for k in kernel[1:]))
-    half = weight_gradient(below, (c, c, kernel[0], *shifts), x, padding=padding)
+    # All three take one number per dimension, whatever the annotation of the first says.
+    half = weight_gradient(below, (c, c, kernel[0], *shifts), x, padding=padding)  # pyright: ignore[reportArgumentType]
     mirrored = half.transpose(0, 1).flip(tuple(range(2, n + 2)))
     half[:, :, :1] = (half[:, :, :1] + mirrored[:, :, -1:]) / 2  # exactly symmetric, not only up to rounding
     return torch.cat([mirrored[:, :, :-1], half], dim=2)
@@ -127,8 +120,8 @@ def _correlations(x: Tensor, kernel: tuple[int, ...]) -> Tensor:  # [B, c, *size
 def _unvisited_lines(geometry: Geometry, x: Tensor) -> Iterator[tuple[int, slice, Geometry, Tensor]]:
     """Positions where the kernel meets the image but the convolution does not put it, each exactly once.
 
-    They lie on lines across one dimension (in 2-D rows, then what is left of the columns). Along a line the taps in this
-    dimension always meet the same pixels, so that these count as channels of a convolution in one dimension less.
+    They lie on lines across one dimension (in 2-D rows, then what is left of the columns). Along a line the taps in
+    this dimension always meet the same pixels, so that these count as channels of a convolution in one dimension less.
 
     Yields:
         The dimension, its taps that meet the image, and the smaller convolution with its input `[B, c·taps, *size]`.

@@ -1,13 +1,12 @@
 """The patches that a convolution multiplies its weight with, in one, two or three dimensions.
 
 A patch is what the kernel covers at one output position. Two layouts are used: *rows* in the order of the flattened
-weight `(c *kernel)`, which is what the rest of the package sees, and *channels-last* rows `(*kernel c)`, which are cheaper
-to copy together and serve where the order can be repaired afterwards.
+weight `(c *kernel)`, which is what the rest of the package sees, and *channels-last* rows `(*kernel c)`, which are
+cheaper to copy together and serve where the order can be repaired afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 

@@ -76,7 +76,7 @@ def replay_per_example(
             return _in_chunks(call.all_at_once, g, sizes)
         except UnsupportedError:
             raise
-        except Exception:  # vmap refuses in many ways: control flow, in-place writes, operations without a batching rule
+        except Exception:  # vmap refuses in many ways: control flow, in-place writes, unknown operations
             pass
         with _no_random_numbers(module, g.device):
             return _in_chunks(call.one_by_one, g, sizes)
@@ -123,8 +123,8 @@ class _Call:
         kind = type(self.module).__name__
         if not isinstance(out, Tensor):
             raise UnsupportedError(
-                f"{kind} returned a {type(out).__name__}, expected one tensor: per-example gradients are for modules with "
-                "tensor outputs. Wrap the part of it that holds the parameters in a module of its own."
+                f"{kind} returned a {type(out).__name__}, expected one tensor: per-example gradients are for modules "
+                "with tensor outputs. Wrap the part of it that holds the parameters in a module of its own."
             )
         if out.numel() != out_shape.numel():
             raise ValueError(
@@ -138,7 +138,7 @@ class _Call:
         """Gradients of a chunk by `vmap`, `[V, B, *shape]`."""
 
         def one(inputs: list[Tensor], g_n: Tensor) -> dict[str, Tensor]:  # g_n: [V, *out] -> [V, *shape]
-            _, back = vjp(lambda p: self.run(p, inputs, g_n.shape[1:]), self.params)
+            back = vjp(lambda p: self.run(p, inputs, g_n.shape[1:]), self.params)[1]
             if len(g_n) == 1:
                 return {name: J[None] for name, J in back(g_n[0])[0].items()}
             return vmap(lambda v: back(v)[0])(g_n)
@@ -219,6 +219,6 @@ def _no_random_numbers(module: nn.Module, device: torch.device) -> Iterator[None
         yield
         if not all(map(torch.equal, before, states())):
             raise UnsupportedError(
-                f"{type(module).__name__} draws random numbers (dropout in training mode?), so running it again for one "
-                "example gives another result. Call `model.eval()` first, or leave the parameters of this layer out."
+                f"{type(module).__name__} draws random numbers (dropout in training mode?), so running it again for "
+                "one example gives another result. Call `model.eval()` first, or leave out this layer's parameters."
             )

@@ -25,12 +25,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from curvlinops_plus.layer.replay import at_least_float32, replay_per_example
-try:  # TEMPORARY
-    from curvlinops_plus.linalg.numerics import gram
-except ImportError:
-
-    def gram(rows: Tensor) -> Tensor:
-        return rows.T @ rows
+from curvlinops_plus.linalg.numerics import gram
 
 __all__ = ["RULES", "AffineRule", "LayerRule", "register_rule", "rule_of", "why_generic"]
 
@@ -118,13 +113,14 @@ class AffineRule(LayerRule):
         ...         return x[:, None]
         ...     def grads(self, module, g):
         ...         return g[:, :, None]
-        >>> rule_of(Transposed()).per_example_grads(Transposed(), (torch.ones(5, 3),), {}, torch.ones(1, 5, 2))["kernel"].shape
+        >>> layer, x, g = Transposed(), torch.ones(5, 3), torch.ones(1, 5, 2)
+        >>> rule_of(layer).per_example_grads(layer, (x,), {}, g)["kernel"].shape
         torch.Size([1, 5, 3, 2])
     """
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a bias."""
-        raise NotImplementedError(f"{type(self).__name__} must define patterns(module), e.g. {{'weight': 'o i -> o i'}}.")
+        raise NotImplementedError(f"{type(self).__name__} must define patterns(module), e.g. {{'W': 'o i -> o i'}}.")
 
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, S, i]
         """The rows that the weight is multiplied with, without a column of ones."""
@@ -185,8 +181,8 @@ class AffineRule(LayerRule):
         a, rows = self._inputs(module, self.input_of(args, kwargs)), self._grads(module, g)
         if a.shape[:2] != rows.shape[1:3]:
             raise ValueError(
-                f"{type(module).__name__}: inputs have {a.shape[0]} examples of {a.shape[1]} positions, output gradients "
-                f"have {rows.shape[1]} of {rows.shape[2]}. They must come from the same call of the layer."
+                f"{type(module).__name__}: inputs have {a.shape[0]} examples of {a.shape[1]} positions, output "
+                f"gradients have {rows.shape[1]} of {rows.shape[2]}. They must come from the same call of the layer."
             )
         dtype = torch.promote_types(a.dtype, rows.dtype)
         return self._split(module, _sum_of_outer_products(rows.to(dtype), a.to(dtype)), rows)
@@ -204,8 +200,8 @@ class AffineRule(LayerRule):
             start += columns
         if start != J.shape[3]:
             raise ValueError(
-                f"{type(self).__name__}: inputs(...) has {J.shape[3]} columns, but the parameters of patterns(...) without "
-                f"the bias have {start}."
+                f"{type(self).__name__}: inputs(...) has {J.shape[3]} columns, but the parameters of patterns(...) "
+                f"without the bias have {start}."
             )
         return named
 
@@ -214,8 +210,8 @@ class AffineRule(LayerRule):
         a = at_least_float32(self.inputs(module, at_least_float32(x)))
         if a.ndim != 3 or a.shape[0] != x.shape[0]:
             raise ValueError(
-                f"{type(self).__name__}.inputs returned shape {tuple(a.shape)}, expected [B, S, i] with B = {x.shape[0]} "
-                f"for x of shape {tuple(x.shape)}."
+                f"{type(self).__name__}.inputs returned shape {tuple(a.shape)}, expected [B, S, i] with B = "
+                f"{x.shape[0]} for x of shape {tuple(x.shape)}."
             )
         return a
 
@@ -332,8 +328,8 @@ def _find(module: nn.Module) -> LayerRule | str:
         )
     if direct.keys() != named.keys():
         return (
-            f"this {kind.__name__} holds the parameters {list(direct)}, expected {list(named)} (is one of them computed "
-            "from others, as by weight normalization?)"
+            f"this {kind.__name__} holds the parameters {list(direct)}, expected {list(named)} (is one of them "
+            "computed from others, as by weight normalization?)"
         )
     return rule
 

@@ -14,7 +14,7 @@ itself and `count`, what PyTorch's "mean" divides by: the factor belongs to the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -211,7 +211,7 @@ class Likelihood(ABC):
     def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
         """Columns [K, N, R, C] of a root of each term's Hessian: `H = Σ_k b_k b_kᵀ`.
 
-        This default forms the Hessian [N, R, C, C] of every term and its eigendecomposition; `hessian_root_column`
+        This default forms the Hessian [N, R, C, C] of every term and its eigendecomposition; `hessian_root_columns`
         gives one column at a time. The result may be a view that must not be written to. Negative eigenvalues are
         rounding, and set to zero, down to `-√eps` of the largest magnitude in the batch.
 
@@ -236,6 +236,13 @@ class Likelihood(ABC):
     def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
         """Column `k` of `hessian_root`, [N, R, C]. Cheap where the root has a formula, else a slice of all of it."""
         return self.hessian_root(F, Y)[k]
+
+    def hessian_root_columns(self, F: Tensor, Y: Tensor) -> Iterator[Tensor]:
+        """Columns [N, R, C] of `hessian_root`, made one at a time where they have a formula."""
+        if type(self).hessian_root_column is Likelihood.hessian_root_column:
+            yield from self.hessian_root(F, Y)
+        else:
+            yield from (self.hessian_root_column(F, Y, k) for k in range(self.num_columns(F)))
 
     # ---------------------------------------------------------------------------------------------- random vectors
 

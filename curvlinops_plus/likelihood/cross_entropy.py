@@ -145,8 +145,8 @@ class CrossEntropy(Likelihood):
 
     def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
         p = F.softmax(-1)
-        pV = p * V
-        return self.scale(F, Y) * (pV - p * pV.sum(-1, keepdim=True))
+        hpV = self.scale(F, Y) * p * V
+        return torch.addcmul(hpV, p, hpV.sum(-1, keepdim=True), value=-1)
 
     def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
         p = F.softmax(-1)
@@ -176,7 +176,7 @@ class CrossEntropy(Likelihood):
 
     def _kept(self, Y: Tensor) -> tuple[Tensor, Tensor]:
         """Class indices [N, R] that are safe to index with, and whether [N, R] each term is kept."""
-        keep = Y != self.loss.ignore_index
+        keep = Y.ne(self.loss.ignore_index)
         return Y.where(keep, 0), keep
 
     def _index_weights(self, dtype: torch.dtype, index: Tensor, keep: Tensor) -> Tensor:

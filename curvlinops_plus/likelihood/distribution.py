@@ -79,12 +79,12 @@ class FromDistribution(Likelihood):
         with torch.no_grad():
             distribution = self._distribution(F)
             shape = (len(F), num, *distribution.batch_shape[1:])
-            if distribution.has_enumerate_support and not distribution.event_shape:
-                values = distribution.enumerate_support(expand=False)  # [L, 1, 1, ...]
+            values = _finitely_many_values(distribution)
+            if values is not None:  # [L, 1, 1, ...]
                 p = distribution.log_prob(values).exp().movedim(0, -1)  # [N, R, ..., L]
                 drawn = categories(p, uniform(*shape).to(F.device).movedim(1, -1))  # [N, R, ..., num]
                 return values.flatten()[drawn].movedim(-1, 0)
-            if not distribution.event_shape and _has_icdf(distribution):
+            if _has_icdf(distribution, F.device):
                 return distribution.icdf(inside(uniform(*shape).to(F.device).movedim(1, 0))).to(F.dtype)
             return self._sample_each(F, num, uniform)
 
@@ -120,9 +120,26 @@ def _own_random_state(device: torch.device) -> Iterator[Callable[[int], object]]
             yield torch.default_generator.manual_seed
     else:
         module = torch.get_device_module(device)
-        with torch.random.fork_rng([device], device_type=device.type), device:
+        with torch.random.fork_rng([device.index], device_type=device.type), module.device(device):
             yield module.manual_seed
 
 
-def _has_icdf(distribution: Distribution) -> bool:
-    return type(distribution).icdf is not Distribution.icdf
+def _finitely_many_values(distribution: Distribution) -> Tensor | None:
+    """The values [L, 1, 1, ...] of a discrete distribution of numbers, if there is a list of them."""
+    if distribution.event_shape or not distribution.has_enumerate_support:
+        return None
+    try:
+        return distribution.enumerate_support(expand=False)
+    except NotImplementedError:  # binomials with different numbers of trials
+        return None
+
+
+def _has_icdf(distribution: Distribution, device: torch.device) -> bool:
+    """Whether the inverse distribution function works; found by trying, since a transformed one may only seem to."""
+    if distribution.event_shape:
+        return False
+    try:
+        distribution.icdf(number(0.5, device).expand(distribution.batch_shape))
+    except NotImplementedError:
+        return False
+    return True

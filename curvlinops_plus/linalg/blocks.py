@@ -101,9 +101,14 @@ class BlockDiagonal(LinearOperator):
         return self._blockwise(X, lambda block, x: block._root_matmat(x))
 
     def _blockwise(self, X: Tensor, product: Callable[[LinearOperator, Tensor], Tensor]) -> Tensor:
-        """Multiply block by block, each result written straight to its place in `[n, K]`."""
-        tree = self.space.unflatten(X)
-        Y = X.new_empty(X.shape)
+        """Multiply block by block, each result written straight to its place in `[n, K]`.
+
+        Columns are stored one after another, as `Kronecker` and `Layout.join` do: then a block's rows are moved in long
+        runs, and the whole is transposed once at most.
+        """
+        n, K = X.shape
+        tree = self.space.unflatten(X.T.contiguous().T)
+        Y = X.new_empty(K, n).T
         places = self.space.unflatten(Y)
         for name, block in self.blocks.items():
             layout = self.layouts[name]

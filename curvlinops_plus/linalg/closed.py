@@ -7,8 +7,7 @@ and say what to use instead. Singular matrices follow the rule of `numerics.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,10 +203,15 @@ class ClosedForms(ABC):
         )
 
 
-@contextmanager
-def naming(part: str) -> Iterator[None]:
+class naming:
     """Errors of ours that happen inside begin with the name of the part of the matrix that they are about."""
-    try:
-        yield
-    except (NumericsError, NotImplementedError, TypeError, ValueError) as error:
-        raise type(error)(f"{part}: {error}") from error
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, (NumericsError, NotImplementedError, TypeError, ValueError)):
+            raise type(error)(f"{self.part}: {error}") from error

@@ -267,9 +267,10 @@ def _product(G: Factor, A: Factor, batch: tuple[int, ...], X: Tensor) -> Tensor:
     K = X.shape[1]
     if K == 1:
         return A.right(G.left(X.reshape(*batch, G.size, A.size))).reshape(-1, 1)
+    b = batch[0] if batch else 1
     # Columns first: then all of them are rows of one product with A. Costs no copy if X was stored like that already.
     M = X.T.reshape(K, *batch, G.size, A.size)
-    return G.left(A.right(M)).reshape(K, -1).T
+    return G.left(A.right(M)).reshape(K, b * G.rows * A.rows).T
 
 
 def _outer(of_G: Tensor, of_A: Tensor, batch: tuple[int, ...]) -> Tensor:  # [*b, o], [*b, i] -> [b o i]

@@ -27,17 +27,16 @@ class _Steps:
     atoms: tuple[int, ...]  # sizes of the elementary axes, in the order of the parameter
     order: tuple[int, ...]  # positions of these axes in the order of the matrix
     matrix: tuple[int, ...]  # [*batch, rows, cols]
+    permutes: bool  # whether `order` changes anything
 
-    @property
-    def permutes(self) -> bool:
-        return self.order != tuple(range(len(self.order)))
+    def forth(self, t: Tensor, K: int) -> Tensor:  # [*shape, K] -> [K, *matrix]
+        return t.reshape(*self.atoms, K).permute(len(self.order), *self.order).reshape(K, *self.matrix)
 
-    def to_rows(self, t: Tensor) -> Tensor:  # [*shape, K] -> [K, *matrix]
-        last = len(self.atoms)
-        return t.view(*self.atoms, -1).permute(last, *self.order).reshape(-1, *self.matrix) if t.numel() else self._empty(t)
-
-    def _empty(self, t: Tensor) -> Tensor:
-        return t.new_empty(t.shape[-1], *self.matrix)
+    def back(self, M: Tensor, K: int) -> Tensor:  # [*matrix, K] -> [*shape, K]
+        if self.permutes:
+            M = M.view(*(self.atoms[axis] for axis in self.order), K)
+            M = M.permute(*(self.order.index(axis) for axis in range(len(self.order))), len(self.order))
+        return M.reshape(*self.shape, K)
 
 
 class Layout:
@@ -79,16 +78,13 @@ class Layout:
         first = next(iter(matrices.values()))
         #: `(rows, cols)` or `(batch, rows, cols)`.
         self.matrix_shape: tuple[int, ...] = (*first[:-1], sum(matrix[-1] for matrix in matrices.values()))
+        #: The number of entries of the matrix.
+        self.dim: int = prod(self.matrix_shape)
 
     @property
     def names(self) -> list[str]:
         """Names of the parameters, in the order of their columns."""
         return list(self.patterns)
-
-    @property
-    def dim(self) -> int:
-        """The number of entries of the matrix."""
-        return prod(self.matrix_shape)
 
     def __repr__(self) -> str:
         return f"Layout({self.patterns}, {dict((n, list(s)) for n, s in self.shapes.items())} -> {list(self.matrix_shape)})"
@@ -98,25 +94,21 @@ class Layout:
 
         A view if there is one parameter whose axes keep their order. Otherwise one copy, stored column by column.
         """
-        if len(self._steps) == 1:
-            (name, steps), = self._steps.items()
-            if not steps.permutes:
-                return tree[name].reshape(self.dim, tree[name].shape[-1])
-        parts = [steps.to_rows(tree[name]) for name, steps in self._steps.items()]
-        M = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return M.reshape(M.shape[0], self.dim).T
+        first, *others = self._steps
+        K = tree[first].shape[-1]
+        if not others and not self._steps[first].permutes:
+            return tree[first].reshape(self.dim, K)
+        parts = [steps.forth(tree[name], K) for name, steps in self._steps.items()]
+        return torch.cat(parts, dim=-1).view(K, self.dim).T
 
     def split(self, v: Tensor) -> dict[str, Tensor]:  # [dim, K] -> {name: [*shape, K]}
         """The parameters of a row-major vector, as views where strides allow."""
-        M = v.view(*self.matrix_shape, v.shape[-1])
+        K = v.shape[-1]
+        M = v.reshape(*self.matrix_shape, K)
         out, start = {}, 0
         for name, steps in self._steps.items():
             cols = steps.matrix[-1]
-            part = M.narrow(-2, start, cols)
-            atoms = [steps.atoms[position] for position in steps.order]
-            back = sorted(range(len(steps.order)), key=steps.order.__getitem__)
-            part = part.view(*atoms, v.shape[-1]).permute(*back, len(atoms))
-            out[name] = part.reshape(*steps.shape, v.shape[-1])
+            out[name] = steps.back(M.narrow(-2, start, cols), K)
             start += cols
         return out
 
@@ -140,7 +132,8 @@ def _parse(name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int])
     for group, size in zip(left, shape, strict=True):
         known |= _group_sizes(group, size, sizes, where)
     matrix = tuple(prod(known[atom] for atom in group) for group in right)
-    return _Steps(tuple(shape), tuple(known[a] for a in names), tuple(names.index(a) for a in order), matrix)
+    positions = tuple(names.index(atom) for atom in order)
+    return _Steps(tuple(shape), tuple(known[a] for a in names), positions, matrix, positions != tuple(range(len(order))))
 
 
 def _axes(side: str, where: str) -> list[list[str]]:

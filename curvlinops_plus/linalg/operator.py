@@ -409,7 +409,7 @@ class Scaled(Wrapper):
         return self.c * self.A._rmatmat(X)
 
     def adjoint(self) -> LinearOperator:
-        return Scaled(self.A.adjoint(), self.c)
+        return self if self.structure >= Structure.SYMMETRIC else Scaled(self.A.adjoint(), self.c)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
         A = self.A.to(device, dtype)

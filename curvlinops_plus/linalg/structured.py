@@ -179,7 +179,7 @@ class Dense(_OneTensor):
     Example:
         >>> A = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), Structure.PSD)
         >>> A.inverse(damping=1.0) @ torch.tensor([8.0, 0.0])
-        tensor([ 3., -1.])
+        tensor([ 3.0000, -1.0000])
     """
 
     def __init__(self, matrix: Tensor, structure: Structure = Structure.GENERAL, rtol: float | None = None) -> None:
@@ -220,7 +220,7 @@ class Dense(_OneTensor):
         b, d = self.batch[0], self.size
         if X.shape[1] == 1:  # a batched product with one column is slow
             return (self._tensor * X.reshape(b, 1, d)).sum(-1).view(b * d, 1)
-        return (self._tensor @ X.reshape(b, d, -1)).view(b * d, -1)
+        return (self._tensor @ X.reshape(b, d, X.shape[1])).view(b * d, X.shape[1])
 
     def _rmatmat(self, X: Tensor) -> Tensor:
         return self.adjoint()._matmat(X)

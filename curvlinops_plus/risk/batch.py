@@ -1,7 +1,7 @@
 """What one layer saw in one mini-batch: the only thing an approximation ever looks at.
 
-Shapes, here and in every accumulator: N examples, S positions at which the layer's weight is used (all calls of a shared
-module included), V vectors sent back, i and o the columns and rows of the layer's parameters as one matrix.
+Shapes, here and in every accumulator: N examples, S positions at which the layer's weight is used (all calls of a
+shared module included), V vectors sent back, i and o the columns and rows of the layer's parameters as one matrix.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class LayerBatch:
         calls: Its calls, in the order in which they happened.
         num_examples: N.
         loss_count: What this batch adds to the divisor of a loss with `reduction="mean"`.
-        first: Whether the inputs are new. A batch through which several vectors are sent one after the other is seen once
-            per vector, with the same inputs; a statistic of inputs alone is counted when `first` is True.
+        first: Whether the inputs are new. A batch through which several vectors are sent one after the other is seen
+            once per vector, with the same inputs; a statistic of inputs alone is counted when `first` is True.
         mask: Positions that count, [N, T] bool, or None for all. Reaches layers with T positions.
         group: The parameters that are looked at, None for all of the layer's.
     """
@@ -71,7 +71,9 @@ class LayerBatch:
 
     def restrict(self, group: Group) -> LayerBatch:
         """The same batch with only the parameters of `group`; what was computed is shared."""
-        return LayerBatch(self.layer, self.calls, self.num_examples, self.loss_count, self.first, self.mask, group, self._shared)
+        return LayerBatch(
+            self.layer, self.calls, self.num_examples, self.loss_count, self.first, self.mask, group, self._shared
+        )
 
     # ------------------------------------------------------------------------------------------------ affine layers
     @property
@@ -148,7 +150,7 @@ class LayerBatch:
     def summed_grads(self) -> Tensor:
         """`ĝ_n = Σ_s g_{n,s}`, [V, N, o]: also the per-example gradient of the bias."""
         if "summed" not in self._shared:
-            total = None
+            total: Tensor | None = None
             for call in self.calls:
                 if self._mask_for(self._positions(call)) is None:
                     g = self._rule(call).sum_grads(call.use.module, self._upcast(call.grads))
@@ -156,6 +158,7 @@ class LayerBatch:
                 else:
                     g = self._grad_rows(call).sum(2)
                 total = g if total is None else total + g
+            assert total is not None
             self._shared["summed"] = total
         return self._shared["summed"]
 
@@ -170,7 +173,8 @@ class LayerBatch:
     def per_example_grads(self) -> Tensor:
         """Gradients of each example, `J` [V, N, rows, columns] in the layout of the parameters looked at.
 
-        Summed over positions, calls and modules that share the parameter. For batched layouts [V, N, batch, rows, columns].
+        Summed over positions, calls and modules that share the parameter. For batched layouts [V, N, batch, rows,
+        columns].
         """
         if self.layer.affine:
             weight, bias = self._affine_parts()
@@ -185,7 +189,9 @@ class LayerBatch:
             return total
         layouts = self.layer.groups if self.group is None else (self.group,)
         if len(layouts) != 1:
-            raise ValueError(f"layer {self.layer.name!r} has {len(layouts)} blocks: restrict the batch to one of them first.")
+            raise ValueError(
+                f"layer {self.layer.name!r} has {len(layouts)} blocks: restrict the batch to one of them first."
+            )
         return self._join(self.param_grads(), layouts[0])
 
     def param_grads(self) -> dict[str, Tensor]:
@@ -217,7 +223,8 @@ class LayerBatch:
             kind = "is shared by several modules" if self.layer.tied else "has no affine rule"
             use = self.layer.uses[0]
             raise UnsupportedError(
-                f"layer {self.layer.name!r} ({type(use.module).__name__}) {kind}, so it has no Kronecker factors. Use DiagonalBlock or FullBlock for "
+                f"layer {self.layer.name!r} ({type(use.module).__name__}) {kind}, so it has no Kronecker factors. "
+                "Use DiagonalBlock or FullBlock for "
                 f"it, or write an AffineRule and register it with @register_rule({type(use.module).__name__})."
             )
         keys = self.keys

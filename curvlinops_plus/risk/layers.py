@@ -108,8 +108,8 @@ def named_params(
 
     Args:
         model: The model.
-        params: A list of the model's parameters, a dict of them under names of the caller's, or None for all that require
-            a gradient. `p.detach()` and `p.data` are recognised by their memory.
+        params: A list of the model's parameters, a dict of them under names of the caller's, or None for all that
+            require a gradient. `p.detach()` and `p.data` are recognised by their memory.
 
     Returns:
         Key to the model's own parameter, and key to the tensor that was given.
@@ -135,11 +135,15 @@ def named_params(
         name = by_id.get(id(p)) or by_memory.get((p.data_ptr(), p.shape, p.stride()))
         if name is None:
             raise ValueError(
-                f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}. Pass the model's own tensors, "
-                f"for instance `[p for p in model.parameters() if p.requires_grad]` or `dict(model.named_parameters())`."
+                f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}. Pass "
+                "the model's own tensors, "
+                "for instance `[p for p in model.parameters() if p.requires_grad]` or "
+                "`dict(model.named_parameters())`."
             )
         if name in seen:
-            raise ValueError(f"{label} is the same parameter as {seen[name]}: the model's {name!r}. Name each parameter once.")
+            raise ValueError(
+                f"{label} is the same parameter as {seen[name]}: the model's {name!r}. Name each parameter once."
+            )
         seen[name] = label
         own[key or name], given[key or name] = owned[name], p
     if not own:

@@ -39,8 +39,8 @@ def to_device(tree: Any, device: torch.device) -> Any:
     if isinstance(tree, Tensor):
         return tree.to(device)
     if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
-        if hasattr(tree, "to"):
-            return tree.to(device)
+        if callable(move := getattr(tree, "to", None)):
+            return move(device)
         moved = type(tree)()
         for key, value in tree.items():
             moved[key] = to_device(value, device)
@@ -57,7 +57,9 @@ def read_batch(item: Any, index: int, device: torch.device, batch_size_fn: Calla
     unpack = False
     if isinstance(item, Mapping):
         if "labels" not in item:
-            raise ValueError(f"Batch {index} is a mapping with keys {list(item)}; expected a pair (X, y) or a mapping with 'labels'.")
+            raise ValueError(
+                f"Batch {index} is a mapping with keys {list(item)}; expected a pair (X, y) or a mapping with 'labels'."
+            )
         X, y = {key: value for key, value in item.items() if key != "labels"}, item["labels"]
         unpack = True
     elif isinstance(item, (tuple, list)) and len(item) == 2:
@@ -69,7 +71,9 @@ def read_batch(item: Any, index: int, device: torch.device, batch_size_fn: Calla
 
 
 def count_examples(X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], int] | None, unpack: bool) -> int:
-    """N of one batch: from `batch_size_fn(X)`, the first axis of X, or the first axis that a mapping's tensors share."""
+    """N of one batch: from `batch_size_fn(X)`, the first axis of X, or the first axis that a mapping's tensors
+    share.
+    """
     if batch_size_fn is not None:
         return int(batch_size_fn(X))
     if isinstance(X, Tensor):
@@ -81,7 +85,8 @@ def count_examples(X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], in
     sizes = {t.shape[0] for t in (X.values() if isinstance(X, Mapping) else ()) if isinstance(t, Tensor) and t.ndim}
     if len(sizes) != 1:
         raise ValueError(
-            f"Can't tell how many examples batch {index} has: its input is a {type(X).__name__}. Pass `batch_size_fn`, a function of X that returns "
+            f"Can't tell how many examples batch {index} has: its input is a {type(X).__name__}. Pass "
+            "`batch_size_fn`, a function of X that returns "
             f"the number, for instance `batch_size_fn=lambda X: len(X['x'])`."
         )
     return sizes.pop()
@@ -101,7 +106,8 @@ def select_output(out: Any, selector: Callable[[Any], Any] | None) -> tuple[Tens
         if selector is not None:
             raise ValueError(f"`output` selected a {type(chosen).__name__}; expected the tensor that the loss reads.")
         raise ValueError(
-            f"The model returned a {type(out).__name__}{_parts(out)}. Say which tensor the loss reads, for instance `output=lambda o: {_hint(out)}`."
+            f"The model returned a {type(out).__name__}{_parts(out)}. Say which tensor the loss reads, for "
+            f"instance `output=lambda o: {_hint(out)}`."
         )
     return chosen, chosen is logits
 

@@ -1,15 +1,17 @@
 """Recording what layers see: inputs in the forward pass, output gradients in the backward pass.
 
-A forward hook keeps a layer's detached input and lets autograd tell us the gradient of its output. Parameters never take
-part: `torch.autograd.grad` is asked for the gradients of a few layer outputs only, so that no weight gradient is computed.
+A forward hook keeps a layer's detached input and lets autograd tell us the gradient of its output. Parameters never
+take
+part: `torch.autograd.grad` is asked for the gradients of a few layer outputs only, so that no weight gradient is
+    computed.
 
 Two details that decide between right and silently wrong:
 
-* `nn.Linear` on [N, S, d] returns a *view*. An in-place activation behind it rewrites the view's history and the gradient
-  noted before is lost. Such outputs, and those of frozen layers that depend on nothing differentiable, are handed on
-  through an alias that autograd does not take for a view. Nothing is copied, values are bit-identical.
-* Hooks stay until the backward pass is over, switched off: activation checkpointing runs layers once more then, and must
-  see the same graph.
+* `nn.Linear` on [N, S, d] returns a *view*. An in-place activation behind it rewrites the view's history and the
+  gradient noted before is lost. Such outputs, and those of frozen layers that depend on nothing differentiable, are
+  handed on through an alias that autograd does not take for a view. Nothing is copied, values are bit-identical.
+* Hooks stay until the backward pass is over, switched off: activation checkpointing runs layers once more then, and
+  must see the same graph.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class Recorder:
         self._axis = {id(use.module): example_axis(use.name) for layer in layers for use in layer.uses}
         self._handles: list[Any] = []
         self._on = False
+        self._inert = False
         self._events: list[_Event] = []
         self._num_examples = 0
         self._receive: Callable[[_Event, Tensor], None] | None = None
@@ -78,7 +81,9 @@ class Recorder:
                 self._handles.append(use.module.register_forward_hook(self._hook(index, use), with_kwargs=True))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -88,10 +93,13 @@ class Recorder:
         axis = self._axis[id(use.module)]
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+            if self._inert:
+                return None
             if not isinstance(out, Tensor) or not out.is_floating_point():
                 what = f"a {out.dtype} tensor" if isinstance(out, Tensor) else f"a {type(out).__name__}"
                 raise UnsupportedError(
-                    f"layer {use.name!r} ({type(module).__name__}) returned {what}; only modules that return one floating-point tensor can be "
+                    f"layer {use.name!r} ({type(module).__name__}) returned {what}; only modules that return one "
+                    "floating-point tensor can be "
                     f"tracked. Leave its parameters {list(use.keys.values())} out of `params`."
                 )
             expanded = self._num_examples > 1 and out.shape[axis] == 1 if out.ndim > axis else False
@@ -106,13 +114,21 @@ class Recorder:
         return hook
 
     def _note(
-        self, index: int, use: Use, axis: int, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor, expanded: bool
+        self,
+        index: int,
+        use: Use,
+        axis: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Tensor,
+        expanded: bool,
     ) -> None:
         N, where = self._num_examples, f"layer {use.name!r} ({type(use.module).__name__})"
         size = out.shape[axis] if out.ndim > axis else 0
         if size == 0 or size % N or (axis != 0 and size != N):
             raise UnsupportedError(
-                f"{where} returned shape {list(out.shape)} in a batch of {N} examples: axis {axis} should carry the examples, or a multiple of them. If "
+                f"{where} returned shape {list(out.shape)} in a batch of {N} examples: axis {axis} should carry "
+                "the examples, or a multiple of them. If "
                 f"another axis does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
             )
         if isinstance(use.rule, AffineRule):  # an affine layer reads one tensor; the rest is not kept alive
@@ -131,8 +147,10 @@ class Recorder:
         event = _Event(call, index, versions, out.shape, out.dtype, out.device, axis)
         if isinstance(use.rule, AffineRule) and call.input.shape[0] != out.movedim(axis, 0).shape[0]:
             raise UnsupportedError(
-                f"{where} got an input of shape {list(call.input.shape)} and returned {list(out.shape)} in a batch of {N} examples: the example axis "
-                f"differs. Add a leading axis for the examples, or say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
+                f"{where} got an input of shape {list(call.input.shape)} and returned {list(out.shape)} in a "
+                f"batch of {N} examples: the example axis "
+                "differs. Add a leading axis for the examples, or say EmpiricalRisk(..., "
+                f"example_axis={{{use.name!r}: axis}})."
             )
         if self.backward:
             event.edge = get_gradient_edge(out)
@@ -171,13 +189,25 @@ class Recorder:
         """Indices of the layers that were called in this batch."""
         return {event.layer for event in self._events}
 
+    def _hand_over(self, consume: Consumer, index: int, events: list[_Event], **facts: Any) -> None:
+        """Show one layer to a consumer, which may run modules again: the hooks let those calls pass."""
+        self._inert = True
+        try:
+            consume(LayerBatch(self.layers[index], [e.call for e in events], self._num_examples, **facts))
+        finally:
+            self._inert = False
+        for event in events:
+            event.call.grads = None
+
     def inputs_only(self, consume: Consumer, **facts: Any) -> None:
         """Hand over what the layers read in this batch; there are no gradients."""
         self._check_versions()
         for index, events in self._by_layer().items():
-            consume(LayerBatch(self.layers[index], [e.call for e in events], self._num_examples, **facts))
+            self._hand_over(consume, index, events, **facts)
 
-    def send(self, outputs: Sequence[Tensor], vectors: Iterable[Sequence[Tensor]], consume: Consumer, **facts: Any) -> set[int]:
+    def send(
+        self, outputs: Sequence[Tensor], vectors: Iterable[Sequence[Tensor]], consume: Consumer, **facts: Any
+    ) -> set[int]:
         """Send vectors back one at a time; each layer is consumed, and its gradient freed, as soon as it is complete.
 
         Args:
@@ -196,16 +226,14 @@ class Recorder:
             received: dict[int, Tensor] = {}
 
             def finish(index: int, first: bool = first, received: dict[int, Tensor] = received) -> None:
-                calls = []
                 for event in by_layer[index]:
                     g = received.pop(id(event), None)
                     event.call.grads = self._zeros(event) if g is None else g.movedim(event.axis, 0)[None]
-                    calls.append(event.call)
-                consume(LayerBatch(self.layers[index], calls, self._num_examples, first=first, **facts))
-                for event in by_layer[index]:
-                    event.call.grads = None
+                self._hand_over(consume, index, by_layer[index], first=first, **facts)
 
-            def receive(event: _Event, g: Tensor, waiting: dict[int, int] = waiting, received: dict[int, Tensor] = received) -> None:
+            def receive(
+                event: _Event, g: Tensor, waiting: dict[int, int] = waiting, received: dict[int, Tensor] = received
+            ) -> None:
                 received[id(event)] = g.detach()
                 reached.add(event.layer)
                 waiting[event.layer] -= 1
@@ -225,7 +253,15 @@ class Recorder:
                     finish(index)
         return reached
 
-    def send_batched(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor], first: bool, last: bool, consume: Consumer, **facts: Any) -> set[int]:
+    def send_batched(
+        self,
+        outputs: Sequence[Tensor],
+        vectors: Sequence[Tensor],
+        first: bool,
+        last: bool,
+        consume: Consumer,
+        **facts: Any,
+    ) -> set[int]:
         """Send several vectors in one vectorised backward pass: fast for small batches and on GPUs, memory times V.
 
         Args:
@@ -250,9 +286,7 @@ class Recorder:
                 if g is not None:
                     reached.add(index)
                 event.call.grads = self._zeros(event, len(vectors[0])) if g is None else g.movedim(event.axis + 1, 1)
-            consume(LayerBatch(self.layers[index], [e.call for e in mine], self._num_examples, first=first, **facts))
-            for event in mine:
-                event.call.grads = None
+            self._hand_over(consume, index, mine, first=first, **facts)
         return reached
 
     # --------------------------------------------------------------------------------------------------- internals
@@ -271,7 +305,8 @@ class Recorder:
         for event in self._events:
             if any(t._version != version for t, version in event.versions):
                 raise UnsupportedError(
-                    f"the input of layer {event.call.use.name!r} was modified in place after the layer read it, so its curvature can't be computed from it. "
+                    f"the input of layer {event.call.use.name!r} was modified in place after the layer read it, "
+                    "so its curvature can't be computed from it. "
                     f"Replace the in-place operation (for instance `x += y` by `x = x + y`)."
                 )
 
@@ -290,23 +325,29 @@ class Recorder:
                 elif node not in reaches:
                     reaches[node] = False
                     stack.append((node, True))
-                    stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in reaches]
+                    stack += [
+                        (child, False) for child, _ in node.next_functions if child is not None and child not in reaches
+                    ]
         # An edge outside the graph of the output is no source: its layer does not reach the output.
         return [edge for edge in edges if reaches.get(edge.node) is False]
 
 
 def _isolate(out: Tensor, use: Use) -> Tensor:
-    """The same numbers as a differentiable tensor that is neither a leaf nor a view: in-place operations keep its edge."""
+    """The same numbers as a differentiable tensor that is neither a leaf nor a view: in-place operations keep its
+    edge.
+    """
     if not torch.is_grad_enabled():
         raise UnsupportedError(
-            f"layer {use.name!r} ran under torch.no_grad(). If this is activation checkpointing, pass use_reentrant=False; if it is a frozen part of the model, "
+            f"layer {use.name!r} ran under torch.no_grad(). If this is activation checkpointing, pass "
+            "use_reentrant=False; if it is a frozen part of the model, "
             f"leave its parameters {list(use.keys.values())} out of `params`."
         )
     if out.requires_grad and not out._is_view():
         return out
     if not out.requires_grad:
         out = out.detach().requires_grad_()
-    # A module of unknown code may have saved its output for backward, and an alias has a version counter of its own: copy.
+    # A module of unknown code may have saved its output for backward, and an alias has a version counter of its own:
+    # copy.
     if not isinstance(use.rule, AffineRule):
         return out.clone()
     return torch.ops.aten._unsafe_view(out, out.shape)

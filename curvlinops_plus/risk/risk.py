@@ -58,15 +58,16 @@ class Totals:
 class EmpiricalRisk:
     """The loss of a model over a data set, `c Σ_batches Σ_n Σ_r ℓ(f(x_n)_r, y_{n,r})`.
 
-    `c` is 1 for `reduction="sum"`; for "mean" it is one over what PyTorch divides by, *over the whole data set*: batches of
-    different sizes count as one big batch would.
+    `c` is 1 for `reduction="sum"`; for "mean" it is one over what PyTorch divides by, *over the whole data set*:
+    batches of different sizes count as one big batch would.
 
     Args:
         model: A module. Its mode (train or eval) is left as it is.
         loss: The loss, for instance `nn.CrossEntropyLoss()`.
-        data: An iterable of batches `(X, y)`, `X` a tensor or a mapping, or of mappings with `labels` (then the model is
-            called with the rest as keywords). It is read once per sweep.
-        params: The parameters, a list or a dict of the model's own tensors; any subset in any order, frozen ones included.
+        data: An iterable of batches `(X, y)`, `X` a tensor or a mapping, or of mappings with `labels` (then the model
+            is called with the rest as keywords). It is read once per sweep.
+        params: The parameters, a list or a dict of the model's own tensors; any subset in any order, frozen ones
+            included.
             Default: all that require a gradient.
         output: Picks the tensor that the loss reads out of what the model returns. An output with `.logits` needs none.
         mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of layers with T positions.
@@ -119,9 +120,14 @@ class EmpiricalRisk:
         self._axes = _example_axes(model, example_axis)
         devices, dtypes = {p.device for p in self.params.values()}, {p.dtype for p in self.params.values()}
         if len(devices) != 1:
-            raise ValueError(f"The parameters live on several devices, {sorted(map(str, devices))}; one operator needs them on one.")
+            raise ValueError(
+                f"The parameters live on several devices, {sorted(map(str, devices))}; one operator needs them on one."
+            )
         if not all(dtype.is_floating_point for dtype in dtypes):
-            raise ValueError(f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have a curvature here.")
+            raise ValueError(
+                f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have "
+                "a curvature here."
+            )
         self.device = devices.pop()
         self.dtype = torch.float32
         for dtype in dtypes:
@@ -158,8 +164,14 @@ class EmpiricalRisk:
             return 1.0
         count = totals.loss_count
         if not float(count) > 0:
-            raise ValueError("No loss term counts: every target is ignored or has weight 0, so the mean over them does not exist.")
-        terms = totals.terms / totals.examples if self.num_per_example_loss_terms is None else self.num_per_example_loss_terms
+            raise ValueError(
+                "No loss term counts: every target is ignored or has weight 0, so the mean over them does not exist."
+            )
+        terms = (
+            totals.terms / totals.examples
+            if self.num_per_example_loss_terms is None
+            else self.num_per_example_loss_terms
+        )
         given = (totals.examples if self.num_data is None else self.num_data) * terms
         return (totals.terms / given) / count
 
@@ -179,7 +191,9 @@ class EmpiricalRisk:
                     found = True
                     yield batch
         if not found:
-            again = " It is an iterator, which can be read only once: pass a list or a DataLoader." if self.one_shot else ""
+            again = (
+                " It is an iterator, which can be read only once: pass a list or a DataLoader." if self.one_shot else ""
+            )
             raise ValueError(f"`data` has no examples.{again}")
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Tensor, Tensor, int | None]:
@@ -292,9 +306,17 @@ class EmpiricalRisk:
     def _read_mask(self, batch: Batch) -> Tensor:
         assert self.mask is not None
         mask = self.mask(batch.X, batch.y)
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2 or mask.shape[0] != batch.num_examples:
+        if (
+            not isinstance(mask, Tensor)
+            or mask.dtype != torch.bool
+            or mask.ndim != 2
+            or mask.shape[0] != batch.num_examples
+        ):
             what = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"`mask` returned {what}; expected a bool tensor [{batch.num_examples}, T], True where a position counts.")
+            raise ValueError(
+                f"`mask` returned {what}; expected a bool tensor [{batch.num_examples}, T], True where a position "
+                "counts."
+            )
         return mask.to(self.device)
 
     # -------------------------------------------------------------------------------------------------- first order
@@ -321,7 +343,11 @@ class EmpiricalRisk:
                     for total, g in zip(grads.values(), found):
                         if g is not None:
                             total += g
-                totals.add(Totals(batch.num_examples, batch.num_examples * F.shape[1], self.likelihood.count(F, Y), nll.detach()))
+                totals.add(
+                    Totals(
+                        batch.num_examples, batch.num_examples * F.shape[1], self.likelihood.count(F, Y), nll.detach()
+                    )
+                )
         c = self.scale(totals)
         return {key: g * c for key, g in grads.items()}, torch.as_tensor(totals.loss * c)
 
@@ -346,10 +372,15 @@ class EmpiricalRisk:
         def hook(name: str) -> Callable[..., None]:
             def check(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
                 for what, values in (("input", args), ("output", (out,))):
-                    bad = any(isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()) for t in values)
+                    bad = any(
+                        isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()) for t in values
+                    )
                     if bad and not found:
                         label = f"layer {name!r}" if name else "the model"
-                        found.append(f"the {what} of {label} ({type(module).__name__}) in batch {{index}} has NaN or infinite entries")
+                        found.append(
+                            f"the {what} of {label} ({type(module).__name__}) in batch {{index}} has NaN or "
+                            "infinite entries"
+                        )
 
             return check
 
@@ -392,6 +423,8 @@ def _example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str
     for glob, axis in (given or {}).items():
         matching = [name for name in names if fnmatchcase(name, glob)]
         if not matching:
-            raise ValueError(f"example_axis={{{glob!r}: {axis}}} matches no module of the model; its modules are {names[1:]}.")
+            raise ValueError(
+                f"example_axis={{{glob!r}: {axis}}} matches no module of the model; its modules are {names[1:]}."
+            )
         axes.update(dict.fromkeys(matching, axis))
     return axes

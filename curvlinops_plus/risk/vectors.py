@@ -1,11 +1,12 @@
 """What is sent back through the network: the vectors whose layer-wise images build every curvature statistic.
 
-A curvature matrix of a loss is `Σ_n J_nᵀ (Σ_k v_k v_kᵀ) J_n` with vectors `v` that live where the network's output lives.
+A curvature matrix of a loss is `Σ_n J_nᵀ (Σ_k v_k v_kᵀ) J_n` with vectors `v` that live where the network's output
+lives.
 Which vectors are sent decides which matrix comes out:
 
 | object | vectors per batch | matrix |
 | --- | --- | --- |
-| `Exact()` | R·C, the columns of the loss Hessian's root, one loss term at a time | GGN (= Fisher for every built-in loss) |
+| `Exact()` | R·C, the columns of the loss Hessian's root, one loss term at a time | GGN |
 | `Exact(signs=True)` | C, all terms at once with an independent sign each | unbiased for the GGN |
 | `MonteCarlo(samples)` | `samples`, would-be gradients at labels drawn from the model | unbiased for the Fisher |
 | `Empirical()` | 1, the gradient of the loss at the data's own labels | empirical Fisher, one gradient per example |
@@ -33,8 +34,9 @@ __all__ = ["Draws", "Empirical", "Exact", "ForwardOnly", "MonteCarlo", "Vectors"
 class Draws:
     """Uniform random numbers of our own, in the order of the examples.
 
-    The numbers depend on the seed and on how many examples came before, never on the batch sizes, the dtype of the model
-    or anybody else's random numbers. They are made on the CPU, whose generator fills memory one number after the other.
+    The numbers depend on the seed and on how many examples came before, never on the batch sizes, the dtype of the
+    model or anybody else's random numbers. They are made on the CPU, whose generator fills memory one number after the
+    other.
 
     Args:
         seed: Where the stream starts.
@@ -79,8 +81,8 @@ class Exact(Vectors):
     """The columns of a root of the loss Hessian: the generalized Gauss-Newton matrix, without noise.
 
     Args:
-        signs: Send all loss terms of an example at once, each with a random sign (R times fewer passes). Unbiased; exact
-            for KFAC-expand as long as positions do not mix, noisy elsewhere.
+        signs: Send all loss terms of an example at once, each with a random sign (R times fewer passes). Unbiased;
+            exact for KFAC-expand as long as positions do not mix, noisy elsewhere.
         seed: Where the signs start.
 
     Cost: R·C backward passes per batch, or C with signs.
@@ -103,8 +105,7 @@ class Exact(Vectors):
         alone = terms == 1
         if self.signs and not alone:
             signs = draws.uniform(F.shape[0], terms, columns).lt_(0.5).mul_(-2).add_(1).to(F)
-        for k in range(columns):
-            column = likelihood.hessian_root_column(F, Y, k)
+        for k, column in enumerate(likelihood.hessian_root_columns(F, Y)):
             if alone:
                 yield column
             elif self.signs:
@@ -184,8 +185,8 @@ class Empirical(Vectors):
 class ForwardOnly(Vectors):
     """Nothing: the gradient factor is the identity and no backward pass is run.
 
-    Known as FOOF (Benzing 2022, "Gradient descent on neurons and its link to approximate second-order optimization") and
-    ISAAC (Petersen et al. 2023). Only layers with an affine rule have such a matrix.
+    Known as FOOF (Benzing 2022, "Gradient descent on neurons and its link to approximate second-order optimization")
+    and ISAAC (Petersen et al. 2023). Only layers with an affine rule have such a matrix.
 
     Example:
         >>> ForwardOnly().backward

@@ -35,6 +35,10 @@ def multivariate_normal(f: Tensor) -> distributions.Distribution:
     return distributions.MultivariateNormal(f, scale_tril=factor)
 
 
+def binomial(f: Tensor) -> distributions.Distribution:
+    return distributions.Binomial(torch.tensor([1.0, 2.0, 5.0], dtype=f.dtype), logits=f)
+
+
 def squared(B: Tensor) -> Tensor:
     return torch.einsum("knrc,knrd->nrcd", B, B)
 
@@ -77,6 +81,8 @@ LAWS = {
     **{name: (make, OUTPUT, y) for name, (make, _, y) in EQUAL.items()},
     "poisson": (lambda f: distributions.Poisson(f.exp()), OUTPUT, torch.ones(4, 3, dtype=F64)),
     "binomial": (lambda f: distributions.Binomial(5, logits=f), OUTPUT, torch.ones(4, 3, dtype=F64)),
+    "binomial of different numbers": (binomial, OUTPUT, torch.ones(4, 3, dtype=F64)),
+    "log-normal": (lambda f: distributions.LogNormal(f, 0.5), OUTPUT, OUTPUT.exp()),
     "multivariate normal": (multivariate_normal, OUTPUT, NUMBERS),
     "independent": (lambda f: distributions.Independent(normal(f), 1), OUTPUT, NUMBERS),
     "poisson of 1-d output": (lambda f: distributions.Poisson(f.exp()), OUTPUT[:, 0], torch.ones(4, dtype=F64)),

@@ -34,9 +34,9 @@ class Case:
         y = self.y.to(dtype) if self.y.is_floating_point() else self.y
         return Case(copy.deepcopy(self.loss).to(dtype), self.f.to(dtype), y)
 
-    def canonical(self) -> tuple[Likelihood, Tensor, Tensor]:
+    def canonical(self, num_examples: int = N) -> tuple[Likelihood, Tensor, Tensor]:
         likelihood = likelihood_of(self.loss)
-        return likelihood, *likelihood.canonical(self.f, self.y, N)
+        return likelihood, *likelihood.canonical(self.f, self.y, num_examples)
 
     def unreduced(self, f: Tensor) -> Tensor:
         """PyTorch's loss of each term, in PyTorch's shape."""
@@ -140,8 +140,9 @@ def test_nll_is_the_unreduced_loss(typed_case: Case) -> None:
     close(nll, expected.reshape(nll.shape))
 
 
-def test_count_is_what_mean_divides_by(typed_case: Case) -> None:
-    likelihood, F, Y = typed_case.canonical()
+@pytest.mark.parametrize("num_examples", [N, N // 2])  # two positions of each example, flattened
+def test_count_is_what_mean_divides_by(typed_case: Case, num_examples: int) -> None:
+    likelihood, F, Y = typed_case.canonical(num_examples)
     count = likelihood.count(F, Y)
     assert count.shape == ()
     mean = likelihood.nll(F, Y).sum() / count
@@ -186,8 +187,10 @@ def test_float32_root_product_and_scale(case: Case) -> None:
 
 def test_columns_are_those_of_the_root(typed_case: Case) -> None:
     likelihood, F, Y = typed_case.canonical()
-    columns = [likelihood.hessian_root_column(F, Y, k) for k in range(likelihood.num_columns(F))]
-    close(torch.stack(columns), likelihood.hessian_root(F, Y))
+    root = likelihood.hessian_root(F, Y)
+    assert len(root) == likelihood.num_columns(F)
+    close(torch.stack([likelihood.hessian_root_column(F, Y, k) for k in range(len(root))]), root)
+    close(torch.stack([*likelihood.hessian_root_columns(F, Y)]), root)
 
 
 def test_product_has_any_number_of_leading_axes(case: Case) -> None:

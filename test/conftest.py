@@ -1,0 +1,44 @@
+"""What every test may use: devices, a float64 comparison that can fail, and a check that nothing of the user's has changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+# Test folders are no packages (pytest's importlib mode): `import cases` and `import reference` are found here.
+sys.path.insert(0, str(Path(__file__).parent))
+# The matrices of the tests are tiny, and threads only wait for each other.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device that is there; a test with this fixture runs on all of them."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def settings_stay() -> Iterator[None]:
+    """No test, and nothing that a test calls, changes a global setting of PyTorch."""
+
+    def settings() -> dict[str, object]:
+        return {
+            "default dtype": torch.get_default_dtype(),
+            "grad mode": torch.is_grad_enabled(),
+            "inference mode": torch.is_inference_mode_enabled(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "matmul precision": torch.get_float32_matmul_precision(),
+            "flash": torch.backends.cuda.flash_sdp_enabled(),
+            "math": torch.backends.cuda.math_sdp_enabled(),
+            "autocast": torch.is_autocast_enabled("cpu"),
+        }
+
+    before = settings()
+    yield
+    assert settings() == before

@@ -1,0 +1,92 @@
+"""The Gram matrix of patches without patches, against the plain one."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from curvlinops_plus.layer import gram as grams
+from curvlinops_plus.layer.patches import Geometry
+
+
+def plain(geometry: Geometry, x: Tensor) -> Tensor:
+    rows = geometry.rows(x).flatten(0, 1)
+    return rows.T @ rows
+
+
+def geometry(kernel: tuple[int, ...], padding: tuple[tuple[int, int], ...]) -> Geometry:
+    ones = (1,) * len(kernel)
+    return Geometry(kernel, ones, ones, padding)
+
+
+@st.composite
+def correlated(draw: st.DrawFn) -> tuple[Geometry, tuple[int, ...]]:
+    n = draw(st.integers(1, 3))
+    kernel = tuple(draw(st.integers(1, 5 if n < 3 else 3)) for _ in range(n))
+    padding = tuple((draw(st.integers(0, k + 1)), draw(st.integers(0, k + 1))) for k in kernel)
+    size = tuple(draw(st.integers(max(1, k - sum(p)), 7)) for k, p in zip(kernel, padding, strict=True))
+    return geometry(kernel, padding), (draw(st.integers(1, 3)), draw(st.integers(1, 3)), *size)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(correlated())
+def test_correlations_are_exact(drawn: tuple[Geometry, tuple[int, ...]]) -> None:
+    """Any kernel, odd or even, any padding, also more than the kernel is wide, images smaller than the kernel."""
+    where, shape = drawn
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    A = grams.correlation_gram(where, x)
+    torch.testing.assert_close(A, plain(where, x), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(A, A.T, rtol=0, atol=1e-12)
+
+
+def test_correlations_are_as_exact_as_float32_allows() -> None:
+    where, x = geometry((3, 3), ((1, 1), (1, 1))), torch.randn(8, 16, 12, 12)
+    exact = plain(where, x)
+    error = (grams.correlation_gram(where, x.float()) - exact).abs().max() / exact.abs().max()
+    assert error < 2e-6
+
+
+@pytest.mark.parametrize(("many", "kernel"), list(product([1, 40], [(3,), (2, 3), (2, 1, 3)])))
+def test_patches_in_pieces(many: int, kernel: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns in channels-last order, a few examples at a time, as many times as it takes."""
+    monkeypatch.setattr(grams, "_PATCH_BYTES", 1)
+    n = len(kernel)
+    where = Geometry(kernel, (2,) * n, (1,) * n, ((1, 0),) * n)
+    x = torch.randn(many, 2, *[6] * n)
+    torch.testing.assert_close(grams.patch_gram(where, x), plain(where, x), rtol=1e-12, atol=1e-12)
+
+
+LARGE = (16, 64, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "pays"),
+    [
+        (nn.Conv2d(64, 8, 3, padding=1), LARGE, True),
+        (nn.Conv2d(64, 8, 3), LARGE, True),
+        (nn.Conv2d(64, 8, 4, padding="same"), LARGE, True),
+        (nn.Conv2d(64, 8, 3, padding=1, stride=2), LARGE, False),
+        (nn.Conv2d(64, 8, 3, padding=2, dilation=2), LARGE, False),
+        (nn.Conv2d(64, 8, 3, padding=1, padding_mode="circular"), LARGE, False),
+        (nn.Conv2d(64, 8, 3, padding=1).double(), LARGE, False),
+        (nn.Conv2d(64, 8, 3, padding=1), (1, 64, 16, 4), False),
+        (nn.Conv2d(2, 8, 3, padding=1), (16, 2, 16, 16), False),
+    ],
+)
+def test_which_way_is_taken(
+    module: nn.Conv2d, shape: tuple[int, ...], pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("correlations pay only where oneDNN computes them")
+    x = torch.randn(shape, dtype=module.weight.dtype if module.weight.dtype == torch.float64 else torch.float32)
+    where, taken = Geometry.of(module), []
+    for name in ("patch_gram", "correlation_gram"):
+        monkeypatch.setattr(grams, name, lambda g, x, name=name: taken.append(name))
+    grams.input_gram(where, x)
+    assert taken == ["correlation_gram" if pays else "patch_gram"]

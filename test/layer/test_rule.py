@@ -1,0 +1,157 @@
+"""Which rule a module gets, and what is said to whom registers a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from curvlinops_plus import layer
+from curvlinops_plus.layer import (
+    RULES,
+    AffineRule,
+    ConvRule,
+    LayerRule,
+    LinearRule,
+    at_least_float32,
+    register_rule,
+    rule_of,
+    why_generic,
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_registry() -> Iterator[None]:
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)
+
+
+class Plain(nn.Linear):
+    """Computes what its parent does."""
+
+    def extra_repr(self) -> str:
+        return "plain"
+
+
+class OwnForward(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).square()
+
+
+class OwnConvForward(nn.Conv2d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight.abs(), bias)
+
+
+class OwnCall(nn.Linear):
+    def __call__(self, input: Tensor) -> Tensor:
+        return 2 * super().__call__(input)
+
+
+class Extra(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+def replaced() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.forward = lambda input: nn.functional.linear(input, module.weight).exp()  # as some wrappers do
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "rule"),
+    [
+        (nn.Linear(2, 2), LinearRule),
+        (nn.modules.linear.NonDynamicallyQuantizableLinear(2, 2), LinearRule),
+        (Plain(2, 2), LinearRule),
+        (nn.Conv1d(2, 2, 1), ConvRule),
+        (nn.Conv2d(2, 2, 1), ConvRule),
+        (nn.Conv3d(2, 2, 1), ConvRule),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
+)
+def test_known_layers(module: nn.Module, rule: type[LayerRule]) -> None:
+    assert type(rule_of(module)) is rule
+    assert why_generic(module) == ""
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (nn.PReLU, r"no rule is registered for PReLU: add one with @register_rule\(PReLU\)"),
+        (lambda: nn.ConvTranspose2d(2, 2, 1), "no rule is registered for ConvTranspose2d"),
+        (lambda: OwnForward(2, 2), "this OwnForward has another `forward` than Linear: add a rule with @register_rule"),
+        (lambda: OwnCall(2, 2), "this OwnCall has another `forward` than Linear"),
+        (replaced, "this Linear has another `forward` than Linear"),
+        (lambda: OwnConvForward(2, 2, 1), "this OwnConvForward has another `_conv_forward` than Conv2d"),
+        (lambda: nn.Conv1d(2, 2, 1, groups=2), r"Conv1d\(groups=2\), a grouped convolution, has no Kronecker rule"),
+        (Extra, r"this Extra holds the parameters \['weight', 'bias', 'gain'\], expected \['weight', 'bias'\]"),
+        (lambda: parametrizations.weight_norm(nn.Linear(2, 2)), "holds the parameters.*weight normalization"),
+    ],
+)
+def test_everything_else_is_generic(make: type[nn.Module], reason: str) -> None:
+    module = make()
+    assert type(rule_of(module)) is LayerRule
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(why_generic(module))
+
+
+def test_registration_is_for_subclasses_and_can_be_replaced() -> None:
+    @register_rule(OwnForward, nn.PReLU)
+    class First(LayerRule):
+        pass
+
+    class Child(OwnForward):
+        pass
+
+    assert isinstance(rule_of(OwnForward(2, 2)), First)
+    assert isinstance(rule_of(Child(2, 2)), First)
+    assert isinstance(rule_of(nn.PReLU()), First)
+    assert isinstance(rule_of(nn.Linear(2, 2)), LinearRule)
+
+    @register_rule(OwnForward)
+    class Second(LayerRule):
+        pass
+
+    assert isinstance(rule_of(Child(2, 2)), Second)
+    assert Second.__name__ == "Second"  # the decorator gives the class back
+
+
+def test_mistakes_in_registrations() -> None:
+    with pytest.raises(TypeError, match=r"expects module types, got nothing. Write `@register_rule\(MyLayer\)`"):
+        register_rule()
+    with pytest.raises(TypeError, match="expects module types, got .*PReLU"):
+        register_rule(nn.PReLU())
+    with pytest.raises(TypeError, match="expects module types, got .*LayerRule"):
+        register_rule(LayerRule)  # the decorator without its argument
+    with pytest.raises(TypeError, match="decorates a subclass of LayerRule or AffineRule, got .*Identity"):
+        register_rule(nn.PReLU)(nn.Identity)
+
+
+def test_misspelled_parameter() -> None:
+    @register_rule(OwnForward)
+    class Misspelled(AffineRule):
+        def patterns(self, module: nn.Module) -> dict[str, str]:
+            return {"wieght": "o i -> o i"}
+
+    with pytest.raises(ValueError, match=r"Misspelled.patterns names \['wieght'\], but OwnForward has.*'weight'"):
+        rule_of(OwnForward(2, 2))
+
+
+def test_upcast() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        assert at_least_float32(torch.ones(2, dtype=dtype)).dtype == torch.float32
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool):
+        tensor = torch.ones(2, dtype=dtype)
+        assert at_least_float32(tensor) is tensor
+
+
+def test_public_names() -> None:
+    assert all(hasattr(layer, name) for name in layer.__all__)

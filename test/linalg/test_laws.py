@@ -1,0 +1,277 @@
+"""Laws that every operator of `cases.py` obeys, against dense algebra."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import nan
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
+from curvlinops_plus.linalg import LinearOperator, Structure
+
+from .cases import CASES, F64, FORMS, Case, eye_like, normal
+
+TOLERANCE = {torch.float64: {"rtol": 1e-9, "atol": 1e-10}, torch.float32: {"rtol": 2e-3, "atol": 2e-4}}
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, **TOLERANCE[expected.dtype])
+
+
+def test_that_close_can_fail() -> None:
+    with pytest.raises(AssertionError):
+        close(torch.ones(3, dtype=F64), torch.ones(3, dtype=F64) + 1e-8)
+
+
+@pytest.fixture(params=[F64, torch.float32], ids=["float64", "float32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@each_case
+def test_products(case: Case, dtype: torch.dtype) -> None:
+    A, M = case.make(dtype)
+    m, n = A.shape
+    assert (m, n) == M.shape
+    close(A.to_dense(), M)
+    close(A.T.to_dense(), M.T)
+    X, Y = normal(n, 3).to(dtype), normal(m, 3, seed=1).to(dtype)
+    close(A @ X, M @ X)
+    close(A.T @ Y, M.T @ Y)
+    close(A.adjoint().adjoint() @ X, M @ X)
+    close(torch.stack([A @ x for x in X.T], dim=1), M @ X)
+    close((A @ X * Y).sum(), (X * (A.T @ Y)).sum())
+    close(A @ (2 * X[:, 0] - X[:, 1]), 2 * (A @ X[:, 0]) - A @ X[:, 1])
+    assert (A @ X[:, :0]).shape == (m, 0)
+    if A.structure >= Structure.SYMMETRIC:
+        close(M, M.T)
+        assert A.T is A
+    if A.structure == Structure.PSD:
+        assert torch.linalg.eigvalsh(M).min() > -1e-6
+
+
+@each_case
+def test_forms(case: Case) -> None:
+    """Every form of a vector gives the same numbers, in the form of the question."""
+    A, M = case.make(F64)
+    products: list[tuple[Callable, Callable, object, object, Tensor]] = [
+        (lambda X: A @ X, lambda X: A.matmat(X), A.in_space, A.out_space, M),
+        (lambda X: A.T @ X, lambda X: A.rmatmat(X), A.out_space, A.in_space, M.T),
+    ]
+    for product, as_scipy, space, out, D in products:
+        for columns in ((), (1,), (4,)):
+            X = normal(D.shape[1], *columns)
+            Y = D @ X
+            close(product(X), Y)
+            close(as_scipy(X), Y)
+            answer = product(X.numpy())
+            assert isinstance(answer, np.ndarray)
+            close(torch.from_numpy(answer.copy()), Y)
+            tree = space.unflatten(X)
+            answer = product(tree)
+            assert list(answer) == out.names
+            assert [t.shape[: len(s)] for t, s in zip(answer.values(), out.shapes.values(), strict=True)] == list(out.shapes.values())
+            close(out.flatten(answer), Y)
+            for container in (list, tuple):
+                answer = product(container(tree.values()))
+                assert isinstance(answer, container)
+                close(out.flatten(answer), Y)
+
+
+@each_case
+def test_forms_from_the_left(case: Case) -> None:
+    A, M = case.make(F64)
+    for columns in ((), (1,), (4,)):
+        X = normal(*columns, A.shape[0])
+        Y = X @ M
+        close(X @ A, Y)
+        answer = X.numpy() @ A
+        assert isinstance(answer, np.ndarray)
+        close(torch.from_numpy(answer.copy()), Y)
+        tree = A.out_space.unflatten_rows(X)
+        close(A.in_space.flatten_rows(tree @ A), Y)
+        answer = list(tree.values()) @ A
+        assert isinstance(answer, list)
+        close(A.in_space.flatten_rows(answer), Y)
+
+
+def apply_form(A: LinearOperator, form: str) -> object:
+    if form == "inverse":
+        return A.inverse()
+    if form == "damped_inverse":
+        return A.inverse(damping=0.1)
+    if form == "power":
+        return A.power(0.5)
+    member = getattr(A, form)
+    return member() if callable(member) else member
+
+
+@each_case
+def test_refuses_exactly_what_it_cannot(case: Case) -> None:
+    A, _ = case.make(F64)
+    for form in FORMS:
+        if form not in case.without:
+            apply_form(A, form)
+            continue
+        with pytest.raises((NoClosedForm, ValueError, SingularMatrixError)):
+            apply_form(A, form)
+
+
+@each_case
+def test_numbers(case: Case, dtype: torch.dtype) -> None:
+    A, M = case.make(dtype)
+    expected: dict[str, Callable[[], Tensor]] = {
+        "trace": lambda: M.trace(),
+        "frobenius_norm": lambda: torch.linalg.matrix_norm(M),
+        "diagonal": lambda: M.diagonal(),
+        "logdet": lambda: torch.linalg.slogdet(M)[1] if torch.linalg.det(M) >= 0 else torch.tensor(nan, dtype=dtype),
+    }
+    for form, value in expected.items():
+        if form not in case.without:
+            actual = apply_form(A, form)
+            assert isinstance(actual, Tensor)
+            torch.testing.assert_close(actual, value(), **TOLERANCE[dtype], equal_nan=True)
+    if "logdet" not in case.without:
+        close(A.det, torch.linalg.det(M))
+    if "eigenvalues" not in case.without:
+        close(A.eigenvalues().sort().values, torch.linalg.eigvalsh(M))
+
+
+@each_case
+def test_inverse(case: Case, dtype: torch.dtype) -> None:
+    A, M = case.make(dtype)
+    for form, damping in (("inverse", 0.0), ("damped_inverse", 0.1), ("damped_inverse", torch.tensor(0.2))):
+        if form not in case.without:
+            inverse = A.inverse(damping)
+            close((inverse @ A.shift(damping)).to_dense(), eye_like(M))
+            if "logdet" not in case.without:
+                close(inverse.logdet + 0, -A.shift(damping).logdet)
+
+
+@each_case
+def test_power(case: Case, dtype: torch.dtype) -> None:
+    A, M = case.make(dtype)
+    if "power" in case.without:
+        return
+    for damping in (0.0, 0.1):
+        D = M + damping * eye_like(M)
+        root = A.power(0.5, damping)
+        close((root @ root).to_dense(), D)
+        close(A.power(3, damping).to_dense(), D @ D @ D)
+        if "inverse" not in case.without:
+            close(A.power(-0.5, damping).to_dense() @ root.to_dense(), eye_like(M))
+    close(A._root_matmat(eye_like(M)) @ A._root_matmat(eye_like(M)).T, M)
+
+
+@each_case
+def test_shift(case: Case) -> None:
+    A, M = case.make(F64)
+    if A.shape[0] != A.shape[1]:
+        with pytest.raises(ValueError, match="Only a square matrix"):
+            A.shift(1.0)
+        return
+    shifted, D = A.shift(0.7), M + 0.7 * eye_like(M)
+    close(shifted.to_dense(), D)
+    close(shifted.shift(-0.2).to_dense(), M + 0.5 * eye_like(M))
+    for form, value in (("trace", D.trace()), ("diagonal", D.diagonal()), ("frobenius_norm", torch.linalg.matrix_norm(D))):
+        if form not in case.without and "trace" not in case.without:
+            actual = apply_form(shifted, form)
+            assert isinstance(actual, Tensor)
+            close(actual, value)
+
+
+@each_case
+def test_quadratic_form(case: Case, dtype: torch.dtype) -> None:
+    A, M = case.make(dtype)
+    if A.shape[0] != A.shape[1]:
+        return
+    for lead in ((2,), (3, 2), (2, 1, 2)):
+        J = normal(*lead, A.shape[0]).to(dtype)
+        close(A.quadratic_form(J), J @ M @ J.mT)
+        tree = A.in_space.unflatten_rows(J)
+        close(A.quadratic_form(tree), J @ M @ J.mT)
+        close(A.quadratic_form(list(tree.values())), J @ M @ J.mT)
+
+
+@each_case
+def test_sample_covariance(case: Case) -> None:
+    A, M = case.make(F64)
+    if "sample" in case.without:
+        return
+    num = 4000
+    draws = A.sample(torch.Generator().manual_seed(0), num)
+    assert draws.shape == (len(M), num)
+    # The variance of x_i x_j under N(0, M) is M_ii M_jj + M_ij².
+    error = ((M.diagonal()[:, None] * M.diagonal() + M**2) / num).sqrt()
+    assert bool(((draws @ draws.T / num - M).abs() <= 4.5 * error + 1e-12).all())
+    assert bool((draws.mean(1).abs() <= 4.5 * (M.diagonal() / num).sqrt() + 1e-12).all())
+
+
+@each_case
+def test_sample_is_reproducible(case: Case) -> None:
+    (A, _), (A32, _) = case.make(F64), case.make(torch.float32)
+    if "sample" in case.without:
+        return
+    one = A.sample(torch.Generator().manual_seed(3))
+    assert one.shape == (A.shape[0],)
+    close(A.sample(torch.Generator().manual_seed(3), num=5)[:, 0], one)
+    close(A32.sample(torch.Generator().manual_seed(3)), one.float())
+
+
+@each_case
+def test_gradients_in_the_shift(case: Case) -> None:
+    A, _ = case.make(F64)
+    delta = torch.tensor(0.3, dtype=F64, requires_grad=True)
+    n = A.shape[1]
+    x = normal(n)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "trace": lambda d: A.shift(d).trace,
+        "logdet": lambda d: A.shift(d).logdet,
+        "damped_inverse": lambda d: A.inverse(d) @ x,
+        "power": lambda d: A.power(-0.5, d) @ x,
+    }
+    for form, function in functions.items():
+        if form not in case.without and not (form == "logdet" and not torch.isfinite(A.shift(0.3).logdet)):
+            assert torch.autograd.gradcheck(function, (delta,))
+
+
+@each_case
+def test_gradients_in_the_vector(case: Case) -> None:
+    A, M = case.make(F64)
+    for columns in ((), (2,)):
+        X = normal(A.shape[1], *columns).requires_grad_()
+        W = normal(A.shape[0], *columns, seed=1)
+        (grad,) = torch.autograd.grad((A @ X * W).sum(), X)
+        close(grad, M.T @ W)
+
+
+@each_case
+def test_to_another_dtype(case: Case) -> None:
+    A, M = case.make(F64)
+    if case.name in ("only products", "shifted products"):
+        with pytest.raises(NotImplementedError, match="owns no tensors"):
+            A.to(dtype=torch.float32)
+        return
+    B = A.to(dtype=torch.float32)
+    assert B.dtype == torch.float32 and A.to("cpu").dtype == F64
+    assert B.in_space == A.in_space and B.structure == A.structure
+    close(B.to_dense(), M.float())
+
+
+@each_case
+def test_scipy(case: Case) -> None:
+    A, M = case.make(F64)
+    S = A.to_scipy()
+    assert S.shape == A.shape and S.dtype == np.float64
+    X, Y = normal(A.shape[1], 2).numpy(), normal(A.shape[0], 2).numpy()
+    np.testing.assert_allclose(S @ X, M.numpy() @ X, atol=1e-10)
+    np.testing.assert_allclose(S @ X[:, 0], M.numpy() @ X[:, 0], atol=1e-10)
+    np.testing.assert_allclose(S.H @ Y, M.numpy().T @ Y, atol=1e-10)
