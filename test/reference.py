@@ -132,7 +132,8 @@ class Reference:
             return self.summed(self.to_loss(self.call(theta, b.X)), y)
 
         flat = torch.cat([v.flatten() for v in self.values.values()])
-        return self.c * sum(hessian(total)(flat, b, y) for b, y in zip(self.batches, self._targets, strict=True))
+        # Reverse over reverse: forward over reverse (`hessian`) is wrong for LayerNorm in PyTorch 2.13.
+        return self.c * sum(jacrev(grad(total))(flat, b, y) for b, y in zip(self.batches, self._targets, strict=True))
 
     def with_targets(self, targets: Sequence[Any]) -> Reference:
         """Remember the targets, which `hessian` reads once more."""

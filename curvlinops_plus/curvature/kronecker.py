@@ -32,7 +32,7 @@ _CHUNK_BYTES = 2**23
 
 
 class KFAC(Accumulator):
-    """Kronecker-factored approximate curvature of an affine layer.
+    """Kronecker-factored approximate curvature of an affine layer. Arguments as for `Accumulator`, and:
 
     Args:
         kfac_approx: "expand" treats positions that share the weight as examples of their own; "reduce" averages inputs
@@ -114,6 +114,8 @@ def kfac_blocks(layer: Layer, A: Tensor | None, G: Tensor) -> dict[str, LinearOp
 
 class EKFAC(KFAC):
     """Eigenvalue-corrected KFAC: its trace is the exact block's, and it is never further from it than KFAC.
+
+    Arguments as for `Accumulator`, and:
 
     Args:
         kfac_approx: Which factors give the eigenvectors, "expand" or "reduce". The eigenvalues are exact in either

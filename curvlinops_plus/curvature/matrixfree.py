@@ -287,6 +287,17 @@ class FisherMCLinearOperator(_JacobianSandwich):
     def _draws(self) -> Draws:
         return Draws(self._seed)
 
+    def _check_deterministic(self) -> None:
+        """Two products must see the same matrix: the draws follow the order of the examples."""
+        super()._check_deterministic()
+        v = torch.ones(self.shape[1], 1, dtype=self.dtype, device=self.device)
+        if not torch.allclose(self._matmat(v), self._matmat(v), rtol=1e-4, atol=1e-6):
+            raise RuntimeError(
+                "Two products with the same vector differ, although the total loss does not: the data come in another "
+                "order each time, and the draws follow that order. Use a loader with shuffle=False. "
+                "check_deterministic=False turns this check off."
+            )
+
     def _middle(self, F: Tensor, Y: Tensor, draws: Draws) -> Callable[[Tensor], Tensor]:
         drawn = self.risk.likelihood.draw(F, Y, self._mc_samples, draws.uniform)
 

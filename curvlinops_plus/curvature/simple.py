@@ -17,7 +17,7 @@ __all__ = ["DiagonalBlock", "FullBlock"]
 
 
 class DiagonalBlock(Accumulator):
-    """The exact diagonal of a layer's block: `c Σ_v Σ_n J²`, entry by entry.
+    """The exact diagonal of a layer's block: `c Σ_v Σ_n J²`, entry by entry. Arguments as for `Accumulator`.
 
     Cost: one sweep; per-example gradients of one batch where the layer shares its weight over positions.
 
@@ -44,7 +44,7 @@ class DiagonalBlock(Accumulator):
 
 
 class FullBlock(Accumulator):
-    """The exact block of a layer: `c Σ_v Σ_n vec(J) vec(J)ᵀ`.
+    """The exact block of a layer: `c Σ_v Σ_n vec(J) vec(J)ᵀ`. Arguments as for `Accumulator`, and:
 
     Args:
         max_bytes: The largest block that is built, 2 GiB by default.

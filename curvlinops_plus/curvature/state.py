@@ -124,6 +124,13 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: If the file is cut off, or not one of ours; nothing is returned then.
         FileNotFoundError: If there is none.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save({"values": {0: torch.ones(2)}}, f"{folder}/K.safetensors")
+        ...     load(f"{folder}/K.safetensors")
+        {'values': {0: tensor([1., 1.])}}
     """
     from safetensors import SafetensorError, safe_open
 

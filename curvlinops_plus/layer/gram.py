@@ -25,8 +25,8 @@ __all__ = ["correlation_gram", "image_gram", "input_gram", "patch_gram"]
 # Work memory for patches; larger pieces leave the cache and gain nothing.
 _PATCH_BYTES = 8 * 2**20
 # Fewer patches, or fewer multiplications in their Gram matrix, do not pay the fixed costs of correlations.
-_MIN_PATCHES = 256
-_MIN_PRODUCTS = 7e7
+_MIN_PATCHES = 512
+_MIN_PRODUCTS = 1.5e8
 
 
 def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
@@ -68,6 +68,8 @@ def correlation_pays(geometry: Geometry, x: Tensor) -> bool:
     """Whether `correlation_gram` applies and is expected to be faster than `patch_gram` (measured on CPUs)."""
     if not (geometry.plain and x.device.type == "cpu" and x.dtype == torch.float32):
         return False  # on CUDA the convolution would also round to TF32 by default; in float64 it is slow
+    if any(size <= k for size, k in zip(x.shape[2:], geometry.kernel, strict=True)):
+        return False  # all border
     patches, d = len(x) * geometry.positions(x), x.shape[1] * prod(geometry.kernel)
     return torch.backends.mkldnn.is_available() and patches >= _MIN_PATCHES and patches * d**2 >= _MIN_PRODUCTS
 

@@ -104,11 +104,14 @@ class Geometry:
 
     def sum_rows(self, x: Tensor) -> Tensor:  # [B, c, *size] -> [B, c·kernel]
         """Sum of each example's patches, one dimension after the other, so that no patch is formed."""
-        x = self.pad(x)
-        steps = list(zip(self.kernel, self.stride, self.dilation, strict=True))
-        # Unfolding puts the taps last and leaves the positions in place; summing those brings up the next dimension.
-        for k, stride, dilation in steps:
-            x = x.unfold(2, dilation * (k - 1) + 1, stride)[..., ::dilation].sum(2)
+        zeros = self.mode == "constant"
+        x = x if zeros else self.pad(x)  # zeros add nothing
+        steps = list(enumerate(zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), 2))
+        for dim, (k, stride, dilation, padding) in reversed(steps):
+            size, (before, after) = x.shape[dim], padding if zeros else (0, 0)
+            pixels = torch.eye(before + size + after, dtype=x.dtype, device=x.device)
+            met = pixels.unfold(0, dilation * (k - 1) + 1, stride)[..., ::dilation].sum(0)  # [padded, k]: by which taps
+            x = (x.movedim(dim, -1) @ met[before : before + size]).movedim(-1, dim)
         return x.flatten(1)
 
     def positions(self, x: Tensor) -> int:

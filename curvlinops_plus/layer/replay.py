@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 
-__all__ = ["at_least_float32", "replay_per_example"]
+__all__ = ["at_least_float32", "differentiable_parameters", "replay_per_example"]
 
 # Work memory per example, in multiples of its inputs and output: what a small module keeps for its backward pass.
 _ACTIVATIONS = 6
@@ -39,6 +39,16 @@ def at_least_float32(tensor: Tensor) -> Tensor:
         torch.float32
     """
     return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
+
+
+def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that a module itself holds, frozen ones too, but no quantized (integer) ones.
+
+    Example:
+        >>> list(differentiable_parameters(nn.Sequential(nn.Linear(3, 2)))), list(differentiable_parameters(nn.PReLU()))
+        ([], ['weight'])
+    """
+    return {name: p for name, p in module.named_parameters(recurse=False) if p.dtype.is_floating_point}
 
 
 def replay_per_example(
@@ -87,11 +97,13 @@ class _Call:
 
     def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_examples: int) -> None:
         self.module = module
-        self.params = {n: at_least_float32(p.detach()) for n, p in module.named_parameters(recurse=False)}
+        own = differentiable_parameters(module)
+        # Copies: some layers write into their weight (`nn.Embedding(max_norm=...)`).
+        self.params = {name: at_least_float32(p.detach().clone()) for name, p in own.items()}
         # A direct parameter may have two names; a child's use of it is the child's own business (`tie_weights=False`).
-        first = {id(p): n for n, p in module.named_parameters(recurse=False)}
+        first = {id(p): name for name, p in own.items()}
         direct = module.named_parameters(recurse=False, remove_duplicate=False)
-        self.aliases = {name: first[id(p)] for name, p in direct}
+        self.aliases = {name: first[id(p)] for name, p in direct if id(p) in first}
         inner = module.named_parameters(remove_duplicate=False)
         self.frozen = {n: at_least_float32(p.detach()) for n, p in inner if n not in self.aliases}
         self.buffers = {n: at_least_float32(b.detach()) for n, b in module.named_buffers(remove_duplicate=False)}
@@ -135,18 +147,20 @@ class _Call:
         return out.reshape(out_shape)
 
     def all_at_once(self, g: Tensor, vectors: slice, examples: slice) -> dict[str, Tensor]:
-        """Gradients of a chunk by `vmap`, `[V, B, *shape]`."""
+        """Gradients of a chunk by `vmap` over examples, `[V, B, *shape]`."""
 
         def one(inputs: list[Tensor], g_n: Tensor) -> dict[str, Tensor]:  # g_n: [V, *out] -> [V, *shape]
             back = vjp(lambda p: self.run(p, inputs, g_n.shape[1:]), self.params)[1]
-            if len(g_n) == 1:
-                return {name: J[None] for name, J in back(g_n[0])[0].items()}
-            return vmap(lambda v: back(v)[0])(g_n)
+            # No second vmap over vectors: nested in the first it gives wrong numbers for PReLU (torch 2.13).
+            rows = [back(v)[0] for v in g_n]
+            return {name: torch.stack([row[name] for row in rows]) for name in self.params}
 
         inputs = [self.leaves[i][examples] for i in self.per_example]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*batching rule.*")  # vmap's own loop: slow, and right
-            return vmap(one, in_dims=(0, 1), out_dims=1)(inputs, g[vectors, examples])
+            # Out dimension 0 and a transpose: with another one, vmap misplaces what depends on no example (torch 2.13).
+            chunk = vmap(one, in_dims=(0, 1))(inputs, g[vectors, examples])
+        return {name: J.transpose(0, 1) for name, J in chunk.items()}
 
     def one_by_one(self, g: Tensor, vectors: slice, examples: slice) -> dict[str, Tensor]:
         """Gradients of a chunk by one backward pass per example and vector, `[V, B, *shape]`."""
@@ -162,7 +176,8 @@ class _Call:
                 else tuple(torch.zeros_like(p) for p in leaves)
                 for g_n in g[vectors, n]
             ]
-            chunk.append({name: torch.stack(J) for name, J in zip(params, zip(*rows, strict=True), strict=True)})
+            columns = zip(*([J.to_dense() for J in row] for row in rows), strict=True)  # `sparse=True` embeddings
+            chunk.append({name: torch.stack(J) for name, J in zip(params, columns, strict=True)})
         return {name: torch.stack([c[name] for c in chunk], dim=1) for name in self.params}
 
 
@@ -198,13 +213,14 @@ def _refuse_mixed_examples(module: nn.Module) -> None:
 @contextmanager
 def _left_as_found(module: nn.Module) -> Iterator[None]:
     """Undo what `forward` writes to attributes, e.g. `self.attention = ...`: a vmapped tensor must not stay there."""
-    found = [(m, dict(vars(m))) for m in module.modules()]
+    found = [(vars(m), dict(vars(m))) for m in module.modules()]
     try:
         yield
     finally:
-        for m, attributes in found:
-            vars(m).clear()
-            vars(m).update(attributes)
+        for now, before in found:
+            for name in now.keys() - before.keys():
+                del now[name]
+            now.update(before)
 
 
 @contextmanager

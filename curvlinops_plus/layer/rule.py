@@ -24,7 +24,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from curvlinops_plus.layer.replay import at_least_float32, replay_per_example
+from curvlinops_plus.layer.replay import at_least_float32, differentiable_parameters, replay_per_example
 from curvlinops_plus.linalg.numerics import gram
 
 __all__ = ["RULES", "AffineRule", "LayerRule", "register_rule", "rule_of", "why_generic"]
@@ -63,7 +63,7 @@ class LayerRule:
 
         The default is a matrix with one row that holds all parameters side by side.
         """
-        return {name: _flat_pattern(p.ndim) for name, p in module.named_parameters(recurse=False)}
+        return {name: _flat_pattern(p.ndim) for name, p in differentiable_parameters(module).items()}
 
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from curvlinops_plus.linalg.blocks import BlockDiagonal
+from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.inverse import RelativeDamping, heuristic_damping
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.layout import Layout
@@ -11,7 +12,7 @@ from curvlinops_plus.linalg.operator import Adjoint, LinearOperator, Product, Sc
 from curvlinops_plus.linalg.scipy import to_scipy
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
-from curvlinops_plus.linalg.structured import Dense, Diagonal, Factor, Identity, IdentityLinearOperator
+from curvlinops_plus.linalg.structured import Dense, Diagonal, Identity, IdentityLinearOperator
 
 __all__ = [
     "Adjoint",

@@ -25,7 +25,7 @@ class BlockDiagonal(LinearOperator):
 
     Everything with a closed form follows block by block, and inverses, powers, shifts and multiples are again
     block-diagonal. `inverse`, `power` and `shift` take a damping as a number, a 1-d tensor with one number per block, a
-    mapping from block name to damping, or a rule that each block is asked by itself. Errors begin with the block's name.
+    mapping from block name to damping, or a rule that is asked for each block. Errors begin with the block's name.
 
     Args:
         blocks: Name to square operator.
@@ -37,12 +37,11 @@ class BlockDiagonal(LinearOperator):
 
     Example:
         >>> from curvlinops_plus.linalg import Diagonal, Kronecker
-        >>> space = Space.from_shapes({"fc.weight": (2, 3), "fc.bias": (2,), "scale": (4,)})
-        >>> layouts = {
-        ...     "fc": Layout({"fc.weight": "o i -> o i", "fc.bias": "o -> o 1"}, {"fc.weight": (2, 3), "fc.bias": (2,)}),
-        ...     "scale": Layout({"scale": "d -> 1 d"}, {"scale": (4,)}),
-        ... }
-        >>> K = BlockDiagonal({"fc": Kronecker(torch.eye(2), 2 * torch.eye(4)), "scale": Diagonal(torch.ones(4))}, layouts, space)
+        >>> space = Space.from_shapes({"W": (2, 3), "b": (2,), "scale": (4,)})
+        >>> fc = Layout({"W": "o i -> o i", "b": "o -> o 1"}, {"W": (2, 3), "b": (2,)})
+        >>> layouts = {"fc": fc, "scale": Layout({"scale": "d -> 1 d"}, {"scale": (4,)})}
+        >>> blocks = {"fc": Kronecker(torch.eye(2), 2 * torch.eye(4)), "scale": Diagonal(torch.ones(4))}
+        >>> K = BlockDiagonal(blocks, layouts, space)
         >>> K.inverse(damping={"fc": 2.0, "scale": 1.0}).diagonal()
         tensor([0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.5000,
                 0.5000, 0.5000, 0.5000])
@@ -50,7 +49,10 @@ class BlockDiagonal(LinearOperator):
 
     def __init__(self, blocks: Mapping[str, LinearOperator], layouts: Mapping[str, Layout], space: Space) -> None:
         if not blocks or blocks.keys() != layouts.keys():
-            raise ValueError(f"Expected one layout per block and at least one block, got blocks {list(blocks)} and layouts {list(layouts)}.")
+            raise ValueError(
+                f"Expected one layout per block and at least one block, got blocks {list(blocks)} "
+                f"and layouts {list(layouts)}."
+            )
         self.blocks, self.layouts, self.space = dict(blocks), {name: layouts[name] for name in blocks}, space
         self._check_spaces()
         self._check_blocks()
@@ -63,15 +65,21 @@ class BlockDiagonal(LinearOperator):
             for parameter, shape in layout.shapes.items():
                 if shape != self.space.shapes[parameter]:
                     expected = list(self.space.shapes[parameter])
-                    raise ValueError(f'block "{name}": expected parameter "{parameter}" of shape {expected}, got {list(shape)}.')
+                    raise ValueError(
+                        f'block "{name}": expected parameter "{parameter}" of shape {expected}, got {list(shape)}.'
+                    )
 
     def _check_blocks(self) -> None:
         for name, block in self.blocks.items():
             dim = self.layouts[name].dim
             if block.shape != (dim, dim):
-                raise ValueError(f'block "{name}": expected a {dim} x {dim} matrix for {self.layouts[name]}, got {block!r}.')
+                raise ValueError(
+                    f'block "{name}": expected a {dim} x {dim} matrix for {self.layouts[name]}, got {block!r}.'
+                )
             if block.dtype != self.dtype or block.device != self.device:
-                raise ValueError(f'block "{name}": expected {self.dtype} on {self.device} as the first block, got {block!r}.')
+                raise ValueError(
+                    f'block "{name}": expected {self.dtype} on {self.device} as the first block, got {block!r}.'
+                )
 
     @property
     def in_space(self) -> Space:
@@ -109,13 +117,12 @@ class BlockDiagonal(LinearOperator):
         n, K = X.shape
         tree = self.space.unflatten(X.T.contiguous().T)
         Y = X.new_empty(K, n).T
-        places = self.space.unflatten(Y)
         for name, block in self.blocks.items():
             layout = self.layouts[name]
             with naming(f'block "{name}"'):
                 y = product(block, layout.join(tree))
             for parameter, part in layout.split(y).items():
-                places[parameter].copy_(part)
+                self.space.part(Y, parameter).copy_(part)
         return Y
 
     def adjoint(self) -> LinearOperator:
@@ -195,11 +202,20 @@ class BlockDiagonal(LinearOperator):
         """The damping of each block."""
         if isinstance(damping, Mapping):
             if damping.keys() != self.blocks.keys():
-                missing, extra = [n for n in self.blocks if n not in damping], [n for n in damping if n not in self.blocks]
-                raise ValueError(f"Expected one damping for each of the blocks {list(self.blocks)}; missing {missing}, unexpected {extra}.")
+                missing, extra = (
+                    [n for n in self.blocks if n not in damping],
+                    [n for n in damping if n not in self.blocks],
+                )
+                raise ValueError(
+                    f"Expected one damping for each of the blocks {list(self.blocks)}; "
+                    f"missing {missing}, unexpected {extra}."
+                )
             return dict(damping)
         if isinstance(damping, Tensor) and damping.ndim > 0:
             if damping.shape != (len(self.blocks),):
-                raise ValueError(f"Expected one number or one per block, [{len(self.blocks)}], got a damping of shape {list(damping.shape)}.")
+                raise ValueError(
+                    f"Expected one number or one per block, [{len(self.blocks)}], "
+                    f"got a damping of shape {list(damping.shape)}."
+                )
             return dict(zip(self.blocks, damping.unbind(), strict=True))
         return dict.fromkeys(self.blocks, damping)

@@ -6,7 +6,6 @@ and say what to use instead. Singular matrices follow the rule of `numerics.py`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from curvlinops_plus.errors import NoClosedForm, NumericsError
 from curvlinops_plus.linalg.inverse import Damping, Scalar, resolve
 from curvlinops_plus.linalg.numerics import standard_normal
-from curvlinops_plus.linalg.space import Space
+from curvlinops_plus.linalg.products import Products
 from curvlinops_plus.linalg.structure import Structure
 
 if TYPE_CHECKING:  # for annotations only: operators inherit from what is defined here
@@ -26,7 +25,7 @@ __all__ = ["ClosedForms", "naming"]
 
 _ADVICE = {
     "trace": "estimate it from products with hutchinson_trace, hutchpp_trace or xtrace",
-    "logdet": "estimate it from products with a Lanczos spectral density, or add a damping to a structured approximation",
+    "logdet": "estimate it from products with a Lanczos spectral density",
     "frobenius_norm": "estimate its square from products with hutchinson_squared_fro",
     "eigenvalues": "compute the largest with scipy.sparse.linalg.eigsh(A.to_scipy())",
     "diagonal": "estimate it from products with hutchinson_diag or xdiag",
@@ -36,21 +35,8 @@ _ADVICE = {
 }
 
 
-class ClosedForms(ABC):
-    """Base of every operator: the members that follow from structure, with defaults that tell what to do instead."""
-
-    # What the members below are written with; `LinearOperator` says more about each.
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
-    structure: Structure
-
-    @property
-    @abstractmethod
-    def in_space(self) -> Space: ...
-
-    @abstractmethod
-    def _matmat(self, X: Tensor) -> Tensor: ...
+class ClosedForms(Products):
+    """The members that follow from structure, with defaults that tell what to do instead."""
 
     @property
     def trace(self) -> Tensor:
@@ -59,13 +45,13 @@ class ClosedForms(ABC):
 
     @property
     def det(self) -> Tensor:
-        """Product of the eigenvalues, a 0-d tensor; 0 if one of them counts as zero. Use `logdet` for large matrices."""
+        """Product of the eigenvalues, a 0-d tensor; 0 if one counts as zero. Use `logdet` for large matrices."""
         sign, logarithm = self._slogdet()
         return sign * logarithm.exp()
 
     @property
     def logdet(self) -> Tensor:
-        """Logarithm of the determinant, a 0-d tensor: -inf if the matrix is singular, NaN if the determinant is negative.
+        """Logarithm of the determinant, 0-d: -inf if the matrix is singular, NaN if the determinant is negative.
 
         `A.shift(delta).logdet` is differentiable in a tensor `delta`.
         """
@@ -197,10 +183,11 @@ class ClosedForms(ABC):
         raise self._no_closed_form("diagonal")
 
     def _no_closed_form(self, member: str) -> NoClosedForm:
-        return NoClosedForm(
-            f"{self!r} has no closed form of `{member}`. If the matrix is small, form it: Dense(A.to_dense(), A.structure).{member}; "
-            f"otherwise {_ADVICE[member]}."
+        formed = (
+            f"Dense(A.to_dense(), A.structure).{member}" if self.structure >= Structure.SYMMETRIC else "A.to_dense()"
         )
+        advice = f"if the matrix is small, use {formed}; otherwise {_ADVICE[member]}"
+        return NoClosedForm(f"{self!r} has no closed form of `{member}`: {advice}.")
 
 
 class naming:

@@ -24,7 +24,6 @@ from curvlinops_plus.linalg.structure import Structure
 __all__ = ["Damping", "RelativeDamping", "Scalar", "heuristic_damping", "is_zero", "resolve", "scalar"]
 
 
-
 class Matrix(Protocol):
     """What a damping asks of the matrix that it is added to."""
 
@@ -81,8 +80,12 @@ def scalar(value: Any, operator: Matrix, what: str) -> Scalar:
         return value.to(operator.device, operator.dtype)
     if isinstance(value, (int, float, np.integer, np.floating)):
         return float(value)
-    given = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
-    raise TypeError(f"Expected {what} of a {type(operator).__name__} to be one number, a 0-d tensor or a rule; got {given}.")
+    given = (
+        f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
+    )
+    raise TypeError(
+        f"Expected {what} of a {type(operator).__name__} to be one number, a 0-d tensor or a rule; got {given}."
+    )
 
 
 def resolve(damping: Any, operator: Matrix, what: str = "the damping") -> Scalar:
@@ -93,8 +96,9 @@ def resolve(damping: Any, operator: Matrix, what: str = "the damping") -> Scalar
         ValueError: If it is negative and the matrix positive semi-definite.
     """
     value = scalar(damping(operator) if callable(damping) else damping, operator, what)
-    if operator.structure == Structure.PSD and float(value) < 0:
-        raise ValueError(f"Expected {what} of a positive semi-definite matrix to be at least 0, got {float(value):g}.")
+    number = float(value.detach()) if isinstance(value, Tensor) else value
+    if operator.structure == Structure.PSD and number < 0:
+        raise ValueError(f"Expected {what} of a positive semi-definite matrix to be at least 0, got {number:g}.")
     return value
 
 

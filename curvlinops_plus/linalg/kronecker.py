@@ -1,7 +1,7 @@
 """Kronecker products, and matrices given by their eigenvectors and eigenvalues.
 
 The convention, stated here once: `G ⊗ A` acts on the row-major `vec(W)` of a matrix `W [o, i]` as `W ↦ G W Aᵀ`, that is
-`G W A` for symmetric factors. With a batch axis the vector is that of `W [b, o, i]`, and each `b` has factors of its own.
+`G W A` for symmetric factors. With a batch axis the vector is that of `W [b, o, i]`, and each `b` has its own factors.
 
 Every number is computed from the small factors, never from the big matrix.
 """
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.closed import naming
+from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.inverse import Scalar, heuristic_damping, is_zero, resolve
 from curvlinops_plus.linalg.numerics import powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
-from curvlinops_plus.linalg.structured import Dense, Factor
+from curvlinops_plus.linalg.structured import Dense
 
 __all__ = ["Eigendecomposed", "Kronecker"]
 
@@ -51,9 +52,13 @@ class Kronecker(LinearOperator):
         self.A = Dense(A, structure) if isinstance(A, Tensor) else A
         for name, factor in (("G", self.G), ("A", self.A)):
             if not isinstance(factor, Factor):
-                raise ValueError(f"Factor {name}: expected a tensor, Dense, Diagonal or identity, got {type(factor).__name__}.")
+                raise ValueError(
+                    f"Factor {name}: expected a tensor, Dense, Diagonal or identity, got {type(factor).__name__}."
+                )
         if self.G.batch and self.A.batch and self.G.batch != self.A.batch:
-            raise ValueError(f"Expected factors with equal batches, got G with {self.G.batch[0]} and A with {self.A.batch[0]}.")
+            raise ValueError(
+                f"Expected factors with equal batches, got G with {self.G.batch[0]} and A with {self.A.batch[0]}."
+            )
         if self.G.dtype != self.A.dtype or self.G.device != self.A.device:
             raise ValueError(
                 f"Expected factors in one dtype and on one device, got G {self.G.dtype} on {self.G.device} "
@@ -100,9 +105,9 @@ class Kronecker(LinearOperator):
 
     def to_dense(self) -> Tensor:
         if not self.batch:
-            return torch.kron(self.G.to_dense(), self.A.to_dense())
+            return _kron(self.G.to_dense(), self.A.to_dense())
         pairs = zip(_matrices(self.G, self.batch[0]), _matrices(self.A, self.batch[0]), strict=True)
-        return torch.block_diag(*(torch.kron(G, A) for G, A in pairs))
+        return torch.block_diag(*(_kron(G, A) for G, A in pairs))
 
     # Closed forms ----------------------------------------------------------------------------------------------------
 
@@ -175,8 +180,9 @@ class Eigendecomposed(LinearOperator):
         basis: `Q`, for example a `Kronecker` product of eigenvectors, or `Dense`.
         values: `[n]`, kept by reference.
         structure: PSD if no value is negative (the default), SYMMETRIC otherwise.
-        rtol: Values of a positive semi-definite matrix below `rtol` times the largest count as zero in its determinant, inverse and
-            powers; by default `d * eps` with `d` the size of the largest matrix in the basis. 0 for values that are exact.
+        rtol: Values of a positive semi-definite matrix below `rtol` times the largest count as zero in its determinant,
+            inverse and powers; by default `d * eps` with `d` the size of the largest matrix in the basis. 0 for values
+            that are exact.
 
     Raises:
         ValueError: If the number of values does not fit the basis.
@@ -191,7 +197,9 @@ class Eigendecomposed(LinearOperator):
         self, basis: LinearOperator, values: Tensor, structure: Structure = Structure.PSD, rtol: float | None = None
     ) -> None:
         if basis.shape[0] != basis.shape[1] or values.shape != (basis.shape[1],):
-            raise ValueError(f"Expected a square basis [n, n] and values [n], got {list(basis.shape)} and {list(values.shape)}.")
+            raise ValueError(
+                f"Expected a square basis [n, n] and values [n], got {list(basis.shape)} and {list(values.shape)}."
+            )
         if values.dtype != basis.dtype or values.device != basis.device:
             raise ValueError(
                 f"Expected basis and values in one dtype and on one device, got {basis.dtype} on {basis.device} "
@@ -231,7 +239,7 @@ class Eigendecomposed(LinearOperator):
         return torch.linalg.vector_norm(self.values)
 
     def eigenvalues(self) -> Tensor:
-        return psd_clip(self.values, rtol=0.0) if self._structure == Structure.PSD else self.values
+        return psd_clip(self.values, rtol=0.0) if self._structure == Structure.PSD else self.values.clone()
 
     def diagonal(self) -> Tensor:
         return self.basis._entrywise_square()._matmat(self.values[:, None])[:, 0]
@@ -271,6 +279,12 @@ def _product(G: Factor, A: Factor, batch: tuple[int, ...], X: Tensor) -> Tensor:
     # Columns first: then all of them are rows of one product with A. Costs no copy if X was stored like that already.
     M = X.T.reshape(K, *batch, G.size, A.size)
     return G.left(A.right(M)).reshape(K, b * G.rows * A.rows).T
+
+
+def _kron(G: Tensor, A: Tensor) -> Tensor:  # [o, o'], [i, i'] -> [o i, o' i']
+    """`torch.kron` cannot read matrices that are stored column by column, as inverses are."""
+    product = G[:, None, :, None] * A[None, :, None, :]
+    return product.reshape(G.shape[0] * A.shape[0], G.shape[1] * A.shape[1])
 
 
 def _outer(of_G: Tensor, of_A: Tensor, batch: tuple[int, ...]) -> Tensor:  # [*b, o], [*b, i] -> [b o i]

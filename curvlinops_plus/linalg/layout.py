@@ -1,9 +1,9 @@
 """A group of parameters, for example the weight and bias of a layer, as ONE matrix.
 
-The pattern of each parameter says how: `"o i h w -> o (i h w)"` is the weight of a convolution with one row per output channel,
-`"o -> o 1"` its bias as one more column. Left is the parameter as PyTorch stores it, right are the axes `rows cols` of the matrix, or
-`batch rows cols` (groups of a convolution: `"(g o) i h w -> g o (i h w)"`). Parentheses merge axes and `1` is an axis of
-size one, as in einops.
+The pattern of each parameter says how: `"o i h w -> o (i h w)"` is the weight of a convolution with one row per output
+channel, `"o -> o 1"` its bias as one more column. Left is the parameter as PyTorch stores it, right are the axes
+`rows cols` of the matrix, or `batch rows cols` (groups of a convolution: `"(g o) i h w -> g o (i h w)"`). Parentheses
+merge axes and `1` is an axis of size one, as in einops.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class _Steps:
     permutes: bool  # whether `order` changes anything
 
     def forth(self, t: Tensor, K: int) -> Tensor:  # [*shape, K] -> [K, *matrix]
+        if K == 1 and not self.permutes:
+            return t.reshape(1, *self.matrix)
         return t.reshape(*self.atoms, K).permute(len(self.order), *self.order).reshape(K, *self.matrix)
 
     def back(self, M: Tensor, K: int) -> Tensor:  # [*matrix, K] -> [*shape, K]
@@ -67,14 +69,22 @@ class Layout:
         self, patterns: Mapping[str, str], shapes: Mapping[str, Sequence[int]], sizes: Mapping[str, int] | None = None
     ) -> None:
         if not patterns or patterns.keys() != shapes.keys():
-            raise ValueError(f"Expected one pattern and one shape per parameter, got patterns of {list(patterns)} and shapes of {list(shapes)}.")
+            raise ValueError(
+                f"Expected one pattern and one shape per parameter, got patterns of {list(patterns)} "
+                f"and shapes of {list(shapes)}."
+            )
         self.patterns = dict(patterns)
         self.shapes = {name: torch.Size(shapes[name]) for name in patterns}
         self.sizes = dict(sizes or {})
-        self._steps = {name: _parse(name, pattern, self.shapes[name], self.sizes) for name, pattern in self.patterns.items()}
+        self._steps = {
+            name: _parse(name, pattern, self.shapes[name], self.sizes) for name, pattern in self.patterns.items()
+        }
         matrices = {name: steps.matrix for name, steps in self._steps.items()}
         if len({matrix[:-1] for matrix in matrices.values()}) > 1:
-            raise ValueError(f"Expected parameters of one layout to have the same rows, got matrices {matrices} from patterns {self.patterns}.")
+            raise ValueError(
+                f"Expected parameters of one layout to have the same rows, got matrices {matrices} "
+                f"from patterns {self.patterns}."
+            )
         first = next(iter(matrices.values()))
         #: `(rows, cols)` or `(batch, rows, cols)`.
         self.matrix_shape: tuple[int, ...] = (*first[:-1], sum(matrix[-1] for matrix in matrices.values()))
@@ -87,7 +97,7 @@ class Layout:
         return list(self.patterns)
 
     def __repr__(self) -> str:
-        return f"Layout({self.patterns}, {dict((n, list(s)) for n, s in self.shapes.items())} -> {list(self.matrix_shape)})"
+        return f"Layout({self.patterns} -> {list(self.matrix_shape)})"
 
     def join(self, tree: Mapping[str, Tensor]) -> Tensor:  # {name: [*shape, K]} -> [dim, K]
         """The row-major vector of the matrix, for each of `K` columns; `tree` may hold other parameters too.
@@ -133,13 +143,17 @@ def _parse(name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int])
         known |= _group_sizes(group, size, sizes, where)
     matrix = tuple(prod(known[atom] for atom in group) for group in right)
     positions = tuple(names.index(atom) for atom in order)
-    return _Steps(tuple(shape), tuple(known[a] for a in names), positions, matrix, positions != tuple(range(len(order))))
+    return _Steps(
+        tuple(shape), tuple(known[a] for a in names), positions, matrix, positions != tuple(range(len(order)))
+    )
 
 
 def _axes(side: str, where: str) -> list[list[str]]:
     """`"o (i h w) 1"` to `[["o"], ["i", "h", "w"], []]`."""
     if _TOKEN.sub("", side).strip():
-        raise ValueError(f'{where}: cannot read "{side.strip()}"; write axis names, 1, and parentheses around merged axes.')
+        raise ValueError(
+            f'{where}: cannot read "{side.strip()}"; write axis names, 1, and parentheses around merged axes.'
+        )
     return [
         [atom for atom in (inside.split() if single == "" else [single]) if atom != "1"]
         for inside, single in _TOKEN.findall(side)
@@ -154,5 +168,7 @@ def _group_sizes(group: list[str], size: int, sizes: Mapping[str, int], where: s
     if len(unknown) == 1 and product and size % product == 0:
         known[unknown[0]] = size // product
     elif unknown or product != size:
-        raise ValueError(f"{where}: axes {group} must multiply to {size}, given sizes {dict(sizes)}; pass sizes={{axis: size}}.")
+        raise ValueError(
+            f"{where}: axes {group} must multiply to {size}, given sizes {dict(sizes)}; pass sizes={{axis: size}}."
+        )
     return {atom: known[atom] for atom in group}

@@ -1,8 +1,8 @@
 """Products and decompositions of small dense matrices that survive bad input.
 
-`torch.linalg.eigh` gives up on some rank-deficient float32 matrices (factors of layers with dead units are such), returns NaN for
-NaN without an error, and Cholesky fails when rounding has pushed a zero eigenvalue below zero. Here every decomposition
-first looks whether its matrix is finite, retries in float64 and then on the CPU, and says what to do when nothing helps.
+`torch.linalg.eigh` gives up on some rank-deficient float32 matrices (factors of layers with dead units are such) and
+returns NaN for NaN without an error; Cholesky fails when rounding has pushed a zero eigenvalue below zero. Here every
+decomposition first looks whether its matrix is finite, retries in float64, and says what to do when nothing helps.
 
 Which eigenvalues are zero? Those of a positive semi-definite `d x d` matrix that was decomposed in finite precision are
 only known up to `d * eps * largest`; whatever is below counts as 0. All of this package follows that rule.
@@ -16,23 +16,11 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
+from curvlinops_plus.linalg.gram import gram
 
 __all__ = ["cholesky_inverse", "damped_cholesky", "eigh", "gram", "powers", "psd_clip", "standard_normal"]
 
 _HALF = (torch.float16, torch.bfloat16)
-
-
-def gram(rows: Tensor) -> Tensor:  # [M, d] -> [d, d]
-    """The symmetric matrix `rowsᵀ rows`, accumulated in float32 at least.
-
-    Example:
-        >>> gram(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
-        tensor([[1., 2.],
-                [2., 5.]])
-    """
-    if rows.dtype in _HALF:
-        rows = rows.float()
-    return rows.T @ rows
 
 
 def psd_clip(values: Tensor, rtol: float | None = None) -> Tensor:  # [*b, d] -> [*b, d]
@@ -102,7 +90,9 @@ def eigh(M: Tensor, what: str = "the matrix") -> tuple[Tensor, Tensor]:  # [*b, 
     )
 
 
-def damped_cholesky(M: Tensor, damping: float | Tensor = 0.0, *, retry_double_precision: bool = True, what: str = "the matrix") -> Tensor:
+def damped_cholesky(
+    M: Tensor, damping: float | Tensor = 0.0, *, retry_double_precision: bool = True, what: str = "the matrix"
+) -> Tensor:
     """The lower Cholesky factor of `M + damping * I`, with `damping` one number or one per matrix of a batch.
 
     Returns:
@@ -124,8 +114,8 @@ def damped_cholesky(M: Tensor, damping: float | Tensor = 0.0, *, retry_double_pr
         if not bool(info.any()):
             return L
         if dtype == torch.float32 and retry_double_precision:
-            message = f"The Cholesky decomposition of {what} with damping {_show(damping)} failed in float32; retrying in float64."
-            warnings.warn(message, CurvatureWarning, stacklevel=2)
+            message = f"The Cholesky decomposition of {what} with damping {_show(damping)} failed in float32"
+            warnings.warn(f"{message}; retrying in float64.", CurvatureWarning, stacklevel=2)
     size = _suggestion(M)
     precision = "" if retry_double_precision or M.dtype == torch.float64 else ", or pass retry_double_precision=True"
     raise SingularMatrixError(
@@ -145,7 +135,9 @@ def cholesky_inverse(M: Tensor, damping: float | Tensor = 0.0, retry_double_prec
         >>> cholesky_inverse(torch.zeros(2, 2), damping=4.0).diagonal()
         tensor([0.2500, 0.2500])
     """
-    return torch.cholesky_inverse(damped_cholesky(M, damping, retry_double_precision=retry_double_precision)).to(M.dtype)
+    return torch.cholesky_inverse(damped_cholesky(M, damping, retry_double_precision=retry_double_precision)).to(
+        M.dtype
+    )
 
 
 def add_to_diagonal(M: Tensor, damping: float | Tensor) -> Tensor:  # [*b, d, d], number or [*b] -> [*b, d, d]
@@ -162,8 +154,8 @@ def slogdet_of(values: Tensor) -> tuple[Tensor, Tensor]:  # [*b, d] -> [*b], [*b
 def standard_normal(num: int, dim: int, generator: torch.Generator | None, like: Tensor) -> Tensor:  # -> [dim, num]
     """Independent N(0, 1) numbers that depend on the generator only, not on the dtype or device of the result.
 
-    The columns come one after another from the generator's own uniform numbers, so that the first draws stay the same when
-    more are asked for.
+    The columns come one after another from the generator's own uniform numbers, so that the first draws stay the same
+    when more are asked for.
 
     Example:
         >>> standard_normal(2, 3, torch.Generator().manual_seed(0), torch.zeros(())).shape
@@ -184,7 +176,7 @@ def _check_finite(M: Tensor, what: str) -> None:
 
 
 def _suggestion(M: Tensor) -> float:
-    """A damping that lifts every rounding error of `M`: ten times `d * eps * largest eigenvalue` (bounded by row sums)."""
+    """A damping above every rounding error of `M`: ten times `d * eps * largest eigenvalue` (bounded by row sums)."""
     eps = torch.finfo(torch.float32 if M.dtype in _HALF else M.dtype).eps
     return max(10 * M.shape[-1] * eps * float(M.detach().abs().sum(-1).max()), torch.finfo(torch.float32).tiny)
 
@@ -192,7 +184,9 @@ def _suggestion(M: Tensor) -> float:
 def _singular(values: Tensor, what: str) -> str:
     largest, zeros = float(values.detach().abs().max()), int((values == 0).sum())
     eps = torch.finfo(values.dtype).eps
-    advice = f"damping={max(10 * values.shape[-1] * eps * largest, 1e-30):.1e}" if largest > 0 else "any positive damping"
+    advice = (
+        f"damping={max(10 * values.shape[-1] * eps * largest, 1e-30):.1e}" if largest > 0 else "any positive damping"
+    )
     return (
         f"{what}: {zeros} of its {values.numel()} eigenvalues count as zero (the largest is {largest:.1e}). "
         f"Add a damping, for example {advice} or RelativeDamping(1e-3)."

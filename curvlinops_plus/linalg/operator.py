@@ -1,23 +1,21 @@
 """A matrix that is known by its products: `LinearOperator`, and what `+ - * / @ .T` return.
 
-To write one, subclass `LinearOperator` and give `in_space`, `dtype`, `device` and `_matmat`; say in `structure` that the matrix is symmetric, or
-write `_rmatmat`. All forms of vectors, arithmetic, SciPy and adjoints follow.
+To write one, subclass `LinearOperator` and give `in_space`, `dtype`, `device` and `_matmat`; say in `structure` that
+the matrix is symmetric, or write `_rmatmat`. All forms of vectors, arithmetic, SciPy and adjoints follow.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import SingularMatrixError
+from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg.closed import ClosedForms
 from curvlinops_plus.linalg.inverse import Damping, Scalar, is_zero, scalar
 from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of
-from curvlinops_plus.linalg.scipy import to_scipy
-from curvlinops_plus.linalg.space import Form, Space
+from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
 __all__ = ["Adjoint", "LinearOperator", "Product", "Scaled", "Shifted", "Structure", "Sum"]
@@ -26,8 +24,8 @@ __all__ = ["Adjoint", "LinearOperator", "Product", "Scaled", "Shifted", "Structu
 class LinearOperator(ClosedForms):
     """A matrix `[m, n]` that is multiplied with and need not be formed.
 
-    `A @ X` takes a tensor or NumPy array `[n]` or `[n, K]`, a list or dictionary of tensors `[*shape]` or `[*shape, K]`, or another operator;
-    the answer has the form of the question. `X @ A` takes the same with `K` first.
+    `A @ X` takes a tensor or NumPy array `[n]` or `[n, K]`, a list or dictionary of tensors `[*shape]` or `[*shape,
+    K]`, or another operator; the answer has the form of the question. `X @ A` takes the same with `K` first.
 
     Example:
         >>> class Twice(LinearOperator):
@@ -40,47 +38,9 @@ class LinearOperator(ClosedForms):
         (tensor([2., 2., 2.]), [tensor([1., 1., 1.])])
     """
 
-    __array_ufunc__ = None  # NumPy hands `array @ A` and `number * A` over to us
-
-    # What a subclass gives -------------------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def in_space(self) -> Space:
-        """The space of the vectors that it multiplies."""
-
-    @property
-    def out_space(self) -> Space:
-        """The space of the results; the same for a square matrix."""
-        return self.in_space
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """What it computes in."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Where it computes."""
-
-    @property
-    def structure(self) -> Structure:
-        """What is known about the matrix."""
-        return Structure.GENERAL
-
-    @abstractmethod
-    def _matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [m, K]
-        """The product with a matrix of the right shape, dtype and device."""
-
-    def _rmatmat(self, X: Tensor) -> Tensor:  # [m, K] -> [n, K]
-        """The product of the transposed matrix."""
-        if self.structure >= Structure.SYMMETRIC:
-            return self._matmat(X)
-        raise NotImplementedError(
-            f"{type(self).__name__} has no adjoint: it is not declared symmetric and does not define `_rmatmat(self, X)`. "
-            "Write that method, or a `structure` of Structure.SYMMETRIC if the matrix is symmetric."
-        )
+    def __matmul__(self, X: Any) -> Any:
+        """`A @ X`."""
+        return Product(self, X) if isinstance(X, LinearOperator) else super().__matmul__(X)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
         """The same matrix on another device or in another dtype (a copy where something changes).
@@ -92,74 +52,6 @@ class LinearOperator(ClosedForms):
             f"{type(self).__name__} owns no tensors that could be moved; build it again from a model and data with "
             f"device={device}, dtype={dtype}."
         )
-
-    # Shapes ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """`(m, n)`: rows and columns."""
-        return self.out_space.dim, self.in_space.dim
-
-    @property
-    def in_shapes(self) -> tuple[torch.Size, ...]:
-        """Shapes of the tensors that it multiplies."""
-        return tuple(self.in_space.shapes.values())
-
-    @property
-    def out_shapes(self) -> tuple[torch.Size, ...]:
-        """Shapes of the tensors of a result."""
-        return tuple(self.out_space.shapes.values())
-
-    def __repr__(self) -> str:
-        m, n = self.shape
-        return f"{type(self).__name__}({m} x {n}, {self.structure.name}, {self.dtype}, {self.device})"
-
-    # Products --------------------------------------------------------------------------------------------------------
-
-    def __matmul__(self, X: Any) -> Any:
-        """`A @ X`."""
-        if isinstance(X, LinearOperator):
-            return Product(self, X)
-        x, form = self._read(X, self.in_space, columns_first=False)
-        return self.out_space.write(self._matmat(x), form)
-
-    def __rmatmul__(self, X: Any) -> Any:
-        """`X @ A`, with the `K` axis first."""
-        x, form = self._read(X, self.out_space, columns_first=True)
-        return self.in_space.write(self._rmatmat(x), form)
-
-    def _read(self, X: Any, space: Space, *, columns_first: bool) -> tuple[Tensor, Form]:
-        try:
-            return space.read(X, self.dtype, self.device, columns_first=columns_first)
-        except (TypeError, ValueError) as error:
-            product = f"X @ {self!r}" if columns_first else f"{self!r} @ X"
-            raise type(error)(f"{product}: {error}") from error
-
-    def matmat(self, X: Any) -> Any:
-        """`A @ X`, under SciPy's name."""
-        return self @ X
-
-    def matvec(self, x: Any) -> Any:
-        """`A @ x`, under SciPy's name."""
-        return self @ x
-
-    def rmatmat(self, X: Any) -> Any:
-        """`Aᵀ @ X`, under SciPy's name."""
-        return self.adjoint() @ X
-
-    def rmatvec(self, x: Any) -> Any:
-        """`Aᵀ @ x`, under SciPy's name."""
-        return self.adjoint() @ x
-
-    def to_dense(self) -> Tensor:
-        """The matrix `[m, n]`; costs one product with `n` columns."""
-        return self._matmat(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))
-
-    def to_scipy(self, dtype: Any = None) -> Any:
-        """The operator for SciPy, see `linalg.scipy.to_scipy`."""
-        return to_scipy(self, dtype)
-
-    # Arithmetic ------------------------------------------------------------------------------------------------------
 
     def adjoint(self) -> LinearOperator:
         """The transposed matrix; a symmetric one is its own."""
@@ -193,7 +85,9 @@ class LinearOperator(ClosedForms):
         return self._scale(1 / scalar(c, self, "the divisor"))
 
     def shift(self, delta: Damping) -> LinearOperator:
-        """`A + delta I`, which keeps the closed forms of `A`; its `logdet`, `trace`, `inverse` are differentiable in `delta`.
+        """`A + delta I`, which keeps the closed forms of `A`.
+
+        Its `trace`, `logdet`, `inverse` and so on are differentiable in a tensor `delta`.
 
         Args:
             delta: A number, 0-d tensor or rule; a block-diagonal matrix also takes one per block.
@@ -503,7 +397,10 @@ class Shifted(Wrapper):
         return self.A.diagonal() + self.delta
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        return slogdet_of(self.eigenvalues())
+        try:
+            return slogdet_of(self.eigenvalues())
+        except NoClosedForm:
+            raise self._no_closed_form("logdet") from None
 
     def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
         return self.A.inverse(self.delta + damping, retry_double_precision=retry)
@@ -527,6 +424,6 @@ def _spaces(A: LinearOperator) -> str:
 def _check_same_place(A: LinearOperator, B: LinearOperator) -> None:
     if A.dtype != B.dtype or A.device != B.device:
         raise TypeError(
-            f"Expected both operators in one dtype and on one device, got {A.dtype} on {A.device} and {B.dtype} on {B.device}; "
-            "convert one of them with .to(device=..., dtype=...)."
+            f"Expected both operators in one dtype and on one device, got {A.dtype} on {A.device} and {B.dtype} "
+            f"on {B.device}; convert one of them with .to(device=..., dtype=...)."
         )

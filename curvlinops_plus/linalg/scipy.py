@@ -22,6 +22,24 @@ class HasProducts(Protocol):
     def rmatmat(self, X: Any) -> Any: ...
 
 
+class _SciPyOperator(SciPyLinearOperator):
+    def __init__(self, A: HasProducts, dtype: np.dtype) -> None:
+        super().__init__(dtype, A.shape)
+        self.A = A
+
+    def _matmat(self, X: Any) -> Any:
+        return np.asarray(self.A.matmat(X), dtype=self.dtype)
+
+    def _matvec(self, x: Any) -> Any:
+        return self._matmat(x)
+
+    def _rmatmat(self, X: Any) -> Any:
+        return np.asarray(self.A.rmatmat(X), dtype=self.dtype)
+
+    def _rmatvec(self, x: Any) -> Any:
+        return self._rmatmat(x)
+
+
 def to_scipy(A: HasProducts, dtype: Any = None) -> SciPyLinearOperator:
     """`A` as a `scipy.sparse.linalg.LinearOperator`; vectors are copied between NumPy and the operator's device.
 
@@ -37,16 +55,4 @@ def to_scipy(A: HasProducts, dtype: Any = None) -> SciPyLinearOperator:
         [4.]
     """
     own = np.float64 if A.dtype == torch.float64 else np.float32
-    result = np.dtype(own if dtype is None else dtype)
-
-    def product(multiply: Any) -> Any:
-        return lambda X: np.asarray(multiply(np.asarray(X)), dtype=result)
-
-    return SciPyLinearOperator(
-        shape=A.shape,
-        dtype=result,
-        matvec=product(A.matmat),
-        matmat=product(A.matmat),
-        rmatvec=product(A.rmatmat),
-        rmatmat=product(A.rmatmat),
-    )  # type: ignore[call-arg]  # SciPy picks its implementation by these keywords
+    return _SciPyOperator(A, np.dtype(own if dtype is None else dtype))

@@ -1,9 +1,9 @@
 """Named tensors seen as one vector: the one place that knows every form in which a user may hand over a vector.
 
-A `Space` is an ordered list of names and shapes. Its vectors are the tensors of those shapes, each flattened row by row,
-one after another. Operators compute with flat matrices `[dim, K]` only; the forms a user likes (a flat tensor, a list, a
-dictionary, a NumPy array, with or without `K` columns) are translated on the way in by `Space.read` and on the way out by
-`Space.write`, so that the answer has the form of the question.
+A `Space` is an ordered list of names and shapes. Its vectors are the tensors of those shapes, each flattened row by
+row, one after another. Operators compute with flat matrices `[dim, K]` only; the forms a user likes (a flat tensor, a
+list, a dictionary, a NumPy array, with or without `K` columns) are translated on the way in by `Space.read` and on the
+way out by `Space.write`, so that the answer has the form of the question.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -75,7 +76,9 @@ class Space:
         """
         items = _items(shapes)
         if any(isinstance(shape, int) for _, shape in items):
-            raise ValueError(f"Expected a sequence of shapes, got {shapes!r}; write [{tuple(s for _, s in items)}] for one shape.")
+            raise ValueError(
+                f"Expected a sequence of shapes, got {shapes!r}; write [{tuple(s for _, s in items)}] for one shape."
+            )
         return cls({name: torch.Size(shape) for name, shape in items})
 
     @property
@@ -92,6 +95,12 @@ class Space:
     def dim(self) -> int:
         """The number of entries of the whole vector."""
         return sum(self.sizes)
+
+    @cached_property
+    def _extents(self) -> dict[str, tuple[int, int]]:
+        """Where each tensor starts in the vector, and its size."""
+        starts = [0, *accumulate(self.sizes)]
+        return {name: (start, size) for name, start, size in zip(self.shapes, starts, self.sizes, strict=False)}
 
     @property
     def is_flat(self) -> bool:
@@ -140,7 +149,9 @@ class Space:
         parts = []
         for tensor, (name, shape) in zip(self._ordered(tree), self.shapes.items(), strict=True):
             if tensor.shape[: len(shape)] != shape:
-                raise ValueError(f'Tensor "{name}": expected shape {list(shape)} (and columns), got {list(tensor.shape)}.')
+                raise ValueError(
+                    f'Tensor "{name}": expected shape {list(shape)} (and columns), got {list(tensor.shape)}.'
+                )
             parts.append(tensor.reshape(shape.numel(), *tensor.shape[len(shape) :]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -152,12 +163,17 @@ class Space:
             tensor([[0, 1],
                     [2, 3]])
         """
-        out, start = {}, 0
-        # `narrow` instead of `split`: autograd allows writing into a view of one output, not into one of several.
-        for (name, shape), size in zip(self.shapes.items(), self.sizes, strict=True):
-            out[name] = v.narrow(0, start, size).view(*shape, *v.shape[1:])
-            start += size
-        return out
+        return {name: self.part(v, name) for name in self.shapes}
+
+    def part(self, v: Tensor, name: str) -> Tensor:  # [dim, *K] -> [*shape, *K]
+        """One tensor of `[dim, *K]`, as a view.
+
+        Example:
+            >>> Space.from_shapes({"a": (2, 2), "b": (1,)}).part(torch.arange(5), "b")
+            tensor([4])
+        """
+        start, size = self._extents[name]
+        return v.narrow(0, start, size).view((*self.shapes[name], *v.shape[1:]))
 
     def flatten_rows(self, tree: Tree) -> Tensor:  # {name: [*K, *shape]} -> [*K, dim]
         """Join tensors with leading axes `K`, as Jacobians and stacked gradients have them, into one `[*K, dim]`.
@@ -185,15 +201,16 @@ class Space:
             >>> Space.from_shapes([(2, 2), (1,)]).unflatten_rows(torch.zeros(7, 5))["0"].shape
             torch.Size([7, 2, 2])
         """
-        out, start = {}, 0
-        for (name, shape), size in zip(self.shapes.items(), self.sizes, strict=True):
-            out[name] = v.narrow(-1, start, size).view(*v.shape[:-1], *shape)
-            start += size
-        return out
+        return {
+            name: v.narrow(-1, start, size).view((*v.shape[:-1], *self.shapes[name]))
+            for name, (start, size) in self._extents.items()
+        }
 
     # Forms ----------------------------------------------------------------------------------------------------------
 
-    def read(self, X: Any, dtype: torch.dtype, device: torch.device, *, columns_first: bool = False) -> tuple[Tensor, Form]:
+    def read(
+        self, X: Any, dtype: torch.dtype, device: torch.device, *, columns_first: bool = False
+    ) -> tuple[Tensor, Form]:
         """Translate whatever a user multiplies with into `[dim, K]`, and remember its form for `write`.
 
         Args:
@@ -245,7 +262,9 @@ class Space:
         tree = self.unflatten_rows(v) if form.columns == "first" else self.unflatten(v)
         return tree if form.kind == "dict" else tuple(tree.values()) if form.kind == "tuple" else list(tree.values())
 
-    def _read_array(self, X: Tensor, kind: Literal["tensor", "numpy"], where: Literal["last", "first"]) -> tuple[Tensor, Form]:
+    def _read_array(
+        self, X: Tensor, kind: Literal["tensor", "numpy"], where: Literal["last", "first"]
+    ) -> tuple[Tensor, Form]:
         axis = 0 if where == "last" else X.ndim - 1
         if X.ndim not in (1, 2) or X.shape[axis] != self.dim:
             matrix = f"[{self.dim}, K]" if where == "last" else f"[K, {self.dim}]"
@@ -254,11 +273,15 @@ class Space:
             return X[:, None], Form(kind, None)
         return (X if where == "last" else X.T), Form(kind, where)
 
-    def _read_tree(self, tree: Any, dtype: torch.dtype, device: torch.device, where: Literal["last", "first"]) -> tuple[Tensor, Form]:
+    def _read_tree(
+        self, tree: Any, dtype: torch.dtype, device: torch.device, where: Literal["last", "first"]
+    ) -> tuple[Tensor, Form]:
         parts, extra = [], set()
         for tensor, (name, shape) in zip(self._ordered(tree), self.shapes.items(), strict=True):
             if not isinstance(tensor, Tensor):
-                raise TypeError(f'Entry "{name}": expected a tensor of shape {list(shape)}, got {type(tensor).__name__}.')
+                raise TypeError(
+                    f'Entry "{name}": expected a tensor of shape {list(shape)}, got {type(tensor).__name__}.'
+                )
             parts.append(_convert(tensor, dtype, device, f'tensor "{name}"'))
             if tensor.shape == shape:
                 extra.add(None)
@@ -266,7 +289,9 @@ class Space:
             own, K = (tensor.shape[:-1], tensor.shape[-1:]) if where == "last" else (tensor.shape[1:], tensor.shape[:1])
             if tensor.ndim != len(shape) + 1 or own != shape:
                 matrix = f"[{_inner(shape, 'K')}]" if where == "last" else f"[{_inner(torch.Size(()), 'K', shape)}]"
-                raise ValueError(f'Tensor "{name}": expected shape {list(shape)} or {matrix}, got {list(tensor.shape)}.')
+                raise ValueError(
+                    f'Tensor "{name}": expected shape {list(shape)} or {matrix}, got {list(tensor.shape)}.'
+                )
             extra.add(K[0])
         if len(extra) > 1:
             given = {name: list(part.shape) for name, part in zip(self.shapes, parts, strict=True)}

@@ -3,175 +3,37 @@
 Each is one matrix, or with a batch axis in front a block-diagonal matrix of `b` equal-sized ones. They are operators of
 their own and also the factors of a `Kronecker` product, which needs them matrix by matrix; that is what `Factor` adds.
 
-Tensors are kept by reference: change one in place, and the operator has changed. Decompositions are remembered until then.
+Tensors are kept by reference: change one in place, and the operator has changed. Decompositions are remembered until
+then.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import SingularMatrixError
+from curvlinops_plus.linalg.factor import Factor, OneTensor
 from curvlinops_plus.linalg.inverse import Scalar, is_zero
 from curvlinops_plus.linalg.numerics import add_to_diagonal, damped_cholesky, eigh, powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = ["Dense", "Diagonal", "Factor", "Identity", "IdentityLinearOperator"]
-
-T = TypeVar("T")
+__all__ = ["Dense", "Diagonal", "Identity", "IdentityLinearOperator"]
 
 
-class Factor(LinearOperator):
-    """A matrix `[m, n]`, or `b` of them seen as one block-diagonal matrix; may be a factor of a `Kronecker` product.
-
-    Subclasses answer for each matrix of the batch (`[*b]` stands for no axis or one of size `b`); the numbers of the
-    whole follow here.
-    """
-
-    batch: tuple[int, ...]  # () or (b,)
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Columns of one matrix."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of one matrix."""
-        return self.size
-
-    @abstractmethod
-    def left(self, M: Tensor) -> Tensor:  # [..., n, k] -> [..., m, k]
-        """`F M` for matrices `M`, whose leading axes end with the batch."""
-
-    @abstractmethod
-    def right(self, M: Tensor) -> Tensor:  # [..., k, n] -> [..., k, m]
-        """`M Fᵀ` for matrices `M`, whose leading axes end with the batch."""
-
-    @abstractmethod
-    def traces(self) -> Tensor:  # [*b]
-        """Trace of each matrix."""
-
-    @abstractmethod
-    def norms(self) -> Tensor:  # [*b]
-        """Frobenius norm of each matrix."""
-
-    @abstractmethod
-    def diagonals(self) -> Tensor:  # [*b, n]
-        """Diagonal of each matrix."""
-
-    @abstractmethod
-    def slogdets(self) -> tuple[Tensor, Tensor]:  # [*b], [*b]
-        """Sign and log |det| of each matrix."""
-
-    @abstractmethod
-    def eigh(self) -> tuple[Tensor, Factor]:  # [*b, n] and a factor Q
-        """Eigenvalues, with zeros by the rule of `numerics.py`, and the orthogonal matrix of eigenvectors (columns)."""
-
-    @abstractmethod
-    def root(self) -> Factor:
-        """Some `L` with `L Lᵀ` the matrix."""
-
-    @abstractmethod
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Factor: ...
-
-    @abstractmethod
-    def adjoint(self) -> Factor: ...
-
-    @abstractmethod
-    def _inverse(self, damping: Scalar, retry: bool) -> Factor:
-        """The inverse with a damping that is one number, or a tensor `[*b]` of one per matrix."""
-
-    @abstractmethod
-    def _power(self, p: float, damping: Scalar) -> Factor: ...
-
-    @abstractmethod
-    def _entrywise_square(self) -> Factor: ...
-
-    @property
-    def trace(self) -> Tensor:
-        return self.traces().sum()
-
-    @property
-    def frobenius_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self.norms())
-
-    def eigenvalues(self) -> Tensor:
-        return self.eigh()[0].flatten()
-
-    def diagonal(self) -> Tensor:
-        return self.diagonals().flatten()
-
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
-        sign, logarithm = self.slogdets()
-        return sign.prod(), logarithm.sum()
-
-    def _root_matmat(self, X: Tensor) -> Tensor:
-        return self.root()._matmat(X)
-
-    def _split_damping(self, damping: Scalar, min_damping: float) -> Scalar:
-        return damping  # one factor takes it whole
-
-
-class _OneTensor(Factor):
-    """What `Dense` and `Diagonal` share: one tensor, kept by reference, and results remembered until it changes."""
-
-    def __init__(self, tensor: Tensor, axes: int) -> None:
-        if not isinstance(tensor, Tensor) or tensor.ndim not in (axes, axes + 1) or not tensor.is_floating_point():
-            given = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"{type(self).__name__}: expected a real tensor with {axes} axes, or {axes + 1} for a batch; got {given}.")
-        self._tensor = tensor
-        self.batch = tuple(tensor.shape[:-axes])
-        self._memory: dict[str, tuple[Any, Any]] = {}
-        self._in_space = Space.from_shapes([(tensor.shape[:-axes].numel() * tensor.shape[-1],)])
-
-    @property
-    def size(self) -> int:
-        return self._tensor.shape[-1]
-
-    @property
-    def in_space(self) -> Space:
-        return self._in_space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tensor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._tensor.device
-
-    def _state(self) -> Any:
-        """Changes whenever the tensor does; None if nothing may be remembered."""
-        if self._tensor.is_inference() or (torch.is_grad_enabled() and self._tensor.requires_grad):
-            return None  # no version to look at; or a graph that can be used only once
-        return self._tensor._version, self._tensor.data_ptr()
-
-    def _remember(self, name: str, compute: Callable[[], T]) -> T:
-        state = self._state()
-        known = self._memory.get(name)
-        if known is not None and state is not None and known[0] == state:
-            return known[1]
-        value = compute()
-        if state is not None:
-            self._memory[name] = state, value
-        return value
-
-
-class Dense(_OneTensor):
+class Dense(OneTensor):
     """A matrix with all its entries, `[m, n]`, or `b` square ones on the diagonal, `[b, d, d]`.
 
     Args:
         matrix: The entries; kept by reference.
         structure: What is known about them (not checked, except that symmetric matrices are square).
-        rtol: Eigenvalues of a positive semi-definite matrix below `rtol` times the largest count as zero; by default `d * eps`.
-            Products and traces always use the entries as they are.
+        rtol: Eigenvalues of a positive semi-definite matrix below `rtol` times the largest count as zero; by default
+            `d * eps`. Products and traces always use the entries as they are.
 
     Raises:
         ValueError: If the tensor is not a matrix or batch of square matrices.
@@ -232,7 +94,7 @@ class Dense(_OneTensor):
         return Dense(self._tensor.to(device=device, dtype=dtype), self._structure, self.rtol)
 
     def to_dense(self) -> Tensor:
-        return torch.block_diag(*self._tensor) if self.batch else self._tensor
+        return torch.block_diag(*self._tensor) if self.batch else self._tensor.clone()
 
     def traces(self) -> Tensor:
         return self.diagonals().sum(-1)
@@ -282,7 +144,9 @@ class Dense(_OneTensor):
         return inverse._knowing("slogdets", (torch.ones_like(log_det), log_det))
 
     def _solve(self, damping: Scalar) -> Dense:
-        inverse, info = torch.linalg.inv_ex(self._tensor if is_zero(damping) else add_to_diagonal(self._tensor, damping))
+        inverse, info = torch.linalg.inv_ex(
+            self._tensor if is_zero(damping) else add_to_diagonal(self._tensor, damping)
+        )
         if bool(info.any()) or not bool(torch.isfinite(inverse).all()):
             raise SingularMatrixError(f"{self!r} with damping {damping} is singular or not finite; add a damping.")
         return Dense(inverse, self._structure)
@@ -306,7 +170,7 @@ class Dense(_OneTensor):
             raise ValueError(f"Only a square matrix has a trace, a determinant and an inverse, got {self!r}.")
 
 
-class Diagonal(_OneTensor):
+class Diagonal(OneTensor):
     """A diagonal matrix `[d]`, or `b` of them, `[b, d]`; positive semi-definite if no entry is negative.
 
     Entries are what they are: only those equal to 0 count as zero eigenvalues.
@@ -330,7 +194,9 @@ class Diagonal(_OneTensor):
 
     @property
     def structure(self) -> Structure:
-        return self._remember("structure", lambda: Structure.PSD if bool((self._tensor >= 0).all()) else Structure.SYMMETRIC)
+        return self._remember(
+            "structure", lambda: Structure.PSD if bool((self._tensor >= 0).all()) else Structure.SYMMETRIC
+        )
 
     def left(self, M: Tensor) -> Tensor:
         return self._tensor[..., :, None] * M
@@ -363,6 +229,8 @@ class Diagonal(_OneTensor):
         return slogdet_of(self._tensor)
 
     def eigh(self) -> tuple[Tensor, Factor]:
+        if self.batch:  # the identity has no batch of its own
+            return self._tensor, Diagonal(self._tensor.new_ones(1, 1).expand(self._tensor.shape))
         return self._tensor, IdentityLinearOperator([(self.size,)], self.device, self.dtype)
 
     def root(self) -> Diagonal:
@@ -431,7 +299,7 @@ class IdentityLinearOperator(Factor):
         return M
 
     def _matmat(self, X: Tensor) -> Tensor:
-        return X
+        return X.clone()
 
     def adjoint(self) -> IdentityLinearOperator:
         return self

@@ -3,56 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.likelihood import Likelihood, likelihood_of
 from curvlinops_plus.linalg import Space
+from curvlinops_plus.risk.evaluate import first_nonfinite, gradient_and_loss
 from curvlinops_plus.risk.guard import untouched
 from curvlinops_plus.risk.layers import Layer, find_layers, named_params
 from curvlinops_plus.risk.outputs import Batch, read_batch, select_output
 from curvlinops_plus.risk.record import Consumer, Recorder
-from curvlinops_plus.risk.vectors import Draws, Vectors
+from curvlinops_plus.risk.totals import Totals
+from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
 
-__all__ = ["EmpiricalRisk", "Totals"]
-
-
-@dataclass
-class Totals:
-    """What one sweep saw.
-
-    Attributes:
-        examples: N over all batches.
-        terms: Loss terms over all batches, N·R.
-        loss_count: What PyTorch's mean reduction divides the sum of all terms by.
-        loss: Sum of the un-reduced loss.
-        called: Layers that ran.
-        reached: Layers that a gradient reached.
-    """
-
-    examples: int = 0
-    terms: int = 0
-    loss_count: Tensor | float = 0.0
-    loss: Tensor | float = 0.0
-    called: set[int] = field(default_factory=set)
-    reached: set[int] = field(default_factory=set)
-
-    def add(self, other: Totals) -> None:
-        """Add another batch's totals."""
-        self.examples += other.examples
-        self.terms += other.terms
-        self.loss_count = self.loss_count + other.loss_count
-        self.loss = self.loss + other.loss
-        self.called |= other.called
-        self.reached |= other.reached
+__all__ = ["EmpiricalRisk"]
 
 
 class EmpiricalRisk:
@@ -118,6 +92,7 @@ class EmpiricalRisk:
         self.num_data, self.num_per_example_loss_terms = num_data, num_per_example_loss_terms
         self.shift_labels, self.progressbar = shift_labels, progressbar
         self._axes = _example_axes(model, example_axis)
+        self._announced = False
         devices, dtypes = {p.device for p in self.params.values()}, {p.dtype for p in self.params.values()}
         if len(devices) != 1:
             raise ValueError(
@@ -256,7 +231,7 @@ class EmpiricalRisk:
 
         def forward() -> Tensor:
             # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
-            with torch.compiler.set_stance("force_eager"):
+            with torch.compiler.set_stance("force_eager"), _naming_dtypes(batch, self.params):
                 outputs[:] = self.run(batch)
             return outputs[0]
 
@@ -278,6 +253,7 @@ class EmpiricalRisk:
             part.reached = recorder.called
             return part
         number = vectors.count(self.likelihood, F)
+        self._announce(vectors, F, number)
 
         def sent() -> Iterator[Tensor]:
             for v in vectors.send(self.likelihood, F, Y, draws):
@@ -292,6 +268,17 @@ class EmpiricalRisk:
         else:
             part.reached = recorder.send([f], ([v] for v in sent()), quietly, mask=mask)
         return part
+
+    def _announce(self, vectors: Vectors, F: Tensor, number: int) -> None:
+        """Say once what exact vectors cost when there are several loss terms per example."""
+        if isinstance(vectors, Exact) and not vectors.signs and F.shape[1] > 1 and not self._announced:
+            self._announced = True
+            warn(
+                f"Exact() sends {number} vectors per batch: {F.shape[1]} loss terms per example, each by itself, times "
+                f"{number // F.shape[1]} columns. Exact(signs=True) or MonteCarlo() take fewer passes.",
+                CurvatureWarning,
+                stacklevel=2,
+            )
 
     def _vectors_at_once(self, recorder: Recorder, number: int) -> int:
         """How many vectors to send in one vectorised pass: 1 streams, which is faster for large batches on the CPU."""
@@ -322,34 +309,15 @@ class EmpiricalRisk:
     # -------------------------------------------------------------------------------------------------- first order
     def loss(self) -> Tensor:
         """The loss over all data, a 0-d tensor. Cost: one forward pass."""
-        return self.gradient_and_loss(gradient=False)[1]
+        return gradient_and_loss(self, gradient=False)[1]
 
     def gradient(self) -> dict[str, Tensor]:
         """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass."""
-        return self.gradient_and_loss()[0]
+        return gradient_and_loss(self)[0]
 
-    def gradient_and_loss(self, gradient: bool = True) -> tuple[dict[str, Tensor], Tensor]:
-        """Gradient and loss over all data; nothing is written to `.grad`."""
-        free = {key: p.detach().requires_grad_() for key, p in self.params.items()}
-        totals, grads = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}
-        with self.untouched(), torch.inference_mode(False), torch.enable_grad():
-            for batch in self.batches("gradient" if gradient else "loss"):
-                with torch.set_grad_enabled(gradient), torch.compiler.set_stance("force_eager"):
-                    f, y, class_axis = self.run(batch, self.at(free))
-                    F, Y = self.canonical(f, y, batch, class_axis)
-                    nll = self.likelihood.nll(F, Y).sum()
-                if gradient:
-                    found = torch.autograd.grad(nll, list(free.values()), allow_unused=True)
-                    for total, g in zip(grads.values(), found):
-                        if g is not None:
-                            total += g
-                totals.add(
-                    Totals(
-                        batch.num_examples, batch.num_examples * F.shape[1], self.likelihood.count(F, Y), nll.detach()
-                    )
-                )
-        c = self.scale(totals)
-        return {key: g * c for key, g in grads.items()}, torch.as_tensor(totals.loss * c)
+    def gradient_and_loss(self) -> tuple[dict[str, Tensor], Tensor]:
+        """Gradient and loss over all data in one pass; nothing is written to `.grad`."""
+        return gradient_and_loss(self)
 
     def at(self, values: Mapping[str, Tensor]) -> Callable[..., Any]:
         """The model as a function of its inputs, at other values of the parameters (keys as in `params`)."""
@@ -361,41 +329,33 @@ class EmpiricalRisk:
 
         return run
 
-    # --------------------------------------------------------------------------------------------------- diagnosis
     def first_nonfinite(self) -> str | None:
-        """Where NaN or inf first appears in a forward pass: a sentence naming layer and batch, None if nowhere."""
-        if self.one_shot:
-            return None
-        found: list[str] = []
-        handles = []
+        """Where NaN or inf first appears in a forward pass: words naming layer and batch, None if nowhere."""
+        return first_nonfinite(self)
 
-        def hook(name: str) -> Callable[..., None]:
-            def check(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-                for what, values in (("input", args), ("output", (out,))):
-                    bad = any(
-                        isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()) for t in values
-                    )
-                    if bad and not found:
-                        label = f"layer {name!r}" if name else "the model"
-                        found.append(
-                            f"the {what} of {label} ({type(module).__name__}) in batch {{index}} has NaN or "
-                            "infinite entries"
-                        )
 
-            return check
+@contextmanager
+def _naming_dtypes(batch: Batch, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """If a forward pass fails and inputs and parameters have different dtypes, say so beside the model's own error."""
+    try:
+        yield
+    except RuntimeError as error:
+        given = {t.dtype for t in tree_leaves(_plain(batch.X)) if isinstance(t, Tensor) and t.is_floating_point()}
+        own = {p.dtype for p in params.values()}
+        if given and not given <= own:
+            raise TypeError(
+                f"The model failed on an input of dtype {_dtypes(given)}; its parameters have {_dtypes(own)}. Convert "
+                f"the data or the model. Its own message: {error}"
+            ) from error
+        raise
 
-        try:
-            for name, module in self.model.named_modules():
-                handles.append(module.register_forward_hook(hook(name)))
-            with self.untouched(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                for index, batch in enumerate(self.batches("looking for NaN")):
-                    self.run(batch)
-                    if found:
-                        return found[0].format(index=index)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return None
+
+def _plain(X: Any) -> Any:
+    return dict(X) if isinstance(X, Mapping) else X
+
+
+def _dtypes(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _chunks(items: Iterator[Tensor], size: int, number: int) -> Iterator[tuple[bool, bool, list[Tensor]]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 def _loop(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor) -> dict[str, Tensor]:
     """Per-example gradients [V, B, *shape] of a module's direct parameters, which must require gradients."""
     V, B = g.shape[:2]
-    params = dict(module.named_parameters(recurse=False))
+    params = {name: p for name, p in module.named_parameters(recurse=False) if p.is_floating_point()}
 
     def one(value: Any, n: int) -> Any:
         if isinstance(value, Tensor):
@@ -30,7 +30,7 @@ def _loop(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: 
             out = module(*(one(a, n) for a in args), **{k: one(a, n) for k, a in kwargs.items()})
             grads = torch.autograd.grad(out, list(params.values()), g[v, n].reshape(out.shape), materialize_grads=True)
             for name, grad in zip(params, grads, strict=True):
-                result[name][v, n] = grad
+                result[name][v, n] = grad.to_dense()
     return result
 
 

@@ -1,4 +1,4 @@
-"""Linear layers and convolutions: rows, fast paths and per-example gradients, for every option of their constructors."""
+"""Linear layers and convolutions: rows, fast paths and per-example gradients, for every constructor option."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ CASES = [
     Case("conv2d-1x1-stride", lambda: nn.Conv2d(2, 3, 1, stride=2), (2, 5, 4)),
     Case("conv2d-1x1-pad", lambda: nn.Conv2d(2, 3, 1, padding=1, dilation=2), (2, 5, 4)),
     Case("conv2d-whole-image", lambda: nn.Conv2d(2, 3, (5, 4)), (2, 5, 4)),
-    Case("conv2d-channels-last", lambda: nn.Conv2d(2, 3, 3, padding=1).to(memory_format=torch.channels_last), (2, 5, 4)),
+    Case(
+        "conv2d-channels-last", lambda: nn.Conv2d(2, 3, 3, padding=1).to(memory_format=torch.channels_last), (2, 5, 4)
+    ),
     Case("conv3d", lambda: nn.Conv3d(2, 3, (2, 1, 3), stride=(1, 2, 1), padding=(1, 0, 1)), (2, 3, 4, 3)),
     Case("conv3d-same-even", lambda: nn.Conv3d(2, 2, 2, padding="same", padding_mode="replicate"), (2, 3, 4, 3)),
 ]
@@ -148,7 +150,7 @@ def convolutions(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
     return module, (module.in_channels, *(draw(st.integers(1, 7 if n < 3 else 4)) for _ in range(n)))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(convolutions())
 def test_any_convolution(drawn: tuple[nn.Module, tuple[int, ...]]) -> None:
     module, shape = drawn
@@ -379,5 +381,5 @@ class TestMistakesInRules:
         self.check(WithOnes(), r"inputs\(...\) has 4 columns, but the parameters of patterns\(...\).*have 3")
 
     def test_input_must_be_a_tensor(self) -> None:
-        with pytest.raises(ValueError, match="expects a tensor as first input of the layer, got float.*input_of"):
+        with pytest.raises(ValueError, match=r"expects a tensor as first input of the layer, got float.*input_of"):
             MyLinearRule().per_example_grads(self.module, (1.0, self.x), {}, self.g)

@@ -33,7 +33,7 @@ def correlated(draw: st.DrawFn) -> tuple[Geometry, tuple[int, ...]]:
     return geometry(kernel, padding), (draw(st.integers(1, 3)), draw(st.integers(1, 3)), *size)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(correlated())
 def test_correlations_are_exact(drawn: tuple[Geometry, tuple[int, ...]]) -> None:
     """Any kernel, odd or even, any padding, also more than the kernel is wide, images smaller than the kernel."""
@@ -77,6 +77,7 @@ LARGE = (16, 64, 16, 16)
         (nn.Conv2d(64, 8, 3, padding=1).double(), LARGE, False),
         (nn.Conv2d(64, 8, 3, padding=1), (1, 64, 16, 4), False),
         (nn.Conv2d(2, 8, 3, padding=1), (16, 2, 16, 16), False),
+        (nn.Conv2d(64, 8, 3, padding=1), (200, 64, 2, 2), False),
     ],
 )
 def test_which_way_is_taken(

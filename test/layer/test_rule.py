@@ -127,11 +127,11 @@ def test_registration_is_for_subclasses_and_can_be_replaced() -> None:
 def test_mistakes_in_registrations() -> None:
     with pytest.raises(TypeError, match=r"expects module types, got nothing. Write `@register_rule\(MyLayer\)`"):
         register_rule()
-    with pytest.raises(TypeError, match="expects module types, got .*PReLU"):
+    with pytest.raises(TypeError, match=r"expects module types, got .*PReLU"):
         register_rule(nn.PReLU())
-    with pytest.raises(TypeError, match="expects module types, got .*LayerRule"):
+    with pytest.raises(TypeError, match=r"expects module types, got .*LayerRule"):
         register_rule(LayerRule)  # the decorator without its argument
-    with pytest.raises(TypeError, match="decorates a subclass of LayerRule or AffineRule, got .*Identity"):
+    with pytest.raises(TypeError, match=r"decorates a subclass of LayerRule or AffineRule, got .*Identity"):
         register_rule(nn.PReLU)(nn.Identity)
 
 

@@ -1,7 +1,7 @@
 """Operators that meet every law of `test_laws.py`: a new one is one line in `CASES`.
 
-A maker gets a dtype and returns the operator with the same matrix formed by other means. `without` lists the closed forms
-that do not follow from its structure; a law also checks that those, and no others, are refused.
+A maker gets a dtype and returns the operator with the same matrix formed by other means. `without` lists the closed
+forms that do not follow from its structure; a law also checks that those, and no others, are refused.
 """
 
 from __future__ import annotations
@@ -85,6 +85,10 @@ class OnlyProducts(LinearOperator):
 SHAPES = {"conv.weight": (2, 2, 1, 3), "conv.bias": (2,), "scale": (3,), "fc.weight": (3, 2), "grouped": (4, 1, 2)}
 
 
+def kronecker(factors: tuple[Tensor, Tensor], dtype: torch.dtype) -> Kronecker:
+    return Kronecker(factors[0].to(dtype), factors[1].to(dtype))
+
+
 def block_diagonal(dtype: torch.dtype) -> Pair:
     """Blocks of every kind; parameters of the space are neither in block order nor next to their block's others."""
     order = ["conv.bias", "grouped", "fc.weight", "scale", "conv.weight"]
@@ -96,15 +100,16 @@ def block_diagonal(dtype: torch.dtype) -> Pair:
         "groups": {"grouped": "(g o) i w -> g o (i w)"},
     }
     layouts = {
-        block: Layout(pattern, {name: SHAPES[name] for name in pattern}, {"g": 2}) for block, pattern in patterns.items()
+        block: Layout(pattern, {name: SHAPES[name] for name in pattern}, {"g": 2})
+        for block, pattern in patterns.items()
     }
     Q_G, Q_A, values = orthogonal(2, 1), orthogonal(3, 2), normal(6, seed=3).square() + 0.1
     factors = {"conv": (psd(2, 2, seed=4), psd(7, 7, seed=5)), "groups": (psd(2, 2, 2, seed=6), psd(2, 2, 2, seed=7))}
     blocks = {
-        "conv": Kronecker(*(factor.to(dtype) for factor in factors["conv"])),
+        "conv": kronecker(factors["conv"], dtype),
         "scale": Dense(psd(3, 3, seed=8).to(dtype), Structure.PSD),
         "fc": Eigendecomposed(Kronecker(Q_G.to(dtype), Q_A.to(dtype), Structure.GENERAL), values.to(dtype)),
-        "groups": Kronecker(*(factor.to(dtype) for factor in factors["groups"])),
+        "groups": kronecker(factors["groups"], dtype),
     }
     Q = torch.kron(Q_G, Q_A)
     dense = {
@@ -127,8 +132,10 @@ def block_diagonal(dtype: torch.dtype) -> Pair:
     return BlockDiagonal(blocks, layouts, space), M.to(dtype)
 
 
-def of(build: Callable[..., LinearOperator], dense: Callable[..., Tensor], *tensors: Tensor) -> Callable[[torch.dtype], Pair]:
-    """A maker: `build` makes the operator of tensors in the dtype asked for, `dense` the matrix of the same in float64."""
+def of(
+    build: Callable[..., LinearOperator], dense: Callable[..., Tensor], *tensors: Tensor
+) -> Callable[[torch.dtype], Pair]:
+    """A maker: `build` makes the operator of tensors in the dtype asked for, `dense` its matrix in float64."""
     return lambda dtype: (build(*(t.to(dtype) for t in tensors)), dense(*tensors).to(dtype))
 
 
@@ -163,7 +170,11 @@ NO_SPECTRUM = tuple(form for form in FORMS if form not in ("trace", "diagonal"))
 
 CASES = [
     Case("dense", of(lambda M: Dense(M), lambda M: M, normal(4, 4)), NO_EIGENVALUES),
-    Case("dense rectangular", of(lambda M: Dense(M), lambda M: M, normal(3, 5)), tuple(f for f in FORMS if f != "frobenius_norm")),
+    Case(
+        "dense rectangular",
+        of(lambda M: Dense(M), lambda M: M, normal(3, 5)),
+        tuple(f for f in FORMS if f != "frobenius_norm"),
+    ),
     Case("dense symmetric", of(lambda M: Dense(M, SYMMETRIC), lambda M: M, symmetric(4)), INDEFINITE),
     Case("dense psd", of(lambda M: Dense(M, PSD), lambda M: M, psd(5, 5))),
     Case("dense batched", of(lambda M: Dense(M, PSD), lambda M: torch.block_diag(*M), psd(3, 2, 2))),
@@ -177,7 +188,12 @@ CASES = [
     Case("kronecker, other batched", of(Kronecker, batched_kron, psd(3, 3), psd(2, 2, 2, seed=1))),
     Case(
         "kronecker diagonal",
-        of(lambda G, a: Kronecker(G, Diagonal(a)), lambda G, a: torch.kron(G, torch.diag(a)), psd(3, 3), normal(4).abs() + 0.1),
+        of(
+            lambda G, a: Kronecker(G, Diagonal(a)),
+            lambda G, a: torch.kron(G, torch.diag(a)),
+            psd(3, 3),
+            normal(4).abs() + 0.1,
+        ),
     ),
     Case(
         "kronecker diagonal batched",
@@ -223,16 +239,37 @@ CASES = [
     ),
     Case(
         "eigendecomposed indefinite",
-        of(lambda Q, d: Eigendecomposed(Dense(Q), d, SYMMETRIC), lambda Q, d: Q @ torch.diag(d) @ Q.T, orthogonal(4), normal(4)),
+        of(
+            lambda Q, d: Eigendecomposed(Dense(Q), d, SYMMETRIC),
+            lambda Q, d: Q @ torch.diag(d) @ Q.T,
+            orthogonal(4),
+            normal(4),
+        ),
         INDEFINITE,
     ),
     Case("block diagonal", block_diagonal),
-    Case("only products", lambda dtype: (OnlyProducts(psd(6, 6).to(dtype), Space.from_shapes([(2, 2), (2,)])), psd(6, 6).to(dtype)), FORMS),
-    Case("adjoint", from_case("kronecker rectangular", lambda A: A.T, lambda M: M.T), tuple(f for f in FORMS if f != "frobenius_norm")),
-    Case("sum", from_case("kronecker", lambda A: A + Dense(psd(12, 12, seed=2).to(A.dtype), PSD), lambda M: M + psd(12, 12, seed=2)), NO_SPECTRUM),
+    Case(
+        "only products",
+        lambda dtype: (OnlyProducts(psd(6, 6).to(dtype), Space.from_shapes([(2, 2), (2,)])), psd(6, 6).to(dtype)),
+        FORMS,
+    ),
+    Case(
+        "adjoint",
+        from_case("kronecker rectangular", lambda A: A.T, lambda M: M.T),
+        tuple(f for f in FORMS if f != "frobenius_norm"),
+    ),
+    Case(
+        "sum",
+        from_case(
+            "kronecker", lambda A: A + Dense(psd(12, 12, seed=2).to(A.dtype), PSD), lambda M: M + psd(12, 12, seed=2)
+        ),
+        NO_SPECTRUM,
+    ),
     Case(
         "product",
-        from_case("kronecker", lambda A: A @ Dense(psd(12, 12, seed=2).to(A.dtype), PSD), lambda M: M @ psd(12, 12, seed=2)),
+        from_case(
+            "kronecker", lambda A: A @ Dense(psd(12, 12, seed=2).to(A.dtype), PSD), lambda M: M @ psd(12, 12, seed=2)
+        ),
         tuple(f for f in FORMS if f not in ("logdet", "inverse")),
     ),
     Case("scaled", from_case("kronecker", lambda A: 0.5 * A, lambda M: 0.5 * M)),
@@ -240,13 +277,28 @@ CASES = [
     Case("zero", from_case("dense psd", lambda A: 0 * A, lambda M: 0 * M), ("inverse",)),
     Case("shifted", from_case("kronecker", lambda A: A + 0.3 * identity_on(A), lambda M: M + 0.3 * eye_like(M))),
     Case("shifted dense", from_case("dense", lambda A: A.shift(5.0), lambda M: M + 5 * eye_like(M)), NO_EIGENVALUES),
-    Case("shifted products", from_case("only products", lambda A: A.shift(0.3), lambda M: M + 0.3 * eye_like(M)), FORMS),
-    Case("scaled and shifted", from_case("block diagonal", lambda A: (2 * A).shift(0.1) / 3, lambda M: (2 * M + 0.1 * eye_like(M)) / 3)),
+    Case(
+        "shifted products", from_case("only products", lambda A: A.shift(0.3), lambda M: M + 0.3 * eye_like(M)), FORMS
+    ),
+    Case(
+        "scaled and shifted",
+        from_case("block diagonal", lambda A: (2 * A).shift(0.1) / 3, lambda M: (2 * M + 0.1 * eye_like(M)) / 3),
+    ),
     Case("inverse by factors", from_case("kronecker", lambda A: A.inverse(), lambda M: torch.linalg.inv(M))),
-    Case("inverse with damping", from_case("kronecker batched", lambda A: A.inverse(0.1), lambda M: torch.linalg.inv(M + 0.1 * eye_like(M)))),
-    Case("inverse of blocks", from_case("block diagonal", lambda A: A.inverse(0.2), lambda M: torch.linalg.inv(M + 0.2 * eye_like(M)))),
+    Case(
+        "inverse with damping",
+        from_case("kronecker batched", lambda A: A.inverse(0.1), lambda M: torch.linalg.inv(M + 0.1 * eye_like(M))),
+    ),
+    Case(
+        "inverse of blocks",
+        from_case("block diagonal", lambda A: A.inverse(0.2), lambda M: torch.linalg.inv(M + 0.2 * eye_like(M))),
+    ),
     Case("square of blocks", from_case("block diagonal", lambda A: A.power(2), lambda M: M @ M)),
-    Case("general blocks", from_case("block diagonal", lambda A: general_blocks(A), lambda M: general_blocks_dense(M)), (*NO_EIGENVALUES, "damped_inverse")),
+    Case(
+        "general blocks",
+        from_case("block diagonal", lambda A: general_blocks(A), lambda M: general_blocks_dense(M)),
+        (*NO_EIGENVALUES, "damped_inverse"),
+    ),
 ]
 
 
@@ -258,7 +310,9 @@ def general_blocks(A: LinearOperator) -> BlockDiagonal:
 
 
 def general_blocks_dense(M: Tensor) -> Tensor:
-    space = Space.from_shapes({name: SHAPES[name] for name in ["conv.bias", "grouped", "fc.weight", "scale", "conv.weight"]})
+    space = Space.from_shapes(
+        {name: SHAPES[name] for name in ["conv.bias", "grouped", "fc.weight", "scale", "conv.weight"]}
+    )
     at = space.unflatten(torch.arange(space.dim))
     rows = torch.cat([at["conv.weight"].reshape(2, 6), at["conv.bias"][:, None]], dim=1).flatten()
     M = M.clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import nan
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,14 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
-from curvlinops_plus.linalg import LinearOperator, Structure
+from curvlinops_plus.linalg import LinearOperator, Space, Structure
 
 from .cases import CASES, F64, FORMS, Case, eye_like, normal
 
-TOLERANCE = {torch.float64: {"rtol": 1e-9, "atol": 1e-10}, torch.float32: {"rtol": 2e-3, "atol": 2e-4}}
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
+    torch.float64: {"rtol": 1e-9, "atol": 1e-10},
+    torch.float32: {"rtol": 2e-3, "atol": 2e-4},
+}
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -62,7 +66,7 @@ def test_products(case: Case, dtype: torch.dtype) -> None:
 def test_forms(case: Case) -> None:
     """Every form of a vector gives the same numbers, in the form of the question."""
     A, M = case.make(F64)
-    products: list[tuple[Callable, Callable, object, object, Tensor]] = [
+    products: list[tuple[Callable, Callable, Space, Space, Tensor]] = [
         (lambda X: A @ X, lambda X: A.matmat(X), A.in_space, A.out_space, M),
         (lambda X: A.T @ X, lambda X: A.rmatmat(X), A.out_space, A.in_space, M.T),
     ]
@@ -78,7 +82,9 @@ def test_forms(case: Case) -> None:
             tree = space.unflatten(X)
             answer = product(tree)
             assert list(answer) == out.names
-            assert [t.shape[: len(s)] for t, s in zip(answer.values(), out.shapes.values(), strict=True)] == list(out.shapes.values())
+            assert [t.shape[: len(s)] for t, s in zip(answer.values(), out.shapes.values(), strict=True)] == list(
+                out.shapes.values()
+            )
             close(out.flatten(answer), Y)
             for container in (list, tuple):
                 answer = product(container(tree.values()))
@@ -103,7 +109,7 @@ def test_forms_from_the_left(case: Case) -> None:
         close(A.in_space.flatten_rows(answer), Y)
 
 
-def apply_form(A: LinearOperator, form: str) -> object:
+def apply_form(A: LinearOperator, form: str) -> Any:
     if form == "inverse":
         return A.inverse()
     if form == "damped_inverse":
@@ -137,7 +143,6 @@ def test_numbers(case: Case, dtype: torch.dtype) -> None:
     for form, value in expected.items():
         if form not in case.without:
             actual = apply_form(A, form)
-            assert isinstance(actual, Tensor)
             torch.testing.assert_close(actual, value(), **TOLERANCE[dtype], equal_nan=True)
     if "logdet" not in case.without:
         close(A.det, torch.linalg.det(M))
@@ -152,8 +157,9 @@ def test_inverse(case: Case, dtype: torch.dtype) -> None:
         if form not in case.without:
             inverse = A.inverse(damping)
             close((inverse @ A.shift(damping)).to_dense(), eye_like(M))
-            if "logdet" not in case.without:
-                close(inverse.logdet + 0, -A.shift(damping).logdet)
+            sign, logdet = torch.linalg.slogdet(M + damping * eye_like(M))
+            if "logdet" not in case.without and sign > 0:
+                close(inverse.logdet, -logdet)
 
 
 @each_case
@@ -181,10 +187,13 @@ def test_shift(case: Case) -> None:
     shifted, D = A.shift(0.7), M + 0.7 * eye_like(M)
     close(shifted.to_dense(), D)
     close(shifted.shift(-0.2).to_dense(), M + 0.5 * eye_like(M))
-    for form, value in (("trace", D.trace()), ("diagonal", D.diagonal()), ("frobenius_norm", torch.linalg.matrix_norm(D))):
+    for form, value in (
+        ("trace", D.trace()),
+        ("diagonal", D.diagonal()),
+        ("frobenius_norm", torch.linalg.matrix_norm(D)),
+    ):
         if form not in case.without and "trace" not in case.without:
             actual = apply_form(shifted, form)
-            assert isinstance(actual, Tensor)
             close(actual, value)
 
 
@@ -238,8 +247,10 @@ def test_gradients_in_the_shift(case: Case) -> None:
         "damped_inverse": lambda d: A.inverse(d) @ x,
         "power": lambda d: A.power(-0.5, d) @ x,
     }
+    if "eigenvalues" in case.without and "dense" not in case.name:
+        del functions["logdet"]  # a determinant does not tell the one of the shifted matrix
     for form, function in functions.items():
-        if form not in case.without and not (form == "logdet" and not torch.isfinite(A.shift(0.3).logdet)):
+        if form not in case.without and torch.isfinite(function(delta)).all():
             assert torch.autograd.gradcheck(function, (delta,))
 
 
@@ -261,8 +272,10 @@ def test_to_another_dtype(case: Case) -> None:
             A.to(dtype=torch.float32)
         return
     B = A.to(dtype=torch.float32)
-    assert B.dtype == torch.float32 and A.to("cpu").dtype == F64
-    assert B.in_space == A.in_space and B.structure == A.structure
+    assert B.dtype == torch.float32
+    assert A.to("cpu").dtype == F64
+    assert B.in_space == A.in_space
+    assert B.structure == A.structure
     close(B.to_dense(), M.float())
 
 
@@ -270,7 +283,8 @@ def test_to_another_dtype(case: Case) -> None:
 def test_scipy(case: Case) -> None:
     A, M = case.make(F64)
     S = A.to_scipy()
-    assert S.shape == A.shape and S.dtype == np.float64
+    assert S.shape == A.shape
+    assert S.dtype == np.float64
     X, Y = normal(A.shape[1], 2).numpy(), normal(A.shape[0], 2).numpy()
     np.testing.assert_allclose(S @ X, M.numpy() @ X, atol=1e-10)
     np.testing.assert_allclose(S @ X[:, 0], M.numpy() @ X[:, 0], atol=1e-10)

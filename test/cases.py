@@ -1,0 +1,578 @@
+"""Everything that the laws are about, as lists of makers: a new net, loss, approximation or kind of vector is one line here.
+
+    NETS             models with inputs, each with what is special about it
+    LOSSES           losses with targets that fit any output
+    PROBLEMS         pairs of both that every law is run on
+    APPROXIMATIONS   what a block may be
+    VECTORS          what may be sent back
+
+`problem(name)` makes a problem, once, in float64; `Problem.reference` is its slow exact twin. `close` compares, and `unchanged`
+checks that nothing of the user's was touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from reference import Reference
+from torch import Tensor, nn
+
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    CurvatureWarning,
+    DiagonalBlock,
+    Empirical,
+    EmpiricalRisk,
+    Exact,
+    ForwardOnly,
+    FullBlock,
+    MonteCarlo,
+    curvature,
+)
+
+# ------------------------------------------------------------------------------------------------------------ comparing
+
+
+def close(got: Any, expected: Any, rtol: float = 1e-9, what: str = "result") -> None:
+    """Fail unless shapes agree, everything is finite, and the difference is below `rtol` of the norm."""
+    got, expected = (torch.as_tensor(t).detach().cpu().to(torch.float64) for t in (got, expected))
+    assert got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
+    assert bool(expected.isfinite().all()), f"{what}: the expected numbers are not finite"
+    assert bool(got.isfinite().all()), f"{what}: NaN or infinite numbers"
+    error, size = float((got - expected).norm()), float(expected.norm())
+    assert error <= rtol * max(size, 1e-12), f"{what}: relative error {error / max(size, 1e-12):.2e}, allowed {rtol:.0e}"
+
+
+def same(got: Any, expected: Any) -> None:
+    """Fail unless both are equal bit by bit."""
+    assert torch.equal(torch.as_tensor(got), torch.as_tensor(expected))
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+)
+
+
+def _facts(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Everything that could change about a thing of the user's, by name; tensors as copies."""
+    if isinstance(thing, nn.Module):
+        for name, m in thing.named_modules():
+            at = f"{path}.{name}"
+            yield f"{at} attributes", sorted(vars(m))
+            yield f"{at} forward", id(m.forward.__func__) if hasattr(m.forward, "__func__") else id(m.forward)
+            yield f"{at} training", m.training
+            for hooks in _HOOKS:
+                yield f"{at} {hooks}", list(getattr(m, hooks, ()))
+            for kind in (m._parameters, m._buffers):
+                for key, t in kind.items():
+                    yield from _facts(t, f"{at}.{key}")
+    elif isinstance(thing, Tensor):
+        yield f"{path} object", (id(thing), thing.data_ptr(), thing.dtype, thing.device, tuple(thing.shape))
+        yield f"{path} values", thing.detach().clone()
+        yield f"{path} requires_grad", thing.requires_grad
+        yield f"{path} hooks", thing._backward_hooks
+        if thing.is_leaf:
+            yield f"{path} grad object", id(thing.grad)
+            yield f"{path} grad", None if thing.grad is None else thing.grad.clone()
+        if isinstance(thing, nn.Parameter):
+            yield f"{path} attributes", sorted(vars(thing))
+            yield f"{path} version", thing._version
+    elif isinstance(thing, Mapping):
+        yield f"{path} keys", list(thing)
+        for key, value in thing.items():
+            yield from _facts(value, f"{path}[{key!r}]")
+    elif isinstance(thing, (list, tuple)):
+        yield f"{path} length", len(thing)
+        for index, value in enumerate(thing):
+            yield from _facts(value, f"{path}[{index}]")
+
+
+def _snapshot(things: Sequence[Any]) -> dict[str, Any]:
+    facts = {"random numbers": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        facts["random numbers on CUDA"] = torch.cuda.get_rng_state()
+    for index, thing in enumerate(things):
+        facts.update(_facts(thing, f"{type(thing).__name__} {index}"))
+    return facts
+
+
+@contextmanager
+def unchanged(*things: Any) -> Iterator[None]:
+    """Fail if anything of modules, tensors, batches or the global random numbers differs at the end, also after an error."""
+    before = _snapshot(things)
+    try:
+        yield
+    finally:
+        after = _snapshot(things)
+        changed = sorted(before.keys() ^ after.keys())
+        for name in before.keys() & after.keys():
+            one, two = before[name], after[name]
+            equal = torch.equal(one.nan_to_num(), two.nan_to_num()) if isinstance(one, Tensor) and isinstance(two, Tensor) else one == two
+            if not equal:
+                changed.append(name)
+        assert not changed, f"changed: {changed}"
+
+
+# --------------------------------------------------------------------------------------------------------------- losses
+
+
+Targets = tuple[nn.Module, list[Tensor]]
+
+
+def _indices(shapes: list[torch.Size], axis: int) -> list[Tensor]:
+    return [torch.randint(shape[axis], shape[:axis] + shape[axis:][1:]) for shape in shapes]
+
+
+def cross_entropy(weight: bool = False, ignore: int | None = None, soft: bool = False, **options: Any) -> Callable[..., Targets]:
+    """Cross-entropy with class indices or, with `soft`, probabilities that need not sum to one."""
+
+    def make(shapes: list[torch.Size], axis: int) -> Targets:
+        w = torch.linspace(0.3, 2.0, shapes[0][axis], dtype=torch.float64) if weight else None
+        loss = nn.CrossEntropyLoss(w, **options, **({} if ignore is None else {"ignore_index": ignore}))
+        if soft:
+            return loss, [torch.rand(shape, dtype=torch.float64) for shape in shapes]
+        y = _indices(shapes, axis)
+        for t in y:
+            if ignore is not None:
+                t.view(-1)[::3] = ignore
+        return loss, y
+
+    return make
+
+
+def binary(weight: bool = False, pos_weight: bool = False, soft: bool = False, **options: Any) -> Callable[..., Targets]:
+    """Binary cross-entropy with hard or soft targets; weights are along the last axis."""
+
+    def make(shapes: list[torch.Size], axis: int) -> Targets:
+        last = shapes[0][-1]
+        w = torch.linspace(0.5, 1.5, last, dtype=torch.float64) if weight else None
+        positive = torch.linspace(3.0, 0.5, last, dtype=torch.float64) if pos_weight else None
+        y = [torch.rand(shape, dtype=torch.float64) for shape in shapes]
+        return nn.BCEWithLogitsLoss(w, pos_weight=positive, **options), y if soft else [t.round() for t in y]
+
+    return make
+
+
+def squared(**options: Any) -> Callable[..., Targets]:
+    """Squared error."""
+    return lambda shapes, axis: (nn.MSELoss(**options), [torch.randn(shape, dtype=torch.float64) for shape in shapes])
+
+
+LOSSES: dict[str, Callable[..., Targets]] = {
+    "mse": squared(),
+    "mse-sum": squared(reduction="sum"),
+    "ce": cross_entropy(),
+    "ce-sum": cross_entropy(reduction="sum"),
+    "ce-weight": cross_entropy(weight=True),
+    "ce-weight-sum": cross_entropy(weight=True, reduction="sum"),
+    "ce-ignore": cross_entropy(ignore=-100),
+    "ce-ignore-a-class": cross_entropy(ignore=1),
+    "ce-smoothing": cross_entropy(label_smoothing=0.3),
+    "ce-all": cross_entropy(weight=True, ignore=1, label_smoothing=0.2),
+    "ce-probabilities": cross_entropy(soft=True),
+    "ce-probabilities-all": cross_entropy(soft=True, weight=True, label_smoothing=0.2),
+    "bce": binary(),
+    "bce-sum": binary(reduction="sum"),
+    "bce-weight": binary(weight=True),
+    "bce-pos-weight": binary(pos_weight=True),
+    "bce-all-soft": binary(weight=True, pos_weight=True, soft=True),
+}
+
+# ----------------------------------------------------------------------------------------------------------------- nets
+
+
+@dataclass
+class Net:
+    """A model with its inputs.
+
+    Attributes:
+        model: The model.
+        inputs: One for each batch; batches differ in size.
+        read: The model's output to the tensor that the loss reads.
+        logits: The output has `.logits` with classes last, and batches are mappings with "labels".
+        count: Number of examples of an input.
+        options: More keywords of `EmpiricalRisk`.
+        params: The parameters, of the model; default all.
+        loss: The loss that fits; default cross-entropy.
+        fallback: Names of the layers without Kronecker factors.
+    """
+
+    model: nn.Module
+    inputs: list[Any]
+    read: Callable[[Any], Tensor] = lambda out: out
+    logits: bool = False
+    count: Callable[[Any], int] = len
+    options: dict[str, Any] = field(default_factory=dict)
+    params: Callable[[nn.Module], Any] = lambda model: list(model.parameters())
+    loss: str = "ce"
+    fallback: tuple[str, ...] = ()
+
+
+def _batches(*shape: int, sizes: Sequence[int] = (3, 1, 2)) -> list[Tensor]:
+    return [torch.randn(n, *shape, dtype=torch.float64) for n in sizes]
+
+
+class Twice(nn.Module):
+    """One module called twice, at two depths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.last = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.shared(torch.tanh(self.shared(self.first(x))))))
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the head's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(self.embedding(x)))).movedim(-1, 1)
+
+
+class Attention(nn.Module):
+    """Positions that mix, behind an in-place activation on 3-d features."""
+
+    def __init__(self, classes_first: bool = True) -> None:
+        super().__init__()
+        self.first, self.q, self.k, self.head = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 3)
+        self.classes_first = classes_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu_(self.first(x))
+        h = (self.q(h) @ self.k(h).mT).softmax(-1) @ h
+        out = self.head(h)
+        return out.movedim(-1, 1) if self.classes_first else out
+
+
+class Flattened(nn.Module):
+    """Outputs [N·R, C]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.flatten(0, 1))
+
+
+class ByPosition(nn.Module):
+    """A net applied to every position, classes on axis 1 of the output."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).movedim(-1, 1)
+
+
+class Bare(nn.Module):
+    """Parameters held by the container itself, beside its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(()))
+        self.inner = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(x * self.scale + self.shift))
+
+
+class FromMapping(nn.Module):
+    """Inputs in a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 3), nn.Linear(3, 3)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return torch.tanh(self.left(inputs["u"])) * self.right(inputs["v"])
+
+
+class TwoOutputs(nn.Module):
+    """A tuple of which the loss reads the second part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.body(x))
+        return h, self.head(h)
+
+
+@dataclass
+class LanguageOutput:
+    """Looks like an output of a language model."""
+
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class Language(nn.Module):
+    """Looks like a language model: tokens in, an output object with `.logits` [N, T, C] out, positions broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(6, 3), nn.Embedding(5, 3)
+        self.norm, self.body, self.head = nn.LayerNorm(3), nn.Linear(3, 3), nn.Linear(3, 4)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> LanguageOutput:
+        h = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1], device=input_ids.device)[None])
+        past = torch.ones(h.shape[1], h.shape[1], dtype=h.dtype, device=h.device).tril()
+        h = self.norm(h)
+        h = h + torch.tanh(self.body((past / past.sum(1, keepdim=True)) @ h))
+        return LanguageOutput(self.head(h), h)
+
+
+class TimeFirst(nn.Module):
+    """A layer that sees [T, N, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x.transpose(0, 1))).transpose(0, 1)).movedim(-1, 1)
+
+
+def _frozen(model: nn.Module, *names: str) -> nn.Module:
+    for name, p in model.named_parameters():
+        if not names or name.startswith(names):
+            p.requires_grad_(False)
+    return model
+
+
+def _mlp(activation: nn.Module | None = None) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), activation or nn.Tanh(), nn.Linear(5, 3))
+
+
+def _cnn(**options: Any) -> nn.Sequential:
+    conv = nn.Conv2d(2, 2, 3, **options)
+    return nn.Sequential(conv, nn.ReLU(inplace=True), nn.Conv2d(2, 2, (1, 2), bias=False), nn.Flatten(), nn.LazyLinear(3))
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """Some of the parameters, in another order, under names of the user's."""
+    items = list(model.named_parameters())[::-1]
+    return {f"p{index}": p for index, (_, p) in enumerate(items) if index != 1}
+
+
+NETS: dict[str, Callable[[], Net]] = {
+    "linear": lambda: Net(nn.Linear(4, 3), _batches(4)),
+    "mlp": lambda: Net(_mlp(), _batches(4)),
+    "in-place relu": lambda: Net(_mlp(nn.ReLU(inplace=True)), _batches(4)),
+    "deep linear": lambda: Net(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 2)), _batches(4), loss="mse"),
+    "one number": lambda: Net(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)), _batches(4), loss="bce"),
+    "strided cnn": lambda: Net(_cnn(stride=2, padding=(1, 0)), _batches(2, 5, 6)),
+    "same cnn": lambda: Net(_cnn(padding="same", padding_mode="reflect", dilation=(1, 2)), _batches(2, 4, 5)),
+    "circular cnn": lambda: Net(_cnn(padding=1, padding_mode="circular"), _batches(2, 3, 4)),
+    "replicate cnn": lambda: Net(_cnn(padding=(2, 1), padding_mode="replicate", stride=(2, 1)), _batches(2, 3, 4)),
+    "grouped cnn": lambda: Net(_cnn(groups=2), _batches(2, 3, 4), fallback=("0",)),
+    "conv1d": lambda: Net(nn.Sequential(nn.Conv1d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Conv1d(3, 3, 2)), _batches(2, 6)),
+    "conv3d": lambda: Net(
+        nn.Sequential(nn.Conv3d(1, 2, (2, 1, 2), padding=(1, 0, 0)), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(3)),
+        _batches(1, 2, 2, 3),
+    ),
+    "sequence": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))), _batches(2, 3)),
+    "grid": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 3))), _batches(2, 2, 3)),
+    "attention": lambda: Net(Attention(), _batches(3, 3)),
+    "uneven sequences": lambda: Net(Attention(), [*_batches(2, 3, sizes=(2,)), *_batches(4, 3, sizes=(1,)), *_batches(1, 3)]),
+    "flattened": lambda: Net(Flattened(), _batches(3, 3)),
+    "called twice": lambda: Net(Twice(), _batches(4)),
+    "called twice on sequences": lambda: Net(ByPosition(Twice()), _batches(2, 4)),
+    "tied": lambda: Net(Tied(), [torch.randint(5, (n, 3)) for n in (3, 1, 2)], fallback=("embedding",)),
+    "frozen": lambda: Net(_frozen(_mlp(nn.ReLU(inplace=True))), _batches(4)),
+    "frozen sequence": lambda: Net(_frozen(Attention()), _batches(2, 3)),
+    "half frozen": lambda: Net(
+        _frozen(_mlp(nn.ReLU(inplace=True)), "0"), _batches(4), params=lambda model: [p for p in model.parameters() if p.requires_grad]
+    ),
+    "weights only": lambda: Net(_mlp(), _batches(4), params=lambda model: [model[2].weight, model[0].weight]),
+    "biases only": lambda: Net(ByPosition(_mlp()), _batches(2, 4), params=lambda model: [model.net[2].bias, model.net[0].bias]),
+    "shuffled": lambda: Net(_mlp(), _batches(4), params=lambda model: list(model.parameters())[::-1]),
+    "named subset": lambda: Net(_cnn(), _batches(2, 3, 4), params=_named),
+    "generic layers": lambda: Net(
+        nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.PReLU(), nn.Flatten(), nn.Linear(8, 3)),
+        [torch.randint(5, (n, 2)) for n in (3, 1, 2)],
+        fallback=("0", "1", "2"),
+    ),
+    "batch norm": lambda: Net(
+        nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(6, 3)).eval(),
+        _batches(2, 3),
+        fallback=("1",),
+    ),
+    "bare parameters": lambda: Net(Bare(), _batches(4), fallback=("",)),
+    "mapping": lambda: Net(
+        FromMapping(),
+        [{"u": u, "v": v} for u, v in zip(_batches(2), _batches(3), strict=True)],
+        count=lambda X: len(X["u"]),
+        options={"batch_size_fn": lambda X: len(X["u"])},
+    ),
+    "two outputs": lambda: Net(TwoOutputs(), _batches(4), read=lambda out: out[1], options={"output": lambda out: out[1]}),
+    "language model": lambda: Net(
+        Language(), [torch.randint(6, (n, 3)) for n in (3, 1, 2)], logits=True, fallback=("tokens", "positions", "norm")
+    ),
+    "time first": lambda: Net(TimeFirst(), _batches(4, 3), options={"example_axis": {"body": 1}}),
+}
+
+# ------------------------------------------------------------------------------------------------------------- problems
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A net with a loss and targets.
+
+    Attributes:
+        net: The net.
+        loss: The loss.
+        data: Batches.
+    """
+
+    net: Net
+    loss: nn.Module
+    data: list[Any]
+
+    @property
+    def model(self) -> nn.Module:
+        return self.net.model
+
+    @cached_property
+    def params(self) -> Any:
+        """The parameters as a user hands them over."""
+        return self.net.params(self.model)
+
+    @property
+    def keyed(self) -> dict[str, Tensor]:
+        """The same by key."""
+        own = {id(p): name for name, p in self.model.named_parameters()}
+        return dict(self.params) if isinstance(self.params, Mapping) else {own[id(p)]: p for p in self.params}
+
+    def risk(self, data: Any = None, **options: Any) -> EmpiricalRisk:
+        """Model, loss and data as one noun."""
+        data = self.data if data is None else data
+        return EmpiricalRisk(self.model, self.loss, data, self.params, **{**self.net.options, **options})
+
+    def curvature(self, approximation: Any, data: Any = None, risk: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        """The composing door, with an eye on the user's things; the listing warning is expected where a layer falls back."""
+        with unchanged(self.model, self.loss, data if isinstance(data, list) else self.data), warnings.catch_warnings():
+            if self.net.fallback:
+                warnings.simplefilter("ignore", CurvatureWarning)
+            K = curvature(self.risk(data, **(risk or {})), approximation, **options)
+            K.compute()
+        return K
+
+    def reference(self, **options: Any) -> Reference:
+        """The slow exact twin."""
+        net, hugging = self.net, self.net.logits
+        classes_last = hugging and isinstance(self.loss, nn.CrossEntropyLoss)
+        made = Reference(
+            self.model,
+            self.loss,
+            self.data,
+            self.keyed,
+            read=(lambda out: out.logits) if hugging else net.read,
+            axis=1 if isinstance(self.loss, nn.CrossEntropyLoss) and not hugging else -1,
+            to_loss=(lambda f: f.movedim(-1, 1)) if classes_last else (lambda f: f),
+            count=net.count,
+            example_axis=net.options.get("example_axis"),
+            **options,
+        )
+        return made.with_targets([item["labels"] if isinstance(item, Mapping) else item[1] for item in self.data])
+
+    @cached_property
+    def exact(self) -> Reference:
+        """`reference()`, made once."""
+        return self.reference()
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Problem:
+        """A copy on another device, in another precision."""
+
+        def move(t: Any) -> Any:
+            if isinstance(t, Tensor):
+                return t.to(device, dtype) if t.is_floating_point() else t.to(device)
+            if isinstance(t, Mapping):
+                return {key: move(value) for key, value in t.items()}
+            return type(t)(move(value) for value in t)
+
+        model = copy.deepcopy(self.model).to(device, dtype)
+        return Problem(replace(self.net, model=model), copy.deepcopy(self.loss).to(device, dtype), move(self.data))
+
+
+def _make(net_name: str, loss_name: str | None) -> Problem:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(net_name.encode()))
+        net = NETS[net_name]()
+        net.model.double()
+        with torch.no_grad():
+            if any(isinstance(m, nn.LazyLinear) for m in net.model.modules()):
+                net.model(net.inputs[0])
+            for p in net.model.parameters():
+                p.copy_(torch.randn_like(p) / max(1, p[0].numel() if p.ndim > 1 else 2) ** 0.5)
+            outs = [net.model(input_ids=x) if net.logits else net.model(x) for x in net.inputs]
+        shapes = [(out.logits if net.logits else net.read(out)).shape for out in outs]
+        last = len(shapes[0]) - 1
+        loss, y = LOSSES[loss_name or net.loss](shapes, last if net.logits else min(1, last))
+    pairs = zip(net.inputs, y, strict=True)
+    data = [{"input_ids": X, "labels": t} for X, t in pairs] if net.logits else list(pairs)
+    return Problem(net, loss, data)
+
+
+@lru_cache(maxsize=None)
+def problem(name: str) -> Problem:
+    """A problem by its name, "net" or "net, loss"; made once, so don't change it."""
+    net, _, loss = name.partition(", ")
+    return _make(net, loss or None)
+
+
+def fresh(name: str) -> Problem:
+    """The same problem with a model and data of its own."""
+    net, _, loss = name.partition(", ")
+    return _make(net, loss or None)
+
+
+#: Every net with a loss that fits, and every loss on a net with one term per example and one with several.
+PROBLEMS = [*NETS, *(f"{net}, {loss}" for net in ("mlp", "attention") for loss in LOSSES)]
+#: A few that differ most, for laws that are about the approximation rather than the net.
+FEW = ["mlp", "strided cnn", "attention", "called twice", "tied", "generic layers", "language model"]
+
+# ------------------------------------------------------------------------------------------------------- approximations
+
+APPROXIMATIONS: dict[str, Any] = {
+    "KFAC": KFAC,
+    "KFAC reduce": KFAC.using(kfac_approx="reduce"),
+    "EKFAC": EKFAC,
+    "EKFAC reduce": EKFAC.using(kfac_approx="reduce"),
+    "DiagonalBlock": DiagonalBlock,
+    "FullBlock": FullBlock,
+}
+
+VECTORS: dict[str, Any] = {
+    "exact": Exact(),
+    "signs": Exact(signs=True, seed=3),
+    "mc": MonteCarlo(samples=2, seed=1),
+    "empirical": Empirical(),
+    "empirical per term": Empirical(per_term=True),
+    "forward only": ForwardOnly(),
+}

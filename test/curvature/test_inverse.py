@@ -1,0 +1,157 @@
+"""Damped inverses: the conventions of curvlinops 3.0.1 and of the composing door, against dense algebra."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from cases import APPROXIMATIONS, FEW, close, problem
+from torch import Tensor
+
+from curvlinops_plus import (
+    EKFACLinearOperator,
+    KFACInverseLinearOperator,
+    KFACLinearOperator,
+    RelativeDamping,
+    SingularMatrixError,
+)
+
+separate_or_joint = pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
+NETS = ["mlp", "strided cnn", "weights only", "biases only"]
+
+
+def operator(kind: Any, name: str, separate: bool) -> Any:
+    p = problem(name)
+    return kind(p.model, p.loss, p.params, p.data, fisher_type="type-2", separate_weight_and_bias=separate)
+
+
+def inverse_by_factors(name: str, K: Any, separate: bool, damping: Any) -> Tensor:
+    """Dense inverse from factors: `damping(A, G)` is the pair added to them; a bias by itself gets the second."""
+    p = problem(name)
+    result = torch.zeros(K.shape, dtype=torch.float64)
+    for keys in p.exact.blocks(separate):
+        layer = p.exact.affine_layer(keys[0])
+        assert layer is not None
+        G = K.gradient_covariances[layer]
+        weight = any(p.exact.names[key].endswith("weight") for key in keys)
+        A = K.input_covariances.get(layer)
+        lambda_A, lambda_G = damping(A, G)
+        G_inv = torch.linalg.inv(G + lambda_G * torch.eye(len(G), dtype=G.dtype))
+        A_inv = torch.linalg.inv(A + lambda_A * torch.eye(len(A), dtype=G.dtype)) if weight else torch.ones(1, 1, dtype=torch.float64)
+        r, c = p.exact.matrix_places(keys)
+        at = p.exact.places(keys)
+        result[at[:, None], at] = G_inv[r[:, None], r] * A_inv[c[:, None], c]
+    return result
+
+
+def heuristic(A: Tensor | None, G: Tensor, damping: float, smallest: float) -> tuple[float, float]:
+    mean_A = 1.0 if A is None else float(A.diagonal().mean())
+    mean_G = float(G.diagonal().mean())
+    if not mean_G > 0 or not mean_A > 0:
+        return damping, damping
+    pi = sqrt(mean_A / mean_G)
+    return max(pi * sqrt(damping), smallest), max(sqrt(damping) / pi, smallest)
+
+
+@separate_or_joint
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_number_or_a_pair_is_added_to_the_factors(name: str, separate: bool, cache: bool) -> None:
+    K = operator(KFACLinearOperator, name, separate)
+    for damping, pair in ((0.3, (0.3, 0.3)), ((0.2, 0.5), (0.2, 0.5))):
+        expected = inverse_by_factors(name, K, separate, lambda A, G, pair=pair: pair)
+        inverse = KFACInverseLinearOperator(K, damping=damping, cache=cache)
+        v = torch.linspace(-1, 1, len(expected), dtype=torch.float64)
+        for _ in range(2):  # the damping is not added twice
+            close(inverse @ v, expected @ v)
+        close(inverse.to_dense(), expected)
+        close(inverse.trace, expected.trace())
+        close(inverse.logdet, torch.linalg.slogdet(expected).logabsdet)
+        close(inverse.det.log(), torch.linalg.slogdet(expected).logabsdet)
+        close(inverse.frobenius_norm, expected.norm())
+
+
+@separate_or_joint
+@pytest.mark.parametrize("name", NETS)
+def test_exact_damping(name: str, separate: bool) -> None:
+    for kind in (KFACLinearOperator, EKFACLinearOperator):
+        K = operator(kind, name, separate)
+        dense = K.to_dense()
+        expected = torch.linalg.inv(dense + 0.3 * torch.eye(len(dense), dtype=dense.dtype))
+        close(KFACInverseLinearOperator(K, damping=0.3, use_exact_damping=True).to_dense(), expected, what=kind.__name__)
+        close(K.inverse(damping=0.3).to_dense(), expected, what=kind.__name__)
+        close(K.inverse(damping=torch.tensor(0.3, dtype=torch.float64)).to_dense(), expected, what=kind.__name__)
+
+
+@separate_or_joint
+@pytest.mark.parametrize("name", ["mlp", "strided cnn", "weights only"])
+@pytest.mark.parametrize("smallest", [1e-8, 0.4])
+def test_heuristic_damping(name: str, separate: bool, smallest: float) -> None:
+    K = operator(KFACLinearOperator, name, separate)
+    expected = inverse_by_factors(name, K, separate, lambda A, G: heuristic(A, G, 0.09, smallest))
+    inverse = KFACInverseLinearOperator(K, damping=0.09, use_heuristic_damping=True, min_damping=smallest)
+    close(inverse.to_dense(), expected)
+    close(K.inverse(damping=0.09, use_heuristic_damping=True, min_damping=smallest).to_dense(), expected)
+
+
+def test_heuristic_damping_of_a_layer_without_gradient() -> None:
+    """A mean eigenvalue of zero cannot be divided by: the plain number is used."""
+    K = operator(KFACLinearOperator, "mlp", True)
+    K.gradient_covariances["0"].zero_()
+    expected = inverse_by_factors("mlp", K, True, lambda A, G: heuristic(A, G, 0.09, 1e-8))
+    close(KFACInverseLinearOperator(K, damping=0.09, use_heuristic_damping=True).to_dense(), expected)
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_a_damping_for_every_block(name: str, approximation: str) -> None:
+    p = problem(name)
+    K = p.curvature(APPROXIMATIONS[approximation])
+    dampings = torch.linspace(0.1, 1.0, len(K.blocks), dtype=torch.float64)
+    dense, relative = K.to_dense(), K.to_dense()
+    names = {tuple(sorted(group.keys)): group.name for entry in K.plan for group in entry.layer.groups}
+    for keys in p.exact.blocks(False):
+        block = names[tuple(sorted(keys))]
+        at = p.exact.places(keys)
+        dense[at, at] += dampings[list(K.blocks).index(block)]
+        relative[at, at] += 0.1 * K.to_dense()[at, at].mean()
+    close(K.inverse(damping=dampings).to_dense(), torch.linalg.inv(dense), what="one number per block")
+    close(K.inverse(damping=RelativeDamping(0.1)).to_dense(), torch.linalg.inv(relative), what="relative", rtol=1e-7)
+
+
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_logdet_of_a_shift_is_differentiable(approximation: str) -> None:
+    p = problem("mlp")
+    K = p.curvature(APPROXIMATIONS[approximation])
+    delta = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    (derivative,) = torch.autograd.grad(K.shift(delta).logdet, delta)
+    eye = torch.eye(43, dtype=torch.float64)
+    close(derivative, torch.linalg.inv(K.to_dense() + 0.5 * eye).trace())
+
+
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_singular_blocks(approximation: str) -> None:
+    """With cross-entropy the last gradient factor is singular by construction."""
+    p = problem("linear")
+    K = p.curvature(APPROXIMATIONS[approximation])
+    if approximation == "DiagonalBlock":
+        assert bool(K.logdet.isfinite())
+        return
+    assert float(K.logdet) == -torch.inf
+    assert float(K.det) == 0
+    with pytest.raises(SingularMatrixError, match='block "weight"|block ""|singular'):
+        _ = K.inverse() @ torch.ones(15, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_samples_have_the_matrix_as_covariance(approximation: str) -> None:
+    p = problem("linear")
+    K = p.curvature(APPROXIMATIONS[approximation])
+    draws = K.sample(torch.Generator().manual_seed(0), num=20000)
+    assert draws.shape == (15, 20000)
+    dense = K.to_dense()
+    error = draws @ draws.T / 20000 - dense
+    allowed = 5 * (dense.diagonal()[:, None] * dense.diagonal() + dense**2).sqrt() / sqrt(20000)
+    assert bool((error.abs() <= allowed + 1e-12).all())

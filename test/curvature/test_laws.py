@@ -1,0 +1,538 @@
+"""Every approximation on every problem is what its definition says, in float64, against the slow exact twin."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import APPROXIMATIONS, FEW, LOSSES, NETS, PROBLEMS, VECTORS, Problem, close, problem, unchanged
+from torch import Tensor, nn
+
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    DiagonalBlock,
+    EFLinearOperator,
+    EmpiricalRisk,
+    Exact,
+    FullBlock,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    MonteCarlo,
+    curvature,
+)
+from curvlinops_plus.risk import Vectors
+
+every_problem = pytest.mark.parametrize("name", PROBLEMS)
+few_problems = pytest.mark.parametrize("name", FEW)
+every_net = pytest.mark.parametrize("name", NETS)
+separate_or_joint = pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
+expand_or_reduce = pytest.mark.parametrize("reduce", [False, True], ids=["expand", "reduce"])
+
+
+def kfac(reduce: bool) -> Any:
+    return KFAC.using(kfac_approx="reduce" if reduce else "expand")
+
+
+def ekfac(reduce: bool) -> Any:
+    return EKFAC.using(kfac_approx="reduce" if reduce else "expand")
+
+
+# ------------------------------------------------------------------------------------------------------ exact matrices
+
+
+@every_problem
+def test_matrix_free_operators_are_the_matrices(name: str) -> None:
+    p = problem(name)
+    expected = {
+        GGNLinearOperator: p.exact.ggn(),
+        EFLinearOperator: p.exact.empirical_fisher(per_term=True),
+        HessianLinearOperator: p.exact.hessian(),
+    }
+    for kind, matrix in expected.items():
+        with unchanged(p.model, p.loss, p.data):
+            A = kind(p.model, p.loss, p.params, p.data, **p.net.options)
+            close(A.to_dense(), matrix, what=kind.__name__)
+            v = torch.linspace(-1, 1, len(matrix), dtype=torch.float64)
+            close(A @ v, matrix @ v, what=f"{kind.__name__} @ v")
+
+
+@every_problem
+def test_gradient_and_loss(name: str) -> None:
+    p = problem(name)
+    with unchanged(p.model, p.loss, p.data):
+        gradient = p.risk().gradient()
+    assert list(gradient) == list(p.keyed)
+    close(torch.cat([g.flatten() for g in gradient.values()]), p.exact.gradient())
+
+
+def test_loss_is_the_user_s_loss_of_one_big_batch() -> None:
+    for name in LOSSES:
+        p = problem(f"mlp, {name}")
+        X, y = (torch.cat(parts) for parts in zip(*p.data, strict=True))
+        close(p.risk().loss(), p.loss(p.model(X), y), what=name)
+
+
+@every_problem
+@separate_or_joint
+def test_full_and_diagonal_blocks_are_the_ggn_s(name: str, separate: bool) -> None:
+    p = problem(name)
+    expected = p.exact.only_blocks(p.exact.ggn(), separate)
+    for approximation, matrix in ((FullBlock, expected), (DiagonalBlock, expected.diagonal().diag())):
+        K = p.curvature(approximation, separate_weight_and_bias=separate)
+        close(K.to_dense(), matrix, what=approximation.__name__)
+
+
+@every_problem
+@separate_or_joint
+def test_empirical_fisher_blocks(name: str, separate: bool) -> None:
+    p = problem(name)
+    for vectors, per_term in ((VECTORS["empirical"], False), (VECTORS["empirical per term"], True)):
+        expected = p.exact.only_blocks(p.exact.empirical_fisher(per_term), separate)
+        K = p.curvature(FullBlock, vectors=vectors, separate_weight_and_bias=separate)
+        close(K.to_dense(), expected, what=repr(vectors))
+
+
+# -------------------------------------------------------------------------------------------------------------- KFAC
+
+
+@every_problem
+@separate_or_joint
+@expand_or_reduce
+def test_kfac_is_its_definition(name: str, separate: bool, reduce: bool) -> None:
+    p = problem(name)
+    K = p.curvature(kfac(reduce), separate_weight_and_bias=separate)
+    close(K.to_dense(), p.exact.kfac(p.exact.exact(), reduce, separate))
+
+
+@few_problems
+@separate_or_joint
+@expand_or_reduce
+def test_kfac_of_the_empirical_fisher_is_its_definition(name: str, separate: bool, reduce: bool) -> None:
+    p = problem(name)
+    for vectors, per_term in ((VECTORS["empirical"], False), (VECTORS["empirical per term"], True)):
+        K = p.curvature(kfac(reduce), vectors=vectors, separate_weight_and_bias=separate)
+        close(K.to_dense(), p.exact.kfac(p.exact.empirical(per_term), reduce, separate), what=repr(vectors))
+
+
+@every_problem
+@separate_or_joint
+@expand_or_reduce
+def test_ekfac_is_its_definition(name: str, separate: bool, reduce: bool) -> None:
+    p = problem(name)
+    K = p.curvature(ekfac(reduce), separate_weight_and_bias=separate)
+    vectors, dense = p.exact.exact(), K.to_dense()
+    block_diagonal = p.exact.only_blocks(dense, separate)
+    close(dense, block_diagonal, what="zero between blocks")
+    for keys in p.exact.blocks(separate):
+        at = p.exact.places(keys)
+        block = dense[at[:, None], at]
+        layer = p.exact.affine_layer(keys[0])
+        if layer is None:
+            close(block, p.exact.ggn()[at, at].diag(), what=f"diagonal of {keys}")
+            continue
+        name_of_block = keys[0] if separate else (layer or keys[0])
+        basis = K.blocks[name_of_block].basis
+        weight = any(p.exact.names[key].endswith("weight") for key in keys)
+        A, G = p.exact.factors(layer, vectors, reduce, ones=len(keys) > 1)
+        QG, QA = (basis.G.matrix, basis.A.matrix) if weight else (basis.matrix, None)
+        for Q, factor in ((QG, G), (QA, A)):
+            if Q is not None:
+                close(Q.T @ Q, torch.eye(len(Q)), what=f"orthogonal basis of {keys}")
+                close(Q @ (Q.T @ factor @ Q).diagonal().diag() @ Q.T, factor, what=f"eigenvectors of {keys}")
+        values = p.exact.corrected_eigenvalues(keys, vectors, QG, QA)
+        Q = QG if QA is None else torch.kron(QG, QA)
+        r, c = p.exact.matrix_places(keys)
+        order = r * values.shape[1] + c
+        close(block, (Q @ values.flatten().diag() @ Q.T)[order[:, None], order], what=f"block of {keys}")
+
+
+@every_problem
+@separate_or_joint
+@expand_or_reduce
+def test_ekfac_keeps_the_trace_and_is_never_worse_than_kfac(name: str, separate: bool, reduce: bool) -> None:
+    p = problem(name)
+    exact = p.exact.only_blocks(p.exact.ggn(), separate)
+    E = p.curvature(ekfac(reduce), separate_weight_and_bias=separate)
+    close(E.trace, exact.trace(), what="trace")
+    error = (E.to_dense() - exact).norm()
+    of_kfac = (p.exact.kfac(p.exact.exact(), reduce, separate) - exact).norm()
+    assert error <= of_kfac * (1 + 1e-9) + 1e-12, f"error {error:.3g} of EKFAC, {of_kfac:.3g} of KFAC"
+
+
+@few_problems
+def test_ekfac_keeps_the_trace_of_the_empirical_fisher(name: str) -> None:
+    p = problem(name)
+    for vectors, per_term in ((VECTORS["empirical"], False), (VECTORS["empirical per term"], True)):
+        close(p.curvature(EKFAC, vectors=vectors).trace, p.exact.empirical_fisher(per_term).trace(), what=repr(vectors))
+
+
+class Given(Vectors):
+    """Vectors of the user's own, one tensor [V, N, R, C] per batch."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches, self.index = batches, -1
+
+    def count(self, likelihood: Any, F: Tensor) -> int:
+        return 3
+
+    def send(self, likelihood: Any, F: Tensor, Y: Tensor, draws: Any) -> Iterator[Tensor]:
+        self.index = (self.index + 1) % len(self.batches)
+        assert self.batches[self.index].shape[1:] == F.shape
+        yield from self.batches[self.index]
+
+
+@few_problems
+@separate_or_joint
+@expand_or_reduce
+def test_vectors_of_the_user_s_own(name: str, separate: bool, reduce: bool) -> None:
+    p = problem(name)
+    generator = torch.Generator().manual_seed(0)
+    own = [torch.randn(3, *b.terms.shape, dtype=torch.float64, generator=generator) for b in p.exact.batches]
+    vectors = p.exact.given(own)
+    exact = p.exact.only_blocks(p.exact.from_gradients(vectors), separate)
+    K = p.curvature(kfac(reduce), vectors=Given(own), separate_weight_and_bias=separate)
+    close(K.to_dense(), p.exact.kfac(vectors, reduce, separate), what="KFAC")
+    close(p.curvature(FullBlock, vectors=Given(own), separate_weight_and_bias=separate).to_dense(), exact, what="FullBlock")
+    close(p.curvature(ekfac(reduce), vectors=Given(own), separate_weight_and_bias=separate).trace, exact.trace(), what="EKFAC")
+
+
+# --------------------------------------------------------------------------------------- what theory says is exact
+
+
+def net_and_loss(model: nn.Module, loss: nn.Module, *data: tuple[Tensor, Tensor]) -> Problem:
+    from cases import Net
+
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for q in model.double().parameters():
+            q.copy_(torch.randn(q.shape, dtype=torch.float64, generator=generator))
+    return Problem(Net(model, [X for X, _ in data]), loss, list(data))
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "ce-ignore-a-class"])
+def test_kfac_is_exact_for_one_datum_without_sharing(loss: str) -> None:
+    p = problem(f"mlp, {loss}")
+    batches = [(X[1:2], y[1:2]) for X, y in p.data if len(X) > 1]
+    for batch in batches:
+        single = Problem(p.net, p.loss, [batch])
+        exact = single.exact.only_blocks(single.exact.ggn(), False)
+        close(single.curvature(KFAC).to_dense(), exact, what="KFAC")
+        close(single.curvature(EKFAC).to_dense(), exact, what="EKFAC")
+
+
+@expand_or_reduce
+@separate_or_joint
+def test_kfac_is_exact_for_deep_linear_nets_with_squared_error(reduce: bool, separate: bool) -> None:
+    """The output's derivative is then the same for every example (Bernacchia et al. 2018)."""
+    p = problem("deep linear")
+    exact = p.exact.only_blocks(p.exact.ggn(), separate)
+    for approximation in (kfac(reduce), ekfac(reduce)):
+        close(p.curvature(approximation, separate_weight_and_bias=separate).to_dense(), exact)
+
+
+@separate_or_joint
+def test_kfac_is_exact_for_a_last_linear_layer_with_squared_error(separate: bool) -> None:
+    p = problem("mlp, mse")
+    exact = p.exact.only_blocks(p.exact.ggn(), separate)
+    last = p.exact.places(["2.weight", "2.bias"])
+    for approximation in (KFAC, EKFAC):
+        dense = p.curvature(approximation, separate_weight_and_bias=separate).to_dense()
+        close(dense[last[:, None], last], exact[last[:, None], last])
+
+
+def test_expand_is_exact_where_loss_terms_are_independent() -> None:
+    """Deep linear, one loss term per position (Eschenhagen et al. 2023, proposition 1)."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    p = net_and_loss(model, nn.MSELoss(), (numbers(3, 5, 3), numbers(3, 5, 2)), (numbers(2, 5, 3, seed=1), numbers(2, 5, 2)))
+    close(p.curvature(KFAC).to_dense(), p.exact.only_blocks(p.exact.ggn(), False))
+
+
+class MeanPool(nn.Module):
+    """The mean over positions between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).mean(1))
+
+
+def test_reduce_is_exact_where_positions_are_averaged() -> None:
+    """Deep linear, mean over positions, squared error (Eschenhagen et al. 2023, proposition 2)."""
+    p = net_and_loss(MeanPool(), nn.MSELoss(), (numbers(3, 5, 3), numbers(3, 2)), (numbers(2, 5, 3, seed=1), numbers(2, 2)))
+    exact = p.exact.only_blocks(p.exact.ggn(), False)
+    close(p.curvature(kfac(reduce=True)).to_dense(), exact)
+    with pytest.raises(AssertionError, match="relative error"):
+        close(p.curvature(kfac(reduce=False)).to_dense(), exact)
+
+
+@pytest.mark.parametrize("name", ["sequence", "grid", "flattened", "flattened, mse", "flattened, bce"])
+def test_random_signs_are_exact_for_expand_where_positions_do_not_mix(name: str) -> None:
+    p = problem(name)
+    K = p.curvature(KFAC, vectors=Exact(signs=True, seed=5))
+    close(K.to_dense(), p.exact.kfac(p.exact.exact()))
+
+
+# ----------------------------------------------------------------------------------------------------- data and scale
+
+
+def merged(p: Problem, sizes: list[int]) -> list[Any]:
+    """The same examples in batches of other sizes."""
+    if isinstance(p.data[0], dict):
+        whole = {key: torch.cat([batch[key] for batch in p.data]) for key in p.data[0]}
+        return [dict(zip(whole, parts, strict=True)) for parts in zip(*(t.split(sizes) for t in whole.values()), strict=True)]
+    X, y = (torch.cat(parts) for parts in zip(*p.data, strict=True))
+    return list(zip(X.split(sizes), y.split(sizes), strict=True))
+
+
+@few_problems
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_batch_sizes_do_not_matter(name: str, approximation: str) -> None:
+    """Nor do they for random draws, which follow the examples."""
+    p = problem(name)
+    for vectors in ("exact", "signs", "mc", "empirical", "empirical per term"):
+        K = p.curvature(APPROXIMATIONS[approximation], vectors=VECTORS[vectors])
+        dense = K.to_dense()
+        for sizes in ([6], [2, 1, 3]):
+            other = p.curvature(APPROXIMATIONS[approximation], merged(p, sizes), vectors=VECTORS[vectors])
+            what = f"{vectors}, batches of {sizes}"
+            if "EKFAC" in approximation:  # where a factor lacks rank, rounding decides about its eigenvectors
+                close(other.trace, K.trace, what=what)
+            else:
+                close(other.to_dense(), dense, what=what)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_mean_is_sum_over_what_pytorch_divides_by(loss: str) -> None:
+    for net in ("mlp", "attention"):
+        p = problem(f"{net}, {loss}")
+        other = Problem(p.net, p.exact.summed if p.loss.reduction == "mean" else p.exact.mean, p.data)
+        divisor = sum(b.divisor for b in p.exact.batches)
+        mean, summed = (p, other) if p.loss.reduction == "mean" else (other, p)
+        for approximation in (KFAC, EKFAC, FullBlock):
+            close(mean.curvature(approximation).to_dense() * divisor, summed.curvature(approximation).to_dense())
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "attention, ce-ignore", "mlp, mse-sum", "attention, mse"])
+def test_given_counts_replace_the_divisor_of_the_loss_and_nothing_else(name: str) -> None:
+    p = problem(name)
+    for given in ({"num_data": 17}, {"num_per_example_loss_terms": 5}, {"num_data": 17, "num_per_example_loss_terms": 5}):
+        twin = p.reference(num_data=given.get("num_data"), num_terms=given.get("num_per_example_loss_terms"))
+        K = p.curvature(KFAC, risk=given)
+        close(K.to_dense(), twin.kfac(twin.exact()), what=f"KFAC with {given}")
+        close(p.curvature(FullBlock, risk=given).to_dense(), twin.only_blocks(twin.ggn(), False), what=f"FullBlock with {given}")
+        A = GGNLinearOperator(p.model, p.loss, p.params, p.data, **given, **p.net.options)
+        close(A.to_dense(), twin.ggn(), what=f"GGN with {given}")
+
+
+def attended(X: Any, y: Tensor) -> Tensor:
+    """A mask [N, T] that keeps the first position and some others."""
+    kept = torch.arange(y.numel()).view(y.shape) % 3 != 1
+    kept[:, 0] = True
+    return kept
+
+
+@pytest.mark.parametrize("name", ["attention", "sequence", "uneven sequences", "time first"])
+@expand_or_reduce
+@separate_or_joint
+def test_masked_positions_leave_both_factors(name: str, reduce: bool, separate: bool) -> None:
+    p = problem(name)
+    twin = p.reference(mask=attended)
+    K = p.curvature(kfac(reduce), risk={"mask": attended}, separate_weight_and_bias=separate)
+    close(K.to_dense(), twin.kfac(twin.exact(), reduce, separate))
+
+
+def test_a_mask_is_not_for_layers_with_other_positions() -> None:
+    p = problem("mlp")
+    K = p.curvature(KFAC, risk={"mask": lambda X, y: torch.zeros(len(y), 7, dtype=torch.bool)})
+    close(K.to_dense(), p.exact.kfac(p.exact.exact()))
+
+
+@pytest.mark.parametrize("name", ["mlp", "strided cnn", "attention", "called twice", "frozen sequence"])
+@expand_or_reduce
+@separate_or_joint
+def test_forward_only_needs_no_backward_pass(name: str, reduce: bool, separate: bool) -> None:
+    p = problem(name)
+
+    class NoBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            assert not torch.is_grad_enabled() or not x.requires_grad
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            raise AssertionError("a backward pass was run")
+
+    handle = p.model.register_forward_hook(lambda module, args, out: NoBackward.apply(out))
+    graphs: list[Any] = []
+    inner = next(m for m in p.model.modules() if isinstance(m, nn.Linear)).register_forward_hook(
+        lambda module, args, out: graphs.append(out.grad_fn)
+    )
+    try:
+        K = p.curvature(kfac(reduce), vectors=VECTORS["forward only"], separate_weight_and_bias=separate)
+    finally:
+        handle.remove()
+        inner.remove()
+    assert graphs
+    assert all(g is None for g in graphs), "an autograd graph was built"
+    for keys in p.exact.blocks(separate):
+        layer = p.exact.affine_layer(keys[0])
+        assert layer is not None
+        A, G = p.exact.factors(layer, p.exact.exact(), reduce, ones=len(keys) > 1)
+        A = A if any(p.exact.names[key].endswith("weight") for key in keys) else torch.ones(1, 1)
+        r, c = p.exact.matrix_places(keys)
+        at = p.exact.places(keys)
+        expected = torch.eye(len(G), dtype=G.dtype)[r[:, None], r] * A[c[:, None], c]
+        close(K.to_dense()[at[:, None], at], expected, what=str(keys))
+
+
+# --------------------------------------------------------------------------------------------------- numbers and forms
+
+
+@few_problems
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+@separate_or_joint
+def test_numbers_that_follow_from_structure(name: str, approximation: str, separate: bool) -> None:
+    p = problem(name)
+    K = p.curvature(APPROXIMATIONS[approximation], separate_weight_and_bias=separate)
+    dense = K.to_dense()
+    eye = torch.eye(len(dense), dtype=torch.float64)
+    close(dense, dense.T, what="symmetric")
+    close(K @ eye, dense, what="products")
+    close(eye @ K, dense, what="products from the left")
+    close(K.trace, dense.trace(), what="trace")
+    close(K.frobenius_norm, dense.norm(), what="Frobenius norm")
+    close(K.diagonal(), dense.diagonal(), what="diagonal")
+    close(K.eigenvalues().sort().values, torch.linalg.eigvalsh(dense).clamp(min=0), rtol=1e-7, what="eigenvalues")
+    assert K.eigenvalues().min() >= -1e-9
+    damped = dense + 0.1 * eye
+    close(K.inverse(damping=0.1).to_dense(), torch.linalg.inv(damped), what="inverse")
+    close(K.inverse(damping=0.1).logdet, -torch.linalg.slogdet(damped).logabsdet, what="logdet of the inverse")
+    close((K + 0.1 * eye_operator(K)).logdet, torch.linalg.slogdet(damped).logabsdet, what="logdet of a damped sum")
+    half = K.power(-0.5, damping=0.1).to_dense()
+    close(half @ damped @ half, eye, rtol=1e-8, what="power")
+    J = numbers(3, 2, len(dense), seed=4)
+    close(K.quadratic_form(J), J @ dense @ J.mT, what="quadratic form")
+
+
+def eye_operator(K: Any) -> Any:
+    from curvlinops_plus import IdentityLinearOperator
+
+    return IdentityLinearOperator(K.in_shapes, K.device, K.dtype)
+
+
+@few_problems
+def test_vectors_come_back_in_the_form_in_which_they_were_given(name: str) -> None:
+    p = problem(name)
+    K = p.curvature(KFAC)
+    dense, (n, _) = K.to_dense(), K.shape
+    for columns in ((), (4,)):
+        v = numbers(n, *columns, seed=3)
+        tree, start = {}, 0
+        for key, q in p.keyed.items():
+            tree[key], start = v[start : start + q.numel()].view(*q.shape, *columns), start + q.numel()
+        expected = dense @ v
+        close(K @ v, expected)
+        got = K @ tree
+        assert list(got) == list(tree)
+        close(torch.cat([t.reshape(-1, *columns) for t in got.values()]), expected)
+        listed = K @ list(tree.values())
+        assert isinstance(listed, list)
+        assert [t.shape for t in listed] == [t.shape for t in tree.values()]
+        close(torch.cat([t.reshape(-1, *columns) for t in listed]), expected)
+        close(torch.as_tensor(K @ v.numpy()), expected)
+
+
+def test_order_of_the_vector_is_the_order_of_the_parameters() -> None:
+    p = problem("mlp")
+    params = list(p.model.parameters())
+    whole = curvature(p.risk(), KFAC, separate_weight_and_bias=True).to_dense()
+    for order in itertools.permutations(range(4)):
+        for chosen in (order, order[:3], order[:1]):
+            K = curvature(EmpiricalRisk(p.model, p.loss, p.data, [params[k] for k in chosen]), KFAC, separate_weight_and_bias=True)
+            at = torch.cat([p.exact.places([list(p.keyed)[k]]) for k in chosen])
+            close(K.to_dense(), whole[at[:, None], at])
+
+
+def test_a_different_approximation_for_every_layer() -> None:
+    p = problem("generic layers")
+    with pytest.warns(match="2 of 4 layers"):
+        K = curvature(p.risk(), {nn.LayerNorm: FullBlock, "4": EKFAC}, default=KFAC)
+    exact = p.exact.ggn()
+    for keys, block in ((["1.weight", "1.bias"], "full"), (["0.weight"], "diagonal"), (["2.weight"], "diagonal")):
+        at = p.exact.places(keys)
+        expected = exact[at[:, None], at]
+        close(K.to_dense()[at[:, None], at], expected if block == "full" else expected.diagonal().diag(), what=str(keys))
+    assert type(K.blocks["4"]).__name__ == "Eigendecomposed"
+    only = curvature(p.risk(), {"?": DiagonalBlock, "1": FullBlock, nn.Linear: KFAC})  # exact name, then glob, then type
+    assert [type(block).__name__ for block in only.blocks.values()] == ["Diagonal", "Dense", "Diagonal", "Diagonal"]
+
+
+def test_monte_carlo_vectors_reach_every_door_alike() -> None:
+    """EKFAC's trace with drawn labels is that of the operator that is exact for the same draws."""
+    from curvlinops_plus import FisherMCLinearOperator
+
+    for name in ("mlp", "strided cnn", "mlp, mse", "mlp, bce-pos-weight", "mlp, ce-all"):
+        p = problem(name)
+        F = FisherMCLinearOperator(p.model, p.loss, p.params, p.data, seed=7, mc_samples=3)
+        close(p.curvature(EKFAC, vectors=MonteCarlo(3, seed=7)).trace, F.to_dense().trace(), what=name)
+        close(p.curvature(FullBlock, vectors=MonteCarlo(3, seed=7)).to_dense(), p.exact.only_blocks(F.to_dense(), False), what=name)
+
+
+# ------------------------------------------------------------------------------------------------ the helpers can fail
+
+
+def test_close_can_fail() -> None:
+    one = numbers(4, 4)
+    for wrong, words in (
+        (one * (1 + 1e-7), "relative error"),
+        (one[:3], "shape"),
+        (one.masked_fill(one == one[0, 0], torch.nan), "NaN"),
+        (one.T, "relative error"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            close(wrong, one)
+    with pytest.raises(AssertionError, match="not finite"):
+        close(one, one * torch.nan)
+    with pytest.raises(AssertionError, match="relative error"):
+        close(torch.full((2,), 1e-3), torch.zeros(2))
+    close(one * (1 + 1e-12), one)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    ["divisor", "sign of the root", "missing example", "patch order", "bias column", "shared positions"],
+)
+def test_the_twin_notices_mistakes(mutate: str) -> None:
+    """A curvature with one thing wrong differs from the twin: none of the laws above holds by accident."""
+    p = problem("strided cnn")
+    exact = p.exact.only_blocks(p.exact.ggn(), False)
+    dense = p.curvature(FullBlock).to_dense()
+    close(dense, exact)
+    if mutate == "divisor":
+        wrong = dense * 6 / 7
+    elif mutate == "sign of the root":
+        wrong = dense + p.exact.c * 2 * torch.outer(p.exact.gradient(), p.exact.gradient())
+    elif mutate == "missing example":
+        wrong = p.curvature(FullBlock, [p.data[0], p.data[2]]).to_dense()
+    elif mutate == "patch order":
+        at = torch.arange(len(dense))
+        at[0], at[1] = 1, 0
+        wrong = dense[at[:, None], at]
+    elif mutate == "bias column":
+        wrong = dense.clone()
+        wrong[p.exact.places(["0.bias"])] = 0
+    else:
+        wrong = p.curvature(KFAC).to_dense()
+    with pytest.raises(AssertionError, match="relative error"):
+        close(wrong, exact)

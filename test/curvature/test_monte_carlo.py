@@ -1,0 +1,155 @@
+"""Random vectors: unbiased, reproducible from their seed, and indifferent to how examples are batched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import FEW, LOSSES, PROBLEMS, close, problem, same, unchanged
+from torch import Tensor
+
+from curvlinops_plus import (
+    EKFACLinearOperator,
+    EmpiricalRisk,
+    Exact,
+    FisherMCLinearOperator,
+    FullBlock,
+    KFACLinearOperator,
+    MonteCarlo,
+    curvature,
+)
+
+both = pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
+
+
+def unbiased(draws: Tensor, expected: Tensor) -> None:
+    """Fail unless nearly all means over independent draws are within 4 standard errors.
+
+    Draws of Fisher matrices have heavy tails and entries are correlated, so one entry in a hundred may be beyond.
+    """
+    spread = draws.std(0)
+    assert spread.max() > 0, "nothing was drawn"
+    off = (draws.mean(0) - expected).abs() > 4 * spread / len(draws) ** 0.5 + 1e-9 * expected.abs().max()
+    assert off.double().mean() < 0.01, f"{float(off.double().mean()):.1%} of the entries are off"
+
+
+def blocks(name: str, samples: int, seeds: range) -> Tensor:
+    p = problem(name)
+    return torch.stack([p.curvature(FullBlock, vectors=MonteCarlo(samples, seed=s)).to_dense() for s in seeds])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_draws_average_to_the_ggn_under_every_option(loss: str) -> None:
+    p = problem(f"mlp, {loss}")
+    draws = blocks(f"mlp, {loss}", 50, range(20))
+    unbiased(draws, p.exact.only_blocks(p.exact.ggn(), False))
+
+
+def test_unbiased_can_fail() -> None:
+    p = problem("mlp")
+    draws = blocks("mlp", 50, range(20))
+    for wrong in (p.exact.empirical_fisher(per_term=False), 1.3 * p.exact.ggn(), 0.7 * p.exact.ggn()):
+        with pytest.raises(AssertionError, match="entries are off"):
+            unbiased(draws, p.exact.only_blocks(wrong, False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in PROBLEMS if "," not in n])
+def test_draws_average_to_the_ggn_on_every_net(name: str) -> None:
+    p = problem(name)
+    unbiased(blocks(name, 100, range(40)), p.exact.only_blocks(p.exact.ggn(), False))
+
+
+def errors(name: str, samples: int, seeds: range) -> Tensor:
+    p = problem(name)
+    expected = p.exact.only_blocks(p.exact.ggn(), False)
+    return torch.stack([(draw - expected).norm() for draw in blocks(name, samples, seeds)])
+
+
+def test_error_falls_with_the_root_of_the_samples() -> None:
+    """16 times the samples give a quarter of the error, within a factor that 30 seeds leave little doubt about."""
+    for name in ("mlp", "attention"):
+        few, many = errors(name, 2, range(30)).square().mean().sqrt(), errors(name, 32, range(100, 130)).square().mean().sqrt()
+        assert 2.7 < few / many < 6, f"{name}: {float(few):.3g} with 2 samples, {float(many):.3g} with 32"
+
+
+@pytest.mark.slow
+def test_error_falls_with_the_root_of_the_samples_over_three_decades() -> None:
+    for name in ("mlp", "strided cnn", "attention", "mlp, mse", "mlp, ce-all"):
+        sizes = torch.tensor([4.0, 40.0, 400.0, 4000.0])
+        rms = torch.stack([errors(name, int(m), range(20)).square().mean().sqrt() for m in sizes]).log()
+        x = sizes.log() - sizes.log().mean()
+        slope = float((x * rms).sum() / x.square().sum())
+        assert abs(slope + 0.5) < 0.06, f"{name}: error ~ samples^{slope:.3f}"
+
+
+@both
+@pytest.mark.parametrize("name", ["mlp", "strided cnn", "attention"])
+def test_the_seed_decides(kind: Any, name: str) -> None:
+    p = problem(name)
+
+    def make(seed: int) -> Any:
+        torch.manual_seed(torch.seed() % 1000)  # whatever the global generator does
+        return kind(p.model, p.loss, p.params, p.data, seed=seed, mc_samples=2, check_deterministic=False)
+
+    with torch.random.fork_rng(devices=[]):
+        one, two, other = make(0), make(0), make(1)
+        same(one.to_dense(), two.to_dense())
+        assert not torch.allclose(one.to_dense(), other.to_dense())
+        first = one.to_dense().clone()
+        one.compute_kronecker_factors()
+        if kind is EKFACLinearOperator:
+            one.compute_eigenvalue_correction()
+        same(one.to_dense(), first)
+
+
+def test_two_products_with_the_monte_carlo_fisher_see_one_matrix() -> None:
+    p = problem("attention")
+    F = FisherMCLinearOperator(p.model, p.loss, p.params, p.data, seed=3, mc_samples=2)
+    with unchanged(p.model, p.loss, p.data):
+        same(F.to_dense(), F.to_dense())
+    v = torch.linspace(-1, 1, F.shape[0], dtype=torch.float64)
+    close(F @ v, F.to_dense() @ v)
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention"])
+def test_the_monte_carlo_fisher_is_unbiased(name: str) -> None:
+    p = problem(name)
+    make = lambda s: FisherMCLinearOperator(p.model, p.loss, p.params, p.data, seed=s, mc_samples=40, check_deterministic=False)  # noqa: E731
+    unbiased(torch.stack([make(s).to_dense() for s in range(20)]), p.exact.ggn())
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_draws_do_not_depend_on_batch_sizes(name: str) -> None:
+    p = problem(name)
+    if isinstance(p.data[0], dict):
+        joined: Any = {key: torch.cat([batch[key] for batch in p.data]) for key in p.data[0]}
+        singles: Any = [{key: t[n : n + 1] for key, t in joined.items()} for n in range(6)]
+    else:
+        joined = tuple(torch.cat(parts) for parts in zip(*p.data, strict=True))
+        singles = [tuple(t[n : n + 1] for t in joined) for n in range(6)]
+    for vectors in (MonteCarlo(3, seed=2), Exact(signs=True, seed=2)):
+        dense = p.curvature(FullBlock, vectors=vectors).to_dense()
+        close(p.curvature(FullBlock, [joined], vectors=vectors).to_dense(), dense)
+        close(p.curvature(FullBlock, singles, vectors=vectors).to_dense(), dense)
+    F, one = (
+        FisherMCLinearOperator(p.model, p.loss, p.params, data, seed=2, mc_samples=3, **p.net.options)
+        for data in (p.data, singles)
+    )
+    close(one.to_dense(), F.to_dense())
+
+
+def test_draws_depend_on_the_order_of_the_examples() -> None:
+    p = problem("mlp")
+    X, y = (torch.cat(parts) for parts in zip(*p.data, strict=True))
+    ours = EmpiricalRisk(p.model, p.loss, [(X, y)])
+    turned = EmpiricalRisk(p.model, p.loss, [(X.flip(0), y.flip(0))])
+    one, two = (curvature(risk, FullBlock, vectors=MonteCarlo(1, seed=0)).to_dense() for risk in (ours, turned))
+    assert not torch.allclose(one, two)
+
+
+def test_random_signs_are_unbiased_where_positions_mix() -> None:
+    p = problem("attention")
+    draws = torch.stack([p.curvature(FullBlock, vectors=Exact(signs=True, seed=s)).to_dense() for s in range(400)])
+    unbiased(draws, p.exact.only_blocks(p.exact.ggn(), False))

@@ -1,0 +1,131 @@
+"""The main laws in float32, half precision, under autocast and on every device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import APPROXIMATIONS, PROBLEMS, close, problem, unchanged
+
+from curvlinops_plus import (
+    EKFACLinearOperator,
+    Empirical,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    KFACLinearOperator,
+)
+
+HALF = [torch.bfloat16, torch.float16]
+NETS = ["mlp", "in-place relu", "strided cnn", "attention", "called twice", "tied", "generic layers", "language model"]
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+
+
+@pytest.mark.parametrize("name", [n for n in PROBLEMS if "," not in n])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_laws_on_every_device_and_in_single_precision(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    p = problem(name)
+    q, rtol = p.to(device, dtype), TOLERANCE[dtype]
+    exact = p.exact.only_blocks(p.exact.ggn(), False)
+    for approximation, expected in (
+        ("KFAC", p.exact.kfac(p.exact.exact())),
+        ("DiagonalBlock", exact.diagonal().diag()),
+        ("FullBlock", exact),
+    ):
+        K = q.curvature(APPROXIMATIONS[approximation])
+        assert K.to_dense().dtype == dtype
+        assert K.to_dense().device.type == device.type
+        close(K.to_dense(), expected, rtol, approximation)
+    E = q.curvature(APPROXIMATIONS["EKFAC"])
+    close(E.trace, exact.trace(), rtol, "trace of EKFAC")
+    for kind, expected in ((GGNLinearOperator, p.exact.ggn()), (HessianLinearOperator, p.exact.hessian())):
+        A = kind(q.model, q.loss, q.params, q.data, **q.net.options)
+        close(A.to_dense(), expected, rtol, kind.__name__)
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_half_precision_models_accumulate_in_single_precision(name: str, dtype: torch.dtype) -> None:
+    p = problem(name)
+    q = p.to(torch.device("cpu"), dtype)
+    exact = p.exact.only_blocks(p.exact.empirical_fisher(per_term=False), False)
+    for approximation in ("KFAC", "EKFAC", "DiagonalBlock", "FullBlock"):
+        K = q.curvature(APPROXIMATIONS[approximation], vectors=Empirical())
+        assert K.dtype == torch.float32
+        assert K.to_dense().dtype == torch.float32
+        if approximation == "KFAC":
+            close(K.to_dense(), p.exact.kfac(p.exact.empirical(per_term=False)), 3 * TOLERANCE[dtype], approximation)
+        elif approximation == "EKFAC":
+            close(K.trace, exact.trace(), TOLERANCE[dtype], approximation)
+        else:
+            expected = exact if approximation == "FullBlock" else exact.diagonal().diag()
+            close(K.to_dense(), expected, 3 * TOLERANCE[dtype], approximation)
+        v = torch.ones(K.shape[1], dtype=dtype)
+        assert (K @ v).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_sums_of_half_precision_products_do_not_lose_digits(dtype: torch.dtype) -> None:
+    """2000 equal examples: a sum kept in half precision would stop growing."""
+    model = torch.nn.Linear(3, 2).to(dtype)
+    x = torch.tensor([0.5, -1.0, 0.25]).expand(2000, 3).to(dtype)
+    y = torch.zeros(2000, 2, dtype=dtype)
+    loss = torch.nn.MSELoss(reduction="sum")
+    K = KFACLinearOperator(model, loss, list(model.parameters()), [(x, y)], fisher_type="type-2")
+    close(K.input_covariances[""], torch.outer(x[0], x[0]).float(), 1e-6)
+    close(K.gradient_covariances[""], 4000 * torch.eye(2), 1e-2 if dtype == torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.parametrize("name", ["mlp", "in-place relu", "strided cnn", "attention", "generic layers"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_autocast(name: str, dtype: torch.dtype) -> None:
+    p = problem(name)
+    q = p.to(torch.device("cpu"), torch.float32)
+    with unchanged(q.model, q.data), torch.autocast("cpu", dtype=dtype):
+        for approximation in ("KFAC", "DiagonalBlock", "FullBlock"):
+            K = q.curvature(APPROXIMATIONS[approximation], vectors=Empirical())
+            assert K.to_dense().dtype == torch.float32
+            exact = p.exact.only_blocks(p.exact.empirical_fisher(per_term=False), False)
+            expected = {
+                "KFAC": p.exact.kfac(p.exact.empirical(per_term=False)),
+                "DiagonalBlock": exact.diagonal().diag(),
+                "FullBlock": exact,
+            }[approximation]
+            close(K.to_dense(), expected, 3 * TOLERANCE[dtype], approximation)
+
+
+@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
+def test_a_model_inside_autocast(kind: Any) -> None:
+    p = problem("mlp")
+    q = p.to(torch.device("cpu"), torch.float32)
+
+    class Inside(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = q.model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.net(x)
+
+    K = kind(Inside(), q.loss, q.params, q.data, fisher_type="empirical")
+    close(K.trace, kind(q.model, q.loss, q.params, q.data, fisher_type="empirical").trace, 0.1)
+
+
+@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
+def test_mixed_parameter_dtypes(kind: Any) -> None:
+    """A half-precision body under a single-precision head."""
+    torch.manual_seed(0)
+
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(4, 5).bfloat16(), torch.nn.Linear(5, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.body(x.bfloat16())).float())
+
+    model, data = Mixed(), [(torch.randn(6, 4), torch.randint(3, (6,)))]
+    K = kind(model, torch.nn.CrossEntropyLoss(), list(model.parameters()), data, fisher_type="empirical")
+    assert K.dtype == torch.float32
+    assert bool(K.to_dense().isfinite().all())

@@ -1,0 +1,238 @@
+"""Dampings: numbers, pairs, rules, one per block; and how a heuristic splits them."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from curvlinops_plus.errors import CurvatureWarning, NoClosedForm, NumericsError, SingularMatrixError
+from curvlinops_plus.linalg import (
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    Eigendecomposed,
+    IdentityLinearOperator,
+    Kronecker,
+    LinearOperator,
+    RelativeDamping,
+    Structure,
+    heuristic_damping,
+)
+
+from .cases import F64, batched_kron, block_diagonal, eye_like, normal, psd
+from .test_laws import close
+
+PSD = Structure.PSD
+
+
+def blocks() -> BlockDiagonal:
+    K, _ = block_diagonal(F64)
+    assert isinstance(K, BlockDiagonal)
+    return K
+
+
+def test_pair_belongs_to_the_factors() -> None:
+    G, A = psd(2, 2), psd(3, 3, seed=1)
+    inverse = Kronecker(G, A).inverse((0.1, torch.tensor(0.2, dtype=F64)))
+    expected = torch.kron(torch.linalg.inv(G + 0.2 * eye_like(G)), torch.linalg.inv(A + 0.1 * eye_like(A)))
+    close(inverse.to_dense(), expected)
+    close(inverse.logdet, torch.logdet(expected))
+    assert isinstance(inverse, Kronecker)
+    rule = Kronecker(G, A).inverse((RelativeDamping(0.5), 0.0))
+    close(rule.to_dense(), torch.linalg.inv(torch.kron(G, A + 0.5 * A.trace() / 3 * eye_like(A))))
+
+
+def test_heuristic_split() -> None:
+    """Martens and Grosse, section 6.3, by hand."""
+    G, A = psd(2, 2), 7 * psd(3, 3, seed=1)
+    pi = sqrt((A.trace() / 3) / (G.trace() / 2))
+    split = heuristic_damping(A, G, 1e-2)
+    close(split[0], torch.tensor(pi * 0.1, dtype=F64))
+    close(split[1], torch.tensor(0.1 / pi, dtype=F64))
+    K = Kronecker(G, A)
+    close(K.inverse(1e-2, use_heuristic_damping=True).to_dense(), K.inverse(split).to_dense())
+    differentiable = torch.tensor(1e-2, dtype=F64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda d: K.inverse(d, use_heuristic_damping=True).trace, differentiable)
+
+
+def test_heuristic_split_has_a_floor() -> None:
+    A, G = torch.eye(2), 1e-12 * torch.eye(2)
+    split = heuristic_damping(A, G, 1e-12, min_damping=1e-4)
+    assert split[0].item() == pytest.approx(1.0)
+    assert split[1].item() == pytest.approx(1e-4)
+    inverse = Kronecker(G, A).inverse(1e-12, use_heuristic_damping=True, min_damping=1e-4)
+    assert isinstance(inverse, Kronecker)
+    assert inverse.G.diagonal()[0].item() == pytest.approx(1e4, rel=1e-4)
+
+
+@pytest.mark.parametrize("dead", ["G", "A"])
+def test_heuristic_split_of_a_dead_factor(dead: str) -> None:
+    factors = {"G": psd(2, 2), "A": psd(3, 3)}
+    factors[dead] = 0 * factors[dead]
+    split = heuristic_damping(factors["A"], factors["G"], 0.3)
+    assert [d.item() for d in split] == [0.3, 0.3]
+
+
+def test_heuristic_split_of_each_group() -> None:
+    G, A = psd(2, 2, 2), psd(2, 3, 3, seed=1)
+    G[1] *= 0
+    split = heuristic_damping(A, G, 0.04)
+    for k in range(2):
+        for part, alone in zip(split, heuristic_damping(A[k], G[k], 0.04), strict=True):
+            close(part[k], alone)
+    inverse = Kronecker(G, A).inverse(0.04, use_heuristic_damping=True)
+    one = [torch.linalg.inv(F + d[:, None, None] * torch.eye(F.shape[-1])) for F, d in zip((A, G), split, strict=True)]
+    close(inverse.to_dense(), batched_kron(one[1], one[0]))
+    shared = Kronecker(psd(2, 2), A).inverse(0.04, use_heuristic_damping=True)
+    assert shared.shape == (12, 12)
+    token_counts = Kronecker(psd(2, 2), Diagonal(normal(2, 3).abs()))
+    assert token_counts.inverse(0.04, use_heuristic_damping=True).shape == (12, 12)
+    with_identity = Kronecker(IdentityLinearOperator([(2,)], dtype=F64), A)
+    assert torch.isfinite(with_identity.inverse(0.04, use_heuristic_damping=True).logdet)
+
+
+@pytest.mark.parametrize("A", [Dense(psd(3, 3), PSD), Diagonal(torch.ones(3, dtype=F64))], ids=["dense", "diagonal"])
+def test_one_factor_takes_the_damping_whole(A: LinearOperator) -> None:
+    close(A.inverse(0.1, use_heuristic_damping=True).to_dense(), A.inverse(0.1).to_dense())
+
+
+@pytest.mark.parametrize(
+    "number", [0.1, np.float64(0.1), torch.tensor(0.1), torch.tensor(0.1, dtype=F64), RelativeDamping(0.1)]
+)
+def test_kinds_of_numbers(number: Any) -> None:
+    A = Dense(psd(3, 3), PSD)
+    size = 0.1 * A.trace / 3 if isinstance(number, RelativeDamping) else 0.1
+    D = A.matrix + size * eye_like(A.matrix)
+    torch.testing.assert_close(A.inverse(number).to_dense(), torch.linalg.inv(D))
+    torch.testing.assert_close(A.power(2, number).to_dense(), D @ D)
+    torch.testing.assert_close(A.shift(number).to_dense(), D)
+
+
+def each_kind_of_damping(K: BlockDiagonal) -> list[tuple[Any, list[float]]]:
+    means = [float(block.trace / block.shape[0]) for block in K.blocks.values()]
+    return [
+        (0.3, [0.3] * 4),
+        (torch.tensor(0.3), [0.3] * 4),
+        (torch.tensor([0.1, 0.2, 0.3, 0.4]), [0.1, 0.2, 0.3, 0.4]),
+        ({"fc": 0.3, "conv": 0.1, "scale": 0.2, "groups": torch.tensor(0.4)}, [0.1, 0.2, 0.3, 0.4]),
+        (RelativeDamping(0.1), [0.1 * mean for mean in means]),
+        (dict(zip(K.blocks, [RelativeDamping(0.1), 0.2, 0.3, 0.4], strict=True)), [0.1 * means[0], 0.2, 0.3, 0.4]),
+        (lambda block: 1 / block.shape[0], [1 / block.shape[0] for block in K.blocks.values()]),
+    ]
+
+
+@pytest.mark.parametrize("kind", range(7))
+def test_one_damping_per_block(kind: int) -> None:
+    K = blocks()
+    damping, numbers = each_kind_of_damping(K)[kind]
+    alone = dict(zip(K.blocks, numbers, strict=True))
+    results = {
+        "inverse": (K.inverse(damping), lambda block, d: block.inverse(d)),
+        "power": (K.power(-0.5, damping), lambda block, d: block.power(-0.5, d)),
+        "shift": (K.shift(damping), lambda block, d: block.shift(d)),
+        "scaled": ((2 * K).inverse(damping) if kind < 4 else None, lambda block, d: (2 * block).inverse(d)),
+    }
+    for result, function in results.values():
+        if result is not None:
+            assert isinstance(result, BlockDiagonal)
+            for name, block in K.blocks.items():
+                torch.testing.assert_close(result.blocks[name].to_dense(), function(block, alone[name]).to_dense())
+
+
+def test_gradient_with_respect_to_one_prior_precision_per_block() -> None:
+    K = blocks()
+    delta = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F64, requires_grad=True)
+    x = normal(K.shape[0])
+    for function in (lambda d: K.shift(d).logdet, lambda d: K.shift(d).trace, lambda d: x @ (K.inverse(d) @ x)):
+        assert torch.autograd.gradcheck(function, delta)
+
+
+def test_differentiable_at_zero() -> None:
+    delta = torch.tensor(0.0, dtype=F64, requires_grad=True)
+    A = Kronecker(psd(2, 2), psd(3, 3))
+    (grad,) = torch.autograd.grad(A.inverse(delta).trace, delta)
+    close(grad, -A.power(-2).trace)
+
+
+def test_float32_cholesky_that_fails_is_repeated_in_float64() -> None:
+    A = torch.tensor([[1.0, 1.0], [1.0, 1.0]]) + 1e-9 * torch.eye(2)
+    with pytest.warns(CurvatureWarning, match="with damping 1.0e-09 failed in float32; retrying in float64"):
+        inverse = Dense(A, PSD).inverse(1e-9)
+    assert inverse.dtype == torch.float32
+    assert inverse.to_dense()[0, 0].item() == pytest.approx(5e8, rel=1e-3)
+    with pytest.raises(
+        SingularMatrixError, match=r"not positive definite in torch.float32; a damping of .* would do, or pass retry"
+    ):
+        Dense(A, PSD).inverse(1e-9, retry_double_precision=False)
+
+
+K12 = Kronecker(torch.eye(3), torch.eye(4))
+REFUSED = [
+    (
+        lambda: K12.inverse((0.1, 0.1), use_heuristic_damping=True),
+        ValueError,
+        "^Heuristic and exact damping require a single damping value.$",
+    ),
+    (
+        lambda: K12.inverse(-0.1),
+        ValueError,
+        "the damping of a positive semi-definite matrix to be at least 0, got -0.1",
+    ),
+    (lambda: K12.inverse((0.1, -0.1)), ValueError, "factor G: .*at least 0"),
+    (lambda: K12.power(0.5, -0.1), ValueError, "at least 0"),
+    (lambda: K12.inverse(cast(Any, "large")), TypeError, "one number, a 0-d tensor or a rule; got str 'large'"),
+    (lambda: K12.inverse(torch.ones(2)), TypeError, r"got a tensor of shape \[2\]"),
+    (lambda: K12.shift(cast(Any, [1.0])), TypeError, "the shift of a Kronecker to be one number"),
+    (
+        lambda: Dense(torch.eye(2), PSD).inverse((0.1, 0.2)),
+        ValueError,
+        "pair of dampings .* belongs to the two factors",
+    ),
+    (
+        lambda: Eigendecomposed(Dense(torch.eye(2)), torch.ones(2)).inverse(0.1, use_heuristic_damping=True),
+        ValueError,
+        "Heuristic damping is split",
+    ),
+    (lambda: K12.shift(1.0).inverse(0.1, use_heuristic_damping=True), ValueError, "Heuristic damping is split"),
+    (
+        lambda: Kronecker(torch.eye(2), torch.eye(2), Structure.GENERAL).inverse(0.1),
+        NoClosedForm,
+        "Kronecker.*no closed form of `inverse`",
+    ),
+    (lambda: RelativeDamping(-1.0), ValueError, "factor that is not negative, got -1.0"),
+    (lambda: blocks().inverse(torch.ones(3)), ValueError, r"one per block, \[4\], got a damping of shape \[3\]"),
+    (
+        lambda: blocks().inverse({"fc": 1.0, "f": 2.0}),
+        ValueError,
+        r"missing \['conv', 'scale', 'groups'\], unexpected \['f'\]",
+    ),
+    (lambda: blocks().inverse((0.1, 0.1)), ValueError, 'block "scale": A pair of dampings'),
+    (lambda: blocks().inverse(0.1, use_heuristic_damping=True), ValueError, 'block "fc": Heuristic damping is split'),
+    (lambda: (0 * Dense(torch.eye(2), PSD)).inverse(), SingularMatrixError, "is zero; add a damping"),
+]
+
+
+@pytest.mark.parametrize(("function", "error", "message"), REFUSED)
+def test_refused(function, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        function()
+
+
+def test_errors_name_the_block() -> None:
+    K = blocks()
+    singular = BlockDiagonal(K.blocks | {"scale": Dense(torch.zeros(3, 3, dtype=F64), PSD)}, K.layouts, K.space)
+    assert singular.logdet == -torch.inf
+    assert singular.det == 0
+    with pytest.raises(SingularMatrixError, match=r'block "scale": Dense.* is singular: 3 of its 3'):
+        singular.inverse()
+    with pytest.raises(SingularMatrixError, match=r'block "scale": .*any positive damping'):
+        singular.power(-0.5)
+    broken = BlockDiagonal(
+        K.blocks | {"scale": Dense(torch.full((3, 3), torch.nan, dtype=F64), PSD)}, K.layouts, K.space
+    )
+    with pytest.raises(NumericsError, match=r'block "scale": the matrix .* 9 entries that are NaN or infinite'):
+        _ = broken.logdet

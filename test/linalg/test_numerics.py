@@ -1,0 +1,201 @@
+"""Gram products and decompositions, also of bad input."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
+from curvlinops_plus.linalg import cholesky_inverse, eigh, gram, numerics, psd_clip
+from curvlinops_plus.linalg.gram import _as_many_threads_as_torch, _by_halves, _openblas, _rank_k_update, mirror
+
+from .cases import F64, normal, psd
+
+F32 = torch.float32
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize(("M", "d"), [(3, 2), (0, 3), (300, 129), (200, 300), (10, 300)])
+def test_gram(M: int, d: int, dtype: torch.dtype) -> None:
+    rows = normal(M, d).to(dtype)
+    expected = rows.double().T @ rows.double()
+    tolerance: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12} if dtype == F64 else {"rtol": 1e-4, "atol": 1e-4}
+    for memory in (rows, rows.T.contiguous().T, torch.cat([rows, rows], dim=1)[:, :d]):
+        before = memory.clone()
+        G = gram(memory)
+        assert G.dtype == dtype
+        torch.testing.assert_close(G.double(), expected, **tolerance)
+        assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("variant", [_rank_k_update, _by_halves])
+def test_both_ways_to_a_large_gram(variant) -> None:
+    if variant is _rank_k_update and _openblas() is None:
+        pytest.skip("SciPy's BLAS is not OpenBLAS")
+    rows = normal(40, 301)
+    for memory in (rows, rows.T.contiguous().T):
+        G = variant(memory)
+        torch.testing.assert_close(G, rows.T @ rows)
+        torch.testing.assert_close(G, G.T)
+
+
+def test_gram_leaves_the_threads_of_blas_as_they_were() -> None:
+    if (library := _openblas()) is None:
+        pytest.skip("SciPy's BLAS is not OpenBLAS")
+    before = library.scipy_openblas_get_num_threads()
+    with pytest.raises(ZeroDivisionError), _as_many_threads_as_torch():
+        raise ZeroDivisionError
+    assert library.scipy_openblas_get_num_threads() == before
+
+
+def test_gram_of_half_precision_and_gradients() -> None:
+    for half in (torch.float16, torch.bfloat16):
+        rows = (100 * torch.ones(1000, 2)).to(half)
+        assert gram(rows).dtype == F32
+        assert gram(rows)[0, 0] == 1e7  # overflows in float16
+    rows = normal(200, 130).requires_grad_()
+    (grad,) = torch.autograd.grad(gram(rows).sum(), rows)
+    torch.testing.assert_close(grad, 2 * rows.detach().sum(1, keepdim=True).expand_as(rows))
+
+
+@pytest.mark.parametrize("d", [0, 1, 255, 256, 600])
+def test_mirror(d: int) -> None:
+    M = normal(d, d)
+    S = M.tril() + M.tril(-1).T
+    assert torch.equal(mirror(M), S)
+
+
+def test_eigh_is_an_eigendecomposition() -> None:
+    for M in (psd(5, 5), psd(3, 4, 4)):
+        values, Q = eigh(M)
+        torch.testing.assert_close(Q * values[..., None, :] @ Q.mT, M)
+        assert bool((values.diff() >= 0).all())
+    assert eigh(psd(3, 3).bfloat16())[0].dtype == torch.bfloat16
+    empty = eigh(torch.empty(0, 0))
+    assert empty[0].shape == (0,)
+
+
+class Failing:
+    """`torch.linalg.eigh` that does not converge in float32, or returns NaN, or never works."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...], result: str) -> None:
+        self.dtypes, self.result, self.seen, self.eigh = dtypes, result, [], torch.linalg.eigh
+
+    def __call__(self, M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen.append(M.dtype)
+        if M.dtype in self.dtypes:
+            if self.result == "raise":
+                raise RuntimeError("linalg.eigh: failed to converge")  # LinAlgError is one
+            return torch.full(M.shape[:-1], torch.nan), torch.full(M.shape, torch.nan)
+        return self.eigh(M)
+
+
+@pytest.mark.parametrize("result", ["raise", "nan"])
+def test_eigh_retries_in_float64(result: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Failing((F32,), result)
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    M = psd(4, 4).to(F32)
+    values, Q = eigh(M)
+    assert failing.seen == [F32, F64]
+    assert values.dtype == Q.dtype == F32
+    torch.testing.assert_close(Q * values @ Q.T, M)
+
+
+def test_eigh_says_what_it_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.linalg, "eigh", Failing((F32, F64), "raise"))
+    with pytest.raises(
+        NumericsError,
+        match=r"of factor A \[4, 4\] failed in every precision \(torch.float32 on cpu: .*converge; torch.float64",
+    ):
+        eigh(psd(4, 4).to(F32), "factor A")
+
+
+def test_eigh_of_a_layer_with_dead_units() -> None:
+    """Rank 16 with half of the units dead: PyTorch's float32 `eigh` does not converge on some of these."""
+    rows = torch.randn(16, 400, generator=torch.Generator().manual_seed(0))
+    rows[:, ::2] = 0
+    M = gram(rows)
+    values, Q = eigh(M)
+    assert int((psd_clip(values) > 0).sum()) == 16
+    torch.testing.assert_close(Q.T @ Q, torch.eye(400), atol=1e-4, rtol=0)
+    torch.testing.assert_close(Q * values @ Q.T, M, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("function", [eigh, cholesky_inverse])
+def test_matrices_that_are_not_finite(function, bad: float) -> None:
+    M = torch.eye(3)
+    M[1, 2] = bad
+    with pytest.raises(
+        NumericsError, match=r"the matrix \[3, 3\] has 1 entries that are NaN or infinite.*half precision"
+    ):
+        function(M)
+
+
+def test_cholesky_inverse() -> None:
+    M = psd(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(cholesky_inverse(M, 0.1), torch.linalg.inv(M + 0.1 * torch.eye(4)))
+    batch, damping = psd(2, 3, 3), torch.tensor([0.1, 0.2], dtype=F64)
+    expected = torch.linalg.inv(batch + damping[:, None, None] * torch.eye(3))
+    torch.testing.assert_close(cholesky_inverse(batch, damping), expected)
+    assert cholesky_inverse(torch.eye(2, dtype=torch.float16)).dtype == torch.float16
+
+
+def test_cholesky_fallback_and_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    cholesky = torch.linalg.cholesky_ex
+
+    def fails_in_float32(M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        L, info = cholesky(M)
+        return L, info + int(M.dtype == F32)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", fails_in_float32)
+    M = psd(3, 3).to(F32)
+    with pytest.warns(
+        CurvatureWarning, match="Cholesky decomposition of the matrix with damping 1.0e-01 failed in float32"
+    ):
+        inverse = cholesky_inverse(M, 0.1)
+    torch.testing.assert_close(inverse, torch.linalg.inv(M + 0.1 * torch.eye(3)))
+    with pytest.raises(SingularMatrixError, match=r"with damping 1.0e-01 is not positive definite in torch.float32"):
+        cholesky_inverse(M, 0.1, retry_double_precision=False)
+
+
+def test_cholesky_failure_names_a_damping_that_works() -> None:
+    rows = normal(3, 40)
+    for dtype in (F64, F32):
+        M = gram(rows.to(dtype))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CurvatureWarning)
+            with pytest.raises(SingularMatrixError, match=r"a damping of .* would do") as caught:
+                cholesky_inverse(M - 1e-3 * torch.eye(40, dtype=dtype), 1e-12)
+            damping = float(str(caught.value).split("a damping of ")[1].split(" ")[0])
+            assert damping > 0
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert torch.isfinite(cholesky_inverse(M, damping)).all()
+    with pytest.raises(SingularMatrixError, match=r"with damping 1.0e-01 to 2.0e-01 is not"):
+        cholesky_inverse(-torch.eye(2, dtype=F64).expand(2, 2, 2), torch.tensor([0.1, 0.2]))
+
+
+def test_psd_clip() -> None:
+    values = torch.tensor([[-1e-3, 1e-9, 1.0], [0.0, 0.0, 0.0], [-3.0, -2.0, -1.0]])
+    assert psd_clip(values).tolist() == [[0, 0, 1], [0, 0, 0], [0, 0, 0]]
+    assert torch.equal(psd_clip(values[0], rtol=0.0), torch.tensor([0.0, 1e-9, 1.0]))
+    assert psd_clip(torch.empty(0)).shape == (0,)
+
+
+def test_standard_normal() -> None:
+    like = torch.empty((), dtype=F64)
+    draws = numerics.standard_normal(3, 4000, torch.Generator().manual_seed(0), like)
+    assert draws.shape == (4000, 3)
+    assert torch.equal(draws[:, :2], numerics.standard_normal(2, 4000, torch.Generator().manual_seed(0), like))
+    assert abs(draws.mean()) < 4 / 12000**0.5
+    assert abs(draws.square().mean() - 1) < 4 * (2 / 12000) ** 0.5
+    torch.manual_seed(0)
+    first = numerics.standard_normal(1, 3, None, like)
+    torch.manual_seed(0)
+    assert torch.equal(first, numerics.standard_normal(1, 3, None, like))

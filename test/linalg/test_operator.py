@@ -1,0 +1,219 @@
+"""Arithmetic, what it refuses, and SciPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.sparse.linalg as sla
+import torch
+
+from curvlinops_plus.errors import NoClosedForm
+from curvlinops_plus.linalg import (
+    Dense,
+    Diagonal,
+    IdentityLinearOperator,
+    Kronecker,
+    LinearOperator,
+    Product,
+    Scaled,
+    Shifted,
+    Space,
+    Structure,
+    Sum,
+)
+
+from .cases import F64, FORMS, OnlyProducts, eye_like, identity_on, normal, psd, symmetric
+from .test_laws import apply_form, close
+
+PSD, SYMMETRIC, GENERAL = Structure.PSD, Structure.SYMMETRIC, Structure.GENERAL
+
+
+def test_structure_of_results() -> None:
+    P, S, G = Dense(psd(3, 3), PSD), Dense(symmetric(3), SYMMETRIC), Dense(normal(3, 3))
+    assert (P + P).structure == PSD
+    assert (P + S).structure == SYMMETRIC
+    assert (P - P).structure == SYMMETRIC
+    assert (P + G).structure == GENERAL
+    assert (2 * P).structure == PSD
+    assert (-P).structure == (-S).structure == SYMMETRIC
+    assert (-G).structure == GENERAL
+    assert P.shift(1.0).structure == PSD
+    assert P.shift(-1.0).structure == SYMMETRIC
+    assert (P @ P).structure == GENERAL
+
+
+@pytest.mark.parametrize("c", [2, 2.0, np.float32(2), np.int64(2), torch.tensor(2.0), torch.tensor(2, dtype=F64)])
+def test_kinds_of_factors(c) -> None:
+    M = psd(3, 3)
+    for A in (c * Dense(M, PSD), Dense(M, PSD) * c, Dense(M, PSD) / (1 / c)):
+        assert isinstance(A, Scaled)
+        assert A.dtype == F64
+        close(A.to_dense(), 2 * M)
+        assert A.trace.dtype == F64
+        close(A @ torch.ones(3, dtype=F64), 2 * M.sum(1))
+
+
+def test_adding_multiples_of_the_identity_shifts() -> None:
+    M = psd(4, 4)
+    A, eye = Dense(M, PSD), IdentityLinearOperator([(4,)], dtype=F64)
+    for shifted, delta in (
+        (A + eye, 1.0),
+        (eye + A, 1.0),
+        (A + 3 * eye, 3.0),
+        (2 * eye + A, 2.0),
+        (A - 0.1 * eye, -0.1),
+        (A + eye / 2, 0.5),
+    ):
+        assert isinstance(shifted, Shifted)
+        close(shifted.to_dense(), M + delta * eye_like(M))
+        close(shifted.logdet, torch.logdet(M + delta * eye_like(M)))
+    twice = (A + eye) + eye
+    assert isinstance(twice, Shifted)
+    assert twice.A is A
+    close((eye - A).to_dense(), eye_like(M) - M)
+    close((eye + 2 * eye).logdet, 4 * torch.tensor(3.0, dtype=F64).log())
+    close((eye.shift(1.0)).to_dense(), 2 * eye_like(M))
+
+
+def test_a_flat_operator_joins_one_with_shapes() -> None:
+    M, space = psd(6, 6), Space.from_shapes({"a": (2, 2), "b": (2,)})
+    A, D = OnlyProducts(M, space), Diagonal(normal(6).abs())
+    for combined in (A + D, D + A):
+        assert combined.in_space == combined.out_space == space
+        close(combined.to_dense(), M + D.to_dense())
+    assert (D @ A).in_space == space
+    close((D @ A).to_dense(), D.to_dense() @ M)
+
+
+def test_nested_arithmetic() -> None:
+    M, N = normal(3, 3), normal(3, 3, seed=1)
+    A, B = Dense(M), Dense(N)
+    close((2 * A - B.T @ A / 4).to_dense(), 2 * M - N.T @ M / 4)
+    close((A @ B).T.to_dense(), (M @ N).T)
+    close((-(A + B)).T.to_dense(), -(M + N).T)
+    close((A @ B).inverse().to_dense(), torch.linalg.inv(M @ N))
+    assert isinstance(3 * (2 * A), Scaled)
+    close((3 * (2 * A)).to_dense(), 6 * M)
+
+
+REFUSED = [
+    (
+        lambda A: A + Dense(torch.eye(2)),
+        ValueError,
+        r"equal spaces, got Dense\(\[\[3\]\] x \[\[3\]\]\) and Dense\(\[\[2\]\]",
+    ),
+    (lambda A: A @ Dense(torch.eye(2)), ValueError, r"spaces inside a product to be equal, got Dense.* @ Dense"),
+    (
+        lambda A: A + Dense(torch.eye(3, dtype=F64)),
+        TypeError,
+        "one dtype and on one device, got torch.float32 on cpu and torch.float64",
+    ),
+    (lambda A: A @ Dense(torch.eye(3, dtype=F64)), TypeError, "convert one of them with .to"),
+    (lambda A: A * torch.ones(3), TypeError, r"the factor of a Dense to be one number.*got a tensor of shape \[3\]"),
+    (lambda A: torch.ones(3) * A, TypeError, "the factor of a Dense"),
+    (lambda A: A * A, TypeError, "got Dense"),
+    (lambda A: A / "2", TypeError, "the divisor of a Dense to be one number"),
+    (lambda A: A + 1.0, TypeError, "unsupported operand"),
+    (lambda A: A - torch.ones(3, 3), TypeError, "unsupported operand"),
+    (
+        lambda A: (A + A).logdet,
+        NoClosedForm,
+        r"Sum\(3 x 3.*no closed form of `logdet`: .*Dense\(A.to_dense\(\), A.structure\).logdet.*Lanczos",
+    ),
+    (lambda A: (A @ A).inverse(0.1), NoClosedForm, "Product.*CGInverseLinearOperator"),
+    (lambda A: (A + A).to_scipy() @ np.ones(3, dtype=complex), TypeError, "real numbers, got dtype complex128"),
+]
+
+
+@pytest.mark.parametrize(("function", "error", "message"), REFUSED)
+def test_refused(function, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        function(Dense(torch.eye(3), PSD))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_operator_without_closed_forms_says_what_to_use(form: str) -> None:
+    A = OnlyProducts(psd(6, 6), Space.from_shapes([(6,)]))
+    member = "inverse" if form == "damped_inverse" else form
+    with pytest.raises(
+        NoClosedForm,
+        match=rf"OnlyProducts\(6 x 6.* has no closed form of `{member}`: if the matrix is small, use Dense\(",
+    ):
+        apply_form(A, form)
+
+
+class Nothing(LinearOperator):
+    """Not symmetric, and cannot be transposed."""
+
+    in_space, dtype, device = Space.from_shapes([(3,)]), F64, torch.device("cpu")  # type: ignore[assignment]
+
+    def _matmat(self, X: torch.Tensor) -> torch.Tensor:
+        return X.cumsum(0)
+
+
+def test_an_operator_without_adjoint() -> None:
+    A = Nothing()
+    assert (A @ torch.ones(3, dtype=F64)).tolist() == [1, 2, 3]
+    with pytest.raises(
+        NotImplementedError, match=r"Nothing has no adjoint: .*define `_rmatmat\(self, X\)`.*Structure.SYMMETRIC"
+    ):
+        _ = A.T @ torch.ones(3, dtype=F64)
+    with pytest.raises(NotImplementedError, match="Nothing owns no tensors that could be moved"):
+        A.to("cpu")
+
+
+def test_abstract_members_must_be_written() -> None:
+    class Incomplete(LinearOperator):
+        pass
+
+    with pytest.raises(TypeError, match="abstract"):
+        Incomplete()  # type: ignore[abstract]
+
+
+def test_shapes_and_names() -> None:
+    A = Dense(torch.zeros(2, 3)) @ OnlyProducts(torch.eye(3), Space.from_shapes({"w": (3, 1)}))
+    assert isinstance(A, Product)
+    assert A.shape == (2, 3)
+    assert A.in_shapes == (torch.Size([3, 1]),)
+    assert A.out_shapes == (torch.Size([2]),)
+    assert repr(A) == "Product(2 x 3, GENERAL, torch.float32, cpu)"
+    assert isinstance(A + A, Sum)
+
+
+# SciPy ---------------------------------------------------------------------------------------------------------------
+
+
+def test_scipy_solvers() -> None:
+    K = Kronecker(psd(4, 4), psd(5, 5, seed=1))
+    M = K.to_dense().numpy()
+    S = K.to_scipy()
+    largest = sla.eigsh(S, k=3, return_eigenvectors=False)
+    np.testing.assert_allclose(np.sort(largest), np.linalg.eigvalsh(M)[-3:])
+    b = normal(20).numpy()
+    x, info = sla.cg(S, b, rtol=1e-12)
+    assert info == 0
+    np.testing.assert_allclose(M @ x, b, atol=1e-9)
+    rectangular = Dense(normal(6, 4)).to_scipy()
+    np.testing.assert_allclose(
+        sla.svds(rectangular, k=2, return_singular_vectors=False)[-1], np.linalg.norm(normal(6, 4).numpy(), 2)
+    )
+    assert sla.aslinearoperator(S) is S
+    np.testing.assert_allclose((S @ S) @ b, M @ M @ b)
+
+
+def test_scipy_dtypes() -> None:
+    for dtype, expected in ((torch.float32, np.float32), (F64, np.float64), (torch.bfloat16, np.float32)):
+        S = Dense(torch.eye(3, dtype=dtype)).to_scipy()
+        assert S.dtype == expected
+        assert (S @ np.ones(3)).dtype == expected
+    wide = Dense(torch.eye(3)).to_scipy(dtype=np.float64)
+    assert wide.dtype == np.float64
+    assert (wide @ np.ones((3, 2))).dtype == np.float64
+    assert (wide.H @ np.ones(3)).dtype == np.float64
+
+
+def test_shifted_and_scaled_follow_their_parts() -> None:
+    M = psd(3, 3)
+    scaled = identity_on(Dense(M, PSD)) * 2
+    assert isinstance(Dense(M, PSD) + scaled, Shifted)
+    close((0.5 * Dense(M, PSD).shift(1.0)).frobenius_norm, torch.linalg.matrix_norm(0.5 * (M + eye_like(M))))

@@ -1,0 +1,58 @@
+"""The public names: complete, documented, with an example each, and stable."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import curvlinops_plus
+
+# What users may import from the top. Adding a name here is a decision; removing one is a breaking change.
+NAMES = ["Accumulator", "AffineRule", "BlockwiseLinearOperator", "CurvatureWarning", "DiagonalBlock", "EFLinearOperator", "EKFAC", "EKFACLinearOperator", "Empirical", "EmpiricalRisk", "Exact", "FisherMCLinearOperator", "FisherType", "ForwardOnly", "FromDistribution", "FullBlock", "GGNLinearOperator", "HessianLinearOperator", "IdentityLinearOperator", "KFAC", "KFACInverseLinearOperator", "KFACLinearOperator", "KFACType", "LayerRule", "Likelihood", "LinearOperator", "MonteCarlo", "NoClosedForm", "NumericsError", "RelativeDamping", "SingularMatrixError", "UnsupportedError", "VerificationError", "__version__", "compute_eigenvalue_correction_linear_weight_sharing", "curvature", "load", "register_likelihood", "register_rule", "save"]
+
+
+def test_all_is_exactly_the_public_names() -> None:
+    assert sorted(curvlinops_plus.__all__) == sorted(NAMES)
+    assert len(set(curvlinops_plus.__all__)) == len(curvlinops_plus.__all__)
+
+
+def test_star_import_gives_them() -> None:
+    space: dict[str, object] = {}
+    exec("from curvlinops_plus import *", space)
+    assert set(NAMES) <= space.keys()
+
+
+def test_nothing_is_defined_at_the_top() -> None:
+    for name in NAMES:
+        if name != "__version__":
+            assert getattr(curvlinops_plus, name).__module__ != "curvlinops_plus", name
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "__version__"])
+def test_documented_with_an_example(name: str) -> None:
+    thing = getattr(curvlinops_plus, name)
+    doc = inspect.getdoc(thing) or ""
+    assert doc.strip(), f"{name} has no docstring"
+    is_error = isinstance(thing, type) and issubclass(thing, (Warning, Exception))
+    if not is_error and name not in ("KFACType",):
+        assert ">>>" in doc, f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "__version__"])
+def test_every_argument_is_documented(name: str) -> None:
+    """Names in the signature appear in the docstring; a class may refer to another one's list ("as for")."""
+    thing = getattr(curvlinops_plus, name)
+    doc = inspect.getdoc(thing) or ""
+    if (isinstance(thing, type) and issubclass(thing, (Warning, Exception))) or "rguments as for" in doc:
+        return
+    try:
+        parameters = inspect.signature(thing).parameters.values()
+    except ValueError:
+        return
+    if isinstance(thing, type) and inspect.isabstract(thing) and not doc.count("Args:"):
+        return
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    missing = [p.name for p in parameters if p.kind not in kinds and p.name not in doc]
+    enum_like = {"value", "names", "module", "qualname", "type", "start", "boundary"}
+    assert not [m for m in missing if m not in enum_like], f"{name}: {missing}"
