@@ -1,6 +1,6 @@
 """Curvature of neural networks as linear operators: Hessian, GGN, Fisher, KFAC, EKFAC.
 
-The classic door are the classes `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperator`, …; the composing door is
+The classic door: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperator`, …. The composing door:
 `curvature(EmpiricalRisk(model, loss, data), {layer: approximation})`.
 """
 
@@ -38,7 +38,6 @@ from curvlinops_plus.likelihood import FromDistribution, Likelihood, register_li
 from curvlinops_plus.linalg import IdentityLinearOperator, LinearOperator, RelativeDamping
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, Exact, ForwardOnly, MonteCarlo
 from curvlinops_plus.version import __version__
-
 
 __all__ = [
     "EKFAC",

@@ -6,7 +6,14 @@ catches `ValueError` or `NotImplementedError` keeps working.
 
 from __future__ import annotations
 
-__all__ = ["CurvatureWarning", "NoClosedForm", "NumericsError", "SingularMatrixError", "UnsupportedError", "VerificationError"]
+__all__ = [
+    "CurvatureWarning",
+    "NoClosedForm",
+    "NumericsError",
+    "SingularMatrixError",
+    "UnsupportedError",
+    "VerificationError",
+]
 
 
 class CurvatureWarning(UserWarning):

@@ -477,8 +477,9 @@ class Problem:
     def curvature(self, approximation: Any, data: Any = None, risk: Mapping[str, Any] | None = None, **options: Any) -> Any:
         """The composing door, with an eye on the user's things; the listing warning is expected where a layer falls back."""
         with unchanged(self.model, self.loss, data if isinstance(data, list) else self.data), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Exact\(\) sends", CurvatureWarning)
             if self.net.fallback:
-                warnings.simplefilter("ignore", CurvatureWarning)
+                warnings.filterwarnings("ignore", ".*get their exact diagonal", CurvatureWarning)
             K = curvature(self.risk(data, **(risk or {})), approximation, **options)
             K.compute()
         return K

@@ -96,7 +96,7 @@ class Accumulator(ABC):
             NumericsError: If it has NaN or infinite entries.
         """
         if name not in self.sums:
-            raise KeyError(f"layer {self.layer.name!r}: nothing was added to {name!r} yet.")
+            raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
         total = self.sums[name]
         if name in self.counts:
             value = total / torch.as_tensor(self.counts[name], dtype=total.dtype, device=total.device).clamp(min=1)
@@ -105,7 +105,7 @@ class Accumulator(ABC):
         # A NaN on the diagonal of a Gram matrix is there whenever any row has one; all of a sum is looked at for the
         # rest.
         if not bool(value.isfinite().all()):
-            raise NumericsError(f"layer {self.layer.name!r}: the statistic {name!r} has NaN or infinite entries.")
+            raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
         return value
 
     # -------------------------------------------------------------------------------------------------- for drivers
@@ -154,7 +154,7 @@ class Accumulator(ABC):
         """
         missing = {"sums", "counts", "examples", "terms", "loss_count", "loss"} - set(state)
         if missing:
-            raise ValueError(f"The state of layer {self.layer.name!r} lacks {sorted(missing)}; is the file cut off?")
+            raise ValueError(f"The state of {self.layer.title} lacks {sorted(missing)}; is the file cut off?")
         self.sums = {name: total.to(self.layer.device).clone() for name, total in state["sums"].items()}
         self.counts = dict(state["counts"])
         self.totals = Totals(state["examples"], state["terms"], state["loss_count"], state["loss"])

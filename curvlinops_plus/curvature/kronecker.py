@@ -193,7 +193,7 @@ def eigenvectors(layer: Layer, name: str, factor: Tensor) -> Tensor:
     try:
         return eigh(factor)[1]
     except NumericsError as error:
-        raise NumericsError(f"layer {layer.name!r}, factor {name}: {error}") from error
+        raise NumericsError(f"{layer.title}, factor {name}: {error}") from error
 
 
 def squared_gradients(g: Tensor, a: Tensor, QG: Tensor | None = None, QA: Tensor | None = None) -> Tensor:

@@ -95,23 +95,23 @@ class _RiskOperator(LinearOperator):
         return self._matmat(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))
 
     def _matmat(self, X: Tensor) -> Tensor:
-        risk, total, totals = self.risk, torch.zeros_like(X), Totals()
+        risk, totals, total = self.risk, Totals(), torch.zeros_like(X)
         free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
         draws = self._draws()
-        model = risk.at(free)
-        # Fused attention kernels have no double backward; the plain one does, and gives the same numbers.
-        with risk.untouched(), torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+
+        def one_pass(model: nn.Module) -> None:
             for batch in risk.batches(type(self).__name__):
                 with torch.compiler.set_stance("force_eager"):
                     f, y, class_axis = risk.run(batch, model)
                 F, Y = risk.canonical(f, y, batch, class_axis)
                 nll = risk.likelihood.nll(F, Y).sum()
-                total += self._product(F, Y, nll, list(free.values()), X, draws)
-                totals.add(
-                    Totals(
-                        batch.num_examples, batch.num_examples * F.shape[1], risk.likelihood.count(F, Y), nll.detach()
-                    )
-                )
+                total.add_(self._product(F, Y, nll, list(free.values()), X, draws))
+                count = risk.likelihood.count(F, Y)
+                totals.add(Totals(batch.num_examples, batch.num_examples * F.shape[1], count, nll.detach()))
+
+        # Fused attention kernels have no double backward; the plain one does, and gives the same numbers.
+        with risk.untouched(), torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            risk.at(free, one_pass)
         return total * risk.scale(totals)
 
     def _draws(self) -> Draws:

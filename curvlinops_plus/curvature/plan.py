@@ -202,7 +202,7 @@ class Sums:
             if missing:
                 layer = missing[0]
                 raise ValueError(
-                    f"layer {layer.name!r} ({_type_name(layer)}) {problem} in any batch, so its parameters "
+                    f"{layer.title} ({_type_name(layer)}) {problem} in any batch, so its parameters "
                     f"{list(layer.params)} have no curvature here. Leave "
                     "them out of `params`, or check the model's forward. (Modules whose weight is used without "
                     "calling them can't be seen.)"

@@ -136,7 +136,7 @@ def _factored_blocks(
         try:
             return _each(state[view][layer.name], lambda t: _copy(t).to(K.device))
         except KeyError as error:
-            raise ValueError(f"The state lacks {view} of layer {layer.name!r}; is the file cut off?") from error
+            raise ValueError(f"The state lacks {view} of {layer.title}; is the file cut off?") from error
 
     try:
         if not corrected:
@@ -147,9 +147,7 @@ def _factored_blocks(
         named = {g.name: values[order.index(g.keys[0])] if isinstance(values, dict) else values for g in layer.groups}
         return ekfac_blocks(layer, factor("gradient_covariances_eigenvectors"), QA, named)
     except (KeyError, RuntimeError) as error:
-        raise ValueError(
-            f"State mismatch in layer {layer.name!r}: its factors do not fit together ({error})."
-        ) from error
+        raise ValueError(f"State mismatch in {layer.title}: its factors do not fit together ({error}).") from error
 
 
 def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

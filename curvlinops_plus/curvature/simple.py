@@ -71,7 +71,7 @@ class FullBlock(Accumulator):
         size = dim * dim * layer.accumulation_dtype.itemsize
         if size > max_bytes:
             raise UnsupportedError(
-                f"layer {layer.name!r}: its full block is {dim} x {dim}, {size / 2**30:.1f} GiB, above "
+                f"{layer.title}: its full block is {dim} x {dim}, {size / 2**30:.1f} GiB, above "
                 f"max_bytes={max_bytes}. Use DiagonalBlock, KFAC or EKFAC "
                 f"for this layer, or FullBlock.using(max_bytes=...)."
             )
@@ -87,7 +87,7 @@ class FullBlock(Accumulator):
 
 def _needs_gradients(who: Accumulator) -> UnsupportedError:
     return UnsupportedError(
-        f"layer {who.layer.name!r}: {type(who).__name__} is made of gradients, and ForwardOnly() sends nothing "
+        f"{who.layer.title}: {type(who).__name__} is made of gradients, and ForwardOnly() sends nothing "
         "back. Use Exact(), MonteCarlo() or Empirical(), or "
         f"leave the layer's parameters {list(who.layer.params)} out of `params`."
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops_plus.curvature.kronecker import squared_gradients
 from curvlinops_plus.errors import NumericsError, VerificationError
@@ -225,10 +225,14 @@ def _with_data(risk: EmpiricalRisk, batch: Batch) -> EmpiricalRisk:
 def _one_example(risk: EmpiricalRisk, single: Batch, vector: Tensor) -> dict[str, Tensor]:
     """Gradient of one example by plain autograd."""
     free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
-    with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-        f, _, class_axis = risk.run(single, risk.at(free))
+
+    def backward(model: nn.Module) -> tuple[Tensor | None, ...]:
+        f, _, class_axis = risk.run(single, model)
         v = risk.likelihood.restore(vector, f.shape, 1, class_axis).to(f.dtype)
-        found = torch.autograd.grad(f, list(free.values()), v, allow_unused=True)
+        return torch.autograd.grad(f, list(free.values()), v, allow_unused=True)
+
+    with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        found = risk.at(free, backward)
     return {key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(free.items(), found)}
 
 

@@ -78,7 +78,7 @@ def eigh(M: Tensor, what: str = "the matrix") -> tuple[Tensor, Tensor]:  # [*b, 
     for device, dtype in dict.fromkeys(attempts):
         try:
             values, Q = torch.linalg.eigh(M.to(device, dtype))
-        except RuntimeError as error:  # torch.linalg.LinAlgError, and what cuSOLVER raises
+        except (RuntimeError, TypeError) as error:  # not converged, cuSOLVER gave up, or a device without float64
             failures.append(f"{dtype} on {device}: {str(error).splitlines()[0]}")
             continue
         if bool(torch.isfinite(values).all()) and bool(torch.isfinite(Q).all()):

@@ -189,9 +189,7 @@ class LayerBatch:
             return total
         layouts = self.layer.groups if self.group is None else (self.group,)
         if len(layouts) != 1:
-            raise ValueError(
-                f"layer {self.layer.name!r} has {len(layouts)} blocks: restrict the batch to one of them first."
-            )
+            raise ValueError(f"{self.layer.title} has {len(layouts)} blocks: restrict the batch to one of them first.")
         return self._join(self.param_grads(), layouts[0])
 
     def param_grads(self) -> dict[str, Tensor]:
@@ -223,7 +221,7 @@ class LayerBatch:
             kind = "is shared by several modules" if self.layer.tied else "has no affine rule"
             use = self.layer.uses[0]
             raise UnsupportedError(
-                f"layer {self.layer.name!r} ({type(use.module).__name__}) {kind}, so it has no Kronecker factors. "
+                f"{self.layer.title} ({type(use.module).__name__}) {kind}, so it has no Kronecker factors. "
                 "Use DiagonalBlock or FullBlock for "
                 f"it, or write an AffineRule and register it with @register_rule({type(use.module).__name__})."
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.totals import Totals
 
 if TYPE_CHECKING:
@@ -20,10 +21,11 @@ def gradient_and_loss(risk: EmpiricalRisk, gradient: bool = True) -> tuple[dict[
     """Gradient and loss over all data; nothing is written to `.grad`."""
     free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
     totals, grads = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}
-    with risk.untouched(), torch.inference_mode(False), torch.enable_grad():
+
+    def one_pass(model: nn.Module) -> None:
         for batch in risk.batches("gradient" if gradient else "loss"):
             with torch.set_grad_enabled(gradient), torch.compiler.set_stance("force_eager"):
-                f, y, class_axis = risk.run(batch, risk.at(free))
+                f, y, class_axis = risk.run(batch, model)
                 F, Y = risk.canonical(f, y, batch, class_axis)
                 nll = risk.likelihood.nll(F, Y).sum()
             if gradient:
@@ -31,9 +33,11 @@ def gradient_and_loss(risk: EmpiricalRisk, gradient: bool = True) -> tuple[dict[
                 for total, g in zip(grads.values(), found):
                     if g is not None:
                         total += g
-            totals.add(
-                Totals(batch.num_examples, batch.num_examples * F.shape[1], risk.likelihood.count(F, Y), nll.detach())
-            )
+            count = risk.likelihood.count(F, Y)
+            totals.add(Totals(batch.num_examples, batch.num_examples * F.shape[1], count, nll.detach()))
+
+    with risk.untouched(), torch.inference_mode(False), torch.enable_grad():
+        risk.at(free, one_pass)
     c = risk.scale(totals)
     return {key: g * c for key, g in grads.items()}, torch.as_tensor(totals.loss * c).to(risk.dtype)
 
@@ -52,9 +56,8 @@ def first_nonfinite(risk: EmpiricalRisk) -> str | None:
                     isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()) for t in values
                 )
                 if bad and not found:
-                    label = f"layer {name!r}" if name else "the model"
                     found.append(
-                        f"the {what} of {label} ({type(module).__name__}) in batch {{index}} has NaN or "
+                        f"the {what} of {title(name)} ({type(module).__name__}) in batch {{index}} has NaN or "
                         "infinite entries"
                     )
 

@@ -67,6 +67,11 @@ class Layer:
     groups: tuple[Group, ...]
 
     @property
+    def title(self) -> str:
+        """How messages call the layer."""
+        return title(self.name)
+
+    @property
     def affine(self) -> bool:
         """Whether Kronecker factors exist: one module, with an affine rule."""
         return len(self.uses) == 1 and isinstance(self.uses[0].rule, AffineRule)
@@ -99,6 +104,11 @@ class Layer:
     def device(self) -> torch.device:
         """Where the layer's parameters live."""
         return next(iter(self.params.values())).device
+
+
+def title(name: str) -> str:
+    """How messages call a module of that name in the model."""
+    return f"layer {name!r}" if name else "layer '' (the model itself)"
 
 
 def named_params(

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.risk.batch import Call, LayerBatch
-from curvlinops_plus.risk.layers import Layer, Use
+from curvlinops_plus.risk.layers import Layer, Use, title
 
 __all__ = ["Recorder"]
 
@@ -98,7 +98,7 @@ class Recorder:
             if not isinstance(out, Tensor) or not out.is_floating_point():
                 what = f"a {out.dtype} tensor" if isinstance(out, Tensor) else f"a {type(out).__name__}"
                 raise UnsupportedError(
-                    f"layer {use.name!r} ({type(module).__name__}) returned {what}; only modules that return one "
+                    f"{title(use.name)} ({type(module).__name__}) returned {what}; only modules that return one "
                     "floating-point tensor can be "
                     f"tracked. Leave its parameters {list(use.keys.values())} out of `params`."
                 )
@@ -123,7 +123,7 @@ class Recorder:
         out: Tensor,
         expanded: bool,
     ) -> None:
-        N, where = self._num_examples, f"layer {use.name!r} ({type(use.module).__name__})"
+        N, where = self._num_examples, f"{title(use.name)} ({type(use.module).__name__})"
         size = out.shape[axis] if out.ndim > axis else 0
         if size == 0 or size % N or (axis != 0 and size != N):
             raise UnsupportedError(
@@ -305,7 +305,7 @@ class Recorder:
         for event in self._events:
             if any(t._version != version for t, version in event.versions):
                 raise UnsupportedError(
-                    f"the input of layer {event.call.use.name!r} was modified in place after the layer read it, "
+                    f"the input of {title(event.call.use.name)} was modified in place after the layer read it, "
                     "so its curvature can't be computed from it. "
                     f"Replace the in-place operation (for instance `x += y` by `x = x + y`)."
                 )
@@ -338,7 +338,7 @@ def _isolate(out: Tensor, use: Use) -> Tensor:
     """
     if not torch.is_grad_enabled():
         raise UnsupportedError(
-            f"layer {use.name!r} ran under torch.no_grad(). If this is activation checkpointing, pass "
+            f"{title(use.name)} ran under torch.no_grad(). If this is activation checkpointing, pass "
             "use_reentrant=False; if it is a frozen part of the model, "
             f"leave its parameters {list(use.keys.values())} out of `params`."
         )

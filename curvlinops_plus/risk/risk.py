@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 from warnings import warn
 
 import torch
@@ -27,6 +27,8 @@ from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
 
 __all__ = ["EmpiricalRisk"]
+
+T = TypeVar("T")
 
 
 class EmpiricalRisk:
@@ -176,7 +178,8 @@ class EmpiricalRisk:
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
-        out = call(**batch.X) if batch.unpack else call(batch.X)
+        with _naming_dtypes(batch, self.params):
+            out = call(**batch.X) if batch.unpack else call(batch.X)
         f, last = select_output(out, self.output)
         y = batch.y
         if self.shift_labels:
@@ -231,7 +234,7 @@ class EmpiricalRisk:
 
         def forward() -> Tensor:
             # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
-            with torch.compiler.set_stance("force_eager"), _naming_dtypes(batch, self.params):
+            with torch.compiler.set_stance("force_eager"):
                 outputs[:] = self.run(batch)
             return outputs[0]
 
@@ -319,19 +322,29 @@ class EmpiricalRisk:
         """Gradient and loss over all data in one pass; nothing is written to `.grad`."""
         return gradient_and_loss(self)
 
-    def at(self, values: Mapping[str, Tensor]) -> Callable[..., Any]:
-        """The model as a function of its inputs, at other values of the parameters (keys as in `params`)."""
-        names = {id(p): name for name, p in self.model.named_parameters()}
+    def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T:
+        """`function(model)` at other values of the parameters (keys as in `params`); the model is as before afterwards.
+
+        Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
+        """
+        names = {id(p): f"model.{name}" for name, p in self.model.named_parameters()}
         replaced = {names[id(self.params[key])]: value for key, value in values.items()}
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(self.model, replaced, args, kwargs)
-
-        return run
+        return functional_call(_Inside(self.model, function), replaced, ())
 
     def first_nonfinite(self) -> str | None:
         """Where NaN or inf first appears in a forward pass: words naming layer and batch, None if nowhere."""
         return first_nonfinite(self)
+
+
+class _Inside(nn.Module):
+    """Calls a function with a model whose parameters are replaced."""
+
+    def __init__(self, model: nn.Module, function: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+
+    def forward(self) -> Any:
+        return self.function(self.model)
 
 
 @contextmanager
