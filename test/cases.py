@@ -1,4 +1,4 @@
-"""Everything that the laws are about, as lists of makers: a new net, loss, approximation or kind of vector is one line here.
+"""Everything that the laws are about, as lists of makers: a new net, loss, approximation or vector is one line here.
 
     NETS             models with inputs, each with what is special about it
     LOSSES           losses with targets that fit any output
@@ -6,8 +6,8 @@
     APPROXIMATIONS   what a block may be
     VECTORS          what may be sent back
 
-`problem(name)` makes a problem, once, in float64; `Problem.reference` is its slow exact twin. `close` compares, and `unchanged`
-checks that nothing of the user's was touched.
+`problem(name)` makes a problem, once, in float64; `Problem.exact` is its slow exact twin. `close` compares, and
+`unchanged` checks that nothing of the user's was touched.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -49,7 +49,9 @@ def close(got: Any, expected: Any, rtol: float = 1e-9, what: str = "result") -> 
     assert bool(expected.isfinite().all()), f"{what}: the expected numbers are not finite"
     assert bool(got.isfinite().all()), f"{what}: NaN or infinite numbers"
     error, size = float((got - expected).norm()), float(expected.norm())
-    assert error <= rtol * max(size, 1e-12), f"{what}: relative error {error / max(size, 1e-12):.2e}, allowed {rtol:.0e}"
+    assert error <= rtol * max(size, 1e-12), (
+        f"{what}: relative error {error / max(size, 1e-12):.2e}, allowed {rtol:.0e}"
+    )
 
 
 def same(got: Any, expected: Any) -> None:
@@ -114,7 +116,7 @@ def _snapshot(things: Sequence[Any]) -> dict[str, Any]:
 
 @contextmanager
 def unchanged(*things: Any) -> Iterator[None]:
-    """Fail if anything of modules, tensors, batches or the global random numbers differs at the end, also after an error."""
+    """Fail if anything of modules, tensors, batches or the global random numbers differs at the end, errors or not."""
     before = _snapshot(things)
     try:
         yield
@@ -123,7 +125,11 @@ def unchanged(*things: Any) -> Iterator[None]:
         changed = sorted(before.keys() ^ after.keys())
         for name in before.keys() & after.keys():
             one, two = before[name], after[name]
-            equal = torch.equal(one.nan_to_num(), two.nan_to_num()) if isinstance(one, Tensor) and isinstance(two, Tensor) else one == two
+            equal = (
+                torch.equal(one.nan_to_num(), two.nan_to_num())
+                if isinstance(one, Tensor) and isinstance(two, Tensor)
+                else one == two
+            )
             if not equal:
                 changed.append(name)
         assert not changed, f"changed: {changed}"
@@ -139,7 +145,9 @@ def _indices(shapes: list[torch.Size], axis: int) -> list[Tensor]:
     return [torch.randint(shape[axis], shape[:axis] + shape[axis:][1:]) for shape in shapes]
 
 
-def cross_entropy(weight: bool = False, ignore: int | None = None, soft: bool = False, **options: Any) -> Callable[..., Targets]:
+def cross_entropy(
+    weight: bool = False, ignore: int | None = None, soft: bool = False, **options: Any
+) -> Callable[..., Targets]:
     """Cross-entropy with class indices or, with `soft`, probabilities that need not sum to one."""
 
     def make(shapes: list[torch.Size], axis: int) -> Targets:
@@ -156,7 +164,9 @@ def cross_entropy(weight: bool = False, ignore: int | None = None, soft: bool = 
     return make
 
 
-def binary(weight: bool = False, pos_weight: bool = False, soft: bool = False, **options: Any) -> Callable[..., Targets]:
+def binary(
+    weight: bool = False, pos_weight: bool = False, soft: bool = False, **options: Any
+) -> Callable[..., Targets]:
     """Binary cross-entropy with hard or soft targets; weights are along the last axis."""
 
     def make(shapes: list[torch.Size], axis: int) -> Targets:
@@ -237,6 +247,44 @@ class Twice(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.shared(torch.tanh(self.shared(self.first(x))))))
+
+
+class Sometimes(nn.Module):
+    """A layer that only some batches reach, called with a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rare, self.last = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(input=x)
+        return self.last(torch.tanh(self.rare(input=h)) if len(x) == 2 else h)
+
+
+class Residual(nn.Module):
+    """In-place sums on views of layer outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        h += x
+        out = self.second(torch.tanh(h))
+        out += h
+        return out.movedim(-1, 1)
+
+
+class TwoInputs(nn.Module):
+    """A layer of two inputs, without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product, self.last = nn.Bilinear(4, 4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.product(x, torch.tanh(x)))
 
 
 class Tied(nn.Module):
@@ -371,7 +419,9 @@ def _mlp(activation: nn.Module | None = None) -> nn.Sequential:
 
 def _cnn(**options: Any) -> nn.Sequential:
     conv = nn.Conv2d(2, 2, 3, **options)
-    return nn.Sequential(conv, nn.ReLU(inplace=True), nn.Conv2d(2, 2, (1, 2), bias=False), nn.Flatten(), nn.LazyLinear(3))
+    return nn.Sequential(
+        conv, nn.ReLU(inplace=True), nn.Conv2d(2, 2, (1, 2), bias=False), nn.Flatten(), nn.LazyLinear(3)
+    )
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
@@ -384,33 +434,64 @@ NETS: dict[str, Callable[[], Net]] = {
     "linear": lambda: Net(nn.Linear(4, 3), _batches(4)),
     "mlp": lambda: Net(_mlp(), _batches(4)),
     "in-place relu": lambda: Net(_mlp(nn.ReLU(inplace=True)), _batches(4)),
-    "deep linear": lambda: Net(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 2)), _batches(4), loss="mse"),
-    "one number": lambda: Net(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)), _batches(4), loss="bce"),
+    "deep linear": lambda: Net(
+        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 2)), _batches(4), loss="mse"
+    ),
+    "one number": lambda: Net(
+        nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0)), _batches(4), loss="bce"
+    ),
     "strided cnn": lambda: Net(_cnn(stride=2, padding=(1, 0)), _batches(2, 5, 6)),
     "same cnn": lambda: Net(_cnn(padding="same", padding_mode="reflect", dilation=(1, 2)), _batches(2, 4, 5)),
     "circular cnn": lambda: Net(_cnn(padding=1, padding_mode="circular"), _batches(2, 3, 4)),
     "replicate cnn": lambda: Net(_cnn(padding=(2, 1), padding_mode="replicate", stride=(2, 1)), _batches(2, 3, 4)),
     "grouped cnn": lambda: Net(_cnn(groups=2), _batches(2, 3, 4), fallback=("0",)),
-    "conv1d": lambda: Net(nn.Sequential(nn.Conv1d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Conv1d(3, 3, 2)), _batches(2, 6)),
+    "conv1d": lambda: Net(
+        nn.Sequential(nn.Conv1d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Conv1d(3, 3, 2)), _batches(2, 6)
+    ),
     "conv3d": lambda: Net(
-        nn.Sequential(nn.Conv3d(1, 2, (2, 1, 2), padding=(1, 0, 0)), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(3)),
+        nn.Sequential(
+            nn.Conv3d(1, 2, (2, 1, 2), padding=(1, 0, 0)), nn.ReLU(inplace=True), nn.Flatten(), nn.LazyLinear(3)
+        ),
         _batches(1, 2, 2, 3),
     ),
-    "sequence": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))), _batches(2, 3)),
-    "grid": lambda: Net(ByPosition(nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 3))), _batches(2, 2, 3)),
+    "sequence": lambda: Net(
+        ByPosition(nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))), _batches(2, 3)
+    ),
+    "grid": lambda: Net(
+        ByPosition(nn.Sequential(nn.Linear(3, 2), nn.ReLU(inplace=True), nn.Linear(2, 3))), _batches(2, 2, 3)
+    ),
     "attention": lambda: Net(Attention(), _batches(3, 3)),
-    "uneven sequences": lambda: Net(Attention(), [*_batches(2, 3, sizes=(2,)), *_batches(4, 3, sizes=(1,)), *_batches(1, 3)]),
+    "uneven sequences": lambda: Net(
+        Attention(), [*_batches(2, 3, sizes=(2,)), *_batches(4, 3, sizes=(1,)), *_batches(1, 3)]
+    ),
     "flattened": lambda: Net(Flattened(), _batches(3, 3)),
     "called twice": lambda: Net(Twice(), _batches(4)),
     "called twice on sequences": lambda: Net(ByPosition(Twice()), _batches(2, 4)),
+    "reached sometimes": lambda: Net(Sometimes(), _batches(4)),
+    "in-place residual": lambda: Net(Residual(), _batches(2, 4)),
+    "two inputs": lambda: Net(TwoInputs(), _batches(4), fallback=("product",)),
+    "padding index": lambda: Net(
+        nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 3)),
+        [torch.randint(5, (n, 2)) for n in (3, 1, 2)],
+        fallback=("0",),
+    ),
+    "transposed convolution": lambda: Net(
+        nn.Sequential(nn.ConvTranspose1d(2, 2, 2, stride=2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 3)),
+        _batches(2, 2),
+        fallback=("0",),
+    ),
     "tied": lambda: Net(Tied(), [torch.randint(5, (n, 3)) for n in (3, 1, 2)], fallback=("embedding",)),
     "frozen": lambda: Net(_frozen(_mlp(nn.ReLU(inplace=True))), _batches(4)),
     "frozen sequence": lambda: Net(_frozen(Attention()), _batches(2, 3)),
     "half frozen": lambda: Net(
-        _frozen(_mlp(nn.ReLU(inplace=True)), "0"), _batches(4), params=lambda model: [p for p in model.parameters() if p.requires_grad]
+        _frozen(_mlp(nn.ReLU(inplace=True)), "0"),
+        _batches(4),
+        params=lambda model: [p for p in model.parameters() if p.requires_grad],
     ),
     "weights only": lambda: Net(_mlp(), _batches(4), params=lambda model: [model[2].weight, model[0].weight]),
-    "biases only": lambda: Net(ByPosition(_mlp()), _batches(2, 4), params=lambda model: [model.net[2].bias, model.net[0].bias]),
+    "biases only": lambda: Net(
+        ByPosition(_mlp()), _batches(2, 4), params=lambda model: [model.net[2].bias, model.net[0].bias]
+    ),
     "shuffled": lambda: Net(_mlp(), _batches(4), params=lambda model: list(model.parameters())[::-1]),
     "named subset": lambda: Net(_cnn(), _batches(2, 3, 4), params=_named),
     "generic layers": lambda: Net(
@@ -419,7 +500,9 @@ NETS: dict[str, Callable[[], Net]] = {
         fallback=("0", "1", "2"),
     ),
     "batch norm": lambda: Net(
-        nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(6, 3)).eval(),
+        nn.Sequential(
+            nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(6, 3)
+        ).eval(),
         _batches(2, 3),
         fallback=("1",),
     ),
@@ -430,7 +513,9 @@ NETS: dict[str, Callable[[], Net]] = {
         count=lambda X: len(X["u"]),
         options={"batch_size_fn": lambda X: len(X["u"])},
     ),
-    "two outputs": lambda: Net(TwoOutputs(), _batches(4), read=lambda out: out[1], options={"output": lambda out: out[1]}),
+    "two outputs": lambda: Net(
+        TwoOutputs(), _batches(4), read=lambda out: out[1], options={"output": lambda out: out[1]}
+    ),
     "language model": lambda: Net(
         Language(), [torch.randint(6, (n, 3)) for n in (3, 1, 2)], logits=True, fallback=("tokens", "positions", "norm")
     ),
@@ -474,8 +559,10 @@ class Problem:
         data = self.data if data is None else data
         return EmpiricalRisk(self.model, self.loss, data, self.params, **{**self.net.options, **options})
 
-    def curvature(self, approximation: Any, data: Any = None, risk: Mapping[str, Any] | None = None, **options: Any) -> Any:
-        """The composing door, with an eye on the user's things; the listing warning is expected where a layer falls back."""
+    def curvature(
+        self, approximation: Any, data: Any = None, risk: Mapping[str, Any] | None = None, **options: Any
+    ) -> Any:
+        """The composing door, with an eye on the user's things; warnings that a net must cause are expected."""
         with unchanged(self.model, self.loss, data if isinstance(data, list) else self.data), warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"Exact\(\) sends", CurvatureWarning)
             if self.net.fallback:
@@ -540,7 +627,7 @@ def _make(net_name: str, loss_name: str | None) -> Problem:
     return Problem(net, loss, data)
 
 
-@lru_cache(maxsize=None)
+@cache
 def problem(name: str) -> Problem:
     """A problem by its name, "net" or "net, loss"; made once, so don't change it."""
     net, _, loss = name.partition(", ")

@@ -1,4 +1,4 @@
-"""What every test may use: devices, a float64 comparison that can fail, and a check that nothing of the user's has changed."""
+"""What every test may use: every device, and a check that no global setting changes. More is in `cases.py`."""
 
 from __future__ import annotations
 

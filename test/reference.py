@@ -1,10 +1,11 @@
 """Slow exact twins of everything that is computed cleverly elsewhere: definitions, `torch.func` and plain loops.
 
-Nothing of the package is imported here. A `Reference` is built from a model, the user's own loss and data, and forms every
-matrix from the whole Jacobian and from the Hessian of the user's own loss with respect to the model's output, so that every
-option of a loss is covered by PyTorch's reading of it.
+Nothing of the package is imported here. A `Reference` is built from a model, the user's own loss and data, and forms
+every matrix from the whole Jacobian and from the Hessian of the user's own loss with respect to the model's output, so
+that every option of a loss is covered by PyTorch's reading of it.
 
-Letters: N examples, R loss terms of C numbers each, F = N·R·C numbers in a batch's output, P parameters, V vectors, S positions.
+Letters: N examples, R loss terms of C numbers each, F = N·R·C numbers in a batch's output, P parameters, V vectors,
+S positions.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.func import functional_call, grad, hessian, jacrev
 AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-@dataclass
+@dataclass(eq=False)
 class Seen:
     """One batch."""
 
@@ -34,6 +36,10 @@ class Seen:
     terms: Tensor  # [N, R, C], places in the flattened output
     divisor: float  # what "mean" divides by
     mask: Tensor | None  # [N, T]
+
+
+Vectors = tuple[tuple[Seen, Tensor], ...]
+"""For every batch what is sent back through it, [V, F]."""
 
 
 class Reference:
@@ -73,6 +79,14 @@ class Reference:
         self.names = {key: own[id(p)] for key, p in params.items()}
         self.values = {key: p.detach().clone() for key, p in params.items()}
         self.model = copy.deepcopy(model).requires_grad_(False)
+        # Every place that holds a parameter, once: a module that is registered under two names is one place, and
+        # replacing it under both would make `functional_call` put the wrong tensor back.
+        self.slots: dict[str, list[str]] = {key: [] for key in self.names}
+        key_of = {id(self.model.get_parameter(name)): key for key, name in self.names.items()}
+        for path, module in self.model.named_modules():
+            for local, p in module._parameters.items():
+                if id(p) in key_of:
+                    self.slots[key_of[id(p)]].append(f"{path}.{local}" if path else local)
         self.read, self.axis, self.to_loss = read, axis, to_loss
         self.example_axis = dict(example_axis or {})
         self.summed, self.mean = copy.deepcopy(loss), copy.deepcopy(loss)
@@ -89,9 +103,9 @@ class Reference:
     # ------------------------------------------------------------------------------------------------- one batch
     def call(self, theta: Mapping[str, Tensor], X: Any) -> Tensor:
         """Output at other parameters."""
-        replaced = {self.names[key]: value for key, value in theta.items()}
+        replaced = {slot: value for key, value in theta.items() for slot in self.slots[key]}
         args, kwargs = (X.args, X.kwargs) if isinstance(X, Inputs) else ((X,), {})
-        return self.read(functional_call(self.model, replaced, args, kwargs))
+        return self.read(functional_call(self.model, replaced, args, kwargs, tie_weights=False))
 
     def _see(self, item: Any, count: Callable[[Any], int], mask: Any) -> Seen:
         if isinstance(item, Mapping):
@@ -101,7 +115,9 @@ class Reference:
             X, y = item
             N = count(X)
         f = self.call(self.values, X)
-        J = torch.cat([j.reshape(f.numel(), -1) for j in jacrev(lambda t: self.call(t, X).flatten())(self.values).values()], 1)
+        J = torch.cat(
+            [j.reshape(f.numel(), -1) for j in jacrev(lambda t: self.call(t, X).flatten())(self.values).values()], 1
+        )
 
         def total(flat: Tensor) -> Tensor:
             return self.summed(self.to_loss(flat.view(f.shape)), y)
@@ -109,7 +125,9 @@ class Reference:
         summed, mean = total(f.flatten()), self.mean(self.to_loss(f), y)
         divisor = 0.0 if float(summed) == 0 else float(summed / mean)
         places = torch.arange(f.numel(), device=f.device).view(f.shape)
-        terms = places.view(N, -1, 1) if f.ndim == 1 else places.movedim(self.axis, -1).reshape(N, -1, f.shape[self.axis])
+        terms = (
+            places.view(N, -1, 1) if f.ndim == 1 else places.movedim(self.axis, -1).reshape(N, -1, f.shape[self.axis])
+        )
         H = hessian(total)(f.flatten())
         return Seen(X, N, f, J, grad(total)(f.flatten()), H, terms, divisor, None if mask is None else mask(item[0], y))
 
@@ -140,12 +158,16 @@ class Reference:
         self._targets = list(targets)
         return self
 
+    def __hash__(self) -> int:
+        return id(self)
+
     def gradient(self) -> Tensor:
         """Gradient of the whole loss."""
         return self.c * sum(b.J.T @ b.g for b in self.batches)
 
     # -------------------------------------------------------------------------------------------- vectors [V, F]
-    def exact(self) -> list[tuple[Seen, Tensor]]:
+    @cache  # noqa: B019 (twins of the problems live as long as the tests)
+    def exact(self) -> Vectors:
         """Columns of a root of every term's Hessian, one term of each example at a time."""
         result = []
         for b in self.batches:
@@ -157,9 +179,10 @@ class Reference:
                     values, Q = torch.linalg.eigh(b.H[at[:, None], at])
                     v[r][:, at] = (Q * values.clamp(min=0).sqrt()).T
             result.append((b, v.flatten(0, 1)))
-        return result
+        return tuple(result)
 
-    def empirical(self, per_term: bool) -> list[tuple[Seen, Tensor]]:
+    @cache  # noqa: B019
+    def empirical(self, per_term: bool) -> Vectors:
         """The loss's own gradient, of all terms together or of each."""
         result = []
         for b in self.batches:
@@ -169,16 +192,16 @@ class Reference:
                 at = b.terms[:, r].flatten()
                 v[r if per_term else 0, at] = b.g[at]
             result.append((b, v))
-        return result
+        return tuple(result)
 
-    def given(self, vectors: Sequence[Tensor]) -> list[tuple[Seen, Tensor]]:
+    def given(self, vectors: Sequence[Tensor]) -> Vectors:
         """Vectors [V, N, R, C] of the caller, one tensor per batch."""
         result = []
         for b, given in zip(self.batches, vectors, strict=True):
             v = torch.zeros(len(given), b.f.numel(), dtype=b.f.dtype, device=b.f.device)
             v[:, b.terms.flatten()] = given.flatten(1)
             result.append((b, v))
-        return result
+        return tuple(result)
 
     def gradients(self, b: Seen, v: Tensor) -> Tensor:
         """Gradients [V, N, P] of each example by itself."""
@@ -227,37 +250,44 @@ class Reference:
         """Name of the one module that holds a parameter if it has Kronecker factors."""
         owners = self.owners(key)
         shared = any(len(self.owners(k)) > 1 for k in self.names if self._module(k) is owners[0][1])
-        fits = len(owners) == 1 and not shared and type(owners[0][1]) in AFFINE and getattr(owners[0][1], "groups", 1) == 1
+        fits = (
+            len(owners) == 1 and not shared and type(owners[0][1]) in AFFINE and getattr(owners[0][1], "groups", 1) == 1
+        )
         return owners[0][0] if fits else None
 
     def _module(self, key: str) -> nn.Module:
         return self.owners(key)[0][1]
 
-    def _calls(self, b: Seen, name: str, probes: Sequence[Tensor] | None = None) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    def _calls(
+        self, b: Seen, name: str, probes: Sequence[Tensor] | None = None
+    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
         """Inputs and outputs of a module in one forward pass, with numbers added to its outputs; the model's output."""
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
 
-        def hook(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
-            inputs.append(args[0].clone())
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> Tensor | None:
+            inputs.append([*args, *kwargs.values()][0].clone())
             outputs.append(out.clone())
             return None if probes is None else out + probes[len(outputs) - 1]
 
-        handle = self.model.get_submodule(name).register_forward_hook(hook)
+        handle = self.model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
         try:
             f = self.call(self.values, b.X)
         finally:
             handle.remove()
         return inputs, outputs, f
 
+    @cache  # noqa: B019
     def rows(self, b: Seen, name: str) -> list[tuple[Tensor, Tensor]]:
-        """For each call of a layer its inputs `a` [N, S, i], and the derivative [F, N, S, o] of the output by the layer's.
+        """For each call of a layer its inputs `a` [N, S, i], and derivatives [F, N, S, o] of the output by its outputs.
 
         A row of inputs is, by definition, the derivative of one output number with respect to its row of the weight.
         """
         module, axis = self.model.get_submodule(name), self.example_axis.get(name, 0)
         channel = -1 if isinstance(module, nn.Linear) else 1
         inputs, outputs, _ = self._calls(b, name)
+        if not outputs:
+            return []
         probes = [torch.zeros_like(out) for out in outputs]
         D = jacrev(lambda p: self._calls(b, name, p)[2].flatten())(probes)
         result = []
@@ -267,15 +297,14 @@ class Reference:
             def first_channel(row: Tensor, x: Tensor = x) -> Tensor:
                 return functional_call(module, {"weight": torch.cat([row[None], weight[1:]])}, (x,)).select(channel, 0)
 
-            a = jacrev(first_channel)(weight[0]).flatten(x.ndim - 1 if isinstance(module, nn.Linear) else x.ndim - 1)
+            a = jacrev(first_channel)(weight[0]).flatten(x.ndim - 1)
             d = d.movedim(channel if channel < 0 else channel + 1, -1)
             a, d = a.movedim(axis, 0), d.movedim(axis + 1, 1)
             result.append((a.reshape(b.N, -1, a.shape[-1]), d.reshape(len(d), b.N, -1, d.shape[-1])))
         return result
 
-    def factors(
-        self, name: str, vectors: list[tuple[Seen, Tensor]], reduce: bool = False, ones: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    @cache  # noqa: B019
+    def factors(self, name: str, vectors: Vectors, reduce: bool = False, ones: bool = False) -> tuple[Tensor, Tensor]:
         """`A` and `G` of a layer, one example, one position, one vector at a time.
 
         Args:
@@ -297,7 +326,7 @@ class Reference:
                             continue
                         a_n.append(torch.cat([a[n, s], a.new_ones(1)]) if ones else a[n, s])
                         g_n.append(v @ D[:, n, s])  # [V, o]
-                if reduce:
+                if reduce and a_n:
                     a_n, g_n = [torch.stack(a_n).mean(0)], [torch.stack(g_n).sum(0)]
                 for a, g in zip(a_n, g_n, strict=True):
                     A = A + torch.outer(a, a)
@@ -321,7 +350,7 @@ class Reference:
                 columns.append(torch.arange(i).repeat(o))
         return torch.cat(rows), torch.cat(columns)
 
-    def kfac(self, vectors: list[tuple[Seen, Tensor]], reduce: bool = False, separate: bool = False) -> Tensor:
+    def kfac(self, vectors: Vectors, reduce: bool = False, separate: bool = False) -> Tensor:
         """`G ⊗ A` on every layer that has factors, the diagonal of the exact block on the others. [P, P]"""
         result = torch.diag(self.from_gradients(vectors).diagonal())
         for keys in self.blocks(separate):
@@ -337,13 +366,11 @@ class Reference:
             result[at[:, None], at] = G[r[:, None], r] * A[c[:, None], c]
         return result
 
-    def from_gradients(self, vectors: list[tuple[Seen, Tensor]]) -> Tensor:
+    def from_gradients(self, vectors: Vectors) -> Tensor:
         """`c Σ u uᵀ` over the per-example gradients of all vectors, [P, P]."""
         return self.c * sum(u.T @ u for u in (self.gradients(b, v).flatten(0, 1) for b, v in vectors))
 
-    def corrected_eigenvalues(
-        self, keys: Sequence[str], vectors: list[tuple[Seen, Tensor]], QG: Tensor, QA: Tensor | None
-    ) -> Tensor:
+    def corrected_eigenvalues(self, keys: Sequence[str], vectors: Vectors, QG: Tensor, QA: Tensor | None) -> Tensor:
         """`Λ = c Σ (Q_Gᵀ U Q_A)²` of a layer's per-example gradients `U` [o, i] (i = 1 for a bias by itself)."""
         rows, columns = self.matrix_places(keys)
         QA = torch.ones(1, 1, dtype=QG.dtype) if QA is None else QA

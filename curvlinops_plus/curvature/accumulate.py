@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 
-__all__ = ["Accumulator", "Approximation"]
+__all__ = ["Accumulator", "Approximation", "needs_gradients"]
 
 
 class Accumulator(ABC):
@@ -193,3 +193,12 @@ class Approximation:
 
 def _kind(cls: type, name: str, shapes: Mapping[str, torch.Size]) -> str:
     return f"{cls.__name__} of layer {name!r} with { {n: list(s) for n, s in shapes.items()} }"
+
+
+def needs_gradients(who: Accumulator) -> UnsupportedError:
+    """What to raise for an approximation made of gradients when none are sent back."""
+    return UnsupportedError(
+        f"{who.layer.title}: {type(who).__name__} is made of gradients, and ForwardOnly() sends nothing "
+        "back. Use Exact(), MonteCarlo() or Empirical(), or "
+        f"leave the layer's parameters {list(who.layer.params)} out of `params`."
+    )

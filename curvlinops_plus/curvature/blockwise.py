@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 from warnings import warn
 
 import torch
 from torch import Tensor
 
+from curvlinops_plus.curvature.determinism import require_same
 from curvlinops_plus.curvature.kronecker import KFAC
-from curvlinops_plus.curvature.plan import Entry, Sums, make_plan, training_modules
+from curvlinops_plus.curvature.plan import Entry, Sums, make_plan
 from curvlinops_plus.curvature.restore import check_state, describe, read_blocks, write_blocks
 from curvlinops_plus.curvature.state import fingerprint, same_fingerprint
 from curvlinops_plus.curvature.verify import Verification, verify
-from curvlinops_plus.errors import CurvatureWarning, NumericsError
+from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Space, Structure, heuristic_damping
 from curvlinops_plus.risk import EmpiricalRisk, Exact, ForwardOnly, Layer, Vectors
 
@@ -85,11 +86,11 @@ class BlockwiseLinearOperator(LinearOperator):
             while not sums.done:
                 sums.sweep(self._title(len(sums.totals)))
                 if self.check_deterministic and len(sums.totals) == 2:
-                    self._compare(sums)
+                    require_same(self.risk, *sums.totals)
                 sums.finish()
             if self.check_deterministic and len(sums.totals) == 1:
                 self._second_look(sums)
-                self._compare(sums)
+                require_same(self.risk, *sums.totals)
         return self._install(sums.blocks, sums.totals[0].examples)
 
     def _title(self, sweep: int) -> str:
@@ -111,29 +112,6 @@ class BlockwiseLinearOperator(LinearOperator):
                 "check_deterministic=False."
             )
         sums.totals.append(self.risk.sweep([], ForwardOnly(), lambda seen: None, desc="determinism check"))
-
-    def _compare(self, sums: Sums) -> None:
-        one, two = (torch.as_tensor(totals.loss, dtype=torch.float64) for totals in sums.totals[:2])
-        if not bool(one.isfinite() & two.isfinite()):
-            where = self.risk.first_nonfinite()
-            raise NumericsError(f"The total loss is {float(one)}. {f'First seen: {where}.' if where else ''}")
-        tolerance = 1e-8 if self.risk.dtype == torch.float64 else 5e-5
-        same_count = sums.totals[0].examples == sums.totals[1].examples
-        if not same_count or not torch.allclose(one, two, rtol=tolerance, atol=1e-6):
-            random = training_modules(self.risk.model)
-            cause = (
-                f"These modules are in training mode: {random}; call model.eval()."
-                if random
-                else (
-                    "Does the data change from pass to pass (random augmentation, drop_last with shuffling), or "
-                    "the model?"
-                )
-            )
-            raise RuntimeError(
-                f"Two passes over the data disagree: total loss {float(one):.8g} over {sums.totals[0].examples} "
-                f"examples and {float(two):.8g} over "
-                f"{sums.totals[1].examples}. {cause} check_deterministic=False turns this check off."
-            )
 
     @property
     def operator(self) -> BlockDiagonal:
@@ -331,11 +309,20 @@ class BlockwiseLinearOperator(LinearOperator):
                 CurvatureWarning,
                 stacklevel=2,
             )
-        self.risk.progressbar = bool(state_dict["progressbar"])
+        self._adopt(state_dict)
         if blocks is None:
             self._operator = None
         else:
             self._install(blocks, state_dict["examples"])
+
+    #: Whether a state may come from other vectors, which are then taken over.
+    adopts_vectors: ClassVar[bool] = False
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Take over the options that a state was computed with."""
+        self.risk.progressbar = bool(state["progressbar"])
+        self.risk.num_data = state["num_data"]
+        self.risk.num_per_example_loss_terms = state["num_per_example_loss_terms"]
 
 
 def curvature(

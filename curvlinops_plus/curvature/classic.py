@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from curvlinops_plus.curvature.blockwise import BlockwiseLinearOperator
+from curvlinops_plus.curvature.determinism import require_same
 from curvlinops_plus.curvature.factors import Factors, views
 from curvlinops_plus.curvature.kronecker import EKFAC, KFAC, Correction
 from curvlinops_plus.curvature.plan import Sums
@@ -171,6 +172,16 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             return MonteCarlo(self._mc_samples, self._seed)
         return Empirical() if self._fisher_type == FisherType.EMPIRICAL else ForwardOnly()
 
+    adopts_vectors = True
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        super()._adopt(state)
+        self._seed, self._mc_samples = (
+            state["seed"] if self.vectors.seed is not None else self._seed,
+            state["mc_samples"],
+        )
+        self.vectors = self._vectors()
+
     def compute_kronecker_factors(self) -> None:
         """Compute the factors anew from the data; what was there before is dropped."""
         self.compute()
@@ -216,6 +227,8 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         if not isinstance(state_dict, Mapping) or "loss_type" not in state_dict or "format" not in state_dict:
             raise ValueError("This is not a state of curvlinops_plus: the key 'format' is missing or foreign.")
         if loss_func is None:
+            if "loss_options" not in state_dict:
+                raise ValueError("The state lacks 'loss_options'; is the file cut off?")
             loss_func = rebuild_loss(state_dict["loss_options"])
         try:
             approximation = next(iter(state_dict["layers"].values()))["approximation"]
@@ -306,7 +319,7 @@ class EKFACLinearOperator(KFACLinearOperator):
         with self.risk.untouched():
             sums.sweep(self._title(1))
             if self.check_deterministic and len(sums.totals) == 2:
-                self._compare(sums)
+                require_same(self.risk, *sums.totals)
             sums.finish()
         self._half_way = None
         self._install(sums.blocks, sums.totals[0].examples)

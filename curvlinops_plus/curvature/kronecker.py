@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from curvlinops_plus.curvature.accumulate import Accumulator
+from curvlinops_plus.curvature.accumulate import Accumulator, needs_gradients
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import Dense, Eigendecomposed, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.numerics import eigh, gram
@@ -131,6 +131,11 @@ class EKFAC(KFAC):
         >>> round(float(curvature(risk, EKFAC).trace), 4)
         4.0
     """
+
+    def update(self, seen: LayerBatch) -> None:
+        if seen.num_vectors == 0:
+            raise needs_gradients(self)
+        super().update(seen)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         A, G = self.factors()

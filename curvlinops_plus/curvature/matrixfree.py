@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from curvlinops_plus.curvature.determinism import require_same
 from curvlinops_plus.linalg import LinearOperator, Space, Structure
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
+from curvlinops_plus.risk.evaluate import one_pass
 
 __all__ = ["EFLinearOperator", "FisherMCLinearOperator", "GGNLinearOperator", "HessianLinearOperator"]
 
@@ -27,22 +29,26 @@ class _RiskOperator(LinearOperator):
     """A curvature matrix of an empirical risk, known by its products."""
 
     _structure: ClassVar[Structure] = Structure.PSD
+    _any_loss: ClassVar[bool] = False
+    _any_blocks: ClassVar[bool] = False
 
     def __init__(
         self,
-        model_func: nn.Module,
-        loss_func: nn.Module,
+        model_func: nn.Module | Callable[..., Any],
+        loss_func: Callable[[Tensor, Tensor], Tensor],
         params: Sequence[Tensor] | Mapping[str, Tensor],
         data: Iterable[Any],
         progressbar: bool = False,
         check_deterministic: bool = True,
         num_data: int | None = None,
+        block_sizes: Sequence[int] | None = None,
         batch_size_fn: Callable[[Any], int] | None = None,
         **risk_options: Any,
     ) -> None:
+        model = model_func if isinstance(model_func, nn.Module) else _FunctionModule(model_func, params)
         self.risk = EmpiricalRisk(
-            model_func,
-            loss_func,
+            model,
+            loss_func,  # type: ignore[arg-type]
             data,
             params,
             batch_size_fn=batch_size_fn,
@@ -50,21 +56,27 @@ class _RiskOperator(LinearOperator):
             progressbar=progressbar,
             **risk_options,
         )
-        _ = self.risk.likelihood
+        _ = self.risk.reduction if self._any_loss else self.risk.likelihood  # refuse now, not at first use
+        self._block_sizes = self._checked(block_sizes)
         if check_deterministic:
             self._check_deterministic()
+
+    def _checked(self, block_sizes: Sequence[int] | None) -> list[int]:
+        """Numbers of parameters per block."""
+        count = len(self.risk.params)
+        if block_sizes is None:
+            return [count]
+        if not self._any_blocks:
+            raise ValueError(f"{type(self).__name__} does not support block_sizes; HessianLinearOperator does.")
+        if sum(block_sizes) != count or any(size <= 0 for size in block_sizes):
+            raise ValueError(f"block_sizes={list(block_sizes)} must be positive and add up to {count}, the parameters.")
+        return list(block_sizes)
 
     def _check_deterministic(self) -> None:
         """Compare the total losses of two passes."""
         with self.risk.untouched():
-            one, two = self.risk.loss(), self.risk.loss()
-        tolerance = 1e-8 if self.dtype == torch.float64 else 5e-5
-        if not torch.allclose(one, two, rtol=tolerance, atol=1e-6):
-            raise RuntimeError(
-                f"Two passes over the data disagree: loss {float(one):.8g} and {float(two):.8g}. Is a module in "
-                "training mode (call model.eval()), or do "
-                f"the data change from pass to pass? check_deterministic=False turns this check off."
-            )
+            first, second = one_pass(self.risk, gradient=False)[1], one_pass(self.risk, gradient=False)[1]
+        require_same(self.risk, first, second)
 
     @property
     def in_space(self) -> Space:
@@ -95,30 +107,35 @@ class _RiskOperator(LinearOperator):
         return self._matmat(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))
 
     def _matmat(self, X: Tensor) -> Tensor:
-        risk, totals, total = self.risk, Totals(), torch.zeros_like(X)
-        free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
-        draws = self._draws()
+        with self.risk.untouched():
+            return self._one_product(X)
 
-        def one_pass(model: nn.Module) -> None:
-            for batch in risk.batches(type(self).__name__):
-                with torch.compiler.set_stance("force_eager"):
-                    f, y, class_axis = risk.run(batch, model)
-                F, Y = risk.canonical(f, y, batch, class_axis)
-                nll = risk.likelihood.nll(F, Y).sum()
-                total.add_(self._product(F, Y, nll, list(free.values()), X, draws))
-                count = risk.likelihood.count(F, Y)
-                totals.add(Totals(batch.num_examples, batch.num_examples * F.shape[1], count, nll.detach()))
+    def _one_product(self, X: Tensor) -> Tensor:
+        """The product, without restoring the random state afterwards."""
+        risk, totals, draws = self.risk, Totals(), self._draws()
+        free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
 
         # Fused attention kernels have no double backward; the plain one does, and gives the same numbers.
-        with risk.untouched(), torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            risk.at(free, one_pass)
+        with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            X = X.clone() if X.is_inference() else X
+            total = torch.zeros_like(X)
+
+            def loop(model: nn.Module) -> None:
+                for batch in risk.batches(type(self).__name__):
+                    with torch.compiler.set_stance("force_eager"):
+                        f, y, class_axis = risk.run(batch, model)
+                    F, Y, part = risk.terms(f, y, batch, class_axis)
+                    total.add_(self._product(F, Y, part, list(free.values()), X, draws))
+                    totals.add(part.detached())
+
+            risk.at(free, loop)
         return total * risk.scale(totals)
 
     def _draws(self) -> Draws:
         return Draws(0)
 
     @abstractmethod
-    def _product(self, F: Tensor, Y: Tensor, nll: Tensor, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
+    def _product(self, F: Tensor, Y: Any, part: Totals, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
         """Un-reduced matrix of one batch times `X` [n, K]; `F` [N, R, C] carries the graph."""
 
     def _in_pieces(self, product: Callable[[Tensor], Tensor], X: Tensor, numbers_per_column: int) -> Tensor:
@@ -146,12 +163,11 @@ class _JacobianSandwich(_RiskOperator):
     """`Jᵀ M J` with a matrix `M` of the loss, given by its product."""
 
     @abstractmethod
-    def _middle(self, F: Tensor, Y: Tensor, draws: Draws) -> Callable[[Tensor], Tensor]:
+    def _middle(self, F: Tensor, Y: Any, part: Totals, draws: Draws) -> Callable[[Tensor], Tensor]:
         """The product [K, N, R, C] -> [K, N, R, C] with M."""
 
-    def _product(self, F: Tensor, Y: Tensor, nll: Tensor, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
-        with torch.no_grad():
-            middle = self._middle(F.detach(), Y, draws)
+    def _product(self, F: Tensor, Y: Any, part: Totals, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
+        middle = self._middle(F, Y, part, draws)
         w = torch.zeros_like(F, requires_grad=True)
         back = torch.autograd.grad(F, params, w, create_graph=True, allow_unused=True)
         used = [index for index, g in enumerate(back) if g is not None and g.requires_grad]
@@ -185,13 +201,14 @@ class GGNLinearOperator(_JacobianSandwich):
     `H_n` is the Hessian of the loss with respect to the model's output, with every option of the loss.
 
     Args:
-        model_func: The network, a module.
-        loss_func: A loss with a likelihood (`MSELoss`, `CrossEntropyLoss`, `BCEWithLogitsLoss`, registered ones).
+        model_func: The network: a module, or a function `(params, X) -> outputs` (then `params` is a dict).
+        loss_func: Any loss; one without a likelihood is differentiated twice, see `EmpiricalRisk(reduction=...)`.
         params: The parameters, a list or a dict.
         data: Iterable of batches.
         progressbar: Show a bar on every loop over the data.
         check_deterministic: Compare the total loss of two passes over the data first.
         num_data: Replaces the number of examples in the scale of the loss.
+        block_sizes: Not supported here (`HessianLinearOperator` does), kept for the order of arguments.
         batch_size_fn: Number of examples of an input that is no tensor.
         risk_options: Keyword options of `EmpiricalRisk`.
 
@@ -209,8 +226,18 @@ class GGNLinearOperator(_JacobianSandwich):
         tensor([[18.]])
     """
 
-    def _middle(self, F: Tensor, Y: Tensor, draws: Draws) -> Callable[[Tensor], Tensor]:
-        return lambda V: self.risk.likelihood.hessian_product(F, Y, V)
+    _any_loss = True
+
+    def _middle(self, F: Tensor, Y: Any, part: Totals, draws: Draws) -> Callable[[Tensor], Tensor]:
+        if self.risk.known_loss:
+            known, F = self.risk.likelihood, F.detach()
+            return lambda V: known.hessian_product(F, Y, V)
+        # Any other loss: its Hessian with respect to the output, by double backward.
+        assert isinstance(part.loss, Tensor)
+        (gradient,) = torch.autograd.grad(part.loss, F, create_graph=True)
+        if not gradient.requires_grad:
+            return torch.zeros_like
+        return lambda V: torch.autograd.grad(gradient, F, V, retain_graph=True, is_grads_batched=True)[0]
 
 
 class EFLinearOperator(_JacobianSandwich):
@@ -229,9 +256,8 @@ class EFLinearOperator(_JacobianSandwich):
         tensor([[324.]])
     """
 
-    def _middle(self, F: Tensor, Y: Tensor, draws: Draws) -> Callable[[Tensor], Tensor]:
-        with torch.enable_grad():
-            g = self.risk.likelihood.grad(F, Y)
+    def _middle(self, F: Tensor, Y: Any, part: Totals, draws: Draws) -> Callable[[Tensor], Tensor]:
+        g = self.risk.likelihood.grad(F.detach(), Y)
         return lambda V: g * (g * V).sum(-1, keepdim=True)
 
 
@@ -291,15 +317,17 @@ class FisherMCLinearOperator(_JacobianSandwich):
         """Two products must see the same matrix: the draws follow the order of the examples."""
         super()._check_deterministic()
         v = torch.ones(self.shape[1], 1, dtype=self.dtype, device=self.device)
-        if not torch.allclose(self._matmat(v), self._matmat(v), rtol=1e-4, atol=1e-6):
+        with self.risk.untouched():
+            one, two = self._one_product(v), self._one_product(v)
+        if not torch.allclose(one, two, rtol=1e-4, atol=1e-6):
             raise RuntimeError(
                 "Two products with the same vector differ, although the total loss does not: the data come in another "
-                "order each time, and the draws follow that order. Use a loader with shuffle=False. "
+                "order each time (shuffle=True?), and the draws follow that order. Use a loader that does not shuffle. "
                 "check_deterministic=False turns this check off."
             )
 
-    def _middle(self, F: Tensor, Y: Tensor, draws: Draws) -> Callable[[Tensor], Tensor]:
-        drawn = self.risk.likelihood.draw(F, Y, self._mc_samples, draws.uniform)
+    def _middle(self, F: Tensor, Y: Any, part: Totals, draws: Draws) -> Callable[[Tensor], Tensor]:
+        drawn = self.risk.likelihood.draw(F.detach(), Y, self._mc_samples, draws.uniform)
 
         def product(V: Tensor) -> Tensor:
             out = torch.zeros_like(V)
@@ -313,7 +341,8 @@ class FisherMCLinearOperator(_JacobianSandwich):
 class HessianLinearOperator(_RiskOperator):
     """The Hessian of the empirical risk, exact and matrix-free.
 
-    Arguments as for `GGNLinearOperator`.
+    Arguments as for `GGNLinearOperator`; `block_sizes` are the numbers of parameters that form a block each: products
+    with the block-diagonal Hessian.
 
     Example:
         >>> import torch
@@ -326,23 +355,48 @@ class HessianLinearOperator(_RiskOperator):
     """
 
     _structure = Structure.SYMMETRIC
+    _any_loss = True
+    _any_blocks = True
 
-    def _product(self, F: Tensor, Y: Tensor, nll: Tensor, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
-        gradient = torch.autograd.grad(nll, params, create_graph=True, allow_unused=True)
-        used = [index for index, g in enumerate(gradient) if g is not None and g.requires_grad]
+    def _product(self, F: Tensor, Y: Any, part: Totals, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
+        assert isinstance(part.loss, Tensor)
+        gradient = torch.autograd.grad(part.loss, params, create_graph=True, allow_unused=True)
+        blocks = torch.tensor(self._block_sizes).cumsum(0).tolist()
 
         def product(rows: Tensor) -> Tensor:
-            V = self._split(rows)
-            if not used:
-                return torch.zeros_like(rows)
-            found = torch.autograd.grad(
-                [gradient[i] for i in used],
-                params,
-                [V[i] for i in used],
-                retain_graph=True,
-                is_grads_batched=True,
-                allow_unused=True,
-            )
+            V, found = self._split(rows), []
+            for start, stop in zip([0, *blocks], blocks):
+                used = [i for i in range(start, stop) if (g := gradient[i]) is not None and g.requires_grad]
+                if used:
+                    found += torch.autograd.grad(
+                        [gradient[i] for i in used],
+                        params[start:stop],
+                        [V[i] for i in used],
+                        retain_graph=True,
+                        is_grads_batched=True,
+                        allow_unused=True,
+                    )
+                else:
+                    found += [None] * (stop - start)
             return self._join(found, len(rows))
 
         return self._in_pieces(product, X, F.numel() + X.shape[0])
+
+
+class _FunctionModule(nn.Module):
+    """A function `(params, X) -> outputs` as a module that holds the parameters."""
+
+    def __init__(self, function: Callable[..., Any], params: Sequence[Tensor] | Mapping[str, Tensor]) -> None:
+        super().__init__()
+        if not isinstance(params, Mapping):
+            raise ValueError(
+                "A model that is a function needs `params` as a dict, and is called as model_func(params, X). Pass "
+                "dict(model.named_parameters()) or the like, or a torch.nn.Module."
+            )
+        self.function, self.keys = function, list(params)
+        for index, p in enumerate(params.values()):
+            own = p if isinstance(p, nn.Parameter) else nn.Parameter(p.detach(), requires_grad=False)
+            self.register_parameter(f"p{index}", own)
+
+    def forward(self, X: Any) -> Any:
+        return self.function({key: getattr(self, f"p{index}") for index, key in enumerate(self.keys)}, X)

@@ -8,11 +8,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 from warnings import warn
 
-from torch import nn
-
 from curvlinops_plus.curvature.accumulate import Accumulator, Approximation
 from curvlinops_plus.curvature.simple import DiagonalBlock
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedError
+from curvlinops_plus.layer import why_generic
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
 
@@ -116,7 +115,7 @@ def _type_name(layer: Layer) -> str:
 def _why(layer: Layer) -> str:
     if layer.tied:
         return f"its parameter is shared by {[use.name for use in layer.uses]}"
-    return "no affine rule"
+    return why_generic(layer.uses[0].module) or "no affine rule"
 
 
 class Sums:
@@ -212,12 +211,3 @@ class Sums:
                 f"`data` gave {self.totals[0].examples} examples in one sweep and {totals.examples} in the next; "
                 "every sweep must see the same data."
             )
-
-
-def training_modules(model: nn.Module) -> str:
-    """Names of modules whose forward pass in training mode is random or depends on the batch."""
-    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-    names = [
-        f"{name!r} ({type(m).__name__})" for name, m in model.named_modules() if m.training and isinstance(m, kinds)
-    ]
-    return ", ".join(names)

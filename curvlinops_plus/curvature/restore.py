@@ -93,6 +93,11 @@ def check_state(K: BlockwiseLinearOperator, state: Any) -> None:
             f"State mismatch in the loss options: the state has {state['loss_options']}, this operator "
             f"{mine['loss_options']}."
         )
+    if not K.adopts_vectors and state["vectors"] != mine["vectors"]:
+        raise ValueError(
+            f"State mismatch in the vectors: the state was computed with {state['vectors']}, this operator has "
+            f"{mine['vectors']}."
+        )
     for name in [*mine["layers"], *state["layers"]]:
         theirs, ours = state["layers"].get(name), mine["layers"].get(name)
         if theirs != ours:
@@ -146,8 +151,10 @@ def _factored_blocks(
         values, order = factor("corrected_eigenvalues"), list(K.risk.params)
         named = {g.name: values[order.index(g.keys[0])] if isinstance(values, dict) else values for g in layer.groups}
         return ekfac_blocks(layer, factor("gradient_covariances_eigenvectors"), QA, named)
-    except (KeyError, RuntimeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"State mismatch in {layer.title}: its factors do not fit together ({error}).") from error
+    except ValueError as error:
+        raise error if layer.title in str(error) else ValueError(f"State mismatch in {layer.title}: {error}") from error
 
 
 def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from curvlinops_plus.curvature.accumulate import Accumulator
+from curvlinops_plus.curvature.accumulate import Accumulator, needs_gradients
 from curvlinops_plus.curvature.kronecker import squared_gradients
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator, Structure
@@ -32,7 +32,7 @@ class DiagonalBlock(Accumulator):
 
     def update(self, seen: LayerBatch) -> None:
         if seen.num_vectors == 0:
-            raise _needs_gradients(self)
+            raise needs_gradients(self)
         if seen.layer.affine and seen.layer.weight in seen.keys:
             for g in seen.grads:
                 self.add("diagonal", squared_gradients(g, seen.inputs))
@@ -78,16 +78,8 @@ class FullBlock(Accumulator):
 
     def update(self, seen: LayerBatch) -> None:
         if seen.num_vectors == 0:
-            raise _needs_gradients(self)
+            raise needs_gradients(self)
         self.add("matrix", gram(seen.per_example_grads.flatten(2).flatten(0, 1)))
 
     def finish(self) -> LinearOperator:
         return Dense(self.value("matrix"), Structure.PSD)
-
-
-def _needs_gradients(who: Accumulator) -> UnsupportedError:
-    return UnsupportedError(
-        f"{who.layer.title}: {type(who).__name__} is made of gradients, and ForwardOnly() sends nothing "
-        "back. Use Exact(), MonteCarlo() or Empirical(), or "
-        f"leave the layer's parameters {list(who.layer.params)} out of `params`."
-    )

@@ -107,12 +107,12 @@ def _check_layer(layer: Layer, seen: _Seen, reference: list[dict[str, Tensor]], 
     expected = {key: torch.stack([single[key] for single in reference]) for key in layer.params}
     total = sum(t.double().square().sum() for t in expected.values())
     assert isinstance(total, Tensor)
-    found = torch.cat([seen.grads[key].flatten(1) for key in layer.params], 1)
+    found = torch.cat([seen.grads[key].reshape(len(reference), -1) for key in layer.params], 1)
     check(
         layer.name,
         "(a) gradients",
         found,
-        torch.cat([expected[key].flatten(1) for key in layer.params], 1),
+        torch.cat([expected[key].reshape(len(reference), -1) for key in layer.params], 1),
         "per-example gradients",
     )
     for name, (fast, plain) in seen.grams.items():

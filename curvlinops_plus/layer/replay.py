@@ -214,6 +214,9 @@ def _refuse_mixed_examples(module: nn.Module) -> None:
 def _left_as_found(module: nn.Module) -> Iterator[None]:
     """Undo what `forward` writes to attributes, e.g. `self.attention = ...`: a vmapped tensor must not stay there."""
     found = [(vars(m), dict(vars(m))) for m in module.modules()]
+    for m in module.modules():
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
+            m.scale_grad_by_freq = False  # it rescales gradients by what else is in a batch: no derivative of anything
     try:
         yield
     finally:

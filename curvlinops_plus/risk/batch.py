@@ -17,7 +17,7 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.linalg.numerics import gram
-from curvlinops_plus.risk.layers import Group, Layer, Use
+from curvlinops_plus.risk.layers import Group, Layer, Use, title
 
 __all__ = ["Call", "LayerBatch"]
 
@@ -198,7 +198,10 @@ class LayerBatch:
         for call in self.calls:
             use, module = call.use, call.use.module
             assert call.grads is not None
-            found = use.rule.per_example_grads(module, call.args, call.kwargs, self._upcast(call.grads))
+            try:
+                found = use.rule.per_example_grads(module, call.args, call.kwargs, self._upcast(call.grads))
+            except (ValueError, NotImplementedError) as error:  # UnsupportedError is both
+                raise type(error)(f"{title(use.name)}: {error}") from error
             for local, J in found.items():
                 key = use.keys.get(local)
                 if key in keys:

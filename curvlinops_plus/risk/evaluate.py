@@ -14,32 +14,30 @@ from curvlinops_plus.risk.totals import Totals
 if TYPE_CHECKING:
     from curvlinops_plus.risk.risk import EmpiricalRisk
 
-__all__ = ["first_nonfinite", "gradient_and_loss"]
+__all__ = ["first_nonfinite", "one_pass"]
 
 
-def gradient_and_loss(risk: EmpiricalRisk, gradient: bool = True) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradient and loss over all data; nothing is written to `.grad`."""
+def one_pass(risk: EmpiricalRisk, gradient: bool) -> tuple[dict[str, Tensor], Totals]:
+    """Gradient of the sum of all loss terms (zeros if it is not wanted), and totals. Random state is not restored."""
     free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
     totals, grads = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}
 
-    def one_pass(model: nn.Module) -> None:
+    def loop(model: nn.Module) -> None:
         for batch in risk.batches("gradient" if gradient else "loss"):
             with torch.set_grad_enabled(gradient), torch.compiler.set_stance("force_eager"):
                 f, y, class_axis = risk.run(batch, model)
-                F, Y = risk.canonical(f, y, batch, class_axis)
-                nll = risk.likelihood.nll(F, Y).sum()
+                _, _, part = risk.terms(f, y, batch, class_axis)
             if gradient:
-                found = torch.autograd.grad(nll, list(free.values()), allow_unused=True)
+                assert isinstance(part.loss, Tensor)
+                found = torch.autograd.grad(part.loss, list(free.values()), allow_unused=True)
                 for total, g in zip(grads.values(), found):
                     if g is not None:
                         total += g
-            count = risk.likelihood.count(F, Y)
-            totals.add(Totals(batch.num_examples, batch.num_examples * F.shape[1], count, nll.detach()))
+            totals.add(part.detached())
 
-    with risk.untouched(), torch.inference_mode(False), torch.enable_grad():
-        risk.at(free, one_pass)
-    c = risk.scale(totals)
-    return {key: g * c for key, g in grads.items()}, torch.as_tensor(totals.loss * c).to(risk.dtype)
+    with torch.inference_mode(False), torch.enable_grad():
+        risk.at(free, loop)
+    return grads, totals
 
 
 def first_nonfinite(risk: EmpiricalRisk) -> str | None:

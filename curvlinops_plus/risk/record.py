@@ -78,7 +78,9 @@ class Recorder:
     def __enter__(self) -> Recorder:
         for index, layer in enumerate(self.layers):
             for use in layer.uses:
-                self._handles.append(use.module.register_forward_hook(self._hook(index, use), with_kwargs=True))
+                self._handles.append(
+                    use.module.register_forward_hook(self._hook(index, use), prepend=True, with_kwargs=True)
+                )
         return self
 
     def __exit__(
@@ -274,7 +276,10 @@ class Recorder:
         """
         if first:
             self._check_versions()
+        self._sources(outputs)
         events = [e for e in self._events if e.edge is not None]
+        if not events:
+            return set()
         found = torch.autograd.grad(
             outputs, [e.edge for e in events], vectors, retain_graph=not last, allow_unused=True, is_grads_batched=True
         )
@@ -315,21 +320,42 @@ class Recorder:
         edges = [e.edge for e in self._events if e.edge is not None]
         marked = {edge.node for edge in edges}
         reaches: dict[Any, bool] = {}
+        readers: dict[int, int] = {}
         for root in [t.grad_fn for t in outputs if t.grad_fn is not None]:
             stack = [(root, False)]
             while stack:
                 node, ready = stack.pop()
                 if ready:
-                    below = (child for child, _ in node.next_functions if child is not None)
+                    below = [child for child, _ in node.next_functions if child is not None]
                     reaches[node] = any(child in marked or reaches[child] for child in below)
+                    for child in below:
+                        if (leaf := getattr(child, "variable", None)) is not None:
+                            readers[id(leaf)] = readers.get(id(leaf), 0) + 1
                 elif node not in reaches:
                     reaches[node] = False
                     stack.append((node, True))
-                    stack += [
-                        (child, False) for child, _ in node.next_functions if child is not None and child not in reaches
-                    ]
+                    children = [child for child, _ in node.next_functions if child is not None]
+                    stack += [(child, False) for child in children if child not in reaches]
+        self._check_readers(readers)
         # An edge outside the graph of the output is no source: its layer does not reach the output.
         return [edge for edge in edges if reaches.get(edge.node) is False]
+
+    def _check_readers(self, readers: dict[int, int]) -> None:
+        """Refuse a weight that something else than its layer reads: that part of its gradient would be missing.
+
+        Only parameters that require a gradient leave a trace in the graph; `verify()` notices the others.
+        """
+        for index, layer in enumerate(self.layers):
+            if not all(isinstance(use.rule, AffineRule) for use in layer.uses):
+                continue
+            for key, param in layer.params.items():
+                calls = sum(e.layer == index and key in e.call.use.keys.values() for e in self._events)
+                if readers.get(id(param), 0) > calls:
+                    raise ValueError(
+                        f"The parameter {key!r} of {layer.title} is read {readers[id(param)]} times in a forward pass, "
+                        f"{calls} times by calls of the layer: it is used outside of its layer, so its curvature can't "
+                        f"be computed from what the layer sees. Leave it out of `params`, or give that use a module."
+                    )
 
 
 def _isolate(out: Tensor, use: Use) -> Tensor:

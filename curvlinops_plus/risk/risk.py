@@ -15,10 +15,10 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, likelihood_of
 from curvlinops_plus.linalg import Space
-from curvlinops_plus.risk.evaluate import first_nonfinite, gradient_and_loss
+from curvlinops_plus.risk.evaluate import first_nonfinite, one_pass
 from curvlinops_plus.risk.guard import untouched
 from curvlinops_plus.risk.layers import Layer, find_layers, named_params
 from curvlinops_plus.risk.outputs import Batch, read_batch, select_output
@@ -53,6 +53,8 @@ class EmpiricalRisk:
         num_per_example_loss_terms: Replaces the number of loss terms per example seen in `c`.
         shift_labels: Language models: the output at position t is compared with the label at t + 1.
         progressbar: Show a bar on every loop over the data.
+        reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
+            examples, "sum" adds them up. Default: the loss's own attribute, else "mean".
 
     Raises:
         ValueError: If a parameter is not the model's.
@@ -83,6 +85,7 @@ class EmpiricalRisk:
         num_per_example_loss_terms: int | None = None,
         shift_labels: bool = False,
         progressbar: bool = False,
+        reduction: str | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` is a {type(model).__name__}; layers can only be recorded in a torch.nn.Module.")
@@ -92,7 +95,7 @@ class EmpiricalRisk:
         self.space = Space.of(self.params)
         self.output, self.mask, self.batch_size_fn = output, mask, batch_size_fn
         self.num_data, self.num_per_example_loss_terms = num_data, num_per_example_loss_terms
-        self.shift_labels, self.progressbar = shift_labels, progressbar
+        self.shift_labels, self.progressbar, self._reduction = shift_labels, progressbar, reduction
         self._axes = _example_axes(model, example_axis)
         self._announced = False
         devices, dtypes = {p.device for p in self.params.values()}, {p.dtype for p in self.params.values()}
@@ -122,6 +125,29 @@ class EmpiricalRisk:
         """
         return likelihood_of(self.loss_func)
 
+    @cached_property
+    def known_loss(self) -> bool:
+        """Whether the loss has a likelihood."""
+        try:
+            return self.likelihood is not None
+        except UnsupportedError:
+            return False
+
+    @property
+    def reduction(self) -> str:
+        """ "mean" or "sum".
+
+        Raises:
+            UnsupportedError: For "none" and others: no scalar loss has no curvature.
+        """
+        reduction = self._reduction or getattr(self.loss_func, "reduction", "mean")
+        if reduction not in ("mean", "sum"):
+            name = getattr(type(self.loss_func), "__name__", "the loss")
+            raise UnsupportedError(
+                f'{name}(reduction={reduction!r}) is no scalar loss, so it has no curvature; use "mean" or "sum".'
+            )
+        return reduction
+
     @property
     def one_shot(self) -> bool:
         """Whether the data can be read only once."""
@@ -137,7 +163,7 @@ class EmpiricalRisk:
         Raises:
             ValueError: If no loss term counts at all.
         """
-        if self.likelihood.reduction == "sum":
+        if self.reduction == "sum":
             return 1.0
         count = totals.loss_count
         if not float(count) > 0:
@@ -192,6 +218,19 @@ class EmpiricalRisk:
             y = y.to(f.dtype)
         return self.likelihood.canonical(f, y, batch.num_examples, class_axis)
 
+    def terms(self, f: Tensor, y: Any, batch: Batch, class_axis: int | None) -> tuple[Tensor, Any, Totals]:
+        """Outputs and targets as the loss's rules want them, and the totals of the batch; `totals.loss` has a graph.
+
+        A loss without a likelihood is taken as it is: its value for the batch counts as that of N terms.
+        """
+        N = batch.num_examples
+        if self.known_loss:
+            F, Y = self.canonical(f, y, batch, class_axis)
+            loss, count = self.likelihood.nll(F, Y).sum(), self.likelihood.count(F, Y)
+            return F, Y, Totals(N, N * F.shape[1], count, loss)
+        mean = self.reduction == "mean"
+        return f, y, Totals(N, N, float(N), self.loss_func(f, y) * (N if mean else 1))
+
     def untouched(self) -> Any:
         """Context that restores random state, buffers and generators when it ends."""
         return untouched(self.model, self.data)
@@ -241,16 +280,14 @@ class EmpiricalRisk:
         f = recorder.forward(forward, N)
         _, y, class_axis = outputs
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            F, Y = self.canonical(f.detach(), y, batch, class_axis)
-            nll = self.likelihood.nll(F, Y).sum()
-            count = self.likelihood.count(F, Y)
+            F, Y, part = self.terms(f.detach(), y, batch, class_axis)
         mask = None if self.mask is None else self._read_mask(batch)
 
         def quietly(seen: Any) -> None:
             with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
                 consume(seen)
 
-        part = Totals(N, N * F.shape[1], count, nll, recorder.called)
+        part.called = recorder.called
         if not vectors.backward:
             recorder.inputs_only(quietly, mask=mask)
             part.reached = recorder.called
@@ -312,15 +349,20 @@ class EmpiricalRisk:
     # -------------------------------------------------------------------------------------------------- first order
     def loss(self) -> Tensor:
         """The loss over all data, a 0-d tensor. Cost: one forward pass."""
-        return gradient_and_loss(self, gradient=False)[1]
+        with self.untouched():
+            _, totals = one_pass(self, gradient=False)
+        return torch.as_tensor(totals.loss * self.scale(totals)).to(self.dtype)
 
     def gradient(self) -> dict[str, Tensor]:
         """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass."""
-        return gradient_and_loss(self)[0]
+        return self.gradient_and_loss()[0]
 
     def gradient_and_loss(self) -> tuple[dict[str, Tensor], Tensor]:
         """Gradient and loss over all data in one pass; nothing is written to `.grad`."""
-        return gradient_and_loss(self)
+        with self.untouched():
+            grads, totals = one_pass(self, gradient=True)
+        c = self.scale(totals)
+        return {key: g * c for key, g in grads.items()}, torch.as_tensor(totals.loss * c).to(self.dtype)
 
     def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T:
         """`function(model)` at other values of the parameters (keys as in `params`); the model is as before afterwards.

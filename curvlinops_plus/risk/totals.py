@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -37,3 +37,7 @@ class Totals:
         self.loss = self.loss + other.loss
         self.called |= other.called
         self.reached |= other.reached
+
+    def detached(self) -> Totals:
+        """The same without a graph behind the loss."""
+        return replace(self, loss=self.loss.detach() if isinstance(self.loss, Tensor) else self.loss)

@@ -39,7 +39,11 @@ def inverse_by_factors(name: str, K: Any, separate: bool, damping: Any) -> Tenso
         A = K.input_covariances.get(layer)
         lambda_A, lambda_G = damping(A, G)
         G_inv = torch.linalg.inv(G + lambda_G * torch.eye(len(G), dtype=G.dtype))
-        A_inv = torch.linalg.inv(A + lambda_A * torch.eye(len(A), dtype=G.dtype)) if weight else torch.ones(1, 1, dtype=torch.float64)
+        A_inv = (
+            torch.linalg.inv(A + lambda_A * torch.eye(len(A), dtype=G.dtype))
+            if weight
+            else torch.ones(1, 1, dtype=torch.float64)
+        )
         r, c = p.exact.matrix_places(keys)
         at = p.exact.places(keys)
         result[at[:, None], at] = G_inv[r[:, None], r] * A_inv[c[:, None], c]
@@ -80,7 +84,9 @@ def test_exact_damping(name: str, separate: bool) -> None:
         K = operator(kind, name, separate)
         dense = K.to_dense()
         expected = torch.linalg.inv(dense + 0.3 * torch.eye(len(dense), dtype=dense.dtype))
-        close(KFACInverseLinearOperator(K, damping=0.3, use_exact_damping=True).to_dense(), expected, what=kind.__name__)
+        close(
+            KFACInverseLinearOperator(K, damping=0.3, use_exact_damping=True).to_dense(), expected, what=kind.__name__
+        )
         close(K.inverse(damping=0.3).to_dense(), expected, what=kind.__name__)
         close(K.inverse(damping=torch.tensor(0.3, dtype=torch.float64)).to_dense(), expected, what=kind.__name__)
 
@@ -141,7 +147,7 @@ def test_singular_blocks(approximation: str) -> None:
         return
     assert float(K.logdet) == -torch.inf
     assert float(K.det) == 0
-    with pytest.raises(SingularMatrixError, match='block "weight"|block ""|singular'):
+    with pytest.raises(SingularMatrixError, match=r'block "weight"|block ""|singular'):
         _ = K.inverse() @ torch.ones(15, dtype=torch.float64)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, FEW, LOSSES, NETS, PROBLEMS, VECTORS, Problem, close, problem, unchanged
+from cases import APPROXIMATIONS, FEW, LOSSES, PROBLEMS, VECTORS, Problem, close, problem, unchanged
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -27,8 +27,16 @@ from curvlinops_plus import (
 from curvlinops_plus.risk import Vectors
 
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
+#: Every net in every form, every loss in the plainest.
+FORMS = [
+    (n, *form) for n in PROBLEMS for form in itertools.product((False, True), repeat=2) if "," not in n or not any(form)
+]
+in_every_form = pytest.mark.parametrize(
+    ("name", "separate", "reduce"),
+    FORMS,
+    ids=[f"{n}-{'separate' if s else 'joint'}-{'reduce' if r else 'expand'}" for n, s, r in FORMS],
+)
 few_problems = pytest.mark.parametrize("name", FEW)
-every_net = pytest.mark.parametrize("name", NETS)
 separate_or_joint = pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
 expand_or_reduce = pytest.mark.parametrize("reduce", [False, True], ids=["expand", "reduce"])
 
@@ -99,9 +107,7 @@ def test_empirical_fisher_blocks(name: str, separate: bool) -> None:
 # -------------------------------------------------------------------------------------------------------------- KFAC
 
 
-@every_problem
-@separate_or_joint
-@expand_or_reduce
+@in_every_form
 def test_kfac_is_its_definition(name: str, separate: bool, reduce: bool) -> None:
     p = problem(name)
     K = p.curvature(kfac(reduce), separate_weight_and_bias=separate)
@@ -118,9 +124,7 @@ def test_kfac_of_the_empirical_fisher_is_its_definition(name: str, separate: boo
         close(K.to_dense(), p.exact.kfac(p.exact.empirical(per_term), reduce, separate), what=repr(vectors))
 
 
-@every_problem
-@separate_or_joint
-@expand_or_reduce
+@in_every_form
 def test_ekfac_is_its_definition(name: str, separate: bool, reduce: bool) -> None:
     p = problem(name)
     K = p.curvature(ekfac(reduce), separate_weight_and_bias=separate)
@@ -150,9 +154,7 @@ def test_ekfac_is_its_definition(name: str, separate: bool, reduce: bool) -> Non
         close(block, (Q @ values.flatten().diag() @ Q.T)[order[:, None], order], what=f"block of {keys}")
 
 
-@every_problem
-@separate_or_joint
-@expand_or_reduce
+@in_every_form
 def test_ekfac_keeps_the_trace_and_is_never_worse_than_kfac(name: str, separate: bool, reduce: bool) -> None:
     p = problem(name)
     exact = p.exact.only_blocks(p.exact.ggn(), separate)
@@ -196,8 +198,16 @@ def test_vectors_of_the_user_s_own(name: str, separate: bool, reduce: bool) -> N
     exact = p.exact.only_blocks(p.exact.from_gradients(vectors), separate)
     K = p.curvature(kfac(reduce), vectors=Given(own), separate_weight_and_bias=separate)
     close(K.to_dense(), p.exact.kfac(vectors, reduce, separate), what="KFAC")
-    close(p.curvature(FullBlock, vectors=Given(own), separate_weight_and_bias=separate).to_dense(), exact, what="FullBlock")
-    close(p.curvature(ekfac(reduce), vectors=Given(own), separate_weight_and_bias=separate).trace, exact.trace(), what="EKFAC")
+    close(
+        p.curvature(FullBlock, vectors=Given(own), separate_weight_and_bias=separate).to_dense(),
+        exact,
+        what="FullBlock",
+    )
+    close(
+        p.curvature(ekfac(reduce), vectors=Given(own), separate_weight_and_bias=separate).trace,
+        exact.trace(),
+        what="EKFAC",
+    )
 
 
 # --------------------------------------------------------------------------------------- what theory says is exact
@@ -251,7 +261,9 @@ def test_kfac_is_exact_for_a_last_linear_layer_with_squared_error(separate: bool
 def test_expand_is_exact_where_loss_terms_are_independent() -> None:
     """Deep linear, one loss term per position (Eschenhagen et al. 2023, proposition 1)."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    p = net_and_loss(model, nn.MSELoss(), (numbers(3, 5, 3), numbers(3, 5, 2)), (numbers(2, 5, 3, seed=1), numbers(2, 5, 2)))
+    p = net_and_loss(
+        model, nn.MSELoss(), (numbers(3, 5, 3), numbers(3, 5, 2)), (numbers(2, 5, 3, seed=1), numbers(2, 5, 2))
+    )
     close(p.curvature(KFAC).to_dense(), p.exact.only_blocks(p.exact.ggn(), False))
 
 
@@ -268,7 +280,9 @@ class MeanPool(nn.Module):
 
 def test_reduce_is_exact_where_positions_are_averaged() -> None:
     """Deep linear, mean over positions, squared error (Eschenhagen et al. 2023, proposition 2)."""
-    p = net_and_loss(MeanPool(), nn.MSELoss(), (numbers(3, 5, 3), numbers(3, 2)), (numbers(2, 5, 3, seed=1), numbers(2, 2)))
+    p = net_and_loss(
+        MeanPool(), nn.MSELoss(), (numbers(3, 5, 3), numbers(3, 2)), (numbers(2, 5, 3, seed=1), numbers(2, 2))
+    )
     exact = p.exact.only_blocks(p.exact.ggn(), False)
     close(p.curvature(kfac(reduce=True)).to_dense(), exact)
     with pytest.raises(AssertionError, match="relative error"):
@@ -289,7 +303,10 @@ def merged(p: Problem, sizes: list[int]) -> list[Any]:
     """The same examples in batches of other sizes."""
     if isinstance(p.data[0], dict):
         whole = {key: torch.cat([batch[key] for batch in p.data]) for key in p.data[0]}
-        return [dict(zip(whole, parts, strict=True)) for parts in zip(*(t.split(sizes) for t in whole.values()), strict=True)]
+        return [
+            dict(zip(whole, parts, strict=True))
+            for parts in zip(*(t.split(sizes) for t in whole.values()), strict=True)
+        ]
     X, y = (torch.cat(parts) for parts in zip(*p.data, strict=True))
     return list(zip(X.split(sizes), y.split(sizes), strict=True))
 
@@ -325,11 +342,19 @@ def test_mean_is_sum_over_what_pytorch_divides_by(loss: str) -> None:
 @pytest.mark.parametrize("name", ["mlp", "attention", "attention, ce-ignore", "mlp, mse-sum", "attention, mse"])
 def test_given_counts_replace_the_divisor_of_the_loss_and_nothing_else(name: str) -> None:
     p = problem(name)
-    for given in ({"num_data": 17}, {"num_per_example_loss_terms": 5}, {"num_data": 17, "num_per_example_loss_terms": 5}):
+    for given in (
+        {"num_data": 17},
+        {"num_per_example_loss_terms": 5},
+        {"num_data": 17, "num_per_example_loss_terms": 5},
+    ):
         twin = p.reference(num_data=given.get("num_data"), num_terms=given.get("num_per_example_loss_terms"))
         K = p.curvature(KFAC, risk=given)
         close(K.to_dense(), twin.kfac(twin.exact()), what=f"KFAC with {given}")
-        close(p.curvature(FullBlock, risk=given).to_dense(), twin.only_blocks(twin.ggn(), False), what=f"FullBlock with {given}")
+        close(
+            p.curvature(FullBlock, risk=given).to_dense(),
+            twin.only_blocks(twin.ggn(), False),
+            what=f"FullBlock with {given}",
+        )
         A = GGNLinearOperator(p.model, p.loss, p.params, p.data, **given, **p.net.options)
         close(A.to_dense(), twin.ggn(), what=f"GGN with {given}")
 
@@ -459,7 +484,9 @@ def test_order_of_the_vector_is_the_order_of_the_parameters() -> None:
     whole = curvature(p.risk(), KFAC, separate_weight_and_bias=True).to_dense()
     for order in itertools.permutations(range(4)):
         for chosen in (order, order[:3], order[:1]):
-            K = curvature(EmpiricalRisk(p.model, p.loss, p.data, [params[k] for k in chosen]), KFAC, separate_weight_and_bias=True)
+            K = curvature(
+                EmpiricalRisk(p.model, p.loss, p.data, [params[k] for k in chosen]), KFAC, separate_weight_and_bias=True
+            )
             at = torch.cat([p.exact.places([list(p.keyed)[k]]) for k in chosen])
             close(K.to_dense(), whole[at[:, None], at])
 
@@ -472,9 +499,13 @@ def test_a_different_approximation_for_every_layer() -> None:
     for keys, block in ((["1.weight", "1.bias"], "full"), (["0.weight"], "diagonal"), (["2.weight"], "diagonal")):
         at = p.exact.places(keys)
         expected = exact[at[:, None], at]
-        close(K.to_dense()[at[:, None], at], expected if block == "full" else expected.diagonal().diag(), what=str(keys))
+        close(
+            K.to_dense()[at[:, None], at], expected if block == "full" else expected.diagonal().diag(), what=str(keys)
+        )
     assert type(K.blocks["4"]).__name__ == "Eigendecomposed"
-    only = curvature(p.risk(), {"?": DiagonalBlock, "1": FullBlock, nn.Linear: KFAC})  # exact name, then glob, then type
+    only = curvature(
+        p.risk(), {"?": DiagonalBlock, "1": FullBlock, nn.Linear: KFAC}
+    )  # exact name, then glob, then type
     assert [type(block).__name__ for block in only.blocks.values()] == ["Diagonal", "Dense", "Diagonal", "Diagonal"]
 
 
@@ -486,7 +517,11 @@ def test_monte_carlo_vectors_reach_every_door_alike() -> None:
         p = problem(name)
         F = FisherMCLinearOperator(p.model, p.loss, p.params, p.data, seed=7, mc_samples=3)
         close(p.curvature(EKFAC, vectors=MonteCarlo(3, seed=7)).trace, F.to_dense().trace(), what=name)
-        close(p.curvature(FullBlock, vectors=MonteCarlo(3, seed=7)).to_dense(), p.exact.only_blocks(F.to_dense(), False), what=name)
+        close(
+            p.curvature(FullBlock, vectors=MonteCarlo(3, seed=7)).to_dense(),
+            p.exact.only_blocks(F.to_dense(), False),
+            what=name,
+        )
 
 
 # ------------------------------------------------------------------------------------------------ the helpers can fail

@@ -70,7 +70,10 @@ def errors(name: str, samples: int, seeds: range) -> Tensor:
 def test_error_falls_with_the_root_of_the_samples() -> None:
     """16 times the samples give a quarter of the error, within a factor that 30 seeds leave little doubt about."""
     for name in ("mlp", "attention"):
-        few, many = errors(name, 2, range(30)).square().mean().sqrt(), errors(name, 32, range(100, 130)).square().mean().sqrt()
+        few, many = (
+            errors(name, 2, range(30)).square().mean().sqrt(),
+            errors(name, 32, range(100, 130)).square().mean().sqrt(),
+        )
         assert 2.7 < few / many < 6, f"{name}: {float(few):.3g} with 2 samples, {float(many):.3g} with 32"
 
 
@@ -116,8 +119,13 @@ def test_two_products_with_the_monte_carlo_fisher_see_one_matrix() -> None:
 @pytest.mark.parametrize("name", ["mlp", "attention"])
 def test_the_monte_carlo_fisher_is_unbiased(name: str) -> None:
     p = problem(name)
-    make = lambda s: FisherMCLinearOperator(p.model, p.loss, p.params, p.data, seed=s, mc_samples=40, check_deterministic=False)  # noqa: E731
-    unbiased(torch.stack([make(s).to_dense() for s in range(20)]), p.exact.ggn())
+
+    def make(seed: int) -> Tensor:
+        return FisherMCLinearOperator(
+            p.model, p.loss, p.params, p.data, seed=seed, mc_samples=40, check_deterministic=False
+        ).to_dense()
+
+    unbiased(torch.stack([make(seed) for seed in range(20)]), p.exact.ggn())
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -151,5 +159,5 @@ def test_draws_depend_on_the_order_of_the_examples() -> None:
 
 def test_random_signs_are_unbiased_where_positions_mix() -> None:
     p = problem("attention")
-    draws = torch.stack([p.curvature(FullBlock, vectors=Exact(signs=True, seed=s)).to_dense() for s in range(400)])
+    draws = torch.stack([p.curvature(FullBlock, vectors=Exact(signs=True, seed=s)).to_dense() for s in range(150)])
     unbiased(draws, p.exact.only_blocks(p.exact.ggn(), False))

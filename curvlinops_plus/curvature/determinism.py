@@ -1,0 +1,44 @@
+"""Do two passes over the data see the same loss?"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.risk import EmpiricalRisk, Totals
+
+__all__ = ["require_same"]
+
+
+def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
+    """Compare the totals of two passes: the order of the examples does not matter, everything else does.
+
+    Raises:
+        NumericsError: If a loss is not finite; names layer and batch.
+        RuntimeError: If the passes disagree; names modules in training mode.
+    """
+    one, two = (torch.as_tensor(totals.loss, dtype=torch.float64, device="cpu") for totals in (first, second))
+    if not bool(one.isfinite() & two.isfinite()):
+        where = risk.first_nonfinite()
+        raise NumericsError(f"The total loss is {float(one)}." + (f" First seen: {where}." if where else ""))
+    tolerance = 1e-8 if risk.dtype == torch.float64 else 5e-5
+    if first.examples == second.examples and torch.allclose(one, two, rtol=tolerance, atol=1e-6):
+        return
+    random = _training_modules(risk.model)
+    cause = "Does the data change from pass to pass (random augmentation, drop_last with shuffling), or the model?"
+    if random:
+        cause = f"These modules are in training mode: {random}; call model.eval()."
+    raise RuntimeError(
+        f"Two passes over the data disagree: total loss {float(one):.8g} over {first.examples} examples and "
+        f"{float(two):.8g} over {second.examples}. {cause} check_deterministic=False turns this check off."
+    )
+
+
+def _training_modules(model: nn.Module) -> str:
+    """Names of modules whose forward pass in training mode is random or depends on the batch."""
+    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+    names = [
+        f"{name!r} ({type(m).__name__})" for name, m in model.named_modules() if m.training and isinstance(m, kinds)
+    ]
+    return ", ".join(names)
