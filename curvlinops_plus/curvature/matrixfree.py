@@ -306,6 +306,7 @@ class FisherMCLinearOperator(_JacobianSandwich):
             progressbar,
             check_deterministic,
             num_data,
+            None,
             batch_size_fn,
             **risk_options,
         )

@@ -350,7 +350,8 @@ class Recorder:
                 continue
             for key, param in layer.params.items():
                 calls = sum(e.layer == index and key in e.call.use.keys.values() for e in self._events)
-                if readers.get(id(param), 0) > calls:
+                # Without any call, the sweep as a whole will tell that the layer never ran.
+                if calls and readers.get(id(param), 0) > calls:
                     raise ValueError(
                         f"The parameter {key!r} of {layer.title} is read {readers[id(param)]} times in a forward pass, "
                         f"{calls} times by calls of the layer: it is used outside of its layer, so its curvature can't "
