@@ -345,7 +345,7 @@ class Bare(nn.Module):
         self.inner = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(torch.tanh(x * self.scale + self.shift))
+        return self.inner(torch.tanh(x * self.scale + self.shift) + self.scale)
 
 
 class FromMapping(nn.Module):

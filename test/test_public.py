@@ -9,7 +9,48 @@ import pytest
 import curvlinops_plus
 
 # What users may import from the top. Adding a name here is a decision; removing one is a breaking change.
-NAMES = ["Accumulator", "AffineRule", "BlockwiseLinearOperator", "CurvatureWarning", "DiagonalBlock", "EFLinearOperator", "EKFAC", "EKFACLinearOperator", "Empirical", "EmpiricalRisk", "Exact", "FisherMCLinearOperator", "FisherType", "ForwardOnly", "FromDistribution", "FullBlock", "GGNLinearOperator", "HessianLinearOperator", "IdentityLinearOperator", "KFAC", "KFACInverseLinearOperator", "KFACLinearOperator", "KFACType", "LayerRule", "Likelihood", "LinearOperator", "MonteCarlo", "NoClosedForm", "NumericsError", "RelativeDamping", "SingularMatrixError", "UnsupportedError", "VerificationError", "__version__", "compute_eigenvalue_correction_linear_weight_sharing", "curvature", "load", "register_likelihood", "register_rule", "save"]
+NAMES = [
+    "Accumulator",
+    "AffineRule",
+    "BlockwiseLinearOperator",
+    "CurvatureWarning",
+    "DiagonalBlock",
+    "EFLinearOperator",
+    "EKFAC",
+    "EKFACLinearOperator",
+    "Empirical",
+    "EmpiricalRisk",
+    "Exact",
+    "FisherMCLinearOperator",
+    "FisherType",
+    "ForwardOnly",
+    "FromDistribution",
+    "FullBlock",
+    "GGNLinearOperator",
+    "HessianLinearOperator",
+    "IdentityLinearOperator",
+    "KFAC",
+    "KFACInverseLinearOperator",
+    "KFACLinearOperator",
+    "KFACType",
+    "LayerRule",
+    "Likelihood",
+    "LinearOperator",
+    "MonteCarlo",
+    "NoClosedForm",
+    "NumericsError",
+    "RelativeDamping",
+    "SingularMatrixError",
+    "UnsupportedError",
+    "VerificationError",
+    "__version__",
+    "compute_eigenvalue_correction_linear_weight_sharing",
+    "curvature",
+    "load",
+    "register_likelihood",
+    "register_rule",
+    "save",
+]
 
 
 def test_all_is_exactly_the_public_names() -> None:

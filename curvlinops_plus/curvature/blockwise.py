@@ -188,6 +188,7 @@ class BlockwiseLinearOperator(LinearOperator):
     def inverse(
         self,
         damping: Any = 0.0,
+        *,
         use_heuristic_damping: bool = False,
         min_damping: float = 1e-8,
         retry_double_precision: bool = True,
@@ -210,6 +211,9 @@ class BlockwiseLinearOperator(LinearOperator):
             if isinstance(damping, tuple):
                 raise ValueError("Heuristic and exact damping require a single damping value.")
             damping = self._heuristic(damping, min_damping)
+        elif isinstance(damping, tuple):  # a bias apart has a gradient factor only
+            blocks = self.operator.blocks
+            damping = {name: damping if isinstance(b, Kronecker) else damping[1] for name, b in blocks.items()}
         return self.operator.inverse(damping, retry_double_precision=retry_double_precision)
 
     def _heuristic(self, damping: Any, min_damping: float) -> dict[str, Any]:

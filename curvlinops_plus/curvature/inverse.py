@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.curvature.classic import EKFACLinearOperator, KFACLinearOperator
-from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Space, Structure
+from curvlinops_plus.linalg import BlockDiagonal, LinearOperator, Space, Structure
 
 __all__ = ["KFACInverseLinearOperator"]
 
@@ -84,16 +84,15 @@ class KFACInverseLinearOperator(LinearOperator):
         return operator
 
     def _invert(self) -> BlockDiagonal:
-        K = self._A
         damping: Any = self._damping
-        if self._use_heuristic_damping:
-            damping = K._heuristic(damping, self._min_damping)
-        elif not self._use_exact_damping:
-            pair = damping if isinstance(damping, tuple) else (damping, damping)
-            damping = {
-                name: pair if isinstance(block, Kronecker) else pair[1] for name, block in K.operator.blocks.items()
-            }
-        inverse = K.operator.inverse(damping, retry_double_precision=self._retry_double_precision)
+        if not (self._use_exact_damping or self._use_heuristic_damping or isinstance(damping, tuple)):
+            damping = (damping, damping)
+        inverse = self._A.inverse(
+            damping,
+            use_heuristic_damping=self._use_heuristic_damping,
+            min_damping=self._min_damping,
+            retry_double_precision=self._retry_double_precision,
+        )
         assert isinstance(inverse, BlockDiagonal)
         return inverse
 

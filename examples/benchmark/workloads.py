@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def batches(X: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
 
 def perceptron(*widths: int, N: int) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     layers: list[nn.Module] = []
-    for fan_in, fan_out in zip(widths, widths[1:]):
+    for fan_in, fan_out in itertools.pairwise(widths):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
     model = nn.Sequential(*layers[:-1])
     return model, batches(torch.randn(N, widths[0]), torch.randint(widths[-1], (N,)), 256)
@@ -64,7 +65,7 @@ class Residual(nn.Module):
 
 def resnet() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     widths = [32, 32, 32, 64, 64, 128, 128, 256, 256]
-    blocks = [Residual(a, b, 1 if a == b else 2) for a, b in zip(widths, widths[1:])]
+    blocks = [Residual(a, b, 1 if a == b else 2) for a, b in itertools.pairwise(widths)]
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3, 1, 1, bias=False), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)
     )

@@ -110,12 +110,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
 }
 
 
-NO_BLOCK_SIZES = pytest.mark.xfail(strict=True, reason="the argument `block_sizes` of 3.0.1 is missing")
-
-
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=NO_BLOCK_SIZES if names is EXACT else ()) for path, names in SIGNATURES.items()]
-)
+@pytest.mark.parametrize("path", SIGNATURES)
 def test_arguments_order_and_defaults(path: str) -> None:
     thing: Any = curvlinops_plus
     for part in path.split("."):
@@ -504,7 +499,6 @@ def test_mask_on_the_classic_door() -> None:
     close(K.to_dense(), twin.kfac(twin.empirical(per_term=False), separate=True))
 
 
-@pytest.mark.xfail(strict=True, reason="EmpiricalRisk wants a module")
 def test_exact_operators_take_a_function() -> None:
     p = problem("mlp")
     params = dict(p.model.named_parameters())
