@@ -148,9 +148,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     synchronize = torch.cuda.synchronize if arguments.device == "cuda" else lambda: None
     peer = "" if curvlinops is None else " | curvlinops 3.0.1, yards | ours ÷ theirs"
-    print(
-        f"{date.today()}, {platform.machine()}, {arguments.device}, {arguments.threads} threads, torch {torch.__version__}\n"
-    )
+    machine = f"{platform.machine()}, {arguments.device}, {arguments.threads} threads"
+    print(f"{date.today()}, {machine}, torch {torch.__version__}\n")
     print(f"| workload | task | ours, yards{peer} |\n| --- | --- | --- |{'' if curvlinops is None else ' --- | --- |'}")
     for name in arguments.workloads:
         work = make(name, arguments.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class Workload:
     model: nn.Module
     data: list[tuple[Tensor, Tensor]]
     exact: bool = True
-    loss: nn.Module = nn.CrossEntropyLoss()
+    loss: nn.Module = field(default_factory=nn.CrossEntropyLoss)
 
     @property
     def params(self) -> list[nn.Parameter]:
