@@ -174,23 +174,12 @@ class _JacobianSandwich(_RiskOperator):
 
         def product(rows: Tensor) -> Tensor:
             V = self._split(rows)
-            if used:
-                (JV,) = torch.autograd.grad(
-                    [back[i] for i in used],
-                    [w],
-                    [V[i] for i in used],
-                    retain_graph=True,
-                    is_grads_batched=True,
-                    allow_unused=True,
-                )
-            else:
-                JV = None
+            if not used:
+                return torch.zeros_like(rows)
+            (JV,) = _pull([back[i] for i in used], [w], [V[i] for i in used])
             if JV is None:
                 return torch.zeros_like(rows)
-            found = torch.autograd.grad(
-                F, params, middle(JV.detach()), retain_graph=True, is_grads_batched=True, allow_unused=True
-            )
-            return self._join(found, len(rows))
+            return self._join(_pull([F], params, [middle(JV.detach())]), len(rows))
 
         return self._in_pieces(product, X, F.numel() + X.shape[0])
 
@@ -369,19 +358,24 @@ class HessianLinearOperator(_RiskOperator):
             for start, stop in zip([0, *blocks], blocks):
                 used = [i for i in range(start, stop) if (g := gradient[i]) is not None and g.requires_grad]
                 if used:
-                    found += torch.autograd.grad(
-                        [gradient[i] for i in used],
-                        params[start:stop],
-                        [V[i] for i in used],
-                        retain_graph=True,
-                        is_grads_batched=True,
-                        allow_unused=True,
-                    )
+                    found += _pull([gradient[i] for i in used], params[start:stop], [V[i] for i in used])
                 else:
                     found += [None] * (stop - start)
             return self._join(found, len(rows))
 
         return self._in_pieces(product, X, F.numel() + X.shape[0])
+
+
+def _pull(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Vector-Jacobian products of several vectors [K, *output] at once; one vector takes the plain way, which is
+    faster.
+    """
+    if len(vectors[0]) == 1:
+        found = torch.autograd.grad(outputs, inputs, [v[0] for v in vectors], retain_graph=True, allow_unused=True)
+        return [None if g is None else g[None] for g in found]
+    return list(
+        torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, is_grads_batched=True, allow_unused=True)
+    )
 
 
 class _FunctionModule(nn.Module):

@@ -16,7 +16,8 @@ Two details that decide between right and silently wrong:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -30,6 +31,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.risk.batch import Call, LayerBatch
 from curvlinops_plus.risk.layers import Layer, Use, title
+from curvlinops_plus.risk.watch import ParameterReads
 
 __all__ = ["Recorder"]
 
@@ -47,6 +49,7 @@ class _Event:
     out_dtype: torch.dtype
     device: torch.device
     axis: int
+    expanded: bool
     edge: Any = None
     handle: Any = None
 
@@ -72,6 +75,7 @@ class Recorder:
         self._inert = False
         self._events: list[_Event] = []
         self._num_examples = 0
+        self._watched = False
         self._receive: Callable[[_Event, Tensor], None] | None = None
 
     # ------------------------------------------------------------------------------------------------------- hooks
@@ -146,7 +150,7 @@ class Recorder:
             return t.expand(N, *t.shape[1:]) if expanded and t.ndim and t.shape[0] == 1 else t
 
         call = Call(use, tree_map_only(Tensor, keep, args), tree_map_only(Tensor, keep, kwargs))
-        event = _Event(call, index, versions, out.shape, out.dtype, out.device, axis)
+        event = _Event(call, index, versions, out.shape, out.dtype, out.device, axis, expanded)
         if isinstance(use.rule, AffineRule) and call.input.shape[0] != out.movedim(axis, 0).shape[0]:
             raise UnsupportedError(
                 f"{where} got an input of shape {list(call.input.shape)} and returned {list(out.shape)} in a "
@@ -176,10 +180,57 @@ class Recorder:
         """Run the model with recording on; forget the batch before."""
         self._forget()
         self._num_examples, self._on = num_examples, True
+        frozen = [p for layer in self.layers for p in layer.params.values() if not p.requires_grad]
+        # Frozen parameters leave no trace in the graph; who reads them is looked at once.
+        reads = ParameterReads(frozen) if frozen and not self._watched else None
+        try:
+            with reads or nullcontext():
+                out = run()
+        finally:
+            self._on = False
+        if reads is not None:
+            self._watched = True
+            self._check_readers(reads.counts)
+        return out
+
+    def plainly(self, run: Callable[[], Any]) -> Any:
+        """Run the model with the hooks asleep."""
+        self._inert = True
         try:
             return run()
         finally:
-            self._on = False
+            self._inert = False
+
+    @property
+    def expanded(self) -> bool:
+        """Whether a layer's one row for all examples was handed on as a row for each."""
+        return any(event.expanded for event in self._events)
+
+    def check_rows(self, output: Tensor, plain: Tensor, vectors: Sequence[tuple[int, Tensor]]) -> None:
+        """Refuse models in which a row for each example is not the same as one row for all.
+
+        Args:
+            output: The model's output with a row for each example.
+            plain: The same with one row for all.
+            vectors: An example's number and a vector that is zero for all others.
+        """
+        events = [event for event in self._events if event.expanded]
+        names = [event.call.use.name for event in events]
+        same = torch.allclose(output, plain, rtol=1e-4, atol=1e-5 * float(plain.abs().max()))
+        if same and self.backward and output.requires_grad:
+            for n, v in vectors:
+                found = torch.autograd.grad(output, [e.edge for e in events], v, retain_graph=True, allow_unused=True)
+                for event, g in zip(events, found):
+                    if g is not None:
+                        rows = g.movedim(event.axis, 0)
+                        same &= not bool(rows[:n].any() | rows[n + 1 :].any())
+        if not same:
+            raise UnsupportedError(
+                f"layer {names[0]!r} returns one row for all {self._num_examples} examples of a batch, and the model "
+                f"does more with it than broadcast it (it picks a row, or reduces over the first axis). Its gradient "
+                f"can't be told apart by examples: leave its parameters out of `params`, or expand its output to the "
+                f"batch in the model."
+            )
 
     @property
     def output_numel(self) -> int:
@@ -340,10 +391,11 @@ class Recorder:
         # An edge outside the graph of the output is no source: its layer does not reach the output.
         return [edge for edge in edges if reaches.get(edge.node) is False]
 
-    def _check_readers(self, readers: dict[int, int]) -> None:
+    def _check_readers(self, readers: Mapping[int, int]) -> None:
         """Refuse a weight that something else than its layer reads: that part of its gradient would be missing.
 
-        Only parameters that require a gradient leave a trace in the graph; `verify()` notices the others.
+        Args:
+            readers: Identity of a parameter to the number of its readers in a forward pass.
         """
         for index, layer in enumerate(self.layers):
             if not all(isinstance(use.rule, AffineRule) for use in layer.uses):

@@ -97,7 +97,7 @@ class EmpiricalRisk:
         self.num_data, self.num_per_example_loss_terms = num_data, num_per_example_loss_terms
         self.shift_labels, self.progressbar, self._reduction = shift_labels, progressbar, reduction
         self._axes = _example_axes(model, example_axis)
-        self._announced = False
+        self._announced = self._rows_checked = False
         devices, dtypes = {p.device for p in self.params.values()}, {p.dtype for p in self.params.values()}
         if len(devices) != 1:
             raise ValueError(
@@ -277,8 +277,11 @@ class EmpiricalRisk:
                 outputs[:] = self.run(batch)
             return outputs[0]
 
+        random = torch.get_rng_state()
         f = recorder.forward(forward, N)
         _, y, class_axis = outputs
+        if recorder.expanded and not self._rows_checked:
+            self._check_rows(recorder, batch, f, random)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             F, Y, part = self.terms(f.detach(), y, batch, class_axis)
         mask = None if self.mask is None else self._read_mask(batch)
@@ -308,6 +311,21 @@ class EmpiricalRisk:
         else:
             part.reached = recorder.send([f], ([v] for v in sent()), quietly, mask=mask)
         return part
+
+    def _check_rows(self, recorder: Recorder, batch: Batch, f: Tensor, random: Tensor) -> None:
+        """One row for all examples was expanded to a row for each: is the model still the same function?"""
+        self._rows_checked = True
+        N = batch.num_examples
+        with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+            torch.set_rng_state(random)
+            plain, _, _ = recorder.plainly(lambda: self.run(batch))
+        vectors = []
+        for n in (0, N - 1):
+            v = torch.zeros_like(f)
+            piece = v.unflatten(0, (N, -1))[n]
+            piece.copy_(torch.linspace(1, 2, piece.numel(), device=f.device).view_as(piece))
+            vectors.append((n, v))
+        recorder.check_rows(f, plain.detach(), vectors)
 
     def _announce(self, vectors: Vectors, F: Tensor, number: int) -> None:
         """Say once what exact vectors cost when there are several loss terms per example."""
@@ -369,9 +387,15 @@ class EmpiricalRisk:
 
         Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
         """
-        names = {id(p): f"model.{name}" for name, p in self.model.named_parameters()}
-        replaced = {names[id(self.params[key])]: value for key, value in values.items()}
-        return functional_call(_Inside(self.model, function), replaced, ())
+        keys = {id(p): key for key, p in self.params.items()}
+        # Each place that holds a parameter once: a module may have two names, and a parameter two modules.
+        replaced = {
+            f"model.{name}.{local}" if name else f"model.{local}": values[keys[id(p)]]
+            for name, module in self.model.named_modules()
+            for local, p in module._parameters.items()
+            if id(p) in keys
+        }
+        return functional_call(_Inside(self.model, function), replaced, (), tie_weights=False)
 
     def first_nonfinite(self) -> str | None:
         """Where NaN or inf first appears in a forward pass: words naming layer and batch, None if nowhere."""
