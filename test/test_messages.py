@@ -299,7 +299,7 @@ class Uses(nn.Module):
 @pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock, FullBlock])
 @pytest.mark.parametrize(
     "frozen",
-    [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="accepted, with wrong numbers"))],
+    [False, True],
     ids=["trainable", "frozen"],
 )
 def test_weights_that_are_used_outside_of_their_layer(run: Any, approximation: Any, frozen: bool) -> None:
@@ -430,15 +430,10 @@ SHARED_ROW = {
     "picked": lambda x, row: torch.tanh(x + row[0]),
     "summed": lambda x, row: torch.tanh(x + row.sum()),
 }
-SILENT = pytest.mark.xfail(
-    strict=True, reason="accepted, with wrong numbers: the recorder hands on one row per example"
-)
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize(
-    "use", ["broadcast", "squeezed", pytest.param("picked", marks=SILENT), pytest.param("summed", marks=SILENT)]
-)
+@pytest.mark.parametrize("use", list(SHARED_ROW))
 def test_one_row_for_all_examples_is_right_or_refused(row: str, use: str) -> None:
     model = OneRow(*ROWS[row](), SHARED_ROW[use])
     generator = torch.Generator().manual_seed(0)

@@ -17,18 +17,25 @@ from curvlinops_plus.curvature.restore import check_state, describe, read_blocks
 from curvlinops_plus.curvature.state import fingerprint, same_fingerprint
 from curvlinops_plus.curvature.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning
-from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Space, Structure, heuristic_damping
+from curvlinops_plus.linalg import (
+    BlockDiagonal,
+    Deferred,
+    Kronecker,
+    LinearOperator,
+    Space,
+    Structure,
+    heuristic_damping,
+)
 from curvlinops_plus.risk import EmpiricalRisk, Exact, ForwardOnly, Layer, Vectors
 
 __all__ = ["BlockwiseLinearOperator", "curvature"]
 
 
-class BlockwiseLinearOperator(LinearOperator):
+class BlockwiseLinearOperator(Deferred):
     """A block-diagonal approximation of the curvature of an empirical risk.
 
     Blocks are computed at first use, in as few sweeps over the data as the approximations need, and kept. All numbers
-    that
-    follow from structure are there: `trace det logdet frobenius_norm eigenvalues() diagonal() inverse(damping)
+    that follow from structure are there: `trace det logdet frobenius_norm eigenvalues() diagonal() inverse(damping)
     power(p, damping) sample(generator)`, and adding a multiple of the identity keeps them.
 
     Args:
@@ -133,10 +140,6 @@ class BlockwiseLinearOperator(LinearOperator):
         return self.risk.space
 
     @property
-    def out_space(self) -> Space:
-        return self.risk.space
-
-    @property
     def dtype(self) -> torch.dtype:
         return self._converted[1] or self.risk.dtype
 
@@ -147,43 +150,6 @@ class BlockwiseLinearOperator(LinearOperator):
     @property
     def structure(self) -> Structure:
         return Structure.PSD
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.operator._matmat(X)
-
-    def to_dense(self) -> Tensor:
-        return self.operator.to_dense()
-
-    @property
-    def trace(self) -> Tensor:
-        return self.operator.trace
-
-    @property
-    def det(self) -> Tensor:
-        return self.operator.det
-
-    @property
-    def logdet(self) -> Tensor:
-        return self.operator.logdet
-
-    @property
-    def frobenius_norm(self) -> Tensor:
-        return self.operator.frobenius_norm
-
-    def eigenvalues(self) -> Tensor:
-        return self.operator.eigenvalues()
-
-    def diagonal(self) -> Tensor:
-        return self.operator.diagonal()
-
-    def power(self, p: float, damping: Any = 0.0) -> LinearOperator:
-        return self.operator.power(p, damping)
-
-    def shift(self, delta: Any) -> LinearOperator:
-        return self.operator.shift(delta)
-
-    def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
-        return self.operator.sample(generator, num)
 
     def inverse(
         self,
@@ -265,10 +231,13 @@ class BlockwiseLinearOperator(LinearOperator):
         """
         return verify(self, num_examples)
 
+    @property
+    def label(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{type(self).__name__} {self.shape[0]}x{self.shape[1]}, {dtype} on {self.device}"
+
     def __repr__(self) -> str:
         state = "not computed yet" if self._operator is None else f"from {self.examples} examples"
-        dtype = str(self.dtype).removeprefix("torch.")
-        head = f"{type(self).__name__} {self.shape[0]}x{self.shape[1]}, {dtype} on {self.device}, {state}"
         rows = [("layer", "module", "parameters", "approximation", "blocks")]
         for entry in self.plan:
             layer = entry.layer
@@ -277,7 +246,7 @@ class BlockwiseLinearOperator(LinearOperator):
             rows.append((layer.name or "(model)", kinds, ", ".join(layer.params), repr(entry.approximation), sizes))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  " + "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
-        return "\n".join([head, *lines])
+        return "\n".join([f"{self.label}, {state}", *lines])
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
@@ -304,6 +273,9 @@ class BlockwiseLinearOperator(LinearOperator):
         Warns:
             CurvatureWarning: If the parameters changed since.
         """
+        self._load(state_dict, stacklevel=3)
+
+    def _load(self, state_dict: Mapping[str, Any], stacklevel: int) -> None:
         check_state(self, state_dict)
         blocks = read_blocks(self, state_dict)
         if not same_fingerprint(state_dict["fingerprint"], fingerprint(self.risk.params)):
@@ -311,7 +283,7 @@ class BlockwiseLinearOperator(LinearOperator):
                 "The model's parameters differ from those that this state was computed at; its blocks describe the old "
                 "ones.",
                 CurvatureWarning,
-                stacklevel=2,
+                stacklevel=stacklevel,
             )
         self._adopt(state_dict)
         if blocks is None:

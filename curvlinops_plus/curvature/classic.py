@@ -157,7 +157,9 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         _ = risk.likelihood  # an unknown loss is refused now, not at first use
         super().__init__(
             risk,
-            self._APPROXIMATION.using(kfac_approx=self._kfac_approx.value),
+            self._APPROXIMATION.using(kfac_approx="reduce")
+            if self._kfac_approx == KFACType.REDUCE
+            else self._APPROXIMATION,
             vectors=self._vectors(),
             separate_weight_and_bias=separate_weight_and_bias,
             check_deterministic=check_deterministic,
@@ -236,7 +238,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
                 model_func,
                 loss_func,
                 params,
-                [] if data is None else data,
+                _NoData() if data is None else data,
                 progressbar=state_dict["progressbar"],
                 check_deterministic=False,
                 seed=state_dict["seed"] or 0,
@@ -251,7 +253,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             )
         except KeyError as error:
             raise ValueError(f"The state lacks {error}; is the file cut off?") from error
-        K.load_state_dict(state_dict)
+        K._load(state_dict, stacklevel=3)
         K.check_deterministic = check_deterministic
         return K
 
@@ -379,3 +381,16 @@ def _batch_size(data: Iterable[Any], given: Callable[[Any], int] | None) -> Call
                 "`batch_size_fn=lambda X: len(X['x'])`."
             )
     return given
+
+
+class _NoData(Sequence[Any]):
+    """What an operator has that was loaded without data."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ValueError(
+            "This operator was loaded without data (data=None): it has the blocks of its state, and can't compute, "
+            "verify or differentiate anything anew. Pass the data to from_state_dict."
+        )

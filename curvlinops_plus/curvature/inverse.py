@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from curvlinops_plus.curvature.classic import EKFACLinearOperator, KFACLinearOperator
-from curvlinops_plus.linalg import BlockDiagonal, LinearOperator, Space, Structure
+from curvlinops_plus.linalg import BlockDiagonal, Deferred, Space, Structure
 
 __all__ = ["KFACInverseLinearOperator"]
 
 
-class KFACInverseLinearOperator(LinearOperator):
+class KFACInverseLinearOperator(Deferred):
     """Damped inverse of a `KFACLinearOperator` or `EKFACLinearOperator`.
 
     Args:
@@ -102,10 +101,6 @@ class KFACInverseLinearOperator(LinearOperator):
         return self._A.in_space
 
     @property
-    def out_space(self) -> Space:
-        return self._A.out_space
-
-    @property
     def dtype(self) -> torch.dtype:
         return self._A.dtype
 
@@ -116,40 +111,6 @@ class KFACInverseLinearOperator(LinearOperator):
     @property
     def structure(self) -> Structure:
         return Structure.PSD
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.operator._matmat(X)
-
-    def to_dense(self) -> Tensor:
-        return self.operator.to_dense()
-
-    @property
-    def trace(self) -> Tensor:
-        return self.operator.trace
-
-    @property
-    def det(self) -> Tensor:
-        return self.operator.det
-
-    @property
-    def logdet(self) -> Tensor:
-        return self.operator.logdet
-
-    @property
-    def frobenius_norm(self) -> Tensor:
-        return self.operator.frobenius_norm
-
-    def eigenvalues(self) -> Tensor:
-        return self.operator.eigenvalues()
-
-    def diagonal(self) -> Tensor:
-        return self.operator.diagonal()
-
-    def power(self, p: float, damping: Any = 0.0) -> LinearOperator:
-        return self.operator.power(p, damping)
-
-    def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
-        return self.operator.sample(generator, num)
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:

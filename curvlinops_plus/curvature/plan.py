@@ -59,10 +59,9 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Ent
         chosen = rest if key is None else rules[key]
         if chosen.kind.affine and not layer.affine:
             if key in _names(layer):
-                raise UnsupportedError(
-                    f"layer {key!r} ({_type_name(layer)}) can't have {chosen!r}: {_why(layer)}. Use DiagonalBlock "
-                    "or FullBlock for it, or register an AffineRule."
-                )
+                why = _why(layer)
+                advice = "" if "DiagonalBlock" in why else " Use DiagonalBlock or FullBlock for it."
+                raise UnsupportedError(f"layer {key!r} ({_type_name(layer)}) can't have {chosen!r}: {why}.{advice}")
             fallen.append(layer)
             chosen = Approximation(DiagonalBlock)
         plan.append(Entry(layer, chosen))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from curvlinops_plus.linalg.blocks import BlockDiagonal
+from curvlinops_plus.linalg.deferred import Deferred
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.inverse import RelativeDamping, heuristic_damping
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
@@ -17,6 +18,7 @@ from curvlinops_plus.linalg.structured import Dense, Diagonal, Identity, Identit
 __all__ = [
     "Adjoint",
     "BlockDiagonal",
+    "Deferred",
     "Dense",
     "Diagonal",
     "Eigendecomposed",

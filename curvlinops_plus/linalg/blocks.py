@@ -74,11 +74,11 @@ class BlockDiagonal(LinearOperator):
             dim = self.layouts[name].dim
             if block.shape != (dim, dim):
                 raise ValueError(
-                    f'block "{name}": expected a {dim} x {dim} matrix for {self.layouts[name]}, got {block!r}.'
+                    f'block "{name}": expected a {dim} x {dim} matrix for {self.layouts[name]}, got {block.label}.'
                 )
             if block.dtype != self.dtype or block.device != self.device:
                 raise ValueError(
-                    f'block "{name}": expected {self.dtype} on {self.device} as the first block, got {block!r}.'
+                    f'block "{name}": expected {self.dtype} on {self.device} as the first block, got {block.label}.'
                 )
 
     @property

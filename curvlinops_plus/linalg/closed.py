@@ -24,12 +24,12 @@ if TYPE_CHECKING:  # for annotations only: operators inherit from what is define
 __all__ = ["ClosedForms", "naming"]
 
 _ADVICE = {
-    "trace": "estimate it from products with hutchinson_trace, hutchpp_trace or xtrace",
-    "logdet": "estimate it from products with a Lanczos spectral density",
-    "frobenius_norm": "estimate its square from products with hutchinson_squared_fro",
+    "trace": "estimate it from products with random vectors v, as the mean of vᵀ A v (Hutchinson)",
+    "logdet": "estimate it from products by stochastic Lanczos quadrature",
+    "frobenius_norm": "estimate its square from products with random vectors v, as the mean of |A v|²",
     "eigenvalues": "compute the largest with scipy.sparse.linalg.eigsh(A.to_scipy())",
-    "diagonal": "estimate it from products with hutchinson_diag or xdiag",
-    "inverse": "solve with CGInverseLinearOperator(A + damping * IdentityLinearOperator(...))",
+    "diagonal": "estimate it from products with random signs v, as the mean of v * (A @ v)",
+    "inverse": "solve with scipy.sparse.linalg.cg(A.to_scipy(), b)",
     "power": "approximate its eigenvectors with scipy.sparse.linalg.eigsh(A.to_scipy())",
     "sample": "approximate the matrix by a structured one, for example KFAC, and sample from that",
 }
@@ -111,7 +111,9 @@ class ClosedForms(Products):
             ValueError: If the matrix is not positive semi-definite, or the damping negative.
         """
         if self.structure < Structure.PSD:
-            raise ValueError(f"Expected a positive semi-definite matrix, got {self!r}; only those have real powers.")
+            raise ValueError(
+                f"Expected a positive semi-definite matrix, got {self.label}; only those have real powers."
+            )
         return self._power(float(p), resolve(damping, self))
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
@@ -127,7 +129,7 @@ class ClosedForms(Products):
             ValueError: If the matrix is not positive semi-definite.
         """
         if self.structure < Structure.PSD:
-            raise ValueError(f"Expected a positive semi-definite matrix, got {self!r}; only those are covariances.")
+            raise ValueError(f"Expected a positive semi-definite matrix, got {self.label}; only those are covariances.")
         like = torch.empty((), dtype=self.dtype, device=self.device)
         draws = self._root_matmat(standard_normal(1 if num is None else num, self.shape[1], generator, like))
         return draws[:, 0] if num is None else draws
@@ -161,13 +163,13 @@ class ClosedForms(Products):
 
     def _inverse_by_factors(self, damping: tuple[Any, Any], retry: bool) -> LinearOperator:
         raise ValueError(
-            f"A pair of dampings (λ_A, λ_G) belongs to the two factors of a Kronecker product, got one for {self!r}; "
-            "pass a single number."
+            f"A pair of dampings (λ_A, λ_G) belongs to the two factors of a Kronecker product, got one for "
+            f"{self.label}; pass a single number."
         )
 
     def _split_damping(self, damping: Scalar, min_damping: float) -> Damping:
         raise ValueError(
-            f"Heuristic damping is split between the two factors of a Kronecker product, which {self!r} is not; "
+            f"Heuristic damping is split between the two factors of a Kronecker product, which {self.label} is not; "
             "pass a single number and use_heuristic_damping=False."
         )
 
@@ -187,7 +189,7 @@ class ClosedForms(Products):
             f"Dense(A.to_dense(), A.structure).{member}" if self.structure >= Structure.SYMMETRIC else "A.to_dense()"
         )
         advice = f"if the matrix is small, use {formed}; otherwise {_ADVICE[member]}"
-        return NoClosedForm(f"{self!r} has no closed form of `{member}`: {advice}.")
+        return NoClosedForm(f"{self.label} has no closed form of `{member}`: {advice}.")
 
 
 class naming:

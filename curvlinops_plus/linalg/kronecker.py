@@ -140,7 +140,7 @@ class Kronecker(LinearOperator):
         if self.structure < Structure.SYMMETRIC:
             raise self._no_closed_form("inverse")
         values, Q = self._eigh()
-        return Eigendecomposed(Q, powers(values + damping, -1.0, repr(self)), self.structure, rtol=0.0)
+        return Eigendecomposed(Q, powers(values + damping, -1.0, self.label), self.structure, rtol=0.0)
 
     def _inverse_by_factors(self, damping: tuple[Any, Any], retry: bool) -> LinearOperator:
         damping_A, damping_G = damping
@@ -157,7 +157,7 @@ class Kronecker(LinearOperator):
         if is_zero(damping):
             return Kronecker(*self._factors(lambda factor: factor._power(p, 0.0)))
         values, Q = self._eigh()
-        return Eigendecomposed(Q, powers(values + damping, p, repr(self)), rtol=0.0)
+        return Eigendecomposed(Q, powers(values + damping, p, self.label), rtol=0.0)
 
     def _root_matmat(self, X: Tensor) -> Tensor:
         return Kronecker(*self._factors(lambda factor: factor.root()))._matmat(X)
@@ -255,7 +255,7 @@ class Eigendecomposed(LinearOperator):
 
     def _function(self, p: float, damping: Scalar) -> Eigendecomposed:
         values = self._counted() if is_zero(damping) else self.eigenvalues()
-        return Eigendecomposed(self.basis, powers(values + damping, p, repr(self)), self._structure, rtol=0.0)
+        return Eigendecomposed(self.basis, powers(values + damping, p, self.label), self._structure, rtol=0.0)
 
     def _root_matmat(self, X: Tensor) -> Tensor:
         return self.basis._matmat(self.eigenvalues().sqrt()[:, None] * X)

@@ -93,7 +93,7 @@ class LinearOperator(ClosedForms):
             delta: A number, 0-d tensor or rule; a block-diagonal matrix also takes one per block.
         """
         if self.shape[0] != self.shape[1]:
-            raise ValueError(f"Only a square matrix can be shifted by a multiple of the identity, got {self!r}.")
+            raise ValueError(f"Only a square matrix can be shifted by a multiple of the identity, got {self.label}.")
         return self._shift(scalar(delta(self) if callable(delta) else delta, self, "the shift"))
 
     def _shift(self, delta: Scalar) -> LinearOperator:
@@ -341,7 +341,7 @@ class Scaled(Wrapper):
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
         if self.c == 0:  # what is left is the damping
             if p < 0 and is_zero(damping):
-                raise SingularMatrixError(f"{self!r} is zero; add a damping.")
+                raise SingularMatrixError(f"{self.label} is zero; add a damping.")
             return Shifted(self, damping**p)
         return Scaled(self.A.power(p, damping / self.c), self.c**p)
 

@@ -78,6 +78,11 @@ class Products(ABC):
         return tuple(self.out_space.shapes.values())
 
     def __repr__(self) -> str:
+        return self.label
+
+    @property
+    def label(self) -> str:
+        """The operator in one line, for messages."""
         m, n = self.shape
         return f"{type(self).__name__}({m} x {n}, {self.structure.name}, {self.dtype}, {self.device})"
 
@@ -97,7 +102,7 @@ class Products(ABC):
         try:
             return space.read(X, self.dtype, self.device, columns_first=columns_first)
         except (TypeError, ValueError) as error:
-            product = f"X @ {self!r}" if columns_first else f"{self!r} @ X"
+            product = f"X @ {self.label}" if columns_first else f"{self.label} @ X"
             raise type(error)(f"{product}: {error}") from error
 
     def matmat(self, X: Any) -> Any:

@@ -148,12 +148,12 @@ class Dense(OneTensor):
             self._tensor if is_zero(damping) else add_to_diagonal(self._tensor, damping)
         )
         if bool(info.any()) or not bool(torch.isfinite(inverse).all()):
-            raise SingularMatrixError(f"{self!r} with damping {damping} is singular or not finite; add a damping.")
+            raise SingularMatrixError(f"{self.label} with damping {damping} is singular or not finite; add a damping.")
         return Dense(inverse, self._structure)
 
     def _power(self, p: float, damping: Scalar) -> Dense:
         values, Q = self.eigh()
-        result = powers(values + damping, p, repr(self))
+        result = powers(values + damping, p, self.label)
         # Formed, because a product with the whole is half the work of two products with its eigenvectors.
         power = Dense((Q.matrix * result[..., None, :]) @ Q.matrix.mT, Structure.PSD, rtol=0.0)
         return power._knowing("eigh", (result, Q))
@@ -167,7 +167,7 @@ class Dense(OneTensor):
 
     def _need_square(self) -> None:
         if self.rows != self.size:
-            raise ValueError(f"Only a square matrix has a trace, a determinant and an inverse, got {self!r}.")
+            raise ValueError(f"Only a square matrix has a trace, a determinant and an inverse, got {self.label}.")
 
 
 class Diagonal(OneTensor):
@@ -238,10 +238,10 @@ class Diagonal(OneTensor):
 
     def _inverse(self, damping: Scalar, retry: bool) -> Diagonal:
         damped = self._tensor + (damping[..., None] if isinstance(damping, Tensor) else damping)
-        return Diagonal(powers(damped, -1.0, repr(self)))
+        return Diagonal(powers(damped, -1.0, self.label))
 
     def _power(self, p: float, damping: Scalar) -> Diagonal:
-        return Diagonal(powers(self._tensor + damping, p, repr(self)))
+        return Diagonal(powers(self._tensor + damping, p, self.label))
 
     def _entrywise_square(self) -> Diagonal:
         return Diagonal(self._tensor.square())

@@ -66,7 +66,8 @@ def read_batch(item: Any, index: int, device: torch.device, batch_size_fn: Calla
         X, y = item
     else:
         what = f"{type(item).__name__} of length {len(item)}" if hasattr(item, "__len__") else type(item).__name__
-        raise ValueError(f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'.")
+        hint = " For one batch, write data=[(X, y)]." if isinstance(item, Tensor) else ""
+        raise ValueError(f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'.{hint}")
     return Batch(to_device(X, device), to_device(y, device), count_examples(X, y, index, batch_size_fn, unpack), unpack)
 
 

@@ -93,7 +93,6 @@ class TwoNames(nn.Module):
         return self.last(torch.tanh(self.two(torch.tanh(self.one(x)))))
 
 
-@pytest.mark.xfail(strict=True, reason="functional_call puts plain tensors in the place of its parameters")
 @pytest.mark.parametrize("kind", OPERATORS[2:], ids=lambda kind: kind.__name__)
 def test_one_module_under_two_names(kind: Any) -> None:
     torch.manual_seed(0)

@@ -1,0 +1,87 @@
+"""An operator that stands for another one, which may not be computed yet."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from torch import Tensor
+
+from curvlinops_plus.linalg.inverse import Damping, Scalar
+from curvlinops_plus.linalg.operator import LinearOperator
+
+__all__ = ["Deferred"]
+
+
+class Deferred(LinearOperator):
+    """Hands every question about the matrix on to `self.operator`; shapes, dtype and device are known without it.
+
+    Subclasses write `operator`, `in_space`, `dtype`, `device` and `structure`.
+
+    Example:
+        >>> import torch
+        >>> from curvlinops_plus.linalg import Diagonal, Space, Structure
+        >>> class Later(Deferred):
+        ...     in_space = Space.from_shapes([(2,)])
+        ...     dtype, device, structure = torch.float32, torch.device("cpu"), Structure.PSD
+        ...     @property
+        ...     def operator(self):
+        ...         return Diagonal(torch.tensor([1.0, 2.0]))
+        >>> (3 * Later()).trace
+        tensor(9.)
+    """
+
+    @property
+    @abstractmethod
+    def operator(self) -> LinearOperator:
+        """The operator that this one stands for."""
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.operator._matmat(X)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self.operator._rmatmat(X)
+
+    def to_dense(self) -> Tensor:
+        return self.operator.to_dense()
+
+    @property
+    def trace(self) -> Tensor:
+        return self.operator.trace
+
+    @property
+    def frobenius_norm(self) -> Tensor:
+        return self.operator.frobenius_norm
+
+    def eigenvalues(self) -> Tensor:
+        return self.operator.eigenvalues()
+
+    def diagonal(self) -> Tensor:
+        return self.operator.diagonal()
+
+    def inverse(self, damping: Damping = 0.0, **options: Any) -> LinearOperator:
+        return self.operator.inverse(damping, **options)
+
+    def power(self, p: float, damping: Damping = 0.0) -> LinearOperator:
+        return self.operator.power(p, damping)
+
+    def shift(self, delta: Damping) -> LinearOperator:
+        return self.operator.shift(delta)
+
+    def _scale(self, c: Scalar) -> LinearOperator:
+        return self.operator._scale(c)
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        return self.operator._slogdet()
+
+    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
+        return self.operator._inverse(damping, retry)
+
+    def _power(self, p: float, damping: Scalar) -> LinearOperator:
+        return self.operator._power(p, damping)
+
+    def _root_matmat(self, X: Tensor) -> Tensor:
+        return self.operator._root_matmat(X)
+
+    def _entrywise_square(self) -> LinearOperator:
+        return self.operator._entrywise_square()

@@ -1,0 +1,80 @@
+"""Operators that are computed late are as good as those that hold their blocks: sums, multiples, shifts, inverses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import close, problem
+
+from curvlinops_plus import EKFACLinearOperator, KFACInverseLinearOperator, KFACLinearOperator, RelativeDamping
+
+
+@pytest.fixture(params=[KFACLinearOperator, EKFACLinearOperator], ids=["KFAC", "EKFAC"])
+def K(request: pytest.FixtureRequest) -> KFACLinearOperator:
+    p = problem("mlp")
+    return request.param(p.model, p.loss, p.params, p.data, fisher_type="type-2")
+
+
+def test_multiples_keep_closed_forms(K: KFACLinearOperator) -> None:
+    dense, eye = 60 * K.to_dense(), torch.eye(K.shape[0], dtype=K.dtype)
+    close((60 * K).trace, dense.trace())
+    close((60 * K).frobenius_norm, torch.linalg.matrix_norm(dense))
+    close((60 * K).shift(1.0).logdet, torch.logdet(dense + eye))
+    close(((60 * K) + 1.0 * _identity(K)).logdet, torch.logdet(dense + eye))
+    shifts = torch.linspace(0.5, 2.0, len(K.blocks), dtype=K.dtype)
+    close((60 * K).shift(shifts).logdet, K.operator._scale(60.0).shift(shifts).logdet)
+    draws = (60 * K).sample(torch.Generator().manual_seed(0))
+    close(draws, 60**0.5 * K.sample(torch.Generator().manual_seed(0)))
+
+
+def test_relative_damping_of_a_multiple_is_relative_to_each_block(K: KFACLinearOperator) -> None:
+    rule = RelativeDamping(0.1)
+    close((60 * K).inverse(rule).to_dense(), K.inverse(rule).to_dense() / 60)
+
+
+def test_pairs_and_heuristics_of_kfac() -> None:
+    p = problem("mlp")
+    K = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type="type-2")
+    for options, same in (
+        ({"damping": 0.1}, {"damping": (0.1, 0.1)}),
+        ({"damping": (0.1, 0.3)}, {"damping": (0.1, 0.3)}),
+        ({"damping": 0.1, "use_heuristic_damping": True}, {"damping": 0.1, "use_heuristic_damping": True}),
+    ):
+        close(KFACInverseLinearOperator(K, **options).to_dense(), K.inverse(**same).to_dense())
+
+
+def test_inverse_of_a_multiple_has_its_own_numbers(K: KFACLinearOperator) -> None:
+    inverse = (2 * K).inverse(damping=0.5)
+    dense = torch.linalg.inv(2 * K.to_dense() + 0.5 * torch.eye(K.shape[0], dtype=K.dtype))
+    close(inverse.to_dense(), dense)
+    close(inverse.logdet, torch.logdet(dense))
+    close((3 * inverse).trace, 3 * dense.trace())
+    classic = KFACInverseLinearOperator(K, damping=0.5, use_exact_damping=True)
+    close((2 * classic).logdet, torch.logdet(2 * classic.to_dense()))
+
+
+def test_errors_name_the_operator_in_one_line(K: KFACLinearOperator) -> None:
+    with pytest.raises(ValueError, match=rf"{type(K).__name__} {K.shape[0]}x{K.shape[0]}") as caught:
+        K @ torch.ones(5, dtype=K.dtype)
+    assert "approximation" not in str(caught.value)
+
+
+def test_an_operator_without_data_says_so(K: KFACLinearOperator) -> None:
+    p = problem("mlp")
+    loaded = type(K).from_state_dict(K.state_dict(), p.model, p.params, None)
+    close(loaded.to_dense(), K.to_dense())
+    for use in (loaded.compute, loaded.verify, loaded.gradient_and_loss):
+        with pytest.raises(ValueError, match="loaded without data"):
+            use()
+
+
+def test_one_pair_is_not_a_list_of_batches() -> None:
+    p = problem("mlp")
+    with pytest.raises(ValueError, match=r"data=\[\(X, y\)\]"):
+        KFACLinearOperator(p.model, p.loss, p.params, p.data[0])
+
+
+def _identity(K: KFACLinearOperator):  # type: ignore[no-untyped-def]
+    from curvlinops_plus import IdentityLinearOperator
+
+    return IdentityLinearOperator(K.in_shapes, K.device, K.dtype)
