@@ -85,7 +85,7 @@ class Accumulator(ABC):
         if name in self.sums:
             self.sums[name] += value
         else:
-            self.sums[name] = value.clone() if value._is_view() else value
+            self.sums[name] = value.clone()  # what was given may be shared with others
         if count is not None:
             self.counts[name] = self.counts.get(name, 0.0) + count
 

@@ -16,6 +16,7 @@ Two details that decide between right and silently wrong:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -259,7 +260,13 @@ class Recorder:
             self._hand_over(consume, index, events, **facts)
 
     def send(
-        self, outputs: Sequence[Tensor], vectors: Iterable[Sequence[Tensor]], consume: Consumer, **facts: Any
+        self,
+        outputs: Sequence[Tensor],
+        vectors: Iterable[Sequence[Tensor]],
+        consume: Consumer,
+        begin: bool = True,
+        keep: bool = False,
+        **facts: Any,
     ) -> set[int]:
         """Send vectors back one at a time; each layer is consumed, and its gradient freed, as soon as it is complete.
 
@@ -267,6 +274,8 @@ class Recorder:
             outputs: What the model returned, attached to its graph.
             vectors: For each vector its parts, of the outputs' shapes.
             consume: Called once per layer and vector.
+            begin: Whether the first of them is the batch's first.
+            keep: Keep the graph for vectors that follow.
             facts: Passed on to `LayerBatch`.
 
         Returns:
@@ -275,6 +284,7 @@ class Recorder:
         sources = self._sources(outputs)
         by_layer, reached = self._by_layer(), set()
         for first, last, parts in _with_ends(vectors):
+            first = first and begin
             waiting = {index: len(events) for index, events in by_layer.items()}
             received: dict[int, Tensor] = {}
 
@@ -298,7 +308,7 @@ class Recorder:
             self._receive = receive
             try:
                 if sources:
-                    torch.autograd.grad(outputs, sources, parts, retain_graph=not last, allow_unused=True)
+                    torch.autograd.grad(outputs, sources, parts, retain_graph=keep or not last, allow_unused=True)
             finally:
                 self._receive = None
             for index, left in waiting.items():
@@ -307,21 +317,16 @@ class Recorder:
         return reached
 
     def send_batched(
-        self,
-        outputs: Sequence[Tensor],
-        vectors: Sequence[Tensor],
-        first: bool,
-        last: bool,
-        consume: Consumer,
-        **facts: Any,
+        self, outputs: Sequence[Tensor], vectors: Sequence[Tensor], first: bool, consume: Consumer, **facts: Any
     ) -> set[int]:
         """Send several vectors in one vectorised backward pass: fast for small batches and on GPUs, memory times V.
+
+        Where an operation can't be vectorised, they are sent one at a time.
 
         Args:
             outputs: What the model returned.
             vectors: For each output the vectors [V, *output].
             first: Whether these are the batch's first vectors.
-            last: Whether the graph may be freed.
             consume: Called once per layer.
             facts: Passed on to `LayerBatch`.
         """
@@ -331,9 +336,20 @@ class Recorder:
         events = [e for e in self._events if e.edge is not None]
         if not events:
             return set()
-        found = torch.autograd.grad(
-            outputs, [e.edge for e in events], vectors, retain_graph=not last, allow_unused=True, is_grads_batched=True
-        )
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*batching rule.*")  # vmap's own loop: slower, and right
+                found = torch.autograd.grad(
+                    outputs,
+                    [e.edge for e in events],
+                    vectors,
+                    retain_graph=True,
+                    allow_unused=True,
+                    is_grads_batched=True,
+                )
+        except RuntimeError:  # custom functions without a vmap rule, and more; what else is wrong is raised again below
+            one_by_one = ([v[index] for v in vectors] for index in range(len(vectors[0])))
+            return self.send(outputs, one_by_one, consume, begin=first, keep=True, **facts)
         grads, reached = {id(e): g for e, g in zip(events, found)}, set()
         del found
         for index, mine in self._by_layer().items():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import islice
 from typing import Any, TypeVar
 from warnings import warn
 
@@ -306,8 +307,8 @@ class EmpiricalRisk:
             return part  # no tracked layer reaches the output in this batch
         per_chunk = self._vectors_at_once(recorder, number)
         if per_chunk > 1:
-            for first, last, chunk in _chunks(sent(), per_chunk, number):
-                part.reached |= recorder.send_batched([f], [torch.stack(chunk)], first, last, quietly, mask=mask)
+            for first, chunk in _chunks(sent(), per_chunk):
+                part.reached |= recorder.send_batched([f], [torch.stack(chunk)], first, quietly, mask=mask)
         else:
             part.reached = recorder.send([f], ([v] for v in sent()), quietly, mask=mask)
         return part
@@ -437,16 +438,12 @@ def _dtypes(dtypes: set[torch.dtype]) -> str:
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
-def _chunks(items: Iterator[Tensor], size: int, number: int) -> Iterator[tuple[bool, bool, list[Tensor]]]:
-    """(is first, is last, piece) of `number` items."""
-    done, piece = 0, []
-    for item in items:
-        piece.append(item)
-        if len(piece) == size or done + len(piece) == number:
-            first = done == 0
-            done += len(piece)
-            yield first, done == number, piece
-            piece = []
+def _chunks(items: Iterator[Tensor], size: int) -> Iterator[tuple[bool, list[Tensor]]]:
+    """(is first, piece of at most `size` items)."""
+    first = True
+    while piece := list(islice(items, size)):
+        yield first, piece
+        first = False
 
 
 def _example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:

@@ -6,7 +6,13 @@ import pytest
 import torch
 from cases import close, problem
 
-from curvlinops_plus import EKFACLinearOperator, KFACInverseLinearOperator, KFACLinearOperator, RelativeDamping
+from curvlinops_plus import (
+    EKFACLinearOperator,
+    IdentityLinearOperator,
+    KFACInverseLinearOperator,
+    KFACLinearOperator,
+    RelativeDamping,
+)
 
 
 @pytest.fixture(params=[KFACLinearOperator, EKFACLinearOperator], ids=["KFAC", "EKFAC"])
@@ -20,7 +26,7 @@ def test_multiples_keep_closed_forms(K: KFACLinearOperator) -> None:
     close((60 * K).trace, dense.trace())
     close((60 * K).frobenius_norm, torch.linalg.matrix_norm(dense))
     close((60 * K).shift(1.0).logdet, torch.logdet(dense + eye))
-    close(((60 * K) + 1.0 * _identity(K)).logdet, torch.logdet(dense + eye))
+    close(((60 * K) + 1.0 * IdentityLinearOperator(K.in_shapes, K.device, K.dtype)).logdet, torch.logdet(dense + eye))
     shifts = torch.linspace(0.5, 2.0, len(K.blocks), dtype=K.dtype)
     close((60 * K).shift(shifts).logdet, K.operator._scale(60.0).shift(shifts).logdet)
     draws = (60 * K).sample(torch.Generator().manual_seed(0))
@@ -72,9 +78,3 @@ def test_one_pair_is_not_a_list_of_batches() -> None:
     p = problem("mlp")
     with pytest.raises(ValueError, match=r"data=\[\(X, y\)\]"):
         KFACLinearOperator(p.model, p.loss, p.params, p.data[0])
-
-
-def _identity(K: KFACLinearOperator):  # type: ignore[no-untyped-def]
-    from curvlinops_plus import IdentityLinearOperator
-
-    return IdentityLinearOperator(K.in_shapes, K.device, K.dtype)

@@ -1,0 +1,83 @@
+"""Sending vectors one at a time, or many at once: the same numbers, whatever autograd can vectorise."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from cases import NETS, close, problem
+from torch import Tensor, nn
+
+from curvlinops_plus import KFAC, Accumulator, CurvatureWarning, EmpiricalRisk, FullBlock, MonteCarlo, curvature
+from curvlinops_plus.linalg import Dense, Structure
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("approximation", [KFAC, FullBlock])
+def test_streamed_is_batched(name: str, approximation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for at_once in (1, 2, 100):
+        monkeypatch.setattr(EmpiricalRisk, "_vectors_at_once", lambda self, recorder, number, k=at_once: min(number, k))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CurvatureWarning)
+            results.append(problem(name).curvature(approximation).to_dense())
+    close(results[1], results[0], 1e-12)
+    close(results[2], results[0], 1e-12)
+
+
+class Square(torch.autograd.Function):
+    """x², whose backward leaves PyTorch for a moment: vmap can't follow."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return torch.from_numpy(2 * x.detach().numpy() * g.detach().numpy())
+
+
+class Squared(nn.Module):
+    def __init__(self, square: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.square = nn.Linear(4, 5), nn.Linear(5, 3), square
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.square(self.first(x)))
+
+
+@pytest.mark.parametrize("approximation", [KFAC, FullBlock])
+def test_functions_that_cannot_be_vectorised(approximation: Any) -> None:
+    p = problem("mlp")
+    custom, plain = Squared(Square.apply).double(), Squared(torch.square).double()
+    plain.load_state_dict(custom.state_dict())
+    one, other = (curvature(EmpiricalRisk(m, p.loss, p.data), approximation).to_dense() for m in (custom, plain))
+    close(one, other, 1e-12)
+    many = MonteCarlo(samples=7, seed=1)
+    one, other = (curvature(EmpiricalRisk(m, p.loss, p.data), KFAC, vectors=many).to_dense() for m in (custom, plain))
+    close(one, other, 1e-12)
+
+
+def test_accumulators_of_one_layer_do_not_share_sums() -> None:
+    """Statistics that a batch computes once are shared by its readers; what they add up is not."""
+
+    class Gradients(Accumulator):
+        affine = True
+
+        def update(self, seen: Any) -> None:
+            self.add("G", seen.grad_gram())
+
+        def finish(self) -> Dense:
+            _rows, columns = self.group.layout.matrix_shape  # type: ignore[union-attr]
+            return Dense(torch.kron(self.value("G"), torch.eye(columns).double()), Structure.PSD)
+
+    p = problem("mlp")
+    K = curvature(p.risk(), Gradients, separate_weight_and_bias=True)
+    expected = curvature(p.risk(), KFAC, separate_weight_and_bias=True)
+    for name, block in expected.blocks.items():
+        if name.endswith("bias"):
+            close(K.blocks[name].to_dense(), block.to_dense())
