@@ -56,7 +56,8 @@ class _RiskOperator(LinearOperator):
             progressbar=progressbar,
             **risk_options,
         )
-        _ = self.risk.reduction if self._any_loss else self.risk.likelihood  # refuse now, not at first use
+        # Refuse now, not at first use.
+        _ = self.risk.reduction if self._any_loss and not self.risk.known_loss else self.risk.likelihood
         self._block_sizes = self._checked(block_sizes)
         if check_deterministic:
             self._check_deterministic()

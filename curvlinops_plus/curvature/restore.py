@@ -116,10 +116,11 @@ def read_blocks(K: BlockwiseLinearOperator, state: Mapping[str, Any]) -> dict[st
     Raises:
         ValueError: If a block is missing or has another size.
     """
-    if "blocks" not in state:
-        return None
-    if "examples" not in state:
-        raise ValueError("The state lacks ['examples']; is the file cut off?")
+    if "blocks" not in state and "examples" not in state:
+        return None  # saved before anything was computed
+    missing = [key for key in ("examples", "blocks") if key not in state]
+    if missing:
+        raise ValueError(f"The state lacks {missing}; is the file cut off?")
     blocks = {name: unpack(block, K.device) for name, block in state["blocks"].items()}
     for entry in K.plan:
         if issubclass(entry.approximation.kind, KFAC):

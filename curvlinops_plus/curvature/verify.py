@@ -9,7 +9,6 @@ user's loss.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +20,17 @@ from curvlinops_plus.errors import NumericsError, VerificationError
 from curvlinops_plus.likelihood import GaussianNLL
 from curvlinops_plus.linalg.numerics import eigh, gram
 from curvlinops_plus.risk import EmpiricalRisk, Layer, LayerBatch, MonteCarlo
+from curvlinops_plus.risk.examples import take_examples
+from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.outputs import Batch
 
 if TYPE_CHECKING:
     from curvlinops_plus.curvature.blockwise import BlockwiseLinearOperator
 
 __all__ = ["Verification", "verify"]
+
+
+LOSS_CHECK = "(c) loss Hessian"
 
 
 @dataclass(frozen=True)
@@ -84,16 +88,22 @@ def verify(K: BlockwiseLinearOperator, num_examples: int = 3) -> Verification:
         size = float(expected.norm()) or 1.0
         error = float((got - expected).norm()) / size
         if not error <= tolerance:
+            loss = name == LOSS_CHECK
+            where = f"loss {type(risk.loss_func).__name__}" if loss else title(layer)
+            hint = (
+                "Is the registered likelihood that of this loss, with all its options?"
+                if loss
+                else "Is its rule right, does the axis taken carry the examples, and is each treated by itself?"
+            )
             raise VerificationError(
-                f"layer {layer!r}, check {name}: {what} differ from plain autodiff by {error:.1e} of their norm, "
-                f"more than {tolerance:g}. "
-                f"If the layer treats examples independently, its rule, or the axis of its examples, is misread."
+                f"{where}, check {name}: {what} differ from plain autodiff by {error:.1e} of their norm, more than "
+                f"{tolerance:g}. {hint}"
             )
         rows.append((layer or "(model)", name, error))
 
-    with risk.untouched(), torch.inference_mode(False):
+    with risk.untouched(), torch.inference_mode(False), torch.autocast(risk.device.type, enabled=False):
         batch = _first(risk, num_examples)
-        singles = [_slice(batch, [n]) for n in range(batch.num_examples)]
+        singles = [_some(batch, [n]) for n in range(batch.num_examples)]
         layers = [entry.layer for entry in K.plan]
         seen, vector = _recorded(risk, layers, batch)
         reference = [_one_example(risk, single, vector[n : n + 1]) for n, single in enumerate(singles)]
@@ -137,31 +147,12 @@ def _first(risk: EmpiricalRisk, num_examples: int) -> Batch:
             "Pass a list or a DataLoader."
         )
     batch = next(iter(risk.batches("verify")))
-    return _slice(batch, list(range(min(num_examples, batch.num_examples))))
+    return _some(batch, list(range(min(num_examples, batch.num_examples))))
 
 
-def _slice(batch: Batch, examples: list[int]) -> Batch:
-    """Some examples of a batch, with every tensor that carries them."""
-    N = batch.num_examples
-
-    def take(t: Any) -> Any:
-        if isinstance(t, MutableMapping) and not isinstance(t, dict):
-            picked = type(t)()
-            for key, value in t.items():
-                picked[key] = take(value)
-            return picked
-        if isinstance(t, Mapping):
-            return {key: take(value) for key, value in t.items()}
-        if isinstance(t, (tuple, list)):
-            return type(t)(take(value) for value in t)
-        if not isinstance(t, Tensor) or t.ndim == 0:
-            return t
-        index = torch.tensor(examples, device=t.device)
-        if t.shape[0] % N == 0:
-            return t.unflatten(0, (N, -1)).index_select(0, index).flatten(0, 1)
-        return t.index_select(1, index) if t.ndim > 1 and t.shape[1] == N else t
-
-    return Batch(take(batch.X), take(batch.y), len(examples), batch.unpack)
+def _some(batch: Batch, examples: list[int]) -> Batch:
+    """Some examples of a batch."""
+    return take_examples(batch, examples) or batch
 
 
 def _recorded(risk: EmpiricalRisk, layers: list[Layer], batch: Batch) -> tuple[dict[Layer, _Seen], Tensor]:
@@ -218,6 +209,7 @@ def _with_data(risk: EmpiricalRisk, batch: Batch) -> EmpiricalRisk:
 
     single = copy.copy(risk)
     single.mask, single.progressbar = None, False
+    single._examples_checked = True  # that is what verify() itself does, number by number
     single.batches = lambda desc: iter([batch])  # type: ignore[method-assign]
     return single
 
@@ -257,7 +249,7 @@ def _check_loss(risk: EmpiricalRisk, batch: Batch, check: Any) -> None:
         raise NumericsError("The Hessian of the loss with respect to the model's output is not finite.")
     check(
         "",
-        "(c) loss Hessian",
+        LOSS_CHECK,
         risk.likelihood.restore(ours, f.shape, batch.num_examples, class_axis),
         theirs,
         "products with the loss Hessian",

@@ -8,7 +8,7 @@ in one line.
 
 from __future__ import annotations
 
-from curvlinops_plus.likelihood.base import Likelihood, likelihood_of, register_likelihood
+from curvlinops_plus.likelihood.base import Likelihood, has_likelihood, likelihood_of, register_likelihood
 from curvlinops_plus.likelihood.bce import BCEWithLogits
 from curvlinops_plus.likelihood.builtin import rebuild_loss
 from curvlinops_plus.likelihood.cross_entropy import CrossEntropy
@@ -23,6 +23,7 @@ __all__ = [
     "FromDistribution",
     "GaussianNLL",
     "Likelihood",
+    "has_likelihood",
     "likelihood_of",
     "rebuild_loss",
     "register_likelihood",

@@ -23,7 +23,7 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import normals, number
 
-__all__ = ["Likelihood", "Uniform", "likelihood_of", "register_likelihood"]
+__all__ = ["Likelihood", "Uniform", "has_likelihood", "likelihood_of", "register_likelihood"]
 
 # `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn example by example.
 Uniform = Callable[..., Tensor]
@@ -322,6 +322,17 @@ def likelihood_of(loss: Any) -> Likelihood:
             likelihood.loss = loss
     _ = likelihood.reduction  # raises now, where the loss is in sight, if the loss is not reduced
     return likelihood
+
+
+def has_likelihood(loss: Any) -> bool:
+    """Whether rules for a loss of this class are registered; they may still refuse one of its options.
+
+    Example:
+        >>> has_likelihood(torch.nn.MSELoss()), has_likelihood(torch.nn.HuberLoss())
+        (True, False)
+    """
+    parent = next((t for t in type(loss).__mro__ if t in _MAKERS), None)
+    return isinstance(loss, Likelihood) or (parent is not None and _computes_like(loss, parent))
 
 
 def _maker_of(loss: Any) -> Callable[[Any], Likelihood]:

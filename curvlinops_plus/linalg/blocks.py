@@ -12,6 +12,7 @@ from curvlinops_plus.linalg.closed import naming
 from curvlinops_plus.linalg.inverse import Damping, Scalar
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
@@ -136,7 +137,8 @@ class BlockDiagonal(LinearOperator):
         positions = self.space.unflatten(torch.arange(self.shape[0], device=self.device)[:, None])
         for name, block in self.blocks.items():
             at = self.layouts[name].join(positions)[:, 0]
-            dense[at[:, None], at] = block.to_dense()
+            with outside_autocast(self.device):
+                dense[at[:, None], at] = block.to_dense()
         return dense
 
     # Closed forms ----------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class BlockDiagonal(LinearOperator):
     def _each(self, function: Callable[[LinearOperator], T]) -> list[T]:
         results = []
         for name, block in self.blocks.items():
-            with naming(f'block "{name}"'):
+            with naming(f'block "{name}"'), outside_autocast(self.device):
                 results.append(function(block))
         return results
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvlinops_plus.errors import NoClosedForm, NumericsError
 from curvlinops_plus.linalg.inverse import Damping, Scalar, resolve
 from curvlinops_plus.linalg.numerics import standard_normal
-from curvlinops_plus.linalg.products import Products
+from curvlinops_plus.linalg.products import Products, outside_autocast
 from curvlinops_plus.linalg.structure import Structure
 
 if TYPE_CHECKING:  # for annotations only: operators inherit from what is defined here
@@ -150,7 +150,8 @@ class ClosedForms(Products):
         else:
             rows = self.in_space.flatten_rows(J)
         X, _ = self.in_space.read(rows.reshape(-1, self.shape[1]), self.dtype, self.device, columns_first=True)
-        return X.T.view(rows.shape) @ self._matmat(X).T.reshape(rows.shape).mT
+        with outside_autocast(self.device):
+            return X.T.view(rows.shape) @ self._matmat(X).T.reshape(rows.shape).mT
 
     # What a structure implements; arguments are checked and dampings are numbers -------------------------------------
 

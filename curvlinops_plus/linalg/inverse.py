@@ -97,6 +97,8 @@ def resolve(damping: Any, operator: Matrix, what: str = "the damping") -> Scalar
     """
     value = scalar(damping(operator) if callable(damping) else damping, operator, what)
     number = float(value.detach()) if isinstance(value, Tensor) else value
+    if number != number:
+        raise ValueError(f"Expected {what} to be a number, got nan.")
     if operator.structure == Structure.PSD and number < 0:
         raise ValueError(f"Expected {what} of a positive semi-definite matrix to be at least 0, got {number:g}.")
     return value

@@ -15,6 +15,11 @@ from curvlinops_plus.linalg.structure import Structure
 __all__ = ["Products"]
 
 
+def outside_autocast(device: torch.device) -> torch.autocast:
+    """Context in which matrix products keep their precision, whatever the caller's autocast says."""
+    return torch.autocast(device.type, enabled=False)
+
+
 class Products(ABC):
     """Products with vectors from both sides; `LinearOperator` says more, and adds closed forms and arithmetic."""
 
@@ -91,12 +96,14 @@ class Products(ABC):
     def __matmul__(self, X: Any) -> Any:
         """`A @ X`."""
         x, form = self._read(X, self.in_space, columns_first=False)
-        return self.out_space.write(self._matmat(x), form)
+        with outside_autocast(self.device):
+            return self.out_space.write(self._matmat(x), form)
 
     def __rmatmul__(self, X: Any) -> Any:
         """`X @ A`, with the `K` axis first."""
         x, form = self._read(X, self.out_space, columns_first=True)
-        return self.in_space.write(self._rmatmat(x), form)
+        with outside_autocast(self.device):
+            return self.in_space.write(self._rmatmat(x), form)
 
     def _read(self, X: Any, space: Space, *, columns_first: bool) -> tuple[Tensor, Form]:
         try:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, LayerRule, rule_of
 from curvlinops_plus.linalg import Layout
 
@@ -175,6 +177,13 @@ def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_
     uses: list[Use] = []
     for name, module in model.named_modules():
         keys = {local: key_of[id(p)] for local, p in module._parameters.items() if p is not None and id(p) in key_of}
+        if keys and isinstance(module, ParametrizationList):
+            owner = name.removesuffix(f".parametrizations.{name.rpartition('.')[2]}")
+            raise UnsupportedError(
+                f"{title(owner)} computes a parameter from others (torch.nn.utils.parametrizations: weight norm, "
+                f"spectral norm, orthogonal, ...), so its curvature can't be read off what it sees. Leave "
+                f"{list(keys.values())} out of `params`, or remove the parametrization."
+            )
         if keys:
             uses.append(Use(name, module, rule_of(module), keys))
 

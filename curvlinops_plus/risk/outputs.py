@@ -37,7 +37,7 @@ class Batch:
 def to_device(tree: Any, device: torch.device) -> Any:
     """Every tensor of a tensor, mapping, list or tuple on `device`; other objects are passed through."""
     if isinstance(tree, Tensor):
-        return tree.to(device)
+        return _usable(tree.to(device))
     if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
         if callable(move := getattr(tree, "to", None)):
             return move(device)
@@ -45,7 +45,12 @@ def to_device(tree: Any, device: torch.device) -> Any:
         for key, value in tree.items():
             moved[key] = to_device(value, device)
         return moved
-    return tree_map_only(Tensor, lambda t: t.to(device), tree)
+    return tree_map_only(Tensor, lambda t: _usable(t.to(device)), tree)
+
+
+def _usable(t: Tensor) -> Tensor:
+    """Tensors made in inference mode can't take part in differentiation; a copy can."""
+    return t.clone() if t.is_inference() else t
 
 
 def read_batch(item: Any, index: int, device: torch.device, batch_size_fn: Callable[[Any], int] | None) -> Batch:

@@ -203,9 +203,9 @@ class Recorder:
             self._inert = False
 
     @property
-    def expanded(self) -> bool:
-        """Whether a layer's one row for all examples was handed on as a row for each."""
-        return any(event.expanded for event in self._events)
+    def expanded(self) -> set[str]:
+        """Names of layers whose one row for all examples was handed on as a row for each."""
+        return {event.call.use.name for event in self._events if event.expanded}
 
     def check_rows(self, output: Tensor, plain: Tensor, vectors: Sequence[tuple[int, Tensor]]) -> None:
         """Refuse models in which a row for each example is not the same as one row for all.
@@ -258,6 +258,42 @@ class Recorder:
         self._check_versions()
         for index, events in self._by_layer().items():
             self._hand_over(consume, index, events, **facts)
+
+    def check_examples(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor], n: int) -> None:
+        """Refuse layers whose rows are not examples: a vector for one example must reach no other example's rows.
+
+        Catches position embeddings `[T, d]`, time-major data and models that mix examples. Cost: one backward pass.
+
+        Args:
+            outputs: What the model returned.
+            vectors: For each output a vector that is zero for all examples but `n`.
+            n: The example.
+        """
+        self._check_versions()
+        wrong: list[_Event] = []
+
+        def receive(event: _Event, g: Tensor) -> None:
+            rows = g.detach().movedim(event.axis, 0).unflatten(0, (self._num_examples, -1))
+            if bool(rows[:n].any() | rows[n + 1 :].any()) and bool(rows.isfinite().all()):
+                wrong.append(event)
+
+        sources = self._sources(outputs)
+        self._receive = receive
+        try:
+            if sources:
+                torch.autograd.grad(outputs, sources, vectors, retain_graph=True, allow_unused=True)
+        finally:
+            self._receive = None
+        if wrong:
+            event = min(wrong, key=self._events.index)
+            name, shape = event.call.use.name, list(event.out_shape)
+            raise UnsupportedError(
+                f"{title(name)} ({type(event.call.use.module).__name__}) returned shape {shape} in a batch of "
+                f"{self._num_examples} examples, but axis {event.axis} does not carry the examples (is it a position "
+                f"embedding, or time-major?), or the model mixes examples. Say EmpiricalRisk(..., "
+                f"example_axis={{{name!r}: axis}}), expand the layer's input to the batch in the model, or leave its "
+                f"parameters out of `params`."
+            )
 
     def send(
         self,

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
-from curvlinops_plus.likelihood import Likelihood, likelihood_of
+from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk.evaluate import first_nonfinite, one_pass
 from curvlinops_plus.risk.guard import untouched
@@ -98,7 +98,8 @@ class EmpiricalRisk:
         self.num_data, self.num_per_example_loss_terms = num_data, num_per_example_loss_terms
         self.shift_labels, self.progressbar, self._reduction = shift_labels, progressbar, reduction
         self._axes = _example_axes(model, example_axis)
-        self._announced = self._rows_checked = False
+        self._announced = self._examples_checked = False
+        self._rows_checked: set[str] = set()
         devices, dtypes = {p.device for p in self.params.values()}, {p.dtype for p in self.params.values()}
         if len(devices) != 1:
             raise ValueError(
@@ -129,10 +130,7 @@ class EmpiricalRisk:
     @cached_property
     def known_loss(self) -> bool:
         """Whether the loss has a likelihood."""
-        try:
-            return self.likelihood is not None
-        except UnsupportedError:
-            return False
+        return has_likelihood(self.loss_func)
 
     @property
     def reduction(self) -> str:
@@ -260,7 +258,7 @@ class EmpiricalRisk:
         """
         totals, draws = Totals(), Draws(0 if vectors.seed is None else vectors.seed)
         grad_mode = torch.enable_grad if vectors.backward else torch.no_grad
-        with torch.inference_mode(False), grad_mode(), Recorder(layers, self._axis_of, vectors.backward) as recorder:
+        with torch.inference_mode(False), grad_mode(), Recorder(layers, self.axis_of, vectors.backward) as recorder:
             for batch in self.batches(desc):
                 part = self._one_batch(recorder, batch, vectors, draws, consume)
                 totals.add(part)
@@ -281,8 +279,9 @@ class EmpiricalRisk:
         random = torch.get_rng_state()
         f = recorder.forward(forward, N)
         _, y, class_axis = outputs
-        if recorder.expanded and not self._rows_checked:
+        if new := recorder.expanded - self._rows_checked:
             self._check_rows(recorder, batch, f, random)
+            self._rows_checked |= new
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             F, Y, part = self.terms(f.detach(), y, batch, class_axis)
         mask = None if self.mask is None else self._read_mask(batch)
@@ -305,6 +304,9 @@ class EmpiricalRisk:
 
         if not f.requires_grad:
             return part  # no tracked layer reaches the output in this batch
+        if N > 1 and not self._examples_checked:
+            self._check_examples(recorder, f, N)
+            self._examples_checked = True
         per_chunk = self._vectors_at_once(recorder, number)
         if per_chunk > 1:
             for first, chunk in _chunks(sent(), per_chunk):
@@ -313,19 +315,26 @@ class EmpiricalRisk:
             part.reached = recorder.send([f], ([v] for v in sent()), quietly, mask=mask)
         return part
 
+    def _check_examples(self, recorder: Recorder, f: Tensor, N: int) -> None:
+        """Do the rows that layers see belong to the examples that they are taken for?"""
+        kind = nn.modules.batchnorm._BatchNorm
+        mixing = [name for name, m in self.model.named_modules() if isinstance(m, kind) and m.training]
+        if not mixing:
+            return recorder.check_examples([f], [_only(f, N - 1, N)], N - 1)
+        warn(
+            f"{mixing} are batch norm in training mode: the examples of a batch depend on each other, and what layers "
+            f"before them contribute through the batch's statistics is left out. Call model.eval() first.",
+            CurvatureWarning,
+            stacklevel=2,
+        )
+
     def _check_rows(self, recorder: Recorder, batch: Batch, f: Tensor, random: Tensor) -> None:
         """One row for all examples was expanded to a row for each: is the model still the same function?"""
-        self._rows_checked = True
         N = batch.num_examples
         with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             torch.set_rng_state(random)
             plain, _, _ = recorder.plainly(lambda: self.run(batch))
-        vectors = []
-        for n in (0, N - 1):
-            v = torch.zeros_like(f)
-            piece = v.unflatten(0, (N, -1))[n]
-            piece.copy_(torch.linspace(1, 2, piece.numel(), device=f.device).view_as(piece))
-            vectors.append((n, v))
+        vectors = [(n, _only(f, n, N)) for n in (0, N - 1)]
         recorder.check_rows(f, plain.detach(), vectors)
 
     def _announce(self, vectors: Vectors, F: Tensor, number: int) -> None:
@@ -346,7 +355,8 @@ class EmpiricalRisk:
         limit = 2**26 if self.device.type == "cuda" else 2**14
         return max(1, min(number, limit // max(recorder.output_numel, 1)))
 
-    def _axis_of(self, name: str) -> int:
+    def axis_of(self, name: str) -> int:
+        """The axis of a module's inputs and outputs that carries the examples."""
         return self._axes.get(name, 0)
 
     def _read_mask(self, batch: Batch) -> Tensor:
@@ -401,6 +411,14 @@ class EmpiricalRisk:
     def first_nonfinite(self) -> str | None:
         """Where NaN or inf first appears in a forward pass: words naming layer and batch, None if nowhere."""
         return first_nonfinite(self)
+
+
+def _only(f: Tensor, n: int, N: int) -> Tensor:
+    """A vector of the output's shape that is zero for all examples but one."""
+    v = torch.zeros_like(f)
+    piece = v.unflatten(0, (N, -1))[n]
+    piece.copy_(torch.linspace(1, 2, piece.numel(), device=f.device).view_as(piece))
+    return v
 
 
 class _Inside(nn.Module):
