@@ -465,6 +465,7 @@ def test_affine_layers_that_get_the_examples_broadcast() -> None:
         _ = curvature(risk(model), KFAC).trace
 
 
+@pytest.mark.filterwarnings("ignore:.*batch norm in training mode")
 @pytest.mark.parametrize(
     ("inner", "words"),
     [

@@ -170,6 +170,7 @@ def test_dropout_in_training_mode_is_named(kind: Any) -> None:
     kind(model, p.loss, list(model.parameters()), p.data)
 
 
+@pytest.mark.filterwarnings("ignore:.*batch norm in training mode")
 def test_batch_norm_in_training_mode_leaves_its_statistics() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()

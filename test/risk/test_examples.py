@@ -1,0 +1,183 @@
+"""Rows that are not examples: right where they can be, refused by name where they can't."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import close, problem
+from torch import Tensor, nn
+
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    CurvatureWarning,
+    DiagonalBlock,
+    EKFACLinearOperator,
+    EmpiricalRisk,
+    ForwardOnly,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    KFACLinearOperator,
+    UnsupportedError,
+    curvature,
+)
+
+
+class Positions(nn.Module):
+    """A token and a position embedding; the latter sees [T] or [1, T] and knows no examples."""
+
+    def __init__(self, leading: bool) -> None:
+        super().__init__()
+        self.token, self.position, self.head, self.leading = (
+            nn.Embedding(7, 3),
+            nn.Embedding(8, 3),
+            nn.Linear(3, 2),
+            leading,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        t = torch.arange(x.shape[1])
+        return self.head(torch.tanh(self.token(x) + self.position(t[None] if self.leading else t)))
+
+
+class Buffered(nn.Module):
+    """A linear layer that is applied to something fixed, of [T, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.head = nn.Linear(5, 3), nn.Linear(3, 2)
+        self.register_buffer("fixed", torch.linspace(-1, 1, 20).view(4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x[:, :, None] + self.code(self.fixed)))
+
+
+class TimeMajor(nn.Module):
+    """Flattens positions before examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        N, T, d = x.shape
+        h = self.first(x.transpose(0, 1).reshape(T * N, d))
+        return self.last(torch.tanh(h)).view(T, N, 2).transpose(0, 1)
+
+
+def risk(model: nn.Module, X: Tensor) -> EmpiricalRisk:
+    shape = model.double()(X).shape
+    return EmpiricalRisk(model, nn.MSELoss(), [(X, torch.zeros(shape).double())])
+
+
+@pytest.mark.parametrize("approximation", [DiagonalBlock, EKFAC])
+@pytest.mark.parametrize("N", [2, 4])
+@pytest.mark.filterwarnings("ignore::curvlinops_plus.errors.CurvatureWarning")
+def test_rows_that_are_positions(N: int, approximation: Any) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(7, (N, 4))
+    for model, X, layer in (
+        (Positions(leading=False), tokens, "position"),
+        (Buffered(), torch.randn(N, 4).double(), "code"),
+        (TimeMajor(), torch.randn(N, 3, 3).double(), "first"),
+    ):
+        r = risk(model, X)
+        for _ in range(2):  # not only the first time
+            with pytest.raises(UnsupportedError, match=rf"layer '{layer}'.*does not carry the examples"):
+                _ = curvature(r, approximation).trace
+
+
+@pytest.mark.filterwarnings("ignore::curvlinops_plus.errors.CurvatureWarning")
+def test_positions_with_an_axis_for_examples_are_right() -> None:
+    torch.manual_seed(0)
+    r = risk(Positions(leading=True), torch.randint(7, (4, 4)))
+    G = GGNLinearOperator(r.model, r.loss_func, list(r.params.values()), r.data).to_dense()
+    close(curvature(r, DiagonalBlock).diagonal(), G.diagonal())
+
+
+def test_a_refusal_is_repeated() -> None:
+    class Pick(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.e, self.h = nn.Embedding(1, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.h(torch.tanh(x * self.e(torch.zeros(1, dtype=torch.long))[0]))
+
+    r = risk(Pick(), torch.randn(4, 3).double())
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="layer 'e' returns one row for all 4 examples"):
+            _ = curvature(r, DiagonalBlock).trace
+
+
+def test_untracked_batch_norm_in_training_mode_is_said() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    data = [(torch.randn(5, 3).double(), torch.zeros(5, 2).double())]
+    with pytest.warns(CurvatureWarning, match=r"\['1'\] are batch norm in training mode"):
+        _ = curvature(EmpiricalRisk(model, nn.MSELoss(), data, [model[0].weight]), KFAC).trace
+
+
+def test_one_pass_is_one_forward_pass_per_batch() -> None:
+    p = problem("mlp")
+    calls: list[int] = []
+    handle = p.model.register_forward_hook(lambda *_: calls.append(1))
+    _ = curvature(p.risk(), KFAC).trace
+    assert len(calls) == len(p.data)
+    _ = curvature(p.risk(), KFAC, vectors=ForwardOnly()).trace
+    assert len(calls) == 2 * len(p.data)
+    handle.remove()
+
+
+@pytest.mark.parametrize("kind", [GGNLinearOperator, HessianLinearOperator, KFACLinearOperator])
+def test_a_refused_option_is_not_an_unknown_loss(kind: Any) -> None:
+    p = problem("mlp")
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([-1.0, 2.0, 1.0]).double())
+    with pytest.raises(UnsupportedError, match="weight"):
+        kind(p.model, loss, p.params, p.data)
+
+
+@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
+def test_products_keep_their_precision_under_autocast(kind: Any) -> None:
+    p = problem("mlp").to(torch.device("cpu"), torch.float32)
+    K = kind(p.model, p.loss, p.params, p.data)
+    v, J = torch.linspace(-1, 1, K.shape[1]), torch.linspace(-1, 1, 2 * K.shape[1]).view(2, -1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = K @ v, K.to_dense(), K.inverse(damping=0.1) @ v, K.quadratic_form(J)
+        K.verify()
+    for one, other in zip(found, (K @ v, K.to_dense(), K.inverse(damping=0.1) @ v, K.quadratic_form(J)), strict=True):
+        assert one.dtype == torch.float32
+        close(one, other, 1e-6)
+
+
+@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator, GGNLinearOperator])
+def test_data_made_in_inference_mode(kind: Any) -> None:
+    p = problem("mlp")
+    with torch.inference_mode():
+        data = [(X.clone(), y.clone()) for X, y in p.data]
+    close(kind(p.model, p.loss, p.params, data).to_dense(), kind(p.model, p.loss, p.params, p.data).to_dense())
+
+
+def test_a_damping_that_is_no_number() -> None:
+    p = problem("mlp")
+    K = KFACLinearOperator(p.model, p.loss, p.params, p.data)
+    with pytest.raises(ValueError, match="nan"):
+        K.inverse(damping=float("nan"))
+
+
+@pytest.mark.parametrize("missing", ["blocks", "examples"])
+def test_a_state_without_its_blocks_is_refused_whole(missing: str) -> None:
+    p = problem("mlp")
+    K = KFACLinearOperator(p.model, p.loss, p.params, p.data)
+    state = K.state_dict()
+    del state[missing]
+    with pytest.raises(ValueError, match=f"lacks.*{missing}"):
+        K.load_state_dict(state)
+
+
+def test_parametrized_layers_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 1)), nn.Linear(1, 2)).double()
+    data = [(torch.randn(4, 3).double(), torch.zeros(4, 2).double())]
+    with pytest.raises(UnsupportedError, match=r"layer '0' computes a parameter from others.*weight norm"):
+        curvature(EmpiricalRisk(model, nn.MSELoss(), data), DiagonalBlock)
