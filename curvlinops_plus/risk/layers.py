@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, LayerRule, rule_of
 from curvlinops_plus.linalg import Layout
 
-__all__ = ["Group", "Layer", "Use", "find_layers", "named_params"]
+__all__ = ["Group", "Layer", "Use", "example_axes", "find_layers", "named_params"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,3 +232,23 @@ def flat_pattern(p: Tensor) -> str:
     """Pattern of a parameter of which nothing is known but that it is a vector of numbers."""
     axes = " ".join(f"d{j}" for j in range(p.ndim))
     return f"{axes} -> 1 ({axes})"
+
+
+def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:
+    """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user says."""
+    axes: dict[str, int] = {}
+    layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    for name, module in model.named_modules():
+        flag = module.self_attn.batch_first if isinstance(module, layers) else getattr(module, "batch_first", None)
+        if flag is False:
+            for inner, _ in module.named_modules(prefix=name):
+                axes[inner] = 1
+    names = [name for name, _ in model.named_modules()]
+    for glob, axis in (given or {}).items():
+        matching = [name for name in names if fnmatchcase(name, glob)]
+        if not matching:
+            raise ValueError(
+                f"example_axis={{{glob!r}: {axis}}} matches no module of the model; its modules are {names[1:]}."
+            )
+        axes.update(dict.fromkeys(matching, axis))
+    return axes

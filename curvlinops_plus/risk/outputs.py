@@ -6,15 +6,16 @@ Face). Accepted outputs: a tensor, an output object with `.logits`, or anything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Batch", "read_batch", "select_output", "to_device"]
+__all__ = ["Batch", "naming_dtypes", "read_batch", "select_output", "to_device"]
 
 
 @dataclass(frozen=True)
@@ -130,3 +131,27 @@ def _hint(out: Any) -> str:
     if isinstance(out, Mapping) and out:
         return f"o[{next(iter(out))!r}]"
     return "o[0]" if isinstance(out, (tuple, list)) else "o.logits"
+
+
+@contextmanager
+def naming_dtypes(batch: Batch, params: Mapping[str, Tensor]) -> Iterator[None]:
+    """If a forward pass fails and inputs and parameters have different dtypes, say so beside the model's own error."""
+    try:
+        yield
+    except RuntimeError as error:
+        given = {t.dtype for t in tree_leaves(_plain(batch.X)) if isinstance(t, Tensor) and t.is_floating_point()}
+        own = {p.dtype for p in params.values()}
+        if given and not given <= own:
+            raise TypeError(
+                f"The model failed on an input of dtype {_dtypes(given)}; its parameters have {_dtypes(own)}. Convert "
+                f"the data or the model. Its own message: {error}"
+            ) from error
+        raise
+
+
+def _plain(X: Any) -> Any:
+    return dict(X) if isinstance(X, Mapping) else X
+
+
+def _dtypes(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from fnmatch import fnmatchcase
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import islice
 from typing import Any, TypeVar
@@ -13,7 +12,6 @@ from warnings import warn
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
@@ -21,8 +19,8 @@ from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk.evaluate import first_nonfinite, one_pass
 from curvlinops_plus.risk.guard import untouched
-from curvlinops_plus.risk.layers import Layer, find_layers, named_params
-from curvlinops_plus.risk.outputs import Batch, read_batch, select_output
+from curvlinops_plus.risk.layers import Layer, example_axes, find_layers, named_params
+from curvlinops_plus.risk.outputs import Batch, naming_dtypes, read_batch, select_output
 from curvlinops_plus.risk.record import Consumer, Recorder
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
@@ -97,7 +95,7 @@ class EmpiricalRisk:
         self.output, self.mask, self.batch_size_fn = output, mask, batch_size_fn
         self.num_data, self.num_per_example_loss_terms = num_data, num_per_example_loss_terms
         self.shift_labels, self.progressbar, self._reduction = shift_labels, progressbar, reduction
-        self._axes = _example_axes(model, example_axis)
+        self._axes = example_axes(model, example_axis)
         self._announced = self._examples_checked = False
         self._rows_checked: set[str] = set()
         devices, dtypes = {p.device for p in self.params.values()}, {p.dtype for p in self.params.values()}
@@ -203,7 +201,7 @@ class EmpiricalRisk:
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
-        with _naming_dtypes(batch, self.params):
+        with naming_dtypes(batch, self.params):
             out = call(**batch.X) if batch.unpack else call(batch.X)
         f, last = select_output(out, self.output)
         y = batch.y
@@ -432,53 +430,9 @@ class _Inside(nn.Module):
         return self.function(self.model)
 
 
-@contextmanager
-def _naming_dtypes(batch: Batch, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """If a forward pass fails and inputs and parameters have different dtypes, say so beside the model's own error."""
-    try:
-        yield
-    except RuntimeError as error:
-        given = {t.dtype for t in tree_leaves(_plain(batch.X)) if isinstance(t, Tensor) and t.is_floating_point()}
-        own = {p.dtype for p in params.values()}
-        if given and not given <= own:
-            raise TypeError(
-                f"The model failed on an input of dtype {_dtypes(given)}; its parameters have {_dtypes(own)}. Convert "
-                f"the data or the model. Its own message: {error}"
-            ) from error
-        raise
-
-
-def _plain(X: Any) -> Any:
-    return dict(X) if isinstance(X, Mapping) else X
-
-
-def _dtypes(dtypes: set[torch.dtype]) -> str:
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-
-
 def _chunks(items: Iterator[Tensor], size: int) -> Iterator[tuple[bool, list[Tensor]]]:
     """(is first, piece of at most `size` items)."""
     first = True
     while piece := list(islice(items, size)):
         yield first, piece
         first = False
-
-
-def _example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:
-    """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user says."""
-    axes: dict[str, int] = {}
-    layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    for name, module in model.named_modules():
-        flag = module.self_attn.batch_first if isinstance(module, layers) else getattr(module, "batch_first", None)
-        if flag is False:
-            for inner, _ in module.named_modules(prefix=name):
-                axes[inner] = 1
-    names = [name for name, _ in model.named_modules()]
-    for glob, axis in (given or {}).items():
-        matching = [name for name in names if fnmatchcase(name, glob)]
-        if not matching:
-            raise ValueError(
-                f"example_axis={{{glob!r}: {axis}}} matches no module of the model; its modules are {names[1:]}."
-            )
-        axes.update(dict.fromkeys(matching, axis))
-    return axes
