@@ -282,8 +282,7 @@ class EKFACLinearOperator(KFACLinearOperator):
     block's trace, and it is never further from the exact block than KFAC. Arguments as for `KFACLinearOperator`,
     without "forward-only".
 
-    Cost: two sweeps and an eigendecomposition of each factor; the determinism check compares the two and costs nothing
-        more.
+    Cost: two sweeps and an eigendecomposition of each factor; the determinism check compares the two sweeps.
 
     Source: George et al. 2018, "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis".
 
@@ -304,9 +303,7 @@ class EKFACLinearOperator(KFACLinearOperator):
     _half_way: Sums | None = None
 
     def compute_kronecker_factors(self) -> None:
-        """Compute the factors anew (first sweep); the eigenvalues follow at first use or by
-        `compute_eigenvalue_correction`.
-        """
+        """Compute the factors anew (first sweep); the eigenvalues follow at first use."""
         with self.risk.untouched():
             sums = Sums(self.risk, self.plan, self.vectors)
             sums.sweep(self._title(0))
@@ -315,15 +312,13 @@ class EKFACLinearOperator(KFACLinearOperator):
 
     def compute_eigenvalue_correction(self) -> None:
         """Compute the eigenvalues anew (second sweep), in the basis of the factors that are there."""
-        sums = self._half_way
-        if sums is None:
-            sums = self._in_current_basis()
+        # Taken away first: after an exception in the sweep its sums are half full and must never be added to again.
+        sums, self._half_way = self._half_way or self._in_current_basis(), None
         with self.risk.untouched():
             sums.sweep(self._title(1))
             if self.check_deterministic and len(sums.totals) == 2:
                 require_same(self.risk, *sums.totals)
             sums.finish()
-        self._half_way = None
         self._install(sums.blocks, sums.totals[0].examples)
 
     def compute(self) -> BlockDiagonal:
@@ -332,6 +327,15 @@ class EKFACLinearOperator(KFACLinearOperator):
             assert self._operator is not None
             return self._operator
         return super().compute()
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        super()._adopt(state)
+        self._half_way = None
+
+    def to(self, device: Any = None, dtype: Any = None) -> BlockwiseLinearOperator:
+        if self._half_way is not None:
+            self.compute_eigenvalue_correction()  # two operators must not go on with the same sums
+        return super().to(device, dtype)
 
     def _in_current_basis(self) -> Sums:
         """Sums whose next sweep corrects the eigenvalues of the present basis."""
@@ -360,9 +364,7 @@ class EKFACLinearOperator(KFACLinearOperator):
 
     @property
     def corrected_eigenvalues(self) -> Factors:
-        """Layer name to the live eigenvalues: [o, i] where weight and bias are joined, else {position in `params`:
-        tensor}.
-        """
+        """Layer name to live eigenvalues: [o, i] if weight and bias are joined, else {position in `params`: tensor}."""
         return views(self)["corrected_eigenvalues"]
 
     _input_covariances_eigenvectors = property(lambda self: self.input_covariances_eigenvectors)

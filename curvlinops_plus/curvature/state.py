@@ -18,6 +18,7 @@ __all__ = ["fingerprint", "load", "pack", "same_fingerprint", "save", "unpack"]
 
 FORMAT = "curvlinops_plus"
 VERSION = 1
+_MISSING = "save and load need the package safetensors: pip install safetensors. torch.save carries a state_dict, too."
 
 
 def pack(operator: LinearOperator) -> dict[str, Any]:
@@ -108,7 +109,10 @@ def save(state: Mapping[str, Any], path: str | PathLike[str]) -> None:
         ...     load(f"{folder}/K.safetensors")["seed"]
         0
     """
-    from safetensors.torch import save_file
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError(_MISSING) from error
 
     tensors: dict[str, Tensor] = {}
     tree = _detach(state, "", tensors)
@@ -132,7 +136,10 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
         ...     load(f"{folder}/K.safetensors")
         {'values': {0: tensor([1., 1.])}}
     """
-    from safetensors import SafetensorError, safe_open
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(_MISSING) from error
 
     try:
         with safe_open(path, framework="pt") as file:

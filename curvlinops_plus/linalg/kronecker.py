@@ -101,7 +101,8 @@ class Kronecker(LinearOperator):
         return self if self.structure >= Structure.SYMMETRIC else Kronecker(self.G.adjoint(), self.A.adjoint())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Kronecker:
-        return Kronecker(self.G.to(device, dtype), self.A.to(device, dtype))
+        G, A = self.G.to(device, dtype), self.A.to(device, dtype)
+        return self if G is self.G and A is self.A else Kronecker(G, A)
 
     def to_dense(self) -> Tensor:
         if not self.batch:

@@ -91,7 +91,8 @@ class Dense(OneTensor):
         return self if self._structure >= Structure.SYMMETRIC else Dense(self._tensor.mT)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Dense:
-        return Dense(self._tensor.to(device=device, dtype=dtype), self._structure, self.rtol)
+        moved = self._tensor.to(device=device, dtype=dtype)
+        return self if moved is self._tensor else Dense(moved, self._structure, self.rtol)
 
     def to_dense(self) -> Tensor:
         return torch.block_diag(*self._tensor) if self.batch else self._tensor.clone()
@@ -211,7 +212,8 @@ class Diagonal(OneTensor):
         return self
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Diagonal:
-        return Diagonal(self._tensor.to(device=device, dtype=dtype))
+        moved = self._tensor.to(device=device, dtype=dtype)
+        return self if moved is self._tensor else Diagonal(moved)
 
     def to_dense(self) -> Tensor:
         return torch.diag(self._tensor.flatten())

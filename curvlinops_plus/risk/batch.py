@@ -53,7 +53,6 @@ class LayerBatch:
         layer: The layer.
         calls: Its calls, in the order in which they happened.
         num_examples: N.
-        loss_count: What this batch adds to the divisor of a loss with `reduction="mean"`.
         first: Whether the inputs are new. A batch through which several vectors are sent one after the other is seen
             once per vector, with the same inputs; a statistic of inputs alone is counted when `first` is True.
         mask: Positions that count, [N, T] bool, or None for all. Reaches layers with T positions.
@@ -63,7 +62,6 @@ class LayerBatch:
     layer: Layer
     calls: list[Call]
     num_examples: int
-    loss_count: float | Tensor = 1.0
     first: bool = True
     mask: Tensor | None = None
     group: Group | None = None
@@ -71,9 +69,7 @@ class LayerBatch:
 
     def restrict(self, group: Group) -> LayerBatch:
         """The same batch with only the parameters of `group`; what was computed is shared."""
-        return LayerBatch(
-            self.layer, self.calls, self.num_examples, self.loss_count, self.first, self.mask, group, self._shared
-        )
+        return LayerBatch(self.layer, self.calls, self.num_examples, self.first, self.mask, group, self._shared)
 
     # ------------------------------------------------------------------------------------------------ affine layers
     @property

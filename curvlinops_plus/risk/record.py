@@ -1,9 +1,8 @@
 """Recording what layers see: inputs in the forward pass, output gradients in the backward pass.
 
 A forward hook keeps a layer's detached input and lets autograd tell us the gradient of its output. Parameters never
-take
-part: `torch.autograd.grad` is asked for the gradients of a few layer outputs only, so that no weight gradient is
-    computed.
+take part: `torch.autograd.grad` is asked for the gradients of a few layer outputs only, so that no weight gradient is
+computed.
 
 Two details that decide between right and silently wrong:
 
@@ -369,7 +368,7 @@ class Recorder:
         """
         if first:
             self._check_versions()
-        self._sources(outputs)
+            self._sources(outputs)  # who reads the parameters
         events = [e for e in self._events if e.edge is not None]
         if not events:
             return set()
@@ -465,9 +464,7 @@ class Recorder:
 
 
 def _isolate(out: Tensor, use: Use) -> Tensor:
-    """The same numbers as a differentiable tensor that is neither a leaf nor a view: in-place operations keep its
-    edge.
-    """
+    """The same numbers, differentiable, and neither a leaf nor a view: in-place operations keep its edge."""
     if not torch.is_grad_enabled():
         raise UnsupportedError(
             f"{title(use.name)} ran under torch.no_grad(). If this is activation checkpointing, pass "
@@ -478,8 +475,7 @@ def _isolate(out: Tensor, use: Use) -> Tensor:
         return out
     if not out.requires_grad:
         out = out.detach().requires_grad_()
-    # A module of unknown code may have saved its output for backward, and an alias has a version counter of its own:
-    # copy.
+    # A module of unknown code may have saved its output for backward, and an alias has a version counter of its own.
     if not isinstance(use.rule, AffineRule):
         return out.clone()
     return torch.ops.aten._unsafe_view(out, out.shape)

@@ -95,6 +95,12 @@ class EmpiricalRisk:
         self.output, self.mask, self.batch_size_fn = output, mask, batch_size_fn
         self.num_data, self.num_per_example_loss_terms = num_data, num_per_example_loss_terms
         self.shift_labels, self.progressbar, self._reduction = shift_labels, progressbar, reduction
+        own = getattr(loss, "reduction", reduction)
+        if reduction is not None and own != reduction:
+            raise ValueError(
+                f"reduction={reduction!r} contradicts the loss, which has reduction={own!r}. The argument is for "
+                f"losses without that attribute; leave it out, or make the loss with the other reduction."
+            )
         self._axes = example_axes(model, example_axis)
         self._announced = self._examples_checked = False
         self._rows_checked: set[str] = set()
@@ -137,6 +143,8 @@ class EmpiricalRisk:
         Raises:
             UnsupportedError: For "none" and others: no scalar loss has no curvature.
         """
+        if self.known_loss:
+            return self.likelihood.reduction
         reduction = self._reduction or getattr(self.loss_func, "reduction", "mean")
         if reduction not in ("mean", "sum"):
             name = getattr(type(self.loss_func), "__name__", "the loss")

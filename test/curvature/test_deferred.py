@@ -78,3 +78,36 @@ def test_one_pair_is_not_a_list_of_batches() -> None:
     p = problem("mlp")
     with pytest.raises(ValueError, match=r"data=\[\(X, y\)\]"):
         KFACLinearOperator(p.model, p.loss, p.params, p.data[0])
+
+
+def test_a_second_sweep_that_failed_is_not_gone_on_with() -> None:
+    """Sums that an exception left half full are dropped, never added to."""
+    p = problem("mlp")
+    K = EKFACLinearOperator(p.model, p.loss, p.params, p.data, check_deterministic=False, fisher_type="type-2")
+    expected = K.to_dense()
+    K.compute_kronecker_factors()
+    seen: list[int] = []
+
+    def fail(*_: object) -> None:
+        seen.append(1)
+        if len(seen) == 2:
+            raise RuntimeError("the user's own")
+
+    handle = p.model.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="the user's own"):
+        K.compute_eigenvalue_correction()
+    handle.remove()
+    close(K.trace, expected.trace())
+    close(K.to_dense(), expected)
+
+
+def test_weight_and_bias_share_their_factor_and_its_decomposition() -> None:
+    p = problem("mlp")
+    blocks = KFACLinearOperator(p.model, p.loss, p.params, p.data).blocks
+    assert blocks["0.weight"].G is blocks["0.bias"]
+
+
+def test_an_argument_that_contradicts_the_loss() -> None:
+    p = problem("mlp")
+    with pytest.raises(ValueError, match=r"reduction='sum' contradicts the loss"):
+        p.risk(reduction="sum")
