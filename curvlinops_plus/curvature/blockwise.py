@@ -26,6 +26,7 @@ from curvlinops_plus.linalg import (
     Structure,
     heuristic_damping,
 )
+from curvlinops_plus.linalg.inverse import resolve
 from curvlinops_plus.risk import EmpiricalRisk, Exact, ForwardOnly, Layer, Vectors
 
 __all__ = ["BlockwiseLinearOperator", "curvature"]
@@ -184,16 +185,19 @@ class BlockwiseLinearOperator(Deferred):
 
     def _heuristic(self, damping: Any, min_damping: float) -> dict[str, Any]:
         """Block name to damping: a pair for Kronecker blocks, a number for others."""
-        blocks, result = self.operator.blocks, {}
+        blocks = self.operator.blocks
+        result: dict[str, Any] = {
+            name: resolve(value, blocks[name]) for name, value in self.operator.per_block(damping).items()
+        }
         for layer in self._layers:
             pair = None
             for group in layer.groups:
                 block = blocks[group.name]
                 if isinstance(block, Kronecker):
-                    pair = heuristic_damping(block.A, block.G, damping, min_damping)
+                    pair = heuristic_damping(block.A, block.G, result[group.name], min_damping)
             for group in layer.groups:
-                kron = isinstance(blocks[group.name], Kronecker)
-                result[group.name] = damping if pair is None else pair if kron else pair[1]
+                if pair is not None:
+                    result[group.name] = pair if isinstance(blocks[group.name], Kronecker) else pair[1]
         return result
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> BlockwiseLinearOperator:

@@ -170,17 +170,17 @@ class BlockDiagonal(LinearOperator):
 
     def inverse(self, damping: Damping = 0.0, **options: Any) -> BlockDiagonal:
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse` for the options."""
-        dampings = self._per_block(damping)
+        dampings = self.per_block(damping)
         return self._map_named(lambda name, block: block.inverse(dampings[name], **options))
 
     def power(self, p: float, damping: Damping = 0.0) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block."""
-        dampings = self._per_block(damping)
+        dampings = self.per_block(damping)
         return self._map_named(lambda name, block: block.power(p, dampings[name]))
 
     def shift(self, delta: Damping) -> BlockDiagonal:
         """`K + delta I`, block by block."""
-        deltas = self._per_block(delta)
+        deltas = self.per_block(delta)
         return self._map_named(lambda name, block: block.shift(deltas[name]))
 
     def _scale(self, c: Scalar) -> BlockDiagonal:
@@ -200,7 +200,7 @@ class BlockDiagonal(LinearOperator):
         names = iter(self.blocks)
         return self._map(lambda block: function(next(names), block))
 
-    def _per_block(self, damping: Any) -> dict[str, Any]:
+    def per_block(self, damping: Any) -> dict[str, Any]:
         """The damping of each block."""
         if isinstance(damping, Mapping):
             if damping.keys() != self.blocks.keys():

@@ -161,3 +161,19 @@ def test_samples_have_the_matrix_as_covariance(approximation: str) -> None:
     error = draws @ draws.T / 20000 - dense
     allowed = 5 * (dense.diagonal()[:, None] * dense.diagonal() + dense**2).sqrt() / sqrt(20000)
     assert bool((error.abs() <= allowed + 1e-12).all())
+
+
+def test_heuristic_damping_takes_what_exact_damping_takes() -> None:
+    """A rule, one number per block, or a mapping: each layer's own number is split over its factors."""
+    K = operator(KFACLinearOperator, "mlp", False)
+    names = list(K.blocks)
+    means = {name: float(block.trace) / block.shape[0] for name, block in K.blocks.items()}
+    ruled = K.inverse(RelativeDamping(0.1), use_heuristic_damping=True).to_dense()
+    mapped = K.inverse({name: 0.1 * means[name] for name in names}, use_heuristic_damping=True).to_dense()
+    listed = torch.tensor([0.1 * means[name] for name in names], dtype=torch.float64)
+    close(mapped, ruled)
+    close(K.inverse(listed, use_heuristic_damping=True).to_dense(), ruled)
+    expected = inverse_by_factors(
+        "mlp", K, False, lambda A, G: heuristic(A, G, 0.1 * float(A.trace() * G.trace()) / (len(A) * len(G)), 1e-8)
+    )
+    close(ruled, expected)
