@@ -328,10 +328,16 @@ def test_a_list_of_parameters_is_no_layer() -> None:
         _ = curvature(risk(model), FullBlock).trace
 
 
-def test_parametrized_weights_are_refused_by_name() -> None:
+def test_weights_computed_from_others() -> None:
+    """A parametrized layer has the generic rule, for the parameters that its weight is computed from."""
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))).double()
-    with says(ValueError, r"layer '0", model):
-        _ = curvature(risk(model, [(X[:3], Y[:3])]), DiagonalBlock).trace  # 3 examples, and a weight of 3 rows
+    data = [(X[:3], Y[:3])]  # 3 examples, and a weight of 3 rows
+    twin = Problem(NETS["mlp"](), CE, data)
+    twin.net.model = model
+    K = curvature(risk(model, data), FullBlock)
+    close(K.to_dense(), twin.exact.only_blocks(twin.exact.ggn(), False))
+    with pytest.warns(CurvatureWarning, match=r"'0' \(ParametrizedLinear.*weight normalization"):
+        curvature(risk(model, data), KFAC)
 
 
 @pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
@@ -366,23 +372,52 @@ def test_a_frozen_model_with_in_place_activations_on_sequences_is_no_error() -> 
     close(p.curvature(FullBlock).to_dense(), p.exact.only_blocks(p.exact.ggn(), False))
 
 
-def test_layers_that_return_no_tensor() -> None:
+class First(nn.Module):
+    """The first thing that a module returns."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+def test_layers_that_return_several_tensors() -> None:
     class Pair(nn.Linear):
         def forward(self, x: Tensor) -> Any:
-            return super().forward(x), x
+            h = super().forward(x)
+            return h.sin() + 1, {"rest": [h, None, 3, x.long()]}
 
-    class First(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
+    class Both(First):
         def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)[0]
+            one, two = self.inner(x)
+            return one * two["rest"][0]
 
-    model = First(Pair(4, 3)).double()
-    with says(
-        NotImplementedError, r"layer 'inner' \(Pair\) returned a tuple; only modules that return one floating", model
-    ):
+    for model in (First(Pair(4, 3)).double(), Both(Pair(4, 3)).double()):
+        twin = Problem(NETS["mlp"](), CE, [(X, Y)])
+        twin.net.model = model
+        for frozen in (False, True):
+            model.requires_grad_(not frozen)
+            K = curvature(risk(model, params=list(model.parameters())), FullBlock)
+            close(K.to_dense(), twin.exact.ggn())
+
+
+def test_layers_that_return_no_tensor() -> None:
+    class Words(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return ["x"]
+
+    model = First(Words(4, 3)).double()
+    with says(NotImplementedError, r"layer 'inner' \(Words\) returned a list; expected floating-point tensors", model):
+        _ = curvature(risk(model), DiagonalBlock).trace
+
+    class Packed(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return nn.utils.rnn.pack_padded_sequence(super().forward(x)[:, None], torch.ones(len(x)), batch_first=True)
+
+    model = First(Packed(4, 3)).double()
+    with says(NotImplementedError, r"layer 'inner' \(Packed\) returned a PackedSequence.*Pad the sequences", model):
         _ = curvature(risk(model), DiagonalBlock).trace
 
 

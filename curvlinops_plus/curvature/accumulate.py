@@ -80,7 +80,8 @@ class Accumulator(ABC):
         Args:
             name: Of the sum.
             value: What to add.
-            count: What to add to the sum's own divisor; None if its mean is the loss's, `c Σ`.
+            count: What to add to the sum's own divisor, a number or a tensor that broadcasts; None if its mean is the
+                loss's, `c Σ`.
         """
         if name in self.sums:
             self.sums[name] += value
@@ -99,7 +100,8 @@ class Accumulator(ABC):
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
         total = self.sums[name]
         if name in self.counts:
-            value = total / torch.as_tensor(self.counts[name], dtype=total.dtype, device=total.device).clamp(min=1)
+            count = torch.as_tensor(self.counts[name], dtype=total.dtype, device=total.device)
+            value = total / torch.where(count > 0, count, torch.ones_like(count))
         else:
             value = total * torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
         # A NaN on the diagonal of a Gram matrix is there whenever any row has one; all of a sum is looked at for the
@@ -139,7 +141,7 @@ class Accumulator(ABC):
         """Sums and divisors, in tensors and plain Python."""
         return {
             "sums": {name: total.detach().clone() for name, total in self.sums.items()},
-            "counts": {name: float(count) for name, count in self.counts.items()},
+            "counts": {name: _plain(count) for name, count in self.counts.items()},
             "examples": self.totals.examples,
             "terms": self.totals.terms,
             "loss_count": float(self.totals.loss_count),
@@ -156,7 +158,10 @@ class Accumulator(ABC):
         if missing:
             raise ValueError(f"The state of {self.layer.title} lacks {sorted(missing)}; is the file cut off?")
         self.sums = {name: total.to(self.layer.device).clone() for name, total in state["sums"].items()}
-        self.counts = dict(state["counts"])
+        self.counts = {
+            name: count.to(self.layer.device) if isinstance(count, Tensor) else count
+            for name, count in state["counts"].items()
+        }
         self.totals = Totals(state["examples"], state["terms"], state["loss_count"], state["loss"])
 
 
@@ -189,6 +194,10 @@ class Approximation:
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{self.kind.__name__}({options})" if options else self.kind.__name__
+
+
+def _plain(count: Tensor | float) -> Tensor | float:
+    return count.detach().clone() if isinstance(count, Tensor) and count.ndim else float(count)
 
 
 def _kind(cls: type, name: str, shapes: Mapping[str, torch.Size]) -> str:

@@ -60,9 +60,9 @@ class BlockwiseLinearOperator(Deferred):
         >>> K = BlockwiseLinearOperator(risk, KFAC)
         >>> print(K)
         BlockwiseLinearOperator 26x26, float32 on cpu, not computed yet
-          layer  module  parameters            approximation  blocks
-          0      Linear  0.weight, 0.bias      KFAC           4x4
-          2      Linear  2.weight, 2.bias      KFAC           2x5
+          layer  module  rule        parameters            approximation  blocks
+          0      Linear  LinearRule  0.weight, 0.bias      KFAC           4x4
+          2      Linear  LinearRule  2.weight, 2.bias      KFAC           2x5
     """
 
     def __init__(
@@ -242,12 +242,14 @@ class BlockwiseLinearOperator(Deferred):
 
     def __repr__(self) -> str:
         state = "not computed yet" if self._operator is None else f"from {self.examples} examples"
-        rows = [("layer", "module", "parameters", "approximation", "blocks")]
+        rows = [("layer", "module", "rule", "parameters", "approximation", "blocks")]
         for entry in self.plan:
             layer = entry.layer
             sizes = ", ".join("x".join(map(str, group.layout.matrix_shape)) for group in layer.groups)
-            kinds = "+".join(type(use.module).__name__ for use in layer.uses)
-            rows.append((layer.name or "(model)", kinds, ", ".join(layer.params), repr(entry.approximation), sizes))
+            kinds = "+".join(type(use.owner).__name__ for use in layer.uses)
+            rules = "+".join(type(use.rule).__name__ for use in layer.uses)
+            name, params = layer.name or "(model)", ", ".join(layer.params)
+            rows.append((name, kinds, rules, params, repr(entry.approximation), sizes))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  " + "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
         return "\n".join([f"{self.label}, {state}", *lines])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from curvlinops_plus.curvature.kronecker import EKFAC, KFAC, ekfac_blocks, kfac_blocks
-from curvlinops_plus.linalg import BlockDiagonal, Dense, Eigendecomposed, Kronecker
+from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, Eigendecomposed, Kronecker
 from curvlinops_plus.risk import Group, Layer
 
 if TYPE_CHECKING:
@@ -48,8 +48,9 @@ class Factors(MutableMapping[str, Any]):
             if issubclass(entry.approximation.kind, self.kind)
             and issubclass(entry.approximation.kind, EKFAC) == (self.kind is EKFAC)
         }
-        if self.part == "A":
-            return {name: layer for name, layer in exact.items() if layer.weight is not None}
+        if self.part == "A":  # the eigenvectors of a diagonal factor are the identity's
+            known = {name: layer for name, layer in exact.items() if layer.weight is not None}
+            return {name: layer for name, layer in known.items() if not (layer.sparse and self.kind is EKFAC)}
         return exact
 
     def __getitem__(self, name: str) -> Any:
@@ -65,7 +66,8 @@ class Factors(MutableMapping[str, Any]):
             block: Any = blocks[group.name]
             operator = block.basis if isinstance(block, Eigendecomposed) else block
             if isinstance(operator, Kronecker):
-                return getattr(operator, self.part).matrix
+                factor = getattr(operator, self.part)
+                return factor.vector if isinstance(factor, Diagonal) else factor.matrix
             if self.part == "G" and isinstance(operator, Dense):
                 return operator.matrix
         raise KeyError(name)
@@ -102,5 +104,5 @@ class Factors(MutableMapping[str, Any]):
 
 
 def _value_shape(layer: Layer, group: Group) -> tuple[int, ...]:
-    rows, columns = group.layout.matrix_shape
-    return (rows, columns) if layer.weight in group.keys else (rows,)
+    *rows, columns = group.layout.matrix_shape
+    return (*rows, columns) if layer.weight in group.keys else tuple(rows)

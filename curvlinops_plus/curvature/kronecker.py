@@ -10,6 +10,10 @@ and replaces the eigenvalues by `Λ = c Σ_{v,n} (Q_Gᵀ J_{v,n} Q_A)²`, the di
 
 Sources: Martens & Grosse 2015 (KFAC), Grosse & Martens 2016 (convolutions), Eschenhagen et al. 2023 (expand and
 reduce), George et al. 2018 (EKFAC).
+
+Beyond one matrix per layer: groups of a convolution have a pair of factors each; the input factor of an embedding is a
+diagonal, `A = diag(how often / rows)`, since a row of it is one-hot; and for a weight that is read in two roles (an
+embedding and the head tied to it) the block is the Kronecker product nearest to the sum over roles.
 """
 
 from __future__ import annotations
@@ -20,15 +24,22 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.curvature.accumulate import Accumulator, needs_gradients
-from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.linalg import Dense, Eigendecomposed, Kronecker, LinearOperator, Structure
-from curvlinops_plus.linalg.numerics import eigh, gram
+from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.layer.squares import squared_gradients
+from curvlinops_plus.linalg import (
+    Dense,
+    Diagonal,
+    Eigendecomposed,
+    IdentityLinearOperator,
+    Kronecker,
+    LinearOperator,
+    Structure,
+    nearest_kronecker,
+)
+from curvlinops_plus.linalg.numerics import eigh
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 
-__all__ = ["EKFAC", "KFAC", "compute_eigenvalue_correction_linear_weight_sharing", "squared_gradients"]
-
-# Products per example are formed in pieces of about this many bytes, which stay in a processor's cache.
-_CHUNK_BYTES = 2**23
+__all__ = ["EKFAC", "KFAC", "compute_eigenvalue_correction_linear_weight_sharing"]
 
 
 class KFAC(Accumulator):
@@ -36,10 +47,12 @@ class KFAC(Accumulator):
 
     Args:
         kfac_approx: "expand" treats positions that share the weight as examples of their own; "reduce" averages inputs
-            and sums gradients over them first.
+            and sums gradients over them first. Of an embedding's input factor only the diagonal is kept in both.
+        max_bytes: The largest factor that is built, 2 GiB by default.
 
     Raises:
         ValueError: If `kfac_approx` is neither.
+        UnsupportedError: If a factor would be larger than `max_bytes`.
 
     Cost: one sweep, two small Gram matrices per layer and batch.
 
@@ -62,6 +75,7 @@ class KFAC(Accumulator):
         group: Group | None,
         scale: Callable[[Totals], Tensor | float],
         kfac_approx: str = "expand",
+        max_bytes: int = 2 * 2**30,
     ) -> None:
         super().__init__(layer, group, scale)
         if kfac_approx not in ("expand", "reduce"):
@@ -69,34 +83,77 @@ class KFAC(Accumulator):
         self.reduce = kfac_approx == "reduce"
         #: The group that has the weight: its columns are those of A. None if only the bias is tracked.
         self.weight_group = next((g for g in layer.groups if layer.weight in g.keys), None)
+        self._check_sizes(max_bytes)
+
+    def _check_sizes(self, max_bytes: int) -> None:
+        for group in self.layer.groups:
+            *batch, o, i = group.layout.matrix_shape
+            for name, size in (("G", o), ("A", 0 if self.layer.sparse or group is not self.weight_group else i)):
+                numbers = (batch[0] if batch else 1) * size**2
+                if (needed := numbers * self.layer.accumulation_dtype.itemsize) > max_bytes:
+                    raise UnsupportedError(
+                        f"{self.layer.title}: its factor {name} is {size} x {size}, {needed / 2**30:.1f} GiB, above "
+                        f"max_bytes={max_bytes}. Use DiagonalBlock for this layer, leave its parameters "
+                        f"{list(self.layer.params)} out of `params`, or say {type(self).__name__}.using(max_bytes=...)."
+                    )
 
     def update(self, seen: LayerBatch) -> None:
-        if seen.first and self.weight_group is not None:
-            weight = seen.restrict(self.weight_group)
-            if self.reduce:
-                a = weight.mean_inputs()
-                self.add("A", gram(a), float(len(a)))
-            else:
-                total, rows = weight.input_gram()
-                self.add("A", total, rows)
-        if seen.num_vectors:
-            self.add("G", seen.grad_gram(self.reduce))
+        for number, part in enumerate(seen.roles()):
+            if not part.calls:
+                continue
+            if seen.first and self.weight_group is not None:
+                total, rows = part.restrict(self.weight_group).input_gram(self.reduce)
+                self.add(_numbered("A", number), total, rows)
+            if seen.num_vectors:
+                self.add(_numbered("G", number), part.grad_gram(self.reduce))
 
     def factors(self) -> tuple[Tensor | None, Tensor]:
-        """`A` (None if the weight is not tracked) and `G` (the identity if nothing was sent back)."""
-        A = None if self.weight_group is None else self.value("A")
-        if "G" in self.sums:
-            return A, self.value("G")
+        """`A` (None if the weight is not tracked) and `G` (the identity if nothing was sent back).
+
+        `A` of sparse rows is the diagonal.
+        """
+        pairs = [self._role_factors(n) for n in range(len(self.layer.roles)) if self._seen(n)]
+        if len(self.layer.roles) == 1 or self.weight_group is None:
+            return pairs[0]
+        group = self.weight_group.layout.matrix_shape
+        framed = []
+        for number, (A, G) in zip((n for n in range(len(self.layer.roles)) if self._seen(n)), pairs, strict=True):
+            assert A is not None
+            role = self.layer.roles[number]
+            rows, columns = (A, G) if role.transposed else (G, A)
+            framed.append((_dense(rows, group[-2]), _dense(columns, group[-1])))
+        G, A = nearest_kronecker(framed)
+        return A, G
+
+    def _seen(self, number: int) -> bool:
+        return any(_numbered(name, number) in self.sums for name in ("A", "G"))
+
+    def _role_factors(self, number: int) -> tuple[Tensor | None, Tensor]:
+        A = None if self.weight_group is None else self.value(_numbered("A", number))
+        if _numbered("G", number) in self.sums:
+            return A, self.value(_numbered("G", number))
         key = self.layer.weight or self.layer.bias
-        assert key is not None
         group = next(g for g in self.layer.groups if key in g.keys)
-        return A, torch.eye(
-            group.layout.matrix_shape[-2], dtype=self.layer.accumulation_dtype, device=self.layer.device
-        )
+        *batch, o, i = group.layout.matrix_shape
+        size = i if self.layer.roles[number].transposed else o
+        one = torch.eye(size, dtype=self.layer.accumulation_dtype, device=self.layer.device)
+        return A, one.expand(*batch, size, size).clone()
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         A, G = self.factors()
         return kfac_blocks(self.layer, A, G)
+
+
+def _numbered(name: str, role: int) -> str:
+    """Name of a sum: of the first role, plain."""
+    return name if role == 0 else f"{name}{role}"
+
+
+def _dense(factor: Tensor, size: int) -> Tensor:
+    """A factor as a matrix of the layer's size; columns that its role does not have are zero."""
+    matrix = torch.diag(factor) if factor.ndim == 1 else factor
+    missing = size - len(matrix)
+    return torch.nn.functional.pad(matrix, (0, missing, 0, missing)) if missing else matrix
 
 
 def kfac_blocks(layer: Layer, A: Tensor | None, G: Tensor) -> dict[str, LinearOperator]:
@@ -106,7 +163,7 @@ def kfac_blocks(layer: Layer, A: Tensor | None, G: Tensor) -> dict[str, LinearOp
     for group in layer.groups:
         if layer.weight in group.keys:
             assert A is not None
-            blocks[group.name] = Kronecker(factor, A)
+            blocks[group.name] = Kronecker(factor, Diagonal(A) if layer.sparse else A)
         else:
             blocks[group.name] = factor
     return blocks
@@ -143,7 +200,7 @@ class EKFAC(KFAC):
             self.layer,
             self.scale,
             eigenvectors(self.layer, "G", G),
-            None if A is None else eigenvectors(self.layer, "A", A),
+            None if A is None or self.layer.sparse else eigenvectors(self.layer, "A", A),
         )
 
 
@@ -154,7 +211,7 @@ class Correction(Accumulator):
         layer: The layer.
         scale: As for every accumulator.
         QG: Eigenvectors of the gradient factor.
-        QA: Eigenvectors of the input factor, None if the weight is not tracked.
+        QA: Eigenvectors of the input factor, None for the identity or if the weight is not tracked.
     """
 
     per_group = False
@@ -166,12 +223,9 @@ class Correction(Accumulator):
 
     def update(self, seen: LayerBatch) -> None:
         for group in self.layer.groups:
-            if self.layer.weight in group.keys:
-                part = seen.restrict(group)
-                for g in seen.grads:
-                    self.add(group.name, squared_gradients(g, part.inputs, self.QG, self.QA))
-            else:
-                self.add(group.name, (seen.summed_grads() @ self.QG).square().sum((0, 1)))
+            # A bias apart has one column, in which there is nothing to rotate.
+            QA = self.QA if self.layer.weight in group.keys else None
+            self.add(group.name, seen.restrict(group).squared_grads(self.QG, QA))
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         values = {group.name: self.value(group.name) for group in self.layer.groups}
@@ -186,8 +240,9 @@ def ekfac_blocks(
     for group in layer.groups:
         flat = values[group.name].view(-1)
         if layer.weight in group.keys:
-            assert QA is not None
-            blocks[group.name] = Eigendecomposed(Kronecker(QG, QA, Structure.GENERAL), flat)
+            columns = group.layout.matrix_shape[-1]
+            right = IdentityLinearOperator([(columns,)], QG.device, QG.dtype) if QA is None else QA
+            blocks[group.name] = Eigendecomposed(Kronecker(QG, right, Structure.GENERAL), flat)
         else:
             blocks[group.name] = Eigendecomposed(Dense(QG), flat)
     return blocks
@@ -199,42 +254,6 @@ def eigenvectors(layer: Layer, name: str, factor: Tensor) -> Tensor:
         return eigh(factor)[1]
     except NumericsError as error:
         raise NumericsError(f"{layer.title}, factor {name}: {error}") from error
-
-
-def squared_gradients(g: Tensor, a: Tensor, QG: Tensor | None = None, QA: Tensor | None = None) -> Tensor:
-    """`Σ_n (Q_Gᵀ (Σ_s g_{n,s} a_{n,s}ᵀ) Q_A)²`, entry by entry.
-
-    Args:
-        g: Output gradients [N, S, o].
-        a: Inputs [N, S, i].
-        QG: Basis of the rows [o, o], None for the identity.
-        QA: Basis of the columns [i, i], None for the identity.
-
-    Returns:
-        [o, i].
-
-    Cost: products per example are formed in pieces of a few megabytes, and rotated before or after, whichever takes
-    fewer operations. Without weight sharing (S = 1) nothing per example is formed at all.
-    """
-    (N, S, o), i = g.shape, a.shape[2]
-    if S == 1:
-        g, a = g[:, 0], a[:, 0]
-        g = g if QG is None else g @ QG
-        a = a if QA is None else a @ QA
-        return g.square().T @ a.square()
-    rotate_first = S * (o * o + i * i) <= o * i * (o + i)
-    if rotate_first:
-        g = g if QG is None else g @ QG
-        a = a if QA is None else a @ QA
-    total = g.new_zeros(o, i)
-    step = max(1, _CHUNK_BYTES // (o * i * g.element_size()))
-    for start in range(0, N, step):
-        J = g[start : start + step].mT @ a[start : start + step]
-        if not rotate_first:
-            J = J if QG is None else QG.T @ J
-            J = J if QA is None else J @ QA
-        total += J.square_().sum(0)
-    return total
 
 
 def compute_eigenvalue_correction_linear_weight_sharing(

@@ -93,7 +93,7 @@ def _all_matching(layer: Layer, rules: Mapping[Any, Approximation]) -> set[Any]:
         key
         for key in rules
         if (isinstance(key, str) and any(fnmatchcase(name, key) or name == key for name in names))
-        or (isinstance(key, type) and any(isinstance(use.module, key) for use in layer.uses))
+        or (isinstance(key, type) and any(isinstance(use.owner, key) for use in layer.uses))
     }
 
 
@@ -104,17 +104,18 @@ def _matching(layer: Layer, rules: Mapping[Any, Approximation]) -> Any:
     if by_rank and isinstance(by_rank[0], str):
         return by_rank[0]
     # Among types the nearest ancestor decides.
-    return min(types, key=lambda t: type(layer.uses[0].module).__mro__.index(t)) if types else None
+    mros = [type(use.owner).__mro__ for use in layer.uses]
+    return min(types, key=lambda t: min(mro.index(t) for mro in mros if t in mro)) if types else None
 
 
 def _type_name(layer: Layer) -> str:
-    return type(layer.uses[0].module).__name__
+    return type(layer.uses[0].owner).__name__
 
 
 def _why(layer: Layer) -> str:
     if layer.tied:
-        return f"its parameter is shared by {[use.name for use in layer.uses]}"
-    return why_generic(layer.uses[0].module) or "no affine rule"
+        return f"its parameter is shared by {[use.name for use in layer.uses]} as different matrices"
+    return why_generic(layer.uses[0].owner) or "no affine rule"
 
 
 class Sums:

@@ -148,7 +148,7 @@ def _factored_blocks(
         if not corrected:
             A = None if layer.weight is None else factor("input_covariances")
             return kfac_blocks(layer, A, factor("gradient_covariances"))
-        QA = None if layer.weight is None else factor("input_covariances_eigenvectors")
+        QA = None if layer.weight is None or layer.sparse else factor("input_covariances_eigenvectors")
         values, order = factor("corrected_eigenvalues"), list(K.risk.params)
         named = {g.name: values[order.index(g.keys[0])] if isinstance(values, dict) else values for g in layer.groups}
         return ekfac_blocks(layer, factor("gradient_covariances_eigenvectors"), QA, named)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 from curvlinops_plus.curvature.accumulate import Accumulator, needs_gradients
-from curvlinops_plus.curvature.kronecker import squared_gradients
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator, Structure
 from curvlinops_plus.linalg.numerics import gram
@@ -19,7 +18,7 @@ __all__ = ["DiagonalBlock", "FullBlock"]
 class DiagonalBlock(Accumulator):
     """The exact diagonal of a layer's block: `c Σ_v Σ_n J²`, entry by entry. Arguments as for `Accumulator`.
 
-    Cost: one sweep; per-example gradients of one batch where the layer shares its weight over positions.
+    Cost: one sweep; per-example gradients in pieces of a few megabytes.
 
     Example:
         >>> import torch
@@ -33,11 +32,7 @@ class DiagonalBlock(Accumulator):
     def update(self, seen: LayerBatch) -> None:
         if seen.num_vectors == 0:
             raise needs_gradients(self)
-        if seen.layer.affine and seen.layer.weight in seen.keys:
-            for g in seen.grads:
-                self.add("diagonal", squared_gradients(g, seen.inputs))
-        else:
-            self.add("diagonal", seen.per_example_grads.square().sum((0, 1)))
+        self.add("diagonal", seen.squared_grads())
 
     def finish(self) -> LinearOperator:
         return Diagonal(self.value("diagonal").flatten())

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.curvature.kronecker import squared_gradients
 from curvlinops_plus.errors import NumericsError, VerificationError
+from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.likelihood import GaussianNLL
 from curvlinops_plus.linalg.numerics import eigh, gram
 from curvlinops_plus.risk import EmpiricalRisk, Layer, LayerBatch, MonteCarlo
@@ -188,19 +188,30 @@ def _statistics(part: LayerBatch) -> tuple[dict[str, tuple[Tensor, Tensor]], dic
         total = total + part.restrict(group).per_example_grads.square().sum()
     traces["trace of the diagonal"] = total
     if part.layer.affine:
-        g, corrected = part.grads[0], torch.zeros_like(total)
-        grams["G"] = (part.grad_gram(), gram(g.flatten(0, 1)))
+        for number, role in enumerate(part.roles()):
+            if role.calls:
+                grams |= {f"{name}{number or ''}": pair for name, pair in _grams(role).items()}
+    if len(part.layer.roles) == 1:
+        corrected = torch.zeros_like(total)
         QG = eigh(grams["G"][0])[1]
         for group in part.layer.groups:
-            mine = part.restrict(group)
-            if part.layer.weight in group.keys:
-                fast, _ = mine.input_gram()
-                grams["A"] = (fast, gram(mine.inputs.flatten(0, 1)))
-                corrected = corrected + squared_gradients(g, mine.inputs, QG, eigh(fast)[1]).sum()
-            else:
-                corrected = corrected + (mine.summed_grads()[0] @ QG).square().sum()
+            has_weight = part.layer.weight in group.keys
+            QA = eigh(grams["A"][0])[1] if has_weight and not part.layer.sparse else None
+            corrected = corrected + part.restrict(group).squared_grads(QG, QA).sum()
         traces["trace of EKFAC"] = corrected
     return grams, traces
+
+
+def _grams(role: LayerBatch) -> dict[str, tuple[Tensor, Tensor]]:
+    """Factors by the fast paths and from the rows."""
+    grams = {"G": (role.grad_gram(), gram(role.grads.flatten(0, 2)))}
+    for group in role.layer.groups:
+        if role.layer.weight in group.keys:
+            mine = role.restrict(group)
+            a, (fast, _) = mine.inputs, mine.input_gram()
+            plain = a.to_dense().square().sum((0, 1)) if isinstance(a, SparseRows) else gram(a.flatten(0, 1))
+            grams["A"] = (fast, plain)
+    return grams
 
 
 def _with_data(risk: EmpiricalRisk, batch: Batch) -> EmpiricalRisk:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from curvlinops_plus.layer.attention import AttentionRule
 from curvlinops_plus.layer.conv import ConvRule
 from curvlinops_plus.layer.linear import LinearRule
-from curvlinops_plus.layer.replay import at_least_float32
+from curvlinops_plus.layer.norm import ScaleShiftRule
+from curvlinops_plus.layer.prelu import PReLURule
+from curvlinops_plus.layer.recurrent import RecurrentRule
+from curvlinops_plus.layer.replay import at_least_float32, differentiable_parameters
+from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import RULES, AffineRule, LayerRule, register_rule, rule_of, why_generic
 
 __all__ = [
     "RULES",
     "AffineRule",
+    "AttentionRule",
     "ConvRule",
     "LayerRule",
     "LinearRule",
+    "PReLURule",
+    "RecurrentRule",
+    "ScaleShiftRule",
+    "SparseRows",
     "at_least_float32",
+    "differentiable_parameters",
     "register_rule",
     "rule_of",
     "why_generic",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.gram import image_gram, input_gram
+from curvlinops_plus.layer.gram import grouped_gram, image_gram, input_gram
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.layer.rule import AffineRule, register_rule
@@ -19,12 +19,22 @@ def _base(module: nn.Module) -> type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv
     return next(kind for kind in _CONVOLUTIONS if isinstance(module, kind))
 
 
+def _groups(module: nn.Module) -> int:
+    assert isinstance(module, _CONVOLUTIONS)
+    return module.groups
+
+
+def _grouped(t: Tensor, groups: int, dim: int = -1) -> Tensor:
+    """Channels split into groups, if there are several."""
+    return t if groups == 1 else t.unflatten(dim, (groups, -1))
+
+
 @register_rule(*_CONVOLUTIONS)
 class ConvRule(AffineRule):
-    """Convolutions in one to three dimensions with every stride, padding, padding mode and dilation.
+    """Convolutions in one to three dimensions with every stride, padding, padding mode, dilation and number of groups.
 
-    The output positions share the weight. A grouped convolution is not `W a` with one matrix `W`: it gets the generic
-    rule, which is exact for everything that is made of per-example gradients.
+    The output positions share the weight. A convolution with `b > 1` groups (a depthwise one has a group per channel)
+    is `b` matrices side by side: rows and gradients get one more axis, and each group has Kronecker factors of its own.
 
     Example:
         >>> import torch
@@ -34,18 +44,16 @@ class ConvRule(AffineRule):
         torch.Size([4, 25, 27])
         >>> torch.allclose(a @ layer.weight.flatten(1).T + layer.bias, layer(x).flatten(2).mT, atol=1e-5)
         True
+        >>> depthwise = nn.Conv2d(3, 6, 3, groups=3)
+        >>> ConvRule().inputs(depthwise, x).shape, ConvRule().patterns(depthwise)["weight"]
+        (torch.Size([4, 9, 3, 9]), '(g o) i h w -> g o (i h w)')
     """
 
     def refuses(self, module: nn.Module) -> str | None:
-        """Grouped convolutions, and subclasses that change what is convolved."""
+        """Subclasses that change what is convolved."""
         name = type(module).__name__
         if not isinstance(module, _CONVOLUTIONS):
             return f"{name} is no subclass of Conv1d, Conv2d or Conv3d"
-        if module.groups != 1:
-            return (
-                f"{name}(groups={module.groups}), a grouped convolution, has no Kronecker rule: use DiagonalBlock for "
-                "this layer or add a rule with @register_rule"
-            )
         base = _base(module)
         if type(module)._conv_forward is not base._conv_forward:  # what the `forward` of all convolutions calls
             return f"this {name} has another `_conv_forward` than {base.__name__}: add a rule with @register_rule"
@@ -54,40 +62,49 @@ class ConvRule(AffineRule):
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """`W` with one column per input channel and tap, then the bias as one more column."""
         taps = {nn.Conv1d: "w", nn.Conv2d: "h w", nn.Conv3d: "d h w"}[_base(module)]
-        weight = {"weight": f"o i {taps} -> o (i {taps})"}
-        return weight if module.bias is None else {**weight, "bias": "o -> o 1"}
+        if _groups(module) == 1:
+            weight, bias = f"o i {taps} -> o (i {taps})", "o -> o 1"
+        else:
+            weight, bias = f"(g o) i {taps} -> g o (i {taps})", "(g o) -> g o 1"
+        return {"weight": weight} if module.bias is None else {"weight": weight, "bias": bias}
 
-    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, i, *size] -> [B, S, i·kernel]
+    def sizes(self, module: nn.Module) -> dict[str, int]:
+        """The number of groups, if there are several."""
+        groups = _groups(module)
+        return {} if groups == 1 else {"g": groups}
+
+    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, S, *b, i·kernel]
         """The patches.
 
         Raises:
-            UnsupportedError: If the convolution is grouped.
+            UnsupportedError: If a subclass changes what is convolved.
             ValueError: If `x` has no example dimension.
         """
-        return self._geometry(module, x).rows(at_least_float32(x))
+        return _grouped(self._geometry(module, x).rows(at_least_float32(x)), _groups(module))
 
-    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, o, *out] -> [V, B, S, o]
+    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, S, *b, o]
         """The output gradient, positions in row-major order (a view)."""
-        return at_least_float32(g).flatten(3).mT
+        return _grouped(at_least_float32(g).flatten(3).mT, _groups(module))
 
-    def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, int]:
+    def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
         """Sum of `a aᵀ` over all patches, which are never held all at once; sum of `a`; number of patches."""
-        geometry, x = self._geometry(module, x), at_least_float32(x)
-        rows_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]
-        return input_gram(geometry, x), rows_sum, len(x) * geometry.positions(x)
+        geometry, x, groups = self._geometry(module, x), at_least_float32(x), _groups(module)
+        total = input_gram(geometry, x) if groups == 1 else grouped_gram(geometry, x, groups)
+        row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]
+        return total, _grouped(row_sum, groups), float(len(x) * geometry.positions(x))
 
-    def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, i, *size] -> [B, i·kernel]
+    def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, *b, i·kernel]
         """Mean patch of each example, without forming patches."""
         geometry, x = self._geometry(module, x), at_least_float32(x)
-        return geometry.sum_rows(x) / geometry.positions(x)
+        return _grouped(geometry.sum_rows(x) / geometry.positions(x), _groups(module))
 
-    def grad_gram(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, o, *out] -> [o, o]
+    def grad_gram(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [*b, o, o]
         """Sum of `g gᵀ` over vectors, examples and positions."""
-        return image_gram(at_least_float32(g).flatten(3).flatten(0, 1))
+        return image_gram(_grouped(at_least_float32(g).flatten(3).flatten(0, 1), _groups(module), dim=1))
 
-    def sum_grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, o, *out] -> [V, B, o]
+    def sum_grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, *b, o]
         """Sum of `g` over the positions of each example."""
-        return at_least_float32(g).flatten(3).sum(3)
+        return _grouped(at_least_float32(g).flatten(3).sum(3), _groups(module))
 
     def _geometry(self, module: nn.Module, x: Tensor) -> Geometry:
         if (reason := self.refuses(module)) is not None:

@@ -4,6 +4,8 @@ There are two ways to the Gram matrix of patches. They agree up to rounding, and
 
     patch_gram        forms the patches, a few examples at a time: for every convolution
     correlation_gram  never forms them: for stride 1, zeros around the input and no dilation
+
+A grouped convolution has one Gram matrix per group. `grouped_gram` forms those of many small groups together.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.linalg.numerics import gram
 
-__all__ = ["correlation_gram", "image_gram", "input_gram", "patch_gram"]
+__all__ = ["correlation_gram", "grouped_gram", "image_gram", "input_gram", "patch_gram"]
 
 # Work memory for patches; larger pieces leave the cache and gain nothing.
 _PATCH_BYTES = 8 * 2**20
+# The same for the groups of a grouped convolution, whose products are small and read what was just written.
+_GROUP_BYTES = 2 * 2**20
+# Groups with this many columns are worth a product of their own.
+_LARGE_GROUP = 128
 # Fewer patches, or fewer multiplications in their Gram matrix, do not pay the fixed costs of correlations.
 _MIN_PATCHES = 512
 _MIN_PRODUCTS = 1.5e8
@@ -44,9 +50,38 @@ def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c�
     return patch_gram(geometry, x)
 
 
-def image_gram(images: Tensor) -> Tensor:  # [B, c, S] -> [c, c]
-    """Sum of `Σ_s v_s v_sᵀ` over images, where `v_s [c]` are the channels at one position."""
+def image_gram(images: Tensor) -> Tensor:  # [B, *g, c, S] -> [*g, c, c]
+    """Sum of `Σ_s v_s v_sᵀ` over images, where `v_s [c]` are the channels (of each group) at one position."""
+    if images.ndim == 4:
+        columns = images.movedim(0, 2).flatten(2)
+        return columns @ columns.mT
     return gram(images.transpose(0, 1).flatten(1).T)  # copies whole images, where rows `[B·S, c]` would copy numbers
+
+
+def grouped_gram(geometry: Geometry, x: Tensor, groups: int) -> Tensor:  # [B, g·c, *size] -> [g, c·kernel, c·kernel]
+    """Sum of `a aᵀ` over all patches, for each group of channels by itself.
+
+    Many small groups are multiplied together, some examples and groups at a time, so that a depthwise convolution takes
+    no loop over its channels.
+
+    Example:
+        >>> from torch import nn
+        >>> grouped_gram(Geometry.of(nn.Conv2d(6, 6, 3, groups=6)), torch.rand(5, 6, 8, 8), 6).shape
+        torch.Size([6, 9, 9])
+    """
+    c = x.shape[1] // groups
+    d = c * prod(geometry.kernel)
+    if d >= _LARGE_GROUP:
+        return torch.stack([input_gram(geometry, channels) for channels in x.split(c, 1)])
+    one = d * geometry.positions(x) * x.element_size()  # of one group in one example
+    at_once = min(groups, max(1, _GROUP_BYTES // max(1, one)))
+    examples = max(1, _GROUP_BYTES // max(1, one * at_once))
+    total = x.new_zeros(groups, d, d)
+    for channels, part in zip(x.split(at_once * c, 1), total.split(at_once), strict=True):
+        for some in channels.split(examples):
+            columns = geometry.group_columns(some, len(part))
+            part += columns @ columns.mT
+    return total
 
 
 def patch_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]

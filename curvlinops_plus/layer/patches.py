@@ -2,7 +2,8 @@
 
 A patch is what the kernel covers at one output position. Two layouts are used: *rows* in the order of the flattened
 weight `(c *kernel)`, which is what the rest of the package sees, and *channels-last* rows `(*kernel c)`, which are
-cheaper to copy together and serve where the order can be repaired afterwards.
+cheaper to copy together and serve where the order can be repaired afterwards. The groups of a grouped convolution are
+kept apart as *columns* `[groups, c·kernel, B·S]`, ready for one matrix product per group.
 """
 
 from __future__ import annotations
@@ -101,6 +102,13 @@ class Geometry:
         n = len(self.kernel)
         windows = self.windows(self.pad(x).movedim(1, -1).contiguous(), 1)  # [B, *out, c, *kernel]
         return windows.movedim(n + 1, -1).flatten(n + 1).flatten(0, n)
+
+    def group_columns(self, x: Tensor, groups: int) -> Tensor:  # [B, g·c, *size] -> [g, c·kernel, B·S]
+        """Patches of each group of channels, one in each column: memory is copied in lines of the image."""
+        n = len(self.kernel)
+        windows = self.windows(self.pad(x), 2).unflatten(1, (groups, -1))  # [B, g, c, *out, *kernel]
+        taps, out = range(n + 3, 2 * n + 3), range(3, n + 3)
+        return windows.permute(1, 2, *taps, 0, *out).flatten(n + 2).flatten(1, n + 1)
 
     def sum_rows(self, x: Tensor) -> Tensor:  # [B, c, *size] -> [B, c·kernel]
         """Sum of each example's patches, one dimension after the other, so that no patch is formed."""

@@ -6,26 +6,33 @@ it. `torch.func.vmap` does this for many examples at once; where it cannot, a pl
 
 The user's module is left as found: it runs on copies of its inputs and buffers and on detached parameters
 (`torch.func.functional_call`), and attributes that its `forward` sets are put back.
+
+What goes in and what comes out may be nested (tuples, dicts, model outputs); their tensors are counted in the order of
+PyTorch's pytrees. Parameters behind a parametrization (`torch.nn.utils.parametrize`) are parameters of the module.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 # The only walk over nested inputs (tuples, dicts, model outputs) that agrees with what torch.func itself does.
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 
-__all__ = ["at_least_float32", "differentiable_parameters", "replay_per_example"]
+__all__ = ["at_least_float32", "check_repeatable", "differentiable_parameters", "in_chunks", "replay_per_example"]
 
 # Work memory per example, in multiples of its inputs and output: what a small module keeps for its backward pass.
 _ACTIVATIONS = 6
@@ -44,148 +51,284 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that a module itself holds, frozen ones too, but no quantized (integer) ones.
 
+    Those of its parametrizations are among them, under dotted names: the module reads them through a computed weight.
+
     Example:
         >>> list(differentiable_parameters(nn.Sequential(nn.Linear(3, 2)))), list(differentiable_parameters(nn.PReLU()))
         ([], ['weight'])
+        >>> list(differentiable_parameters(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))))
+        ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
-    return {name: p for name, p in module.named_parameters(recurse=False) if p.dtype.is_floating_point}
+    first: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, p in _own(module):
+        first.setdefault(id(p), (name, p))
+    return dict(first.values())
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and differentiable parameters, once per name."""
+    every = list(module.named_parameters(recurse=False, remove_duplicate=False))
+    if parametrize.is_parametrized(module):
+        inner = getattr(module, "parametrizations")  # noqa: B009 (unknown to type checkers)
+        every += inner.named_parameters(prefix="parametrizations", remove_duplicate=False)
+    return ((name, p) for name, p in every if p.dtype.is_floating_point)
+
+
+def check_repeatable(module: nn.Module) -> None:
+    """Refuse modules that compute something else when they are run again for one example alone.
+
+    Raises:
+        UnsupportedError: For batch normalization with the statistics of the batch, and spectral normalization in
+            training mode, whose weight changes with every forward pass.
+
+    Example:
+        >>> check_repeatable(nn.Sequential(nn.BatchNorm1d(2)).eval())
+    """
+    for name, child in module.named_modules():
+        where = type(child).__name__ + (f" ({name!r} of {type(module).__name__})" if name else "")
+        if isinstance(child, _BatchNorm) and (child.training or child.running_mean is None):
+            why = "in training mode" if child.training else "with track_running_stats=False"
+            raise UnsupportedError(
+                f"{where} {why} normalizes with the statistics of the batch: its examples are not independent, so they "
+                "have no gradients of their own. Call `model.eval()` first, on a layer that tracks running statistics."
+            )
+        hooks = child._forward_pre_hooks.values()
+        spectral = isinstance(child, _SpectralNorm) and hasattr(child, "_u")  # vectors are normalized without one
+        if child.training and (spectral or any(isinstance(hook, SpectralNorm) for hook in hooks)):
+            raise UnsupportedError(
+                f"{where} in training mode: spectral normalization updates its estimate of the largest singular value "
+                "in every forward pass, so running the layer again gives another weight. Call `model.eval()` first."
+            )
 
 
 def replay_per_example(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor, max_bytes: int
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    g: Tensor | Sequence[Tensor],
+    max_bytes: int,
+    in_axes: Sequence[int] | None = None,
+    out_axes: Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
     """Pull output gradients back to a module's own parameters, for each example by itself.
 
     Args:
-        module: Any module that treats its examples independently and returns one tensor.
+        module: Any module that treats its examples independently.
         args: Positional inputs of the call. Tensors whose dimension 0 has size `B` hold one entry per example, also
             inside tuples, lists and dicts; everything else is the same for all examples.
         kwargs: Keyword inputs of the call, likewise.
-        g: Gradients of the output, `[V, B, *out]`.
+        g: Gradients of the output, `[V, B, *out]`; of a module that returns several tensors a list of them, one for
+            each floating-point tensor.
         max_bytes: Work memory aimed at, on top of the result. At least one example is done at a time.
+        in_axes: For each tensor of `(args, kwargs)`, the axis where the module itself wants the examples, or the size
+            1 of what is broadcast over them. All other tensors stay as they are. Default 0.
+        out_axes: For each floating-point tensor of the output, the axis where the module returns them. Default 0.
 
     Returns:
-        Local name of each direct parameter to its gradients, `[V, B, *shape]`, in float32 at least.
+        Local name of each parameter (see `differentiable_parameters`) to its gradients, `[V, B, *shape]`, in float32
+        at least.
 
     Raises:
-        UnsupportedError: If the module mixes the examples of a batch, draws random numbers or does not return a tensor.
-        ValueError: If one example's output does not fit its gradient.
+        UnsupportedError: If the module mixes the examples of a batch, draws random numbers, takes or returns a
+            `PackedSequence`, or returns no floating-point tensor.
+        ValueError: If one example's output does not fit its gradient, or `g`, `in_axes` or `out_axes` have a wrong
+            number of entries.
 
     Example:
         >>> g = torch.ones(1, 3, 4)
         >>> replay_per_example(nn.LayerNorm(4), (torch.rand(3, 4),), {}, g, max_bytes=2**20)["bias"].shape
         torch.Size([1, 3, 4])
+        >>> layer, x = nn.GRU(4, 2), torch.rand(3, 5, 4)  # examples first here, and second where the layer wants them
+        >>> g = [torch.ones(1, 3, 5, 2), torch.zeros(1, 3, 1, 2)]
+        >>> replay_per_example(layer, (x,), {}, g, 2**20, in_axes=[1], out_axes=[1, 1])["weight_ih_l0"].shape
+        torch.Size([1, 3, 6, 4])
     """
-    _refuse_mixed_examples(module)
-    call = _Call(module, args, kwargs, num_examples=g.shape[1])
-    g = at_least_float32(g.detach())
+    check_repeatable(module)
+    g = [at_least_float32(t.detach()) for t in ([g] if isinstance(g, Tensor) else g)]
+    if not g:
+        raise ValueError(f"{type(module).__name__}: no output gradient was given, expected at least one tensor.")
+    call = _Call(module, args, kwargs, g[0].shape[1], in_axes, out_axes)
     sizes = call.chunk_sizes(g, max_bytes)
-    # Rounding to half inside a replay would undo the conversion to float32.
-    with torch.no_grad(), torch.autocast(g.device.type, enabled=False), _left_as_found(module):
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for kind in {t.device.type for t in g}:  # rounding to half in a replay would undo the conversion to float32
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(_left_as_found(module))
         try:
-            return _in_chunks(call.all_at_once, g, sizes)
+            return in_chunks(call.all_at_once, g, sizes)
         except UnsupportedError:
             raise
         except Exception:  # vmap refuses in many ways: control flow, in-place writes, unknown operations
             pass
-        with _no_random_numbers(module, g.device):
-            return _in_chunks(call.one_by_one, g, sizes)
+        with _no_random_numbers(module, g[0].device):
+            return in_chunks(call.one_by_one, g, sizes)
 
 
 class _Call:
     """One call of a module, to be repeated for single examples at other parameters."""
 
-    def __init__(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_examples: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        num_examples: int,
+        in_axes: Sequence[int] | None = None,
+        out_axes: Sequence[int] | None = None,
+    ) -> None:
         self.module = module
         own = differentiable_parameters(module)
         # Copies: some layers write into their weight (`nn.Embedding(max_norm=...)`).
         self.params = {name: at_least_float32(p.detach().clone()) for name, p in own.items()}
-        # A direct parameter may have two names; a child's use of it is the child's own business (`tie_weights=False`).
+        # An own parameter may have two names; a child's use of it is the child's own business (`tie_weights=False`).
         first = {id(p): name for name, p in own.items()}
-        direct = module.named_parameters(recurse=False, remove_duplicate=False)
-        self.aliases = {name: first[id(p)] for name, p in direct if id(p) in first}
+        self.aliases = {name: first[id(p)] for name, p in _own(module)}
         inner = module.named_parameters(remove_duplicate=False)
         self.frozen = {n: at_least_float32(p.detach()) for n, p in inner if n not in self.aliases}
         self.buffers = {n: at_least_float32(b.detach()) for n, b in module.named_buffers(remove_duplicate=False)}
 
-        leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
+        leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)), is_leaf=_is_packed)
+        self.refuse_packed(leaves, "got")
+        tensors = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
+        axes = dict(zip(tensors, self.matching(in_axes, len(tensors), "in_axes", "tensors in its inputs")))
         self.leaves = [at_least_float32(t.detach()) if isinstance(t, Tensor) else t for t in leaves]
-        self.per_example = [
-            i for i, t in enumerate(self.leaves) if isinstance(t, Tensor) and t.ndim > 0 and t.shape[0] == num_examples
-        ]
+        # Which tensors carry examples, and on which axis the module wants them.
+        self.per_example = {i: axes[i] for i in tensors if leaves[i].ndim > 0 and len(leaves[i]) == num_examples}
+        for i in axes.keys() - self.per_example.keys():
+            if leaves[i].ndim > axes[i] and len(leaves[i]) == 1:
+                self.leaves[i] = self.leaves[i].movedim(0, axes[i])
+        self.out_axes = out_axes
 
-    def chunk_sizes(self, g: Tensor, max_bytes: int) -> tuple[int, int]:
+    @property
+    def name(self) -> str:
+        """How messages call the module."""
+        return type(self.module).__name__
+
+    def matching(self, axes: Sequence[int] | None, count: int, what: str, of: str) -> Sequence[int]:
+        """The axes, 0 each by default, after a look at their number."""
+        if axes is not None and len(axes) != count:
+            raise ValueError(f"{self.name}: {what} has {len(axes)} entries, but there are {count} {of}: give one each.")
+        return [0] * count if axes is None else axes
+
+    def refuse_packed(self, leaves: Sequence[Any], verb: str) -> None:
+        """Packed sequences interleave the steps of all examples."""
+        if any(map(_is_packed, leaves)):
+            raise UnsupportedError(
+                f"{self.name} {verb} a PackedSequence, in which the steps of all examples are interleaved. Give the "
+                "layer the padded tensor instead, and a mask of the steps that count: "
+                "EmpiricalRisk(..., mask=lambda X, y: ...)."
+            )
+
+    def chunk_sizes(self, g: Sequence[Tensor], max_bytes: int) -> tuple[int, int]:
         """How many vectors and how many examples are worked on at a time."""
-        V, B = g.shape[:2]
-        example = g[0].nbytes + sum(self.leaves[i].nbytes for i in self.per_example)
+        V, B = g[0].shape[:2]
+        example = sum(t[0].nbytes for t in g) + sum(self.leaves[i].nbytes for i in self.per_example)
         params = sum(p.nbytes for p in self.params.values())
         rows = max_bytes // max(1, 2 * params + _ACTIVATIONS * example // max(1, B))
         return min(V, max(1, rows)), min(B, max(1, rows // max(1, V)))
 
-    def run(self, params: Mapping[str, Tensor], examples: Sequence[Tensor], out_shape: torch.Size) -> Tensor:
-        """Output of the module for one example (whose inputs have no example dimension)."""
+    def run(
+        self, params: Mapping[str, Tensor], examples: Sequence[Tensor], shapes: Sequence[torch.Size]
+    ) -> list[Tensor]:
+        """Outputs of the module for one example (whose inputs have no example dimension)."""
         leaves = list(self.leaves)
-        for i, t in zip(self.per_example, examples, strict=True):
-            leaves[i] = t[None]
+        for (i, axis), t in zip(self.per_example.items(), examples, strict=True):
+            leaves[i] = t.unsqueeze(axis)
         # The module may write into what it is given: inputs and buffers are copies.
         args, kwargs = tree_unflatten([t.clone() if isinstance(t, Tensor) else t for t in leaves], self.spec)
         state = {name: params[first] for name, first in self.aliases.items()}
         buffers = {n: b.clone() for n, b in self.buffers.items()}
         out = functional_call(self.module, {**self.frozen, **buffers, **state}, args, kwargs, tie_weights=False)
-        kind = type(self.module).__name__
-        if not isinstance(out, Tensor):
+        return self.outputs(out, shapes)
+
+    def outputs(self, out: Any, shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """The floating-point tensors of an output, without their example dimension."""
+        leaves = tree_leaves(out, is_leaf=_is_packed)
+        self.refuse_packed(leaves, "returned")
+        found = [t for t in leaves if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+        what = f"a {type(out).__name__}"
+        if not found or any(t.is_complex() for t in found):
             raise UnsupportedError(
-                f"{kind} returned a {type(out).__name__}, expected one tensor: per-example gradients are for modules "
-                "with tensor outputs. Wrap the part of it that holds the parameters in a module of its own."
+                f"{self.name} returned {what} with {'a complex' if found else 'no floating-point'} tensor: expected "
+                "real floating-point tensors, alone or in tuples, lists, dicts or types that "
+                "torch.utils._pytree knows. Wrap the part that holds the parameters in a module that returns them so."
             )
-        if out.numel() != out_shape.numel():
+        if len(found) != len(shapes):
             raise ValueError(
-                f"{kind}, called with one example, returned shape {tuple(out.shape)}, but the output gradient of one "
-                f"example has shape {tuple(out_shape)}. The examples must be dimension 0 of its inputs and its output, "
+                f"{self.name} returned {what} with {len(found)} floating-point tensors, but there are output gradients "
+                f"for {len(shapes)}. Give a list with one tensor [V, B, ...] for each."
+            )
+        axes = self.matching(self.out_axes, len(found), "out_axes", "floating-point tensors in its output")
+        return [self.without_example(t, axis, shape) for t, axis, shape in zip(found, axes, shapes)]
+
+    def without_example(self, out: Tensor, axis: int, shape: torch.Size) -> Tensor:
+        """One output in the shape of its gradient."""
+        if out.numel() != shape.numel() or (axis and (out.ndim <= axis or out.shape[axis] != 1)):
+            raise ValueError(
+                f"{self.name}, called with one example, returned shape {tuple(out.shape)}, but the output gradient of "
+                f"one example has shape {tuple(shape)}. The examples must be dimension {axis} of "
+                f"{'its inputs and its output' if axis == 0 else 'this output'}, "
                 "and each must be treated independently of the others."
             )
-        return out.reshape(out_shape)
+        return (out.squeeze(axis) if axis else out).reshape(shape)
 
-    def all_at_once(self, g: Tensor, vectors: slice, examples: slice) -> dict[str, Tensor]:
+    def all_at_once(self, g: Sequence[Tensor], vectors: slice, examples: slice) -> dict[str, Tensor]:
         """Gradients of a chunk by `vmap` over examples, `[V, B, *shape]`."""
 
-        def one(inputs: list[Tensor], g_n: Tensor) -> dict[str, Tensor]:  # g_n: [V, *out] -> [V, *shape]
-            back = vjp(lambda p: self.run(p, inputs, g_n.shape[1:]), self.params)[1]
+        def one(inputs: list[Tensor], g_n: list[Tensor]) -> dict[str, Tensor]:  # g_n: [V, *out] each -> [V, *shape]
+            shapes = [t.shape[1:] for t in g_n]
+            out, back = vjp(lambda p: self.run(p, inputs, shapes), self.params)[:2]
             # No second vmap over vectors: nested in the first it gives wrong numbers for PReLU (torch 2.13).
-            rows = [back(v)[0] for v in g_n]
+            rows = [back([v.to(o.dtype) for v, o in zip(row, out)])[0] for row in zip(*g_n)]
             return {name: torch.stack([row[name] for row in rows]) for name in self.params}
 
         inputs = [self.leaves[i][examples] for i in self.per_example]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*batching rule.*")  # vmap's own loop: slow, and right
             # Out dimension 0 and a transpose: with another one, vmap misplaces what depends on no example (torch 2.13).
-            chunk = vmap(one, in_dims=(0, 1))(inputs, g[vectors, examples])
+            chunk = vmap(one, in_dims=(0, 1))(inputs, [t[vectors, examples] for t in g])
         return {name: J.transpose(0, 1) for name, J in chunk.items()}
 
-    def one_by_one(self, g: Tensor, vectors: slice, examples: slice) -> dict[str, Tensor]:
+    def one_by_one(self, g: Sequence[Tensor], vectors: slice, examples: slice) -> dict[str, Tensor]:
         """Gradients of a chunk by one backward pass per example and vector, `[V, B, *shape]`."""
         chunk: list[dict[str, Tensor]] = []
         for n in range(examples.start, examples.stop):
             with torch.enable_grad():
                 params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
-                out = self.run(params, [self.leaves[i][n] for i in self.per_example], g.shape[2:])
-            leaves = list(params.values())
+                out = self.run(params, [self.leaves[i][n] for i in self.per_example], [t.shape[2:] for t in g])
+            leaves, depends = list(params.values()), [k for k, o in enumerate(out) if o.requires_grad]
             rows = [
-                torch.autograd.grad(out, leaves, g_n, retain_graph=True, materialize_grads=True)
-                if out.requires_grad
+                torch.autograd.grad(
+                    [out[k] for k in depends],
+                    leaves,
+                    [row[k].to(out[k].dtype) for k in depends],
+                    retain_graph=True,
+                    materialize_grads=True,
+                )
+                if depends
                 else tuple(torch.zeros_like(p) for p in leaves)
-                for g_n in g[vectors, n]
+                for row in zip(*(t[vectors, n] for t in g))
             ]
             columns = zip(*([J.to_dense() for J in row] for row in rows), strict=True)  # `sparse=True` embeddings
             chunk.append({name: torch.stack(J) for name, J in zip(params, columns, strict=True)})
         return {name: torch.stack([c[name] for c in chunk], dim=1) for name in self.params}
 
 
-def _in_chunks(
-    grads: Callable[[Tensor, slice, slice], dict[str, Tensor]], g: Tensor, sizes: tuple[int, int]
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
+
+
+def in_chunks(
+    grads: Callable[[Sequence[Tensor], slice, slice], dict[str, Tensor]], g: Sequence[Tensor], sizes: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """Run `grads` on pieces of at most `sizes` vectors and examples and put the results together."""
-    (V, B), (v, b) = g.shape[:2], sizes
+    """Run `grads` on pieces of at most `sizes` vectors and examples and put the results together.
+
+    Example:
+        >>> g = [torch.arange(6.0).view(1, 6)]
+        >>> in_chunks(lambda g, vectors, examples: {"sum": g[0][vectors, examples]}, g, (1, 4))["sum"]
+        tensor([[0., 1., 2., 3., 4., 5.]])
+    """
+    (V, B), (v, b) = g[0].shape[:2], sizes
     if (v, b) == (V, B):
         return grads(g, slice(0, V), slice(0, B))
     result: dict[str, Tensor] = {}
@@ -199,30 +342,36 @@ def _in_chunks(
     return result
 
 
-def _refuse_mixed_examples(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        if isinstance(child, _BatchNorm) and (child.training or child.running_mean is None):
-            where = f"{type(child).__name__}" + (f" ({name!r} of {type(module).__name__})" if name else "")
-            why = "in training mode" if child.training else "with track_running_stats=False"
-            raise UnsupportedError(
-                f"{where} {why} normalizes with the statistics of the batch: its examples are not independent, so they "
-                "have no gradients of their own. Call `model.eval()` first, on a layer that tracks running statistics."
-            )
-
-
 @contextmanager
 def _left_as_found(module: nn.Module) -> Iterator[None]:
     """Undo what `forward` writes to attributes, e.g. `self.attention = ...`: a vmapped tensor must not stay there."""
     found = [(vars(m), dict(vars(m))) for m in module.modules()]
+    # What lists and dicts hold is written to as well: recurrent layers keep their weights in a list.
+    held = [(v, v.copy()) for _, before in found for v in before.values() if isinstance(v, (list, dict))]
     for m in module.modules():
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
             m.scale_grad_by_freq = False  # it rescales gradients by what else is in a batch: no derivative of anything
+    cached, parametrize._cache_enabled = parametrize._cache_enabled, 0  # `parametrize.cached()`: of other parameters
     try:
         yield
     finally:
+        parametrize._cache_enabled = cached
         for now, before in found:
             for name in now.keys() - before.keys():
                 del now[name]
+            now.update(before)
+        for now, before in held:
+            _put_back(now, before)
+
+
+def _put_back(now: list[Any] | dict[Any, Any], before: list[Any] | dict[Any, Any]) -> None:
+    """Give a list or a dict its earlier contents; one that has them still is not touched."""
+    if isinstance(now, list) and isinstance(before, list):
+        if len(now) != len(before) or any(a is not b for a, b in zip(now, before)):
+            now[:] = before
+    elif isinstance(now, dict) and isinstance(before, dict):
+        if now.keys() != before.keys() or any(now[key] is not value for key, value in before.items()):
+            now.clear()
             now.update(before)
 
 

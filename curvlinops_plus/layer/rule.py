@@ -16,15 +16,18 @@ Half-precision inputs and gradients are converted to float32 before they are mul
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.replay import at_least_float32, differentiable_parameters, replay_per_example
+from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.linalg.numerics import gram
 
 __all__ = ["RULES", "AffineRule", "LayerRule", "register_rule", "rule_of", "why_generic"]
@@ -58,6 +61,14 @@ class LayerRule:
         """
         return None
 
+    def check(self, module: nn.Module) -> None:
+        """Look at a module before its first forward pass.
+
+        Raises:
+            UnsupportedError: If its curvature can't be right, whatever the rule.
+        """
+        return None
+
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """How each direct parameter is part of the layer's one matrix: an einops pattern per local name.
 
@@ -65,8 +76,67 @@ class LayerRule:
         """
         return {name: _flat_pattern(p.ndim) for name, p in differentiable_parameters(module).items()}
 
+    def sizes(self, module: nn.Module) -> dict[str, int]:
+        """Sizes of axes that `patterns` split a parameter's axis into, e.g. `{"g": 4}` for `"(g o) i -> g o i"`."""
+        return {}
+
+    def parts(self, module: nn.Module) -> list[Any]:
+        """Parameters that are read by function calls inside the module's forward (see `attention.Part`)."""
+        return []
+
+    def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
+        """The axis that carries the examples, for each tensor among the inputs or outputs of a call.
+
+        Args:
+            module: The layer.
+            axis: The axis in this layer, as far as the model is known: 0, or 1 in `batch_first=False` modules.
+            leaves: The tensors, in the order of PyTorch's pytrees (of outputs: the floating-point ones).
+            inputs: Whether they are the inputs.
+        """
+        return [axis] * len(leaves)
+
+    #: Whether positions stand behind the channels in the output, `[B, C, *positions]`, rather than `[B, T, ...]`.
+    channels_first: ClassVar[bool] = False
+
+    def masked(self, g: Tensor, mask: Tensor | None) -> Tensor:  # [V, B, *out] -> [V, B, *out]
+        """Output gradients that are zero where a mask [N, T] says that a position does not count.
+
+        Outputs with T positions are `[B, T, ...]` with something behind, or `[B, C, *positions]` in layers that have
+        channels first; B may be N times other positions. Everything else is left as it is.
+        """
+        if mask is None or g.ndim < 4:
+            return g
+        N, T = mask.shape
+        at = 3 if self.channels_first else 2
+        here = g.shape[3:].numel() if self.channels_first else g.shape[2]
+        if g.shape[1] != N or here != T:
+            return g
+        shape = g.shape[at:] if self.channels_first else (T,)
+        return g * mask.view(N, *[1] * (at - 2), *shape, *[1] * (0 if self.channels_first else g.ndim - 3))
+
+    def replay(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        g: Tensor | Sequence[Tensor],
+        in_axes: Sequence[int] | None = None,
+        out_axes: Sequence[int] | None = None,
+    ) -> dict[str, Tensor]:
+        """What `per_example_grads` does by default: run the module again for each example.
+
+        Args:
+            module: The layer.
+            args: As for `per_example_grads`.
+            kwargs: As for `per_example_grads`.
+            g: As for `per_example_grads`.
+            in_axes: Where the module itself wants the examples, for each tensor of the inputs; default 0.
+            out_axes: Where it returns them, for each floating-point tensor of the output; default 0.
+        """
+        return replay_per_example(module, args, kwargs, g, self.max_bytes, in_axes, out_axes)
+
     def per_example_grads(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Any
     ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}
         """Gradients of each example for the module's direct parameters, for V vectors at the output.
 
@@ -79,16 +149,17 @@ class LayerRule:
             args: Positional inputs of its call: tensors whose dimension 0 has size B hold one entry per example (also
                 inside tuples, lists and dicts), everything else is the same for all examples.
             kwargs: Keyword inputs of its call, likewise.
-            g: Gradients of the output, `[V, B, *out]`.
+            g: Gradients of the output, `[V, B, *out]`; of a module that returns several tensors a list of them, one
+                for each floating-point tensor in the order of PyTorch's pytrees.
 
         Returns:
             Local name of each direct parameter to gradients `[V, B, *shape]`, in float32 at least.
 
         Raises:
-            UnsupportedError: If the module mixes examples, draws random numbers or does not return one tensor.
+            UnsupportedError: If the module mixes examples or draws random numbers.
             ValueError: If the output of one example does not fit its gradient.
         """
-        return replay_per_example(module, args, kwargs, g, self.max_bytes)
+        return self.replay(module, args, kwargs, g)
 
 
 class AffineRule(LayerRule):
@@ -97,6 +168,13 @@ class AffineRule(LayerRule):
     `patterns` names the weight, with the pattern that turns it into the matrix `W [o, i]`, and after it `"bias"` with
     the pattern `"o -> o 1"` if the layer has one. `inputs` gives the rows `a` and `grads` the rows of the output
     gradient. The other methods follow; override them where a layer can do it faster.
+
+    Two things may be said beyond that. A layer of `b` matrices has patterns with a batch axis (whose size `sizes`
+    tells), and rows and gradients with one more axis. A layer whose rows are zero almost everywhere returns
+    `SparseRows` and sets `sparse`: its input factor is kept as a diagonal.
+
+    Attributes:
+        sparse: Whether `inputs` returns `SparseRows`.
 
     Example:
         >>> class Transposed(nn.Module):  # y = x @ kernel, kernel [i, o]
@@ -118,20 +196,42 @@ class AffineRule(LayerRule):
         torch.Size([1, 5, 3, 2])
     """
 
+    sparse: ClassVar[bool] = False
+
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a bias."""
         raise NotImplementedError(f"{type(self).__name__} must define patterns(module), e.g. {{'W': 'o i -> o i'}}.")
 
-    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, S, i]
+    def inputs(self, module: nn.Module, x: Tensor) -> Tensor | SparseRows:  # [B, *in] -> [B, S, *b, i]
         """The rows that the weight is multiplied with, without a column of ones."""
         raise NotImplementedError(f"{type(self).__name__} must define inputs(module, x), [B, *in] -> [B, S, i].")
 
-    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *out] -> [V, B, S, o]
+    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *out] -> [V, B, S, *b, o]
         """The output gradient, one row for each row of `inputs`."""
         raise NotImplementedError(f"{type(self).__name__} must define grads(module, g), [V, B, *out] -> [V, B, S, o].")
 
-    def input_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def at(self, rows: slice, total: int) -> AffineRule:
+        """The rule of a function call that reads some rows of the weight, for `Part`s.
+
+        Raises:
+            UnsupportedError: If there is none.
+        """
+        if rows.stop - rows.start != total:
+            raise UnsupportedError(
+                f"A call reads rows {rows.start}:{rows.stop} of a weight with {total} rows; {type(self).__name__} is "
+                "about all of them."
+            )
+        return self
+
+    def reads(self, module: nn.Module) -> Tensor | None:
+        """Which matrices of a batch a call reads, `[b]` of zeros and ones; None for all."""
+        return None
+
+    def input_of(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """The `x` among the inputs of a call: the first positional input, or else the first keyword.
+
+        A layer of several inputs puts them into one tensor, examples first. Called again with that tensor alone, it
+        returns it as it is.
 
         Raises:
             ValueError: If that is not a tensor.
@@ -144,22 +244,29 @@ class AffineRule(LayerRule):
             )
         return x
 
-    def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, int]:  # [B, *in] -> [i, i], [i], B·S
-        """Sum of `a aᵀ` over all rows, sum of `a`, and the number of rows."""
-        rows = self._inputs(module, x).flatten(0, 1)
-        return gram(rows), rows.sum(0), len(rows)
+    def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Sum of `a aᵀ` over all rows [*b, i, i], sum of `a` [*b, i], and the number of rows B·S.
 
-    def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, i]
+        Of sparse rows only the diagonal [i] of the first, and the number of rows that count.
+        """
+        a = self.rows(module, x)
+        if isinstance(a, SparseRows):
+            return a.square_sum(), a.sum(), a.count()
+        return gram(a.flatten(0, 1)), a.sum((0, 1)), float(a.shape[0] * a.shape[1])
+
+    def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, *b, i]
         """Mean of `a` over the positions of each example."""
-        return self._inputs(module, x).mean(1)
+        a = self.rows(module, x)
+        assert isinstance(a, Tensor), "the mean of sparse rows is not formed"
+        return a.mean(1)
 
-    def grad_gram(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *out] -> [o, o]
+    def grad_gram(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *out] -> [*b, o, o]
         """Sum of `g gᵀ` over all V·B·S rows."""
-        return gram(self._grads(module, g).flatten(0, 2))
+        return gram(self.grad_rows(module, g).flatten(0, 2))
 
-    def sum_grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *out] -> [V, B, o]
+    def sum_grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *out] -> [V, B, *b, o]
         """Sum of `g` over the positions of each example."""
-        return self._grads(module, g).sum(2)
+        return self.grad_rows(module, g).sum(2)
 
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
@@ -178,67 +285,86 @@ class AffineRule(LayerRule):
         Raises:
             ValueError: If inputs and gradients do not fit together.
         """
-        a, rows = self._inputs(module, self.input_of(args, kwargs)), self._grads(module, g)
-        if a.shape[:2] != rows.shape[1:3]:
+        a, rows = self.rows(module, self.input_of(module, args, kwargs)), self.grad_rows(module, g)
+        fits = isinstance(a, SparseRows) or a.shape[2:-1] == rows.shape[3:-1]
+        if a.shape[:2] != rows.shape[1:3] or not fits:
             raise ValueError(
                 f"{type(module).__name__}: inputs have {a.shape[0]} examples of {a.shape[1]} positions, output "
                 f"gradients have {rows.shape[1]} of {rows.shape[2]}. They must come from the same call of the layer."
+                if fits
+                else f"{type(self).__name__}: inputs are [B, S, *b, i] with *b = {list(a.shape[2:-1])}, grads are "
+                f"[V, B, S, *b, o] with *b = {list(rows.shape[3:-1])}; both need the same matrices."
             )
-        dtype = torch.promote_types(a.dtype, rows.dtype)
-        return self._split(module, _sum_of_outer_products(rows.to(dtype), a.to(dtype)), rows)
+        return self.split(module, outer_products(rows, a), rows)
 
-    def _split(self, module: nn.Module, J: Tensor, rows: Tensor) -> dict[str, Tensor]:
-        """Cut the columns of `J [V, B, o, i]` into parameters, and add the bias."""
-        named, start = {}, 0
-        for name, pattern in self.patterns(module).items():
-            shape = getattr(module, name).shape
-            if name == "bias":
-                named[name] = _to_parameter(rows.sum(2)[..., None], pattern, shape)
-                continue
-            columns = prod(shape) // J.shape[2]
-            named[name] = _to_parameter(J[..., start : start + columns], pattern, shape)
-            start += columns
-        if start != J.shape[3]:
-            raise ValueError(
-                f"{type(self).__name__}: inputs(...) has {J.shape[3]} columns, but the parameters of patterns(...) "
-                f"without the bias have {start}."
-            )
-        return named
+    def rows(self, module: nn.Module, x: Tensor) -> Tensor | SparseRows:  # [B, *in] -> [B, S, *b, i]
+        """`inputs` in float32 at least, its shape checked.
 
-    def _inputs(self, module: nn.Module, x: Tensor) -> Tensor:
-        """`inputs` in float32 at least, with its shape checked: [B, S, i]."""
-        a = at_least_float32(self.inputs(module, at_least_float32(x)))
-        if a.ndim != 3 or a.shape[0] != x.shape[0]:
+        Raises:
+            ValueError: If `inputs` returned another shape.
+        """
+        a = self.inputs(module, at_least_float32(x))
+        if isinstance(a, SparseRows):
+            return a
+        if a.ndim not in (3, 4) or a.shape[0] != x.shape[0]:
             raise ValueError(
                 f"{type(self).__name__}.inputs returned shape {tuple(a.shape)}, expected [B, S, i] with B = "
                 f"{x.shape[0]} for x of shape {tuple(x.shape)}."
             )
-        return a
+        return at_least_float32(a)
 
-    def _grads(self, module: nn.Module, g: Tensor) -> Tensor:
-        """`grads` in float32 at least, with its shape checked: [V, B, S, o]."""
+    def grad_rows(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *out] -> [V, B, S, *b, o]
+        """`grads` in float32 at least, its shape checked.
+
+        Raises:
+            ValueError: If `grads` returned another shape.
+        """
         rows = at_least_float32(self.grads(module, at_least_float32(g)))
-        if rows.ndim != 4 or rows.shape[:2] != g.shape[:2]:
+        if rows.ndim not in (4, 5) or rows.shape[:2] != g.shape[:2]:
             raise ValueError(
                 f"{type(self).__name__}.grads returned shape {tuple(rows.shape)}, expected [V, B, S, o] with V, B = "
                 f"{tuple(g.shape[:2])} for g of shape {tuple(g.shape)}."
             )
         return rows
 
+    def split(self, module: nn.Module, J: Tensor, rows: Tensor) -> dict[str, Tensor]:
+        """Cut the columns of `J [V, B, *b, o, i]` into parameters, and add the bias's from gradient rows.
 
-RULES: dict[type[nn.Module], LayerRule] = {}
-"""Module type to its rule. `register_rule` adds to it."""
+        Raises:
+            ValueError: If the columns are not those of the parameters.
+        """
+        named, start, sizes = {}, 0, self.sizes(module)
+        height = prod(J.shape[2:-1])
+        for name, pattern in self.patterns(module).items():
+            shape = getattr(module, name).shape
+            if name == "bias":
+                named[name] = _to_parameter(rows.sum(2)[..., None], pattern, shape, sizes)
+                continue
+            columns = prod(shape) // height
+            named[name] = _to_parameter(J[..., start : start + columns], pattern, shape, sizes)
+            start += columns
+        if start != J.shape[-1]:
+            raise ValueError(
+                f"{type(self).__name__}: inputs(...) has {J.shape[-1]} columns, but the parameters of patterns(...) "
+                f"without the bias have {start}."
+            )
+        return named
+
+
+RULES: dict[type[nn.Module] | str, LayerRule] = {}
+"""Module type, or its full name, to its rule. `register_rule` adds to it."""
 
 _Rule = TypeVar("_Rule", bound=type[LayerRule])
 
 
-def register_rule(*types: type[nn.Module]) -> Callable[[_Rule], _Rule]:
+def register_rule(*types: type[nn.Module] | str) -> Callable[[_Rule], _Rule]:
     """Class decorator that makes a `LayerRule` the rule of some module types and of their subclasses.
 
     A subclass with a `forward` of its own is not taken for its parent. Registering a type again replaces its rule.
 
     Args:
-        *types: One or more subclasses of `nn.Module`.
+        *types: One or more subclasses of `nn.Module`, or their full names, such as
+            `"transformers.pytorch_utils.Conv1D"`, for types of libraries that need not be imported.
 
     Raises:
         TypeError: If something else than module types is given, or something else than a rule is decorated.
@@ -260,11 +386,11 @@ def register_rule(*types: type[nn.Module]) -> Callable[[_Rule], _Rule]:
         >>> rule_of(MyLinear(3, 2)).__class__.__name__
         'MyLinearRule'
     """
-    wrong = [t for t in types if not (isinstance(t, type) and issubclass(t, nn.Module))]
+    wrong = [t for t in types if not (_is_full_name(t) or (isinstance(t, type) and issubclass(t, nn.Module)))]
     if not types or wrong:
         raise TypeError(
-            f"register_rule expects module types, got {wrong if types else 'nothing'}. Write `@register_rule(MyLayer)` "
-            "above `class MyLayerRule(AffineRule)`."
+            f"register_rule expects module types or their full names, got {wrong if types else 'nothing'}. Write "
+            "`@register_rule(MyLayer)` above `class MyLayerRule(AffineRule)`."
         )
 
     def register(rule: _Rule) -> _Rule:
@@ -312,14 +438,15 @@ GENERIC = LayerRule()
 def _find(module: nn.Module) -> LayerRule | str:
     """The registered rule that fits the module, or the reason why there is none."""
     kind = type(module)
-    registered = next((t for t in kind.__mro__ if t in RULES), None)
+    registered = next((t for t in kind.__mro__ if t in RULES or _full_name(t) in RULES), None)
     if registered is None:
         return f"no rule is registered for {kind.__name__}: add one with @register_rule({kind.__name__})"
-    rule = RULES[registered]
+    rule = RULES[registered] if registered in RULES else RULES[_full_name(registered)]
     if kind.forward is not registered.forward or kind.__call__ is not registered.__call__ or "forward" in vars(module):
         return f"this {kind.__name__} has another `forward` than {registered.__name__}: add a rule with @register_rule"
     if (reason := rule.refuses(module)) is not None:
         return reason
+    # Parameters of a parametrization are not direct: `weight` is then computed from others.
     direct, named = dict(module.named_parameters(recurse=False)), rule.patterns(module)
     if missing := [name for name in named if not hasattr(module, name)]:
         raise ValueError(
@@ -334,19 +461,39 @@ def _find(module: nn.Module) -> LayerRule | str:
     return rule
 
 
+def _is_full_name(t: Any) -> bool:
+    return isinstance(t, str) and "." in t and all(part.isidentifier() for part in t.split("."))
+
+
+def _full_name(t: type) -> str:
+    return f"{t.__module__}.{t.__qualname__}"
+
+
 def _flat_pattern(ndim: int) -> str:
     axes = " ".join(f"d{k}" for k in range(ndim))
     return f"{axes} -> 1 ({axes})" if ndim else "-> 1 1"
 
 
-def _sum_of_outer_products(g: Tensor, a: Tensor) -> Tensor:  # [V, B, S, o], [B, S, i] -> [V, B, o, i]
+def outer_products(g: Tensor, a: Tensor | SparseRows) -> Tensor:  # [V, B, S, *b, o], [B, S, *b, i] -> [V, B, *b, o, i]
+    """Sum of `g aᵀ` over positions.
+
+    Example:
+        >>> outer_products(torch.ones(1, 2, 3, 4), torch.ones(2, 3, 5)).shape
+        torch.Size([1, 2, 4, 5])
+    """
+    if isinstance(a, SparseRows):
+        return a.outer(g)
+    dtype = torch.promote_types(a.dtype, g.dtype)
+    a, g = a.to(dtype), g.to(dtype)
     if a.shape[1] == 1:  # products with one summand: a multiplication is faster than batched matrix products
-        return g.mT * a
-    return torch.einsum("vbso,bsi->vboi", g, a)
+        return g[:, :, 0, ..., None] * a[:, 0, ..., None, :]
+    return torch.einsum("vbso,bsi->vboi" if a.ndim == 3 else "vbsko,bski->vbkoi", g, a)
 
 
-def _to_parameter(J: Tensor, pattern: str, shape: torch.Size) -> Tensor:  # [*lead, o, i] -> [*lead, *shape]
-    """Read a parameter's pattern backwards."""
+def _to_parameter(J: Tensor, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> Tensor:
+    """Read a parameter's pattern backwards: [*lead, *b, o, i] -> [*lead, *shape]."""
     tensor, matrix = (side.strip() for side in pattern.split("->"))
-    sizes = {axis: n for axis, n in zip(tensor.split(), shape, strict=False) if axis.isidentifier()}
-    return rearrange(J, f"... {matrix} -> ... {tensor}", **sizes)
+    axes = re.findall(r"\([^()]*\)|\w+", tensor)
+    known = {axis: n for axis, n in zip(axes, shape, strict=True) if axis.isidentifier()}
+    used = {axis: n for axis, n in sizes.items() if re.search(rf"\b{axis}\b", tensor)}
+    return rearrange(J, f"... {matrix} -> ... {tensor}", **known, **used)

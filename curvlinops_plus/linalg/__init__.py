@@ -8,6 +8,7 @@ from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.inverse import RelativeDamping, heuristic_damping
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.layout import Layout
+from curvlinops_plus.linalg.nearest import nearest_kronecker
 from curvlinops_plus.linalg.numerics import cholesky_inverse, eigh, gram, psd_clip
 from curvlinops_plus.linalg.operator import Adjoint, LinearOperator, Product, Scaled, Shifted, Sum
 from curvlinops_plus.linalg.scipy import to_scipy
@@ -39,6 +40,7 @@ __all__ = [
     "eigh",
     "gram",
     "heuristic_damping",
+    "nearest_kronecker",
     "psd_clip",
     "to_scipy",
 ]

@@ -21,8 +21,8 @@ _SYRK: dict[torch.dtype, Any] = {
 _BLOCK = 256  # a tile and its transpose fit the cache
 
 
-def gram(rows: Tensor) -> Tensor:  # [M, d] -> [d, d]
-    """The symmetric matrix `rowsᵀ rows`, accumulated in float32 at least.
+def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
+    """The symmetric matrix `rowsᵀ rows`, accumulated in float32 at least; with a batch axis one for each of its items.
 
     On the CPU only one triangle is computed for large `d`, about 2x faster with one thread and 1.3x with several.
 
@@ -33,6 +33,9 @@ def gram(rows: Tensor) -> Tensor:  # [M, d] -> [d, d]
     """
     if rows.dtype in (torch.float16, torch.bfloat16):
         rows = rows.float()
+    if rows.ndim == 3:
+        items = rows.transpose(0, 1)
+        return items.mT @ items
     M, d = rows.shape
     # What is saved, M d² operations, has to pay for mirroring d² entries; SciPy has no derivative.
     if d < 128 or M < 192 or rows.device.type != "cpu" or rows.requires_grad or rows.dtype not in _SYRK:

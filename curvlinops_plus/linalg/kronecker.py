@@ -20,7 +20,7 @@ from curvlinops_plus.linalg.numerics import powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
-from curvlinops_plus.linalg.structured import Dense
+from curvlinops_plus.linalg.structured import Dense, IdentityLinearOperator
 
 __all__ = ["Eigendecomposed", "Kronecker"]
 
@@ -267,8 +267,7 @@ class Eigendecomposed(LinearOperator):
             return self.values
         if self.rtol is not None:
             return psd_clip(self.values, self.rtol)
-        d = max(self.basis.G.size, self.basis.A.size) if isinstance(self.basis, Kronecker) else _largest(self.basis)
-        return psd_clip(self.values, d * torch.finfo(self.dtype).eps)
+        return psd_clip(self.values, _decomposed_size(self.basis) * torch.finfo(self.dtype).eps)
 
 
 def _product(G: Factor, A: Factor, batch: tuple[int, ...], X: Tensor) -> Tensor:  # [b o i, K] -> [b o' i', K]
@@ -302,8 +301,12 @@ def _matrices(factor: Factor, b: int) -> list[Tensor]:
     return [whole[k * n : (k + 1) * n, k * n : (k + 1) * n] for k in range(b)]
 
 
-def _largest(basis: LinearOperator) -> int:
-    return basis.size if isinstance(basis, Factor) else basis.shape[0]
+def _decomposed_size(basis: LinearOperator) -> int:
+    """Size of the largest matrix that was decomposed to find a basis; the identity was not."""
+    factors = (basis.G, basis.A) if isinstance(basis, Kronecker) else (basis,)
+    return max(
+        1 if isinstance(f, IdentityLinearOperator) else f.size if isinstance(f, Factor) else f.shape[0] for f in factors
+    )
 
 
 def _factor_damping(damping: Any, factor: Factor) -> Scalar:

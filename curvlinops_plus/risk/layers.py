@@ -1,24 +1,26 @@
 """Which modules hold the parameters: a `Layer` per module, or per set of modules that share a parameter.
 
 A layer's parameters are addressed by *keys*: the names of a dict of parameters, or the model's own names for a list. A
-`Use` is one module that reads some of them; a tied weight has several uses in one layer.
+`Use` is one module, or one function call inside a module, that reads some of them; a tied weight has several uses in
+one layer, in one or two *roles*: an embedding multiplies with the transpose of the matrix that the head multiplies
+with.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import is_parametrized
 
-from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer import AffineRule, LayerRule, rule_of
+from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
 from curvlinops_plus.linalg import Layout
 
-__all__ = ["Group", "Layer", "Use", "example_axes", "find_layers", "named_params"]
+__all__ = ["Group", "Layer", "Role", "Use", "example_axes", "find_layers", "named_params"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,16 +28,33 @@ class Use:
     """One module that reads parameters of a layer.
 
     Attributes:
-        name: The module's name in the model ("" for the model itself).
-        module: The module.
+        name: The module's name in the model ("" for the model itself); of a function call, the name of the part too.
+        module: The module, or what stands for the part of it that a function call reads.
         rule: What the module does with its parameters.
         keys: The module's own parameter names, each with the key of the tracked parameter.
+        owner: The module in the model.
+        functional: Whether the parameters are read by function calls inside the owner, which no hook sees.
     """
 
     name: str
     module: nn.Module
     rule: LayerRule
     keys: dict[str, str]
+    owner: nn.Module
+    functional: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Role:
+    """Uses that multiply with the same matrix.
+
+    Attributes:
+        uses: The uses; their calls are positions that share the matrix.
+        transposed: Whether it is the transpose of the layer's matrix.
+    """
+
+    uses: tuple[Use, ...]
+    transposed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +81,14 @@ class Layer:
         uses: The modules; more than one if a parameter is shared.
         params: Key to parameter.
         groups: The blocks, either one for all parameters or one per parameter.
+        roles: What the modules multiply with; the first one's matrix is the layer's. Empty without Kronecker factors.
     """
 
     name: str
     uses: tuple[Use, ...]
     params: dict[str, Tensor]
     groups: tuple[Group, ...]
+    roles: tuple[Role, ...] = ()
 
     @property
     def title(self) -> str:
@@ -76,8 +97,8 @@ class Layer:
 
     @property
     def affine(self) -> bool:
-        """Whether Kronecker factors exist: one module, with an affine rule."""
-        return len(self.uses) == 1 and isinstance(self.uses[0].rule, AffineRule)
+        """Whether Kronecker factors exist: all modules have affine rules, and roles that fit."""
+        return bool(self.roles)
 
     @property
     def tied(self) -> bool:
@@ -85,14 +106,25 @@ class Layer:
         return len(self.uses) > 1
 
     @property
+    def sparse(self) -> bool:
+        """Whether the input factor is a diagonal."""
+        return bool(self.roles) and all(_affine(use).sparse and not role.transposed for role, use in self._each_use())
+
+    @property
     def weight(self) -> str | None:
         """Key of an affine layer's weight, None if it is not tracked."""
-        return next((key for local, key in self.uses[0].keys.items() if local != "bias"), None)
+        return next((key for use in self._first() for local, key in use.keys.items() if local != "bias"), None)
 
     @property
     def bias(self) -> str | None:
         """Key of an affine layer's bias, None if it has none or it is not tracked."""
-        return self.uses[0].keys.get("bias")
+        return next((use.keys["bias"] for use in self._first() if "bias" in use.keys), None)
+
+    def _first(self) -> tuple[Use, ...]:
+        return self.roles[0].uses if self.roles else self.uses[:1]
+
+    def _each_use(self) -> list[tuple[Role, Use]]:
+        return [(role, use) for role in self.roles for use in role.uses]
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
@@ -174,20 +206,7 @@ def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_
         params: Key to parameter, each one the model's own.
         separate_weight_and_bias: Give every parameter its own block.
     """
-    key_of = {id(p): key for key, p in params.items()}
-    uses: list[Use] = []
-    for name, module in model.named_modules():
-        keys = {local: key_of[id(p)] for local, p in module._parameters.items() if p is not None and id(p) in key_of}
-        if keys and isinstance(module, ParametrizationList):
-            owner = name.removesuffix(f".parametrizations.{name.rpartition('.')[2]}")
-            raise UnsupportedError(
-                f"{title(owner)} computes a parameter from others (torch.nn.utils.parametrizations: weight norm, "
-                f"spectral norm, orthogonal, ...), so its curvature can't be read off what it sees. Leave "
-                f"{list(keys.values())} out of `params`, or remove the parametrization."
-            )
-        if keys:
-            uses.append(Use(name, module, rule_of(module), keys))
-
+    uses = _find_uses(model, {id(p): key for key, p in params.items()})
     layers = []
     pending = list(uses)
     while pending:
@@ -203,21 +222,63 @@ def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_
     return layers
 
 
+def _find_uses(model: nn.Module, key_of: Mapping[int, str]) -> list[Use]:
+    uses: list[Use] = []
+    claimed: set[int] = set()  # modules whose parameters another one answers for
+    for name, module in model.named_modules():
+        if id(module) in claimed:
+            continue
+        if is_parametrized(module):
+            inner = module.get_submodule("parametrizations")
+            claimed |= {id(m) for m in inner.modules()}
+        rule, parts = rule_of(module), set()
+        for part in rule.parts(module):
+            claimed.add(id(part.module))
+            parts |= {id(p) for p in part.params.values()}
+            keys = {local: key_of[id(p)] for local, p in part.params.items() if id(p) in key_of}
+            if keys:
+                full = f"{name}.{part.name}" if name else part.name
+                uses.append(Use(full, part.module, part.rule, keys, module, functional=True))
+        own = {local: p for local, p in differentiable_parameters(module).items() if id(p) not in parts}
+        keys = {local: key_of[id(p)] for local, p in own.items() if id(p) in key_of}
+        if keys:
+            rule.check(module)
+            uses.append(Use(name, module, rule, keys, module))
+    return [use for use in uses if not _alias(use, uses)]
+
+
+def _alias(use: Use, uses: list[Use]) -> bool:
+    """Whether a container only holds names for parameters that modules inside it read (BERT's `predictions.bias`).
+
+    Should it read them too, recording finds one reader more than calls, and says so.
+    """
+    if isinstance(use.rule, AffineRule):
+        return False
+    inside = {id(m) for m in use.module.modules()} - {id(use.module)}
+    others = [u for u in uses if id(u.owner) in inside and isinstance(u.rule, AffineRule)]
+    return set(use.keys.values()) <= {key for u in others for key in u.keys.values()}
+
+
 def _make_layer(uses: list[Use], params: Mapping[str, Tensor], separate: bool) -> Layer:
     first = uses[0]
+    roles = _roles(uses)
+    lead = [roles[0].uses[0]] if roles else uses
     patterns: dict[str, str] = {}
-    for use in uses:
+    sizes: dict[str, int] = {}
+    for use in lead:
         known = use.rule.patterns(use.module)
+        sizes |= use.rule.sizes(use.module)
         for local, key in use.keys.items():
             patterns.setdefault(key, known[local])
-    if len(uses) > 1:
+    if not roles and len(uses) > 1:
         # Two modules may see the same parameter as different matrices; what is left in common is a flat vector.
         patterns = {key: flat_pattern(params[key]) for key in patterns}
     layer_params = {key: params[key] for key in patterns}
     name = first.name
 
     def group(keys: Sequence[str], label: str) -> Group:
-        layout = Layout({k: patterns[k] for k in keys}, {k: params[k].shape for k in keys})
+        used = {axis: n for axis, n in sizes.items() if any(axis in _axes(patterns[k]) for k in keys)}
+        layout = Layout({k: patterns[k] for k in keys}, {k: params[k].shape for k in keys}, used)
         return Group(label, tuple(keys), layout)
 
     keys = list(patterns)
@@ -225,7 +286,58 @@ def _make_layer(uses: list[Use], params: Mapping[str, Tensor], separate: bool) -
         groups = tuple(group([key], key) for key in keys)
     else:
         groups = (group(keys, keys[0] if separate else (name or keys[0])),)
-    return Layer(name, tuple(uses), layer_params, groups)
+    return Layer(name, tuple(uses), layer_params, groups, roles)
+
+
+def _roles(uses: list[Use]) -> tuple[Role, ...]:
+    """What affine modules that share parameters multiply with; empty if they have no common matrix.
+
+    They have one if all share the weight, seen as one matrix or its transpose, and a bias belongs to one role alone.
+    """
+    if not all(isinstance(use.rule, AffineRule) for use in uses):
+        return ()
+    if len(uses) == 1:
+        return (Role((uses[0],)),)
+    weights = {tuple(sorted(key for local, key in use.keys.items() if local != "bias")) for use in uses}
+    if len(weights) != 1 or len(next(iter(weights))) != 1 or any(use.rule.sizes(use.module) for use in uses):
+        return ()
+    seen: dict[str, list[Use]] = {}
+    for use in uses:
+        local = next(local for local in use.keys if local != "bias")
+        seen.setdefault(_canonical(use.rule.patterns(use.module)[local]), []).append(use)
+    # A module with dense rows says what the matrix is: it may have a bias, which is one more column.
+    roles = sorted(
+        seen.items(), key=lambda item: (not any("bias" in u.keys for u in item[1]), _affine(item[1][0]).sparse)
+    )
+    lead = roles[0][0]
+    if any(_transposed(pattern) != lead for pattern, _ in roles[1:]):
+        return ()
+    for position, (_, members) in enumerate(roles):
+        biases = {use.keys.get("bias") for use in members}
+        if len(biases) > 1 or (position and biases != {None}):
+            return ()
+    return tuple(Role(tuple(members), pattern != lead) for pattern, members in roles)
+
+
+def _affine(use: Use) -> AffineRule:
+    assert isinstance(use.rule, AffineRule)
+    return use.rule
+
+
+def _axes(pattern: str) -> list[str]:
+    return re.findall(r"[A-Za-z_]\w*", pattern)
+
+
+def _canonical(pattern: str) -> str:
+    """The pattern with axes named after their positions in the parameter."""
+    names = {axis: f"d{k}" for k, axis in enumerate(dict.fromkeys(_axes(pattern.split("->")[0])))}
+    right = re.sub(r"[A-Za-z_]\w*", lambda found: names[found[0]], pattern.split("->")[1])
+    return " ".join(right.split())
+
+
+def _transposed(canonical: str) -> str:
+    """The canonical pattern of the transposed matrix."""
+    return " ".join(reversed(re.findall(r"\([^()]*\)|\w+", canonical)))
 
 
 def flat_pattern(p: Tensor) -> str:

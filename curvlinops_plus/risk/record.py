@@ -17,41 +17,27 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_map_only
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
-from curvlinops_plus.risk.batch import Call, LayerBatch
+from curvlinops_plus.risk.batch import LayerBatch
+from curvlinops_plus.risk.event import Event, Port, connect, isolate, make_event
+from curvlinops_plus.risk.functional import FunctionCalls, rows_of
 from curvlinops_plus.risk.layers import Layer, Use, title
 from curvlinops_plus.risk.watch import ParameterReads
 
 __all__ = ["Recorder"]
 
 Consumer = Callable[[LayerBatch], None]
-
-
-@dataclass(eq=False)
-class _Event:
-    """A call while its batch is alive: what is needed to receive its gradient and to notice changed inputs."""
-
-    call: Call
-    layer: int
-    versions: list[tuple[Tensor, int]]
-    out_shape: torch.Size
-    out_dtype: torch.dtype
-    device: torch.device
-    axis: int
-    expanded: bool
-    edge: Any = None
-    handle: Any = None
 
 
 class Recorder:
@@ -61,30 +47,43 @@ class Recorder:
         layers: The layers.
         example_axis: Module name to the axis of its inputs and outputs that carries the examples.
         backward: Whether output gradients will be asked for.
+        intercept: Watch function calls even if no layer is read by them: fused inference would hide submodules.
 
     Use: inside the context, `forward` runs the model, then `inputs_only` or `send` hand each layer's `LayerBatch` to a
     consumer. Nothing is left on the modules when the context ends, also after an exception.
     """
 
-    def __init__(self, layers: Sequence[Layer], example_axis: Callable[[str], int], backward: bool) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], example_axis: Callable[[str], int], backward: bool, intercept: bool = False
+    ) -> None:
         self.layers = layers
         self.backward = backward
-        self._axis = {id(use.module): example_axis(use.name) for layer in layers for use in layer.uses}
+        uses = [(index, use) for index, layer in enumerate(layers) for use in layer.uses]
+        self.intercept = intercept or any(use.functional for _, use in uses)
+        self._axis = {id(use.module): example_axis(use.name) for _, use in uses}
+        #: Parameter to the layer and the use in whose function calls it is read.
+        self._functional = {
+            id(layer.params[key]): (layer.params[key], index, use)
+            for index, layer in enumerate(layers)
+            for use in layer.uses
+            if use.functional
+            for key in use.keys.values()
+        }
         self._handles: list[Any] = []
         self._on = False
         self._inert = False
-        self._events: list[_Event] = []
+        self._events: list[Event] = []
         self._num_examples = 0
         self._watched = False
-        self._receive: Callable[[_Event, Tensor], None] | None = None
+        self._receive: Callable[[Event, Port, Tensor], None] | None = None
 
     # ------------------------------------------------------------------------------------------------------- hooks
     def __enter__(self) -> Recorder:
         for index, layer in enumerate(self.layers):
             for use in layer.uses:
-                self._handles.append(
-                    use.module.register_forward_hook(self._hook(index, use), prepend=True, with_kwargs=True)
-                )
+                if not use.functional:
+                    hook = self._hook(index, use)
+                    self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         return self
 
     def __exit__(
@@ -101,77 +100,71 @@ class Recorder:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
             if self._inert:
                 return None
-            if not isinstance(out, Tensor) or not out.is_floating_point():
+            leaves, spec = tree_flatten(out)
+            at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
+            if not at or isinstance(out, PackedSequence) or (len(at) > 1 and isinstance(use.rule, AffineRule)):
                 what = f"a {out.dtype} tensor" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+                hint = " Pad the sequences, and say `mask=` for the padding." if isinstance(out, PackedSequence) else ""
                 raise UnsupportedError(
-                    f"{title(use.name)} ({type(module).__name__}) returned {what}; only modules that return one "
-                    "floating-point tensor can be "
-                    f"tracked. Leave its parameters {list(use.keys.values())} out of `params`."
+                    f"{title(use.name)} ({type(module).__name__}) returned {what}; expected floating-point tensors "
+                    f"with examples on one axis.{hint} Or leave its parameters {list(use.keys.values())} out of "
+                    "`params`."
                 )
-            expanded = self._num_examples > 1 and out.shape[axis] == 1 if out.ndim > axis else False
-            if self.backward:
-                out = _isolate(out, use)
-            if expanded:  # one row for all examples (position embeddings): each example gets a gradient of its own
-                out = out.expand(*out.shape[:axis], self._num_examples, *out.shape[axis + 1 :])
+            axes = use.rule.axes(module, axis, [leaves[k] for k in at], inputs=False)
+            tensors, ports, expanded = [], [], False
+            for k, port_axis in zip(at, axes, strict=True):
+                t = leaves[k]
+                if self.backward:
+                    t = isolate(t, use, several=len(at) > 1)
+                # One row for all examples (position embeddings): each example gets a gradient of its own.
+                one_row = self._num_examples > 1 and t.ndim > port_axis and t.shape[port_axis] == 1
+                if one_row:
+                    t = t.expand(*t.shape[:port_axis], self._num_examples, *t.shape[port_axis + 1 :])
+                expanded |= one_row
+                leaves[k] = t
+                tensors.append(t)
+                ports.append(Port(t.detach().new_empty(()).expand(t.shape), port_axis, expanded=one_row))
             if self._on:
-                self._note(index, use, axis, args, kwargs, out, expanded)
-            return out if self.backward or expanded else None
+                single = isinstance(out, Tensor)
+                event = make_event(use, index, args, kwargs, ports, single, axis, self._num_examples)
+                self._note(event, tensors)
+            return tree_unflatten(leaves, spec) if self.backward or expanded else None
 
         return hook
 
-    def _note(
-        self,
-        index: int,
-        use: Use,
-        axis: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Tensor,
-        expanded: bool,
-    ) -> None:
-        N, where = self._num_examples, f"{title(use.name)} ({type(use.module).__name__})"
-        size = out.shape[axis] if out.ndim > axis else 0
-        if size == 0 or size % N or (axis != 0 and size != N):
-            raise UnsupportedError(
-                f"{where} returned shape {list(out.shape)} in a batch of {N} examples: axis {axis} should carry "
-                "the examples, or a multiple of them. If "
-                f"another axis does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
-            )
-        if isinstance(use.rule, AffineRule):  # an affine layer reads one tensor; the rest is not kept alive
-            args, kwargs = (use.rule.input_of(args, kwargs),), {}
-        versions: list[tuple[Tensor, int]] = []
+    def _call(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, examples: int | None) -> Tensor:
+        """A product inside attention: note it for the layers whose parameters it reads."""
+        if self._inert or not self._on:
+            return out
+        read: dict[int, tuple[int, Use]] = {}
+        for t in (weight, bias):
+            found = rows_of(t, [p for p, _, _ in self._functional.values()])
+            if found is not None:
+                p, rows = found
+                _, index, use = self._functional[id(p)]
+                assert isinstance(use.rule, AffineRule)
+                read[id(use)] = index, Use(use.name, use.module, use.rule.at(rows, len(p)), use.keys, use.owner, True)
+        for position, (index, use) in enumerate(read.values()):
+            if self.backward and position == 0:
+                out = isolate(out, use)
+            port = Port(out.detach().new_empty(()).expand(out.shape), 1, examples)
+            event = make_event(use, index, (x,), {}, [port], True, 1, self._num_examples, examples)
+            self._note(event, [out])
+        return out
 
-        def keep(t: Tensor) -> Tensor:
-            t = t.detach()
-            if not t.is_inference():
-                versions.append((t, t._version))
-            if axis and t.ndim > axis and t.shape[axis] in (1, N):
-                t = t.movedim(axis, 0)
-            return t.expand(N, *t.shape[1:]) if expanded and t.ndim and t.shape[0] == 1 else t
-
-        call = Call(use, tree_map_only(Tensor, keep, args), tree_map_only(Tensor, keep, kwargs))
-        event = _Event(call, index, versions, out.shape, out.dtype, out.device, axis, expanded)
-        if isinstance(use.rule, AffineRule) and call.input.shape[0] != out.movedim(axis, 0).shape[0]:
-            raise UnsupportedError(
-                f"{where} got an input of shape {list(call.input.shape)} and returned {list(out.shape)} in a "
-                f"batch of {N} examples: the example axis "
-                "differs. Add a leading axis for the examples, or say EmpiricalRisk(..., "
-                f"example_axis={{{use.name!r}: axis}})."
-            )
+    def _note(self, event: Event, tensors: Sequence[Tensor]) -> None:
         if self.backward:
-            event.edge = get_gradient_edge(out)
-            event.handle = out.register_hook(lambda g, event=event: self._arrive(event, g))
+            for port, t in zip(event.ports, tensors, strict=True):
+                connect(port, t, partial(self._arrive, event, port))
         self._events.append(event)
 
-    def _arrive(self, event: _Event, g: Tensor) -> None:
+    def _arrive(self, event: Event, port: Port, g: Tensor) -> None:
         if self._receive is not None:
-            self._receive(event, g)
+            self._receive(event, port, g)
 
     def _forget(self) -> None:
         for event in self._events:
-            if event.handle is not None:
-                event.handle.remove()
-            event.edge = event.handle = None
+            event.forget()
         self._events = []
         self._receive = None
 
@@ -184,7 +177,11 @@ class Recorder:
         # Frozen parameters leave no trace in the graph; who reads them is looked at once.
         reads = ParameterReads(frozen) if frozen and not self._watched else None
         try:
-            with reads or nullcontext():
+            with ExitStack() as modes:
+                if self.intercept:
+                    modes.enter_context(FunctionCalls(self._call))
+                if reads is not None:
+                    modes.enter_context(reads)
                 out = run()
         finally:
             self._on = False
@@ -220,10 +217,12 @@ class Recorder:
         same = torch.allclose(output, plain, rtol=rounding, atol=rounding * float(plain.abs().max()))
         if same and self.backward and output.requires_grad:
             for n, v in vectors:
-                found = torch.autograd.grad(output, [e.edge for e in events], v, retain_graph=True, allow_unused=True)
-                for event, g in zip(events, found):
+                ports = [port for event in events for port in event.ports]
+                edges = [port.edge for port in ports]
+                found = torch.autograd.grad(output, edges, v, retain_graph=True, allow_unused=True)
+                for port, g in zip(ports, found):
                     if g is not None:
-                        rows = g.movedim(event.axis, 0)
+                        rows = port.arrange(g)
                         same &= not bool(rows[:n].any() | rows[n + 1 :].any())
         if not same:
             raise UnsupportedError(
@@ -236,14 +235,14 @@ class Recorder:
     @property
     def output_numel(self) -> int:
         """Numbers in the outputs of all recorded calls of this batch."""
-        return sum(event.out_shape.numel() for event in self._events)
+        return sum(port.out.numel() for event in self._events for port in event.ports)
 
     @property
     def called(self) -> set[int]:
         """Indices of the layers that were called in this batch."""
         return {event.layer for event in self._events}
 
-    def _hand_over(self, consume: Consumer, index: int, events: list[_Event], **facts: Any) -> None:
+    def _hand_over(self, consume: Consumer, index: int, events: list[Event], **facts: Any) -> None:
         """Show one layer to a consumer, which may run modules again: the hooks let those calls pass."""
         self._inert = True
         try:
@@ -270,10 +269,10 @@ class Recorder:
             n: The example.
         """
         self._check_versions()
-        wrong: list[_Event] = []
+        wrong: list[Event] = []
 
-        def receive(event: _Event, g: Tensor) -> None:
-            rows = g.detach().movedim(event.axis, 0).unflatten(0, (self._num_examples, -1))
+        def receive(event: Event, port: Port, g: Tensor) -> None:
+            rows = port.arrange(g.detach()).unflatten(0, (self._num_examples, -1))
             if bool(rows[:n].any() | rows[n + 1 :].any()) and bool(rows.isfinite().all()):
                 wrong.append(event)
 
@@ -286,10 +285,10 @@ class Recorder:
             self._receive = None
         if wrong:
             event = min(wrong, key=self._events.index)
-            name, shape = event.call.use.name, list(event.out_shape)
+            name, shape, axis = event.call.use.name, list(event.ports[0].out.shape), event.ports[0].axis
             raise UnsupportedError(
-                f"{title(name)} ({type(event.call.use.module).__name__}) returned shape {shape} in a batch of "
-                f"{self._num_examples} examples, but axis {event.axis} does not carry the examples (is it a position "
+                f"{title(name)} ({type(event.call.use.owner).__name__}) returned shape {shape} in a batch of "
+                f"{self._num_examples} examples, but axis {axis} does not carry the examples (is it a position "
                 f"embedding, or time-major?), or the model mixes examples. Say EmpiricalRisk(..., "
                 f"example_axis={{{name!r}: axis}}), expand the layer's input to the batch in the model, or leave its "
                 f"parameters out of `params`."
@@ -321,19 +320,22 @@ class Recorder:
         by_layer, reached = self._by_layer(), set()
         for first, last, parts in _with_ends(vectors):
             first = first and begin
-            waiting = {index: len(events) for index, events in by_layer.items()}
+            waiting = {index: sum(len(e.ports) for e in events) for index, events in by_layer.items()}
             received: dict[int, Tensor] = {}
 
             def finish(index: int, first: bool = first, received: dict[int, Tensor] = received) -> None:
                 for event in by_layer[index]:
-                    g = received.pop(id(event), None)
-                    event.call.grads = self._zeros(event) if g is None else g.movedim(event.axis, 0)[None]
+                    event.receive({id(port): received.pop(id(port), None) for port in event.ports}, 1, lead=0)
                 self._hand_over(consume, index, by_layer[index], first=first, **facts)
 
             def receive(
-                event: _Event, g: Tensor, waiting: dict[int, int] = waiting, received: dict[int, Tensor] = received
+                event: Event,
+                port: Port,
+                g: Tensor,
+                waiting: dict[int, int] = waiting,
+                received: dict[int, Tensor] = received,
             ) -> None:
-                received[id(event)] = g.detach()
+                received[id(port)] = g.detach()
                 reached.add(event.layer)
                 waiting[event.layer] -= 1
                 if waiting[event.layer] == 0:
@@ -369,15 +371,15 @@ class Recorder:
         if first:
             self._check_versions()
             self._sources(outputs)  # who reads the parameters
-        events = [e for e in self._events if e.edge is not None]
-        if not events:
+        ports = [port for event in self._events for port in event.ports if port.edge is not None]
+        if not ports:
             return set()
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*batching rule.*")  # vmap's own loop: slower, and right
                 found = torch.autograd.grad(
                     outputs,
-                    [e.edge for e in events],
+                    [port.edge for port in ports],
                     vectors,
                     retain_graph=True,
                     allow_unused=True,
@@ -386,28 +388,23 @@ class Recorder:
         except RuntimeError:  # custom functions without a vmap rule, and more; what else is wrong is raised again below
             one_by_one = ([v[index] for v in vectors] for index in range(len(vectors[0])))
             return self.send(outputs, one_by_one, consume, begin=first, keep=True, **facts)
-        grads, reached = {id(e): g for e, g in zip(events, found)}, set()
+        grads, reached = {id(port): g for port, g in zip(ports, found)}, set()
         del found
         for index, mine in self._by_layer().items():
             for event in mine:
-                g = grads.pop(id(event), None)
-                if g is not None:
+                arrived = {id(port): grads.pop(id(port), None) for port in event.ports}
+                if any(g is not None for g in arrived.values()):
                     reached.add(index)
-                event.call.grads = self._zeros(event, len(vectors[0])) if g is None else g.movedim(event.axis + 1, 1)
+                event.receive(arrived, len(vectors[0]), lead=1)
             self._hand_over(consume, index, mine, first=first, **facts)
         return reached
 
     # --------------------------------------------------------------------------------------------------- internals
-    def _by_layer(self) -> dict[int, list[_Event]]:
-        by_layer: dict[int, list[_Event]] = {}
+    def _by_layer(self) -> dict[int, list[Event]]:
+        by_layer: dict[int, list[Event]] = {}
         for event in self._events:
             by_layer.setdefault(event.layer, []).append(event)
         return dict(sorted(by_layer.items()))
-
-    def _zeros(self, event: _Event, V: int = 1) -> Tensor:
-        shape = list(event.out_shape)
-        shape.insert(0, shape.pop(event.axis))
-        return torch.zeros(V, *shape, dtype=event.out_dtype, device=event.device)
 
     def _check_versions(self) -> None:
         for event in self._events:
@@ -420,7 +417,7 @@ class Recorder:
 
     def _sources(self, outputs: Sequence[Tensor]) -> list[Any]:
         """Edges with no other recorded edge between them and the input: asking for these visits all."""
-        edges = [e.edge for e in self._events if e.edge is not None]
+        edges = [port.edge for e in self._events for port in e.ports if port.edge is not None]
         marked = {edge.node for edge in edges}
         reaches: dict[Any, bool] = {}
         readers: dict[int, int] = {}
@@ -461,24 +458,6 @@ class Recorder:
                         f"{calls} times by calls of the layer: it is used outside of its layer, so its curvature can't "
                         f"be computed from what the layer sees. Leave it out of `params`, or give that use a module."
                     )
-
-
-def _isolate(out: Tensor, use: Use) -> Tensor:
-    """The same numbers, differentiable, and neither a leaf nor a view: in-place operations keep its edge."""
-    if not torch.is_grad_enabled():
-        raise UnsupportedError(
-            f"{title(use.name)} ran under torch.no_grad(). If this is activation checkpointing, pass "
-            "use_reentrant=False; if it is a frozen part of the model, "
-            f"leave its parameters {list(use.keys.values())} out of `params`."
-        )
-    if out.requires_grad and not out._is_view():
-        return out
-    if not out.requires_grad:
-        out = out.detach().requires_grad_()
-    # A module of unknown code may have saved its output for backward, and an alias has a version counter of its own.
-    if not isinstance(use.rule, AffineRule):
-        return out.clone()
-    return torch.ops.aten._unsafe_view(out, out.shape)
 
 
 def _with_ends(items: Iterable[Sequence[Tensor]]) -> Iterable[tuple[bool, bool, Sequence[Tensor]]]:

@@ -264,7 +264,11 @@ class EmpiricalRisk:
         """
         totals, draws = Totals(), Draws(0 if vectors.seed is None else vectors.seed)
         grad_mode = torch.enable_grad if vectors.backward else torch.no_grad
-        with torch.inference_mode(False), grad_mode(), Recorder(layers, self.axis_of, vectors.backward) as recorder:
+        # Fused inference of transformers calls no submodule, so that no hook would fire.
+        fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+        intercept = any(isinstance(module, fused) for module in self.model.modules())
+        recorder = Recorder(layers, self.axis_of, vectors.backward, intercept)
+        with torch.inference_mode(False), grad_mode(), recorder:
             for batch in self.batches(desc):
                 part = self._one_batch(recorder, batch, vectors, draws, consume)
                 totals.add(part)

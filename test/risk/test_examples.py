@@ -174,10 +174,3 @@ def test_a_state_without_its_blocks_is_refused_whole(missing: str) -> None:
     del state[missing]
     with pytest.raises(ValueError, match=f"lacks.*{missing}"):
         K.load_state_dict(state)
-
-
-def test_parametrized_layers_are_refused_by_name() -> None:
-    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 1)), nn.Linear(1, 2)).double()
-    data = [(torch.randn(4, 3).double(), torch.zeros(4, 2).double())]
-    with pytest.raises(UnsupportedError, match=r"layer '0' computes a parameter from others.*weight norm"):
-        curvature(EmpiricalRisk(model, nn.MSELoss(), data), DiagonalBlock)

@@ -1,0 +1,169 @@
+"""Layers that normalize, then scale and shift: the scale's gradient is the output gradient times what was normalized.
+
+`y = weight · x̂ + bias` entry by entry, so that for each example `J_weight = Σ g x̂` and `J_bias = Σ g`, over the
+positions that share an entry. There is no matrix to take apart: the blocks are the exact diagonal or the full block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from curvlinops_plus.layer.replay import at_least_float32, check_repeatable
+from curvlinops_plus.layer.rule import LayerRule, register_rule
+
+__all__ = ["BatchNormRule", "GroupNormRule", "InstanceNormRule", "LayerNormRule", "RMSNormRule", "ScaleShiftRule"]
+
+
+class ScaleShiftRule(LayerRule):
+    """Layers `weight · x̂ + bias` with `x̂` of the input's shape: a subclass says what `x̂` is and where features are.
+
+    Example:
+        >>> layer, x = nn.LayerNorm(3), torch.tensor([[1.0, 2, 3], [0, 0, 3]])
+        >>> LayerNormRule().per_example_grads(layer, (x,), {}, torch.ones(1, 2, 3))["weight"]
+        tensor([[[-1.2247,  0.0000,  1.2247],
+                 [-0.7071, -0.7071,  1.4142]]])
+    """
+
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, *in]
+        """The output at weight one and bias zero."""
+        raise NotImplementedError(f"{type(self).__name__} must define normalized(module, x), [B, *in] -> [B, *in].")
+
+    def features(self, module: nn.Module, x: Tensor) -> range:
+        """Dimensions of `x` that weight and bias have; the others, but dimension 0, are positions. Default: 1."""
+        return range(1, 2)
+
+    def check(self, module: nn.Module) -> None:
+        """Batch normalization must not use the statistics of the batch."""
+        check_repeatable(module)
+
+    def per_example_grads(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
+    ) -> dict[str, Tensor]:  # g: [V, B, *in] -> {name: [V, B, *shape]}
+        """`Σ g x̂` for the weight and `Σ g` for the bias. Cost: one pass over `g` each.
+
+        Raises:
+            UnsupportedError: If the module normalizes with the statistics of the batch.
+        """
+        self.check(module)
+        x, g = at_least_float32(next(iter([*args, *kwargs.values()]))), at_least_float32(g)
+        kept = self.features(module, x)
+        positions = [dim for dim in range(1, x.ndim) if dim not in kept]
+        found: dict[str, Tensor] = {}
+        for name in self.patterns(module):
+            if name == "bias":
+                found[name] = g.sum([dim + 1 for dim in positions]) if positions else g.clone()
+            else:
+                with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+                    normalized = self.normalized(module, x)
+                # One vector at a time: the products are as large as the layer's output.
+                found[name] = (
+                    torch.stack([(row * normalized).sum(positions) for row in g]) if positions else g * normalized
+                )
+        return found
+
+
+@register_rule(nn.LayerNorm)
+class LayerNormRule(ScaleShiftRule):
+    """`nn.LayerNorm`: the features are the last dimensions."""
+
+    def features(self, module: nn.Module, x: Tensor) -> range:
+        """The normalized dimensions, which come last."""
+        assert isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+        return range(x.ndim - len(module.normalized_shape), x.ndim)
+
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Mean zero and variance one over the features."""
+        assert isinstance(module, nn.LayerNorm)
+        return F.layer_norm(x, module.normalized_shape, None, None, module.eps)
+
+
+@register_rule(nn.RMSNorm)
+class RMSNormRule(LayerNormRule):
+    """`nn.RMSNorm`: the features are the last dimensions, and there is no bias."""
+
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Mean square one over the features."""
+        assert isinstance(module, nn.RMSNorm)
+        return F.rms_norm(x, module.normalized_shape, None, module.eps)
+
+
+@register_rule(nn.GroupNorm)
+class GroupNormRule(ScaleShiftRule):
+    """`nn.GroupNorm`: the features are dimension 1."""
+
+    channels_first: ClassVar[bool] = True
+
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Mean zero and variance one over each group of channels and all positions."""
+        assert isinstance(module, nn.GroupNorm)
+        return F.group_norm(x, module.num_groups, None, None, module.eps)
+
+
+@register_rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+class BatchNormRule(ScaleShiftRule):
+    """Batch normalization in evaluation mode, with running statistics: the features are dimension 1.
+
+    In training mode, and without running statistics, the examples of a batch depend on each other: that is refused.
+    """
+
+    channels_first: ClassVar[bool] = True
+
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Shifted and scaled by the running statistics."""
+        mean, var = module.running_mean, module.running_var
+        assert isinstance(mean, Tensor)
+        assert isinstance(var, Tensor)
+        assert isinstance(module.eps, float)
+        return F.batch_norm(x, mean.to(x.dtype), var.to(x.dtype), eps=module.eps)
+
+
+@register_rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+class InstanceNormRule(ScaleShiftRule):
+    """Instance normalization: the features are dimension 1.
+
+    Each example is normalized by itself, or with running statistics in evaluation mode of layers that track them.
+    """
+
+    channels_first: ClassVar[bool] = True
+
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Mean zero and variance one over the positions, or shifted and scaled by the running statistics."""
+        mean, var, eps = module.running_mean, module.running_var, module.eps
+        assert isinstance(eps, float)
+        if module.training or not isinstance(mean, Tensor) or not isinstance(var, Tensor):
+            return F.instance_norm(x, eps=eps)  # not given to it, the running statistics are not updated
+        return F.instance_norm(x, mean.to(x.dtype), var.to(x.dtype), use_input_stats=False, eps=eps)
+
+
+def _hugging_face(*names: str) -> list[str]:
+    return [f"transformers.models.{name.lower()}.modeling_{name.lower()}.{name}RMSNorm" for name in names]
+
+
+@register_rule(
+    *_hugging_face("Gemma", "Gemma2", "Gemma3", "Llama", "Mistral", "Mixtral", "Olmo2", "Phi3", "Qwen2", "Qwen3"),
+    "transformers.models.t5.modeling_t5.T5LayerNorm",
+)
+class ScaledRMSNormRule(ScaleShiftRule):
+    """Root mean square normalization of Hugging Face models: the feature is the last dimension.
+
+    They differ in precision and in whether the weight is added to one. All are `x̂ · (weight + constant)`, so that `x̂` is
+    the output at weight one minus the output at weight zero.
+    """
+
+    def features(self, module: nn.Module, x: Tensor) -> range:
+        """The last dimension."""
+        return range(x.ndim - 1, x.ndim)
+
+    def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
+        """What a weight is multiplied with."""
+        weight = module.get_parameter("weight").detach().to(x.dtype)
+        at_one, at_zero = (
+            functional_call(module, {"weight": torch.full_like(weight, value)}, (x,)) for value in (1.0, 0.0)
+        )
+        return at_one - at_zero

@@ -1,0 +1,47 @@
+"""`nn.PReLU`: the slope's gradient is the output gradient times the negative part of the input."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus.layer.replay import at_least_float32
+from curvlinops_plus.layer.rule import LayerRule, register_rule
+
+__all__ = ["PReLURule"]
+
+
+@register_rule(nn.PReLU)
+class PReLURule(LayerRule):
+    """`max(0, x) + weight · min(0, x)`, with one slope or one for each entry of dimension 1.
+
+    Example:
+        >>> layer, x = nn.PReLU(), torch.tensor([[-1.0, 2, -3], [4, 5, -6]])
+        >>> PReLURule().per_example_grads(layer, (x,), {}, torch.ones(1, 2, 3))["weight"]
+        tensor([[[-4.],
+                 [-6.]]])
+    """
+
+    def per_example_grads(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
+    ) -> dict[str, Tensor]:  # g: [V, B, *in] -> {"weight": [V, B, slopes]}
+        """`Σ g min(0, x)` over the positions that share a slope (nothing at x = 0). Cost: one pass over `g`."""
+        x = at_least_float32(next(iter([*args, *kwargs.values()]))).detach()
+        negative, slopes = x.clamp(max=0), module.get_parameter("weight").numel()
+        # [B, slopes, positions], for one example number [B] as well as for images.
+        negative = negative.reshape(len(x), slopes, -1)
+        rows = at_least_float32(g).reshape(len(g), *negative.shape)
+        return {"weight": torch.stack([(row * negative).sum(2) for row in rows])}
+
+    def masked(self, g: Tensor, mask: Tensor | None) -> Tensor:
+        """Positions stand before the features, or behind the channels: where the mask fits."""
+        if mask is not None and g.ndim > 3 and g.shape[2] != mask.shape[1]:
+            return _ChannelsFirst().masked(g, mask)
+        return super().masked(g, mask)
+
+
+class _ChannelsFirst(LayerRule):
+    channels_first: ClassVar[bool] = True

@@ -1,0 +1,241 @@
+"""Recurrent layers: their steps run once for all examples, and the gradients at every step say the rest.
+
+The weights of a recurrent layer enter through products `W a + b` at every step. With the gradients `δ_t` of all these
+products, `Σ_t δ_t a_tᵀ` are the gradients of each example: one forward and one backward pass through the recurrence,
+written out, give them for all examples together. (Running the fused layer again for one example at a time does, too, but
+`vmap` knows none of these layers.)
+
+The steps of a sequence are not independent given the input, so that there are no Kronecker factors: the blocks are the
+exact diagonal or the full block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.replay import at_least_float32, check_repeatable, in_chunks
+from curvlinops_plus.layer.rule import LayerRule, register_rule
+
+__all__ = ["CellRule", "RecurrentRule"]
+
+# Work memory per example and step, in multiples of the gates: what the steps keep for their backward pass.
+_ACTIVATIONS = 4
+
+
+class _Products:
+    """All products `W a + b` of a pass through the recurrence, with their inputs."""
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self.params = params
+        self.calls: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, a: Tensor, weight: str, bias: str = "") -> Tensor:  # [..., i] -> [..., o]
+        y = F.linear(a, self.params[weight], self.params.get(bias))
+        if not y.requires_grad:  # the parameters do not, so that no gradient of theirs is computed
+            y.requires_grad_()
+        self.calls.setdefault((weight, bias), []).append((a.detach(), y))
+        return y
+
+    def grads(self, outputs: Sequence[Tensor], g: Sequence[Tensor]) -> dict[str, Tensor]:  # -> {name: [B, *shape]}
+        """Gradients of each example by one backward pass."""
+        products = [y for calls in self.calls.values() for _, y in calls]
+        at = iter(torch.autograd.grad(outputs, products, g, materialize_grads=True))
+        found: dict[str, Tensor] = {}
+        for (weight, bias), calls in self.calls.items():
+            a = torch.stack([a for a, _ in calls], 1).flatten(1, -2)  # all steps together: [B, T, i]
+            delta = torch.stack([next(at) for _ in calls], 1).flatten(1, -2)
+            found[weight] = delta.mT @ a
+            if bias in self.params:
+                found[bias] = delta.sum(1)
+        return found
+
+
+class RecurrentRule(LayerRule):
+    """`nn.RNN`, `nn.LSTM` and `nn.GRU` with all their options, but no dropout in training mode.
+
+    Cost: a forward and a backward pass of the layer, step by step, for each vector and example (all in one batch).
+
+    Example:
+        >>> layer, x = nn.GRU(3, 2, batch_first=True), torch.ones(4, 5, 3)
+        >>> g = [torch.ones(1, 4, 5, 2), torch.zeros(1, 4, 1, 2)]  # of the sequence, and of the last state
+        >>> RecurrentRule().per_example_grads(layer, (x,), {}, g)["weight_hh_l0"].shape
+        torch.Size([1, 4, 6, 2])
+    """
+
+    def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
+        """Sequences, which come first, have examples where `batch_first` says, states always on axis 1.
+
+        Raises:
+            UnsupportedError: If the input is one sequence without an example axis, or a `PackedSequence`.
+        """
+        if inputs and leaves[0].ndim == 2:
+            if len(leaves) > 1 and leaves[1].ndim == 1 and not leaves[1].is_floating_point():
+                raise UnsupportedError(
+                    f"{type(module).__name__} got a PackedSequence, in which the steps of all examples are "
+                    "interleaved. Give the layer the padded tensor instead, and a mask of the steps that count: "
+                    "EmpiricalRisk(..., mask=lambda X, y: ...)."
+                )
+            raise UnsupportedError(
+                f"{type(module).__name__} got one sequence of shape {list(leaves[0].shape)} without an example axis, "
+                f"expected 3 dimensions. Add it with `x.unsqueeze({0 if module.batch_first else 1})`."
+            )
+        return [0 if module.batch_first else 1, *[1] * (len(leaves) - 1)]
+
+    def check(self, module: nn.Module) -> None:
+        """Dropout between layers draws random numbers.
+
+        Raises:
+            UnsupportedError: For dropout in training mode.
+        """
+        check_repeatable(module)
+        if module.training and getattr(module, "dropout", 0) and getattr(module, "num_layers", 1) != 1:
+            raise UnsupportedError(
+                f"{type(module).__name__}(dropout={module.dropout}) in training mode draws random numbers, so that its "
+                "gradients are those of one draw. Call `model.eval()` first."
+            )
+
+    def replay(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        g: Tensor | Sequence[Tensor],
+        in_axes: Sequence[int] | None = None,
+        out_axes: Sequence[int] | None = None,
+    ) -> dict[str, Tensor]:
+        """Gradients of each example, examples first everywhere: the module itself is not run.
+
+        Where weights are computed from others (weight normalization, pruning), it is, one example at a time.
+        """
+        self.check(module)
+        g = [g] if isinstance(g, Tensor) else list(g)
+        if not self._weights(module) <= {name for name, p in module._parameters.items() if p is not None}:
+            tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, Tensor)]
+            in_axes = in_axes or self.axes(module, 0, tensors, inputs=True)
+            return super().replay(module, args, kwargs, g, in_axes, out_axes or self.axes(module, 0, g, inputs=False))
+        named = {**dict(zip(("input", "hx"), args)), **kwargs}
+        given = tree_leaves((named["input"], named.get("hx")))
+        B = g[0].shape[1]
+        x, *states = [at_least_float32(t.detach()).expand(B, *t.shape[1:]) for t in given if isinstance(t, Tensor)]
+        params = {name: at_least_float32(p.detach()) for name, p in module.named_parameters(recurse=False)}
+
+        def chunk(g: Sequence[Tensor], vectors: slice, examples: slice) -> dict[str, Tensor]:
+            """All vectors at once: the examples are repeated for each."""
+            V = len(g[0][vectors])
+            given = [t[examples].repeat(V, *[1] * (t.ndim - 1)) for t in (x, *states)]
+            with torch.enable_grad():
+                products = _Products(params)
+                outputs = self._run(module, products, given[0], given[1:])
+            J = products.grads(outputs, [t[vectors, examples].flatten(0, 1).to(x.dtype) for t in g])
+            return {name: J[name].unflatten(0, (V, -1)) for name in params}
+
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            return in_chunks(chunk, g, self._chunk_sizes(module, x, *g[0].shape[:2]))
+
+    def _chunk_sizes(self, module: nn.Module, x: Tensor, V: int, B: int) -> tuple[int, int]:
+        """How many vectors and examples are worked on at a time."""
+        gates = sum(p.shape[0] for p in module._parameters.values() if p is not None and p.ndim == 2)
+        rows = self.max_bytes // max(1, _ACTIVATIONS * gates * (x[0].numel() // x.shape[-1]) * x.element_size())
+        return min(V, max(1, rows)), min(B, max(1, rows // max(1, V)))
+
+    def _weights(self, module: nn.Module) -> set[str]:
+        """Names of the weights that the layer multiplies with."""
+        return {name for name in module._flat_weights_names if name.startswith("weight")}
+
+    def _run(self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs of the layer for sequences [B, T, i] and states [B, layers, h]: sequence, and states after it."""
+        directions = 2 if module.bidirectional else 1
+        last: list[tuple[Tensor, ...]] = []
+        for layer in range(module.num_layers):
+            sequences = []
+            for reverse in range(directions):
+                name = f"_l{layer}" + "_reverse" * reverse
+                state = _states(module, x, [s[:, len(last)] for s in states])
+                out, state = _sequence(module, products, x.flip(1) if reverse else x, state, name)
+                sequences.append(out.flip(1) if reverse else out)
+                last.append(state)
+            x = torch.cat(sequences, -1)
+        return [x, *(torch.stack(states, 1) for states in zip(*last))]
+
+
+class CellRule(RecurrentRule):
+    """`nn.RNNCell`, `nn.LSTMCell` and `nn.GRUCell`: one step, all tensors with the examples first.
+
+    Example:
+        >>> layer, x = nn.LSTMCell(3, 2), torch.ones(4, 3)
+        >>> g = [torch.ones(1, 4, 2), torch.zeros(1, 4, 2)]
+        >>> CellRule().per_example_grads(layer, (x,), {}, g)["bias_hh"].shape
+        torch.Size([1, 4, 8])
+    """
+
+    def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
+        """All have the examples first.
+
+        Raises:
+            UnsupportedError: If the input has no example axis.
+        """
+        if inputs and leaves[0].ndim == 1:
+            raise UnsupportedError(
+                f"{type(module).__name__} got an input of shape {list(leaves[0].shape)} without an example axis, "
+                "expected 2 dimensions. Add it with `x[None]`."
+            )
+        return [0] * len(leaves)
+
+    def _weights(self, module: nn.Module) -> set[str]:
+        return {"weight_ih", "weight_hh"}
+
+    def _run(self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+        given = products(x, "weight_ih", "bias_ih")
+        return [*_step(module, products, given, _states(module, x, states), "")]
+
+
+# Below the classes, whose names it needs: what the recurrent layers of PyTorch are called.
+register_rule(nn.RNN, nn.LSTM, nn.GRU)(RecurrentRule)
+register_rule(nn.RNNCell, nn.LSTMCell, nn.GRUCell)(CellRule)
+
+
+def _states(module: nn.Module, x: Tensor, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """State before the first step, zero by default: (h, c) of an LSTM, else (h,)."""
+    if given:
+        return tuple(given)
+    hidden = int(module.hidden_size)
+    h = x.new_zeros(len(x), getattr(module, "proj_size", 0) or hidden)
+    return (h, x.new_zeros(len(x), hidden)) if isinstance(module, (nn.LSTM, nn.LSTMCell)) else (h,)
+
+
+def _sequence(
+    module: nn.Module, products: _Products, x: Tensor, state: tuple[Tensor, ...], name: str
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One layer in one direction: outputs [B, T, h] and the state after the last step."""
+    steps = []
+    for given in products(x, f"weight_ih{name}", f"bias_ih{name}").unbind(1):
+        state = _step(module, products, given, state, name)
+        steps.append(state[0])
+    return torch.stack(steps, 1), state
+
+
+def _step(
+    module: nn.Module, products: _Products, given: Tensor, state: tuple[Tensor, ...], name: str
+) -> tuple[Tensor, ...]:
+    """State after one step; `given` is the input's part of the gates, in the order of PyTorch's weights."""
+    h = state[0]
+    past = products(h, f"weight_hh{name}", f"bias_hh{name}")
+    if isinstance(module, (nn.LSTM, nn.LSTMCell)):
+        i, f, g, o = (given + past).chunk(4, -1)
+        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        return (products(h, f"weight_hr{name}") if f"weight_hr{name}" in products.params else h), c
+    if isinstance(module, (nn.GRU, nn.GRUCell)):
+        (r, z, n), (r_past, z_past, n_past) = given.chunk(3, -1), past.chunk(3, -1)
+        z = (z + z_past).sigmoid()
+        n = (n + (r + r_past).sigmoid() * n_past).tanh()
+        return ((1 - z) * n + z * h,)
+    assert isinstance(module, (nn.RNN, nn.RNNCell))
+    return (torch.tanh(given + past) if module.nonlinearity == "tanh" else torch.relu(given + past),)

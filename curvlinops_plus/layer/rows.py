@@ -1,0 +1,293 @@
+"""Rows with a few non-zero entries out of many: what an embedding multiplies its table with.
+
+An embedding of token 7 is the table times the 7-th unit vector. With 50 000 tokens such rows are never written out: a
+row is kept as the places and the values of its entries, and sums of products are formed for the places that occur.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["SparseRows"]
+
+# Work memory for the gradients of several vectors at a time.
+_WORK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class SparseRows:
+    """Rows `a_{b,s} = Σ_l weight[b,s,l] · e_{index[b,s,l]}` of length `size`.
+
+    Entries of one row at the same place add up. Rows that are not kept are zero and count nowhere, also not in means.
+
+    Attributes:
+        index: Places of the entries, integers `[B, S, L]`.
+        weight: Values of the entries, `[B, S, L]`; None for ones.
+        size: Length `i` of a row.
+        kept: Rows that count, `[B, S]` bool; None for all.
+        dtype: Of the results; default that of `weight`, or else PyTorch's default dtype.
+
+    Raises:
+        ValueError: If the shapes don't fit together.
+
+    Example:
+        >>> rows = SparseRows(torch.tensor([[[0, 2], [1, 1]]]), None, 4)
+        >>> rows.to_dense()
+        tensor([[[1., 0., 1., 0.],
+                 [0., 2., 0., 0.]]])
+        >>> rows.square_sum()
+        tensor([1., 4., 1., 0.])
+    """
+
+    index: Tensor
+    weight: Tensor | None
+    size: int
+    kept: Tensor | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        index, weight, kept = self.index, self.weight, self.kept
+        if index.ndim != 3 or index.is_floating_point():
+            raise ValueError(f"Expected places [B, S, L] of integers, got {index.dtype} of shape {list(index.shape)}.")
+        if weight is not None and weight.shape != index.shape:
+            raise ValueError(
+                f"Expected one weight for each entry, {list(index.shape)}, got shape {list(weight.shape)}."
+            )
+        if kept is not None and (kept.shape != index.shape[:2] or kept.dtype != torch.bool):
+            raise ValueError(
+                f"Expected kept rows as bool of shape {list(index.shape[:2])}, got {kept.dtype} of shape "
+                f"{list(kept.shape)}."
+            )
+        # A frozen dataclass sets its fields this way.
+        object.__setattr__(self, "index", index.long())
+        if self.dtype is None:
+            object.__setattr__(self, "dtype", torch.get_default_dtype() if weight is None else weight.dtype)
+        elif weight is not None:
+            object.__setattr__(self, "weight", weight.to(self.dtype))
+
+    # ------------------------------------------------------------------------------------------------ other rows
+    @property
+    def shape(self) -> torch.Size:
+        """`[B, S, i]`, that of the rows written out."""
+        return torch.Size((*self.index.shape[:2], self.size))
+
+    def masked(self, mask: Tensor) -> SparseRows:  # [B, S] bool
+        """The same rows, of which only those with `mask` True are kept."""
+        kept = mask if self.kept is None else self.kept & mask
+        return SparseRows(self.index, self.weight, self.size, kept, self.dtype)
+
+    def reshape(self, num_examples: int) -> SparseRows:
+        """Rows `[N·p, S]` as `[N, p·S]`: the `p` are more positions of an example.
+
+        Raises:
+            ValueError: If the number of rows is no multiple of N.
+
+        Example:
+            >>> SparseRows(torch.zeros(6, 2, 1, dtype=torch.long), None, 5).reshape(3).shape
+            torch.Size([3, 4, 5])
+        """
+        B, S, L = self.index.shape
+        if num_examples < 1 or B % num_examples:
+            raise ValueError(f"Expected a multiple of {num_examples} examples, got {B} rows of positions.")
+        positions = B // num_examples * S
+        return SparseRows(
+            self.index.reshape(num_examples, positions, L),
+            None if self.weight is None else self.weight.reshape(num_examples, positions, L),
+            self.size,
+            None if self.kept is None else self.kept.reshape(num_examples, positions),
+            self.dtype,
+        )
+
+    @staticmethod
+    def cat(parts: Sequence[SparseRows]) -> SparseRows:
+        """Rows of several calls of a layer as more positions of the same examples.
+
+        Raises:
+            ValueError: If there are none, or examples or lengths differ.
+
+        Example:
+            >>> rows = SparseRows(torch.zeros(6, 2, 1, dtype=torch.long), None, 5)
+            >>> SparseRows.cat([rows, rows]).shape
+            torch.Size([6, 4, 5])
+        """
+        parts = list(parts)
+        kinds = {(part.shape[0], part.size) for part in parts}
+        if len(kinds) != 1:
+            raise ValueError(f"Expected rows of as many examples and of one length, got (B, i) = {sorted(kinds)}.")
+        if len(parts) == 1:
+            return parts[0]
+        L = max(part.index.shape[2] for part in parts)
+        ones = all(part.weight is None and part.index.shape[2] == L for part in parts)
+        dtype = parts[0].dtype
+        for part in parts[1:]:
+            assert dtype is not None and part.dtype is not None
+            dtype = torch.promote_types(dtype, part.dtype)
+        return SparseRows(
+            torch.cat([_widened(part.index, L) for part in parts], 1),
+            None if ones else torch.cat([_widened(part._weights, L) for part in parts], 1),
+            parts[0].size,
+            None if all(p.kept is None for p in parts) else torch.cat([part._kept for part in parts], 1),
+            dtype,
+        )
+
+    # ------------------------------------------------------------------------------------------------ statistics
+    def to_dense(self) -> Tensor:  # [B, S, i]
+        """The rows written out; those that are not kept are zero."""
+        B, S, _ = self.index.shape
+        dense = torch.zeros(B, S, self.size, dtype=self.dtype, device=self.index.device)
+        return dense.scatter_add_(2, self.index, self._values)
+
+    def sum(self) -> Tensor:  # [i]
+        """`Σ a` over all rows."""
+        return self._at_places(self.index.flatten(), self._values.flatten())
+
+    def square_sum(self) -> Tensor:  # [i]
+        """`Σ a²` over all rows: the diagonal of `Σ a aᵀ`."""
+        if self.index.shape[2] == 1:  # nothing meets
+            return self._at_places(self.index.flatten(), self._values.square().flatten())
+        B, S, _ = self.index.shape
+        return self._square_sum(torch.arange(B * S, device=self.index.device).view(B, S), self._values)
+
+    def mean_square(self) -> Tensor:  # [i]
+        """`Σ_n ā_n²` of the means `ā_n` over an example's kept rows: the diagonal of `Σ_n ā_n ā_nᵀ`."""
+        B, S, _ = self.index.shape
+        values = self._values
+        if self.kept is None:
+            values = values / max(1, S)
+        else:
+            values = values / self.kept.sum(1).clamp(min=1)[:, None, None]
+        return self._square_sum(torch.arange(B, device=self.index.device)[:, None].expand(B, S), values)
+
+    def count(self) -> float:
+        """Number of kept rows."""
+        return float(prod(self.index.shape[:2]) if self.kept is None else self.kept.sum())
+
+    # ------------------------------------------------------------------------------------- products with gradients
+    def outer(self, g: Tensor) -> Tensor:  # [V, B, S, o] -> [V, B, o, i]
+        """`Σ_s g aᵀ` of each example, written out: V·B·o·i numbers.
+
+        Example:
+            >>> rows = SparseRows(torch.tensor([[[2], [2]]]), None, 3)
+            >>> rows.outer(torch.tensor([[[[1.0], [5.0]]]]))
+            tensor([[[[0., 0., 6.]]]])
+        """
+        g = self._of_these_rows(g)
+        V, B, _, o = g.shape
+        J = g.new_zeros(V, B * self.size, o)
+        places = (torch.arange(B, device=g.device)[:, None] * self.size + self.index.flatten(1)).flatten()
+        for l, weight in enumerate(self._values.to(g.dtype).unbind(2)):  # one entry of each row at a time
+            J.index_add_(1, places.view(self.index.shape)[..., l].flatten(), (g * weight[..., None]).flatten(1, 2))
+        return J.view(V, B, self.size, o).mT
+
+    def squared(self, g: Tensor, Q: Tensor | None = None) -> Tensor:  # [V, B, S, o], [o, o] -> [o, i]
+        """`Σ_{v,n} (Qᵀ Σ_s g a)²`, entry by entry: EKFAC's eigenvalues where the input factor is a diagonal.
+
+        Only pairs of an example and a place that occur are formed.
+
+        Args:
+            g: Gradients of the layer's output, a row for each row of `a`.
+            Q: Basis of the rows of W, None for the identity.
+
+        Cost: memory for V·B·S·L·o numbers at most, in pieces of several vectors.
+
+        Example:
+            >>> rows = SparseRows(torch.tensor([[[2], [2]], [[2], [0]]]), None, 3)
+            >>> rows.squared(torch.ones(1, 2, 2, 1))
+            tensor([[1., 0., 5.]])
+        """
+        g = self._of_these_rows(g)
+        V, _, _, o = g.shape
+        total = g.new_zeros(self.size, o)
+        pairs = self._pairs
+        if len(pairs.place) == 0 or o == 0:
+            return total.T
+        weight = self._values.flatten()[pairs.entry].to(g.dtype)
+        row = pairs.entry // self.index.shape[2]
+        step = max(1, _WORK_BYTES // max(1, len(pairs.entry) * o * g.element_size()))
+        for some in g.split(step):
+            # Vectors as more columns: [B·S, v·o].
+            table = some[0].flatten(0, 1) if len(some) == 1 else some.flatten(1, 2).transpose(0, 1).flatten(1)
+            J = F.embedding_bag(row, table.contiguous(), pairs.start, mode="sum", per_sample_weights=weight)
+            J = J.view(len(pairs.place), len(some), o)
+            J = J if Q is None else J @ Q.to(g.dtype)
+            total.index_add_(0, pairs.place, J.square_().sum(1))
+        return total.T
+
+    # ------------------------------------------------------------------------------------------------- internals
+    @property
+    def _weights(self) -> Tensor:
+        weight = self.weight
+        return torch.ones_like(self.index, dtype=self.dtype) if weight is None else weight
+
+    @property
+    def _kept(self) -> Tensor:
+        every = torch.ones_like(self.index[:, :, :0].sum(2), dtype=torch.bool)
+        return every if self.kept is None else self.kept
+
+    @property
+    def _values(self) -> Tensor:  # [B, S, L]
+        """The weights, 0 in rows that are not kept."""
+        return self._weights if self.kept is None else torch.where(self.kept[..., None], self._weights, 0)
+
+    @cached_property
+    def _pairs(self) -> _Pairs:
+        """Pairs of an example and a place."""
+        B, S, L = self.index.shape
+        example = torch.arange(B, device=self.index.device)[:, None, None].expand(B, S, L)
+        keys = (self.index * B + example).flatten()
+        if self.kept is None:
+            return _Pairs.of(keys, None, B)
+        entry = self.kept[..., None].expand(B, S, L).flatten().nonzero()[:, 0]
+        return _Pairs.of(keys[entry], entry, B)
+
+    def _square_sum(self, group: Tensor, values: Tensor) -> Tensor:
+        """`Σ_k (Σ values)²` at each place, summed within the groups `[B, S]` before squaring."""
+        groups = group.numel()
+        keys = (self.index * groups + group[..., None]).flatten()
+        places, inverse = torch.unique(keys, return_inverse=True)
+        met = values.new_zeros(len(places)).index_add_(0, inverse, values.flatten())
+        return self._at_places(places // max(1, groups), met.square())
+
+    def _at_places(self, places: Tensor, values: Tensor) -> Tensor:
+        return torch.zeros(self.size, dtype=self.dtype, device=values.device).index_add_(0, places, values)
+
+    def _of_these_rows(self, g: Tensor) -> Tensor:
+        if g.ndim != 4 or g.shape[1:3] != self.index.shape[:2]:
+            raise ValueError(
+                f"Expected gradients [V, B, S, o] with B, S = {tuple(self.index.shape[:2])}, got {tuple(g.shape)}."
+            )
+        assert self.dtype is not None
+        return g.to(torch.promote_types(g.dtype, self.dtype))
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Entries sorted by the pair of place and example that they belong to.
+
+    Attributes:
+        entry: Number of the entry in `[B, S, L]`, pair after pair.
+        start: Where in `entry` each pair begins.
+        place: The place of each pair.
+    """
+
+    entry: Tensor
+    start: Tensor
+    place: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, entry: Tensor | None, examples: int) -> _Pairs:
+        keys, order = keys.sort(stable=True)  # stable: sums in a fixed order
+        pairs, counts = torch.unique_consecutive(keys, return_counts=True)
+        return cls(order if entry is None else entry[order], counts.cumsum(0) - counts, pairs // max(1, examples))
+
+
+def _widened(t: Tensor, L: int) -> Tensor:
+    """More entries, of weight 0 at place 0."""
+    return t if t.shape[2] == L else F.pad(t, [0, L - t.shape[2]])
