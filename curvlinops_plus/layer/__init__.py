@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from curvlinops_plus.layer.attention import AttentionRule
+from curvlinops_plus.layer.bilinear import BilinearRule
 from curvlinops_plus.layer.conv import ConvRule
+from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
+from curvlinops_plus.layer.huggingface import Conv1DRule
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.norm import ScaleShiftRule
 from curvlinops_plus.layer.prelu import PReLURule
@@ -11,18 +14,24 @@ from curvlinops_plus.layer.recurrent import RecurrentRule
 from curvlinops_plus.layer.replay import at_least_float32, differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import RULES, AffineRule, LayerRule, register_rule, rule_of, why_generic
+from curvlinops_plus.layer.transposed import TransposedConvRule
 
 __all__ = [
     "RULES",
     "AffineRule",
     "AttentionRule",
+    "BilinearRule",
+    "Conv1DRule",
     "ConvRule",
+    "EmbeddingBagRule",
+    "EmbeddingRule",
     "LayerRule",
     "LinearRule",
     "PReLURule",
     "RecurrentRule",
     "ScaleShiftRule",
     "SparseRows",
+    "TransposedConvRule",
     "at_least_float32",
     "differentiable_parameters",
     "register_rule",

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError, VerificationError
@@ -34,7 +36,7 @@ class RuleCheck:
     Attributes:
         module: Type of the module.
         rule: Type of its rule.
-        note: Why the module has only the generic rule, or empty.
+        note: Why there are no Kronecker factors, or empty.
         rows: (check, largest relative error).
     """
 
@@ -47,7 +49,7 @@ class RuleCheck:
         width = max(len(name) for name, _ in self.rows)
         note = [f"no Kronecker factors: {self.note}"] if self.note else []
         lines = [f"{name.ljust(width)}  {error:.1e}" for name, error in self.rows]
-        return "\n".join([f"{self.rule} of {self.module}", *note, *lines, f"all {len(lines)} checks passed"])
+        return "\n".join([f"{self.rule} of {self.module}", *note, *lines, f"all {len(self.rows)} checks passed"])
 
 
 def check_rule(
@@ -86,29 +88,36 @@ def check_rule(
     Example:
         >>> print(check_rule(nn.PReLU(), torch.linspace(-2, 2, 6).view(3, 2)))
         PReLURule of PReLU
-        patterns                              0.0e+00
-        examples are independent              0.0e+00
-        gradients                             0.0e+00
-        gradients, as many vectors as examples  0.0e+00
+        no Kronecker factors: PReLURule is no AffineRule
+        patterns                                  0.0e+00
+        examples are independent                  0.0e+00
+        gradients                                 0.0e+00
+        gradients, as many vectors as examples    0.0e+00
+        gradients, one vector and fewer examples  0.0e+00
+        gradients, inputs by keyword              0.0e+00
+        all 6 checks passed
     """
     mine = _double(module)
+    note = why_generic(mine) if rule is None else ""
     if rule is None:
-        rule, note = rule_of(mine), why_generic(mine)
+        rule = rule_of(mine)
     else:
-        rule, note = (rule() if isinstance(rule, type) else rule), ""
+        rule = rule() if isinstance(rule, type) else rule
         if (reason := rule.refuses(mine)) is not None:
             raise UnsupportedError(f"{type(rule).__name__} refuses {type(module).__name__}: {reason}")
+    if not note and not isinstance(rule, AffineRule):
+        note = f"{type(rule).__name__} is no AffineRule"
     check_repeatable(mine)
     rule.check(mine)
     args, kwargs = tree_map_only(Tensor, _to_double, (example_input, kwargs))
+    check = _Check(mine, rule, _Inputs(mine, rule, args, kwargs), torch.Generator().manual_seed(seed))
     with torch.random.fork_rng():
-        check = _Check(mine, rule, _Inputs(mine, rule, args, kwargs), torch.Generator().manual_seed(seed))
         check.everything(num_vectors)
-    return RuleCheck(type(module).__name__, type(rule).__name__, note, tuple(check.rows))
+    return RuleCheck(type(module).__name__, type(rule).__name__, note, tuple(check.rows.items()))
 
 
 class _Inputs:
-    """The inputs of a call: as the module wants them, for one example, and with the examples first as rules do."""
+    """The inputs of a call: as the module wants them for some examples, or with the examples first as rules do."""
 
     def __init__(self, module: nn.Module, rule: LayerRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
@@ -116,37 +125,31 @@ class _Inputs:
         tensors = [t for t in self.leaves if isinstance(t, Tensor)]
         if not tensors:
             raise ValueError("check_rule needs an example of the layer's input: check_rule(layer, x).")
-        axes = iter(rule.axes(module, self.axis, tensors, inputs=True))
-        self.axes = [next(axes) if isinstance(t, Tensor) else 0 for t in self.leaves]
-        first, at = tensors[0], next(a for a, t in zip(self.axes, self.leaves) if isinstance(t, Tensor))
+        axes = rule.axes(module, self.axis, tensors, inputs=True)
+        first, at = tensors[0], axes[0]
         self.num_examples = first.shape[at] if first.ndim > at else 0
         if self.num_examples < 2:
             raise ValueError(
                 f"check_rule needs at least two examples on axis {at} of the input, got shape {list(first.shape)}."
             )
-        #: Which leaves carry examples.
-        self.carry = [
-            isinstance(t, Tensor) and t.ndim > a and t.shape[a] == self.num_examples
-            for t, a in zip(self.leaves, self.axes)
-        ]
+        # Where tensors carry examples; None for what is the same for all.
+        every = iter([a if t.ndim > a and t.shape[a] == self.num_examples else None for t, a in zip(tensors, axes)])
+        self.axes = [next(every) if isinstance(t, Tensor) else None for t in self.leaves]
 
-    def some(self, start: int, stop: int, examples_first: bool = False) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Fresh copies of the inputs of some examples."""
+    def some(self, start: int, stop: int, examples_first: bool = False) -> tuple[Any, Any]:
+        """Fresh copies of the (args, kwargs) of some examples."""
         found = []
-        for t, axis, carries in zip(self.leaves, self.axes, self.carry):
-            if isinstance(t, Tensor):
-                t = t.narrow(axis, start, stop - start) if carries else t
-                t = (t.movedim(axis, 0) if carries and examples_first else t).clone()
-            found.append(t)
+        for t, axis in zip(self.leaves, self.axes):
+            if axis is not None:
+                t = t.narrow(axis, start, stop - start)
+                t = t.movedim(axis, 0) if examples_first else t
+            found.append(t.clone() if isinstance(t, Tensor) else t)
         return tree_unflatten(found, self.spec)
 
+    @property
     def in_axes(self) -> list[int]:
         """Where the module wants the examples, for each tensor."""
-        return [
-            axis if carries else 0
-            for t, axis, carries in zip(self.leaves, self.axes, self.carry)
-            if isinstance(t, Tensor)
-        ]
+        return [axis or 0 for t, axis in zip(self.leaves, self.axes) if isinstance(t, Tensor)]
 
 
 class _Check:
@@ -155,127 +158,280 @@ class _Check:
     def __init__(self, module: nn.Module, rule: LayerRule, inputs: _Inputs, generator: torch.Generator) -> None:
         self.module, self.rule, self.inputs, self.generator = module, rule, inputs, generator
         self.params = differentiable_parameters(module)
-        self.rows: list[tuple[str, float]] = []
-        self.where = f"{type(rule).__name__} of {type(module).__name__}"
+        self.rows: dict[str, float] = {}
+        self.single = True
+        self.out_axes: Sequence[int] = [0]
         if not self.params:
             raise ValueError(f"{type(module).__name__} holds no parameters of its own: there is nothing to check.")
 
-    # --------------------------------------------------------------------------------------------------- comparing
-    def equal(self, name: str, got: Tensor, expected: Tensor, cause: str) -> None:
-        """Note a check, or raise if it fails."""
-        if got.shape != expected.shape:
-            raise VerificationError(
-                f"{self.where}, check {name!r}: shape {list(got.shape)}, expected {list(expected.shape)}. {cause}"
-            )
-        got, expected = got.double(), expected.double()
-        error = float((got - expected).abs().max() / (expected.abs().max() or 1.0)) if got.numel() else 0.0
-        if not error <= _TOLERANCE:
-            raise VerificationError(
-                f"{self.where}, check {name!r}: off by {error:.1e} relative to the largest entry, more than "
-                f"{_TOLERANCE:g}. {cause}"
-            )
-        known = dict(self.rows)
-        self.rows = list({**known, name: max(error, known.get(name, 0.0))}.items())
-
-    def fail(self, name: str, what: str) -> VerificationError:
-        """The error of a check without numbers."""
-        return VerificationError(f"{self.where}, check {name!r}: {what}")
-
-    # ------------------------------------------------------------------------------------------------------ checks
     def everything(self, V: int) -> None:
         """Run all checks, cheap ones first."""
         N = self.inputs.num_examples
         self.patterns()
         outputs = self.independent()
-        for name, num, stop in (
+        for name, vectors, stop in (
             ("gradients", V, N),
             ("gradients, as many vectors as examples", N, N),
-            ("gradients, one vector, fewer examples", 1, N - 1),
+            ("gradients, one vector and fewer examples", 1, N - 1),
         ):
-            g = [self.randn(num, stop, *t.shape[1:]) for t in outputs]
-            self.gradients(name, g, stop)
+            args, kwargs = self.inputs.some(0, stop, examples_first=True)
+            self.gradients(name, args, kwargs, [self.randn(vectors, stop, *t.shape[1:]) for t in outputs])
         if (named := self.by_keyword()) is not None:
-            g = [self.randn(1, N, *t.shape[1:]) for t in outputs]
-            self.gradients("gradients, inputs by keyword", g, N, named)
+            g = [self.randn(1, *t.shape) for t in outputs]
+            self.gradients("gradients, inputs by keyword", (), named, g)
         if isinstance(self.rule, AffineRule):
-            x = self.rule.input_of(self.module, *self.inputs.some(0, N, examples_first=True))
-            g = self.randn(V, *outputs[0].shape)
-            self.affine(self.rule, x, g)
-            self.fast_paths(self.rule, x, g)
+            self.affine(self.rule, outputs[0], self.randn(V, *outputs[0].shape))
 
+    # ------------------------------------------------------------------------------------------------------ checks
     def patterns(self) -> None:
         """Every parameter is a part of the matrix."""
         patterns = self.rule.patterns(self.module)
         if patterns.keys() != self.params.keys():
-            raise self.fail(
+            raise self.failed(
                 "patterns",
-                f"patterns(...) names {list(patterns)}, the module holds {list(self.params)}. Give each parameter a "
-                "pattern.",
+                f"patterns(module) names {list(patterns)}, but the module holds {list(self.params)}. Give each "
+                "parameter a pattern.",
             )
         try:
             Layout(patterns, {name: p.shape for name, p in self.params.items()}, self.rule.sizes(self.module))
         except ValueError as error:
-            raise self.fail("patterns", f"{error}") from error
-        self.rows.append(("patterns", 0.0))
+            raise self.failed("patterns", str(error)) from error
+        self.rows["patterns"] = 0.0
 
     def independent(self) -> list[Tensor]:
         """One example alone gives what it gives in a batch. Returns the outputs, examples first."""
-        N, before = self.inputs.num_examples, torch.get_rng_state()
+        name, N, before = "examples are independent", self.inputs.num_examples, torch.get_rng_state()
         outputs = self.run(0, N)
         if not torch.equal(before, torch.get_rng_state()):
             raise UnsupportedError(
-                f"{type(self.module).__name__} draws random numbers (dropout in training mode?), so that calling it "
-                "again gives another result. Call `module.eval()` first."
+                f"{type(self.module).__name__} draws random numbers (dropout in training mode?), so calling it again "
+                "gives another result. Call `module.eval()` first."
             )
         for n in range(N):
             for whole, alone in zip(outputs, self.run(n, n + 1)):
                 self.equal(
-                    "examples are independent",
+                    name,
                     alone,
                     whole[n : n + 1],
-                    "The output for one example depends on the other examples of the batch, or the example axis is "
-                    "another one: see `axes`.",
+                    "The output for one example depends on the others of its batch, or on calls before. Are the "
+                    "examples on another axis? Then override `axes`.",
                 )
-        return outputs
+        return [t.detach() for t in outputs]
 
-    def run(self, start: int, stop: int) -> list[Tensor]:
+    def gradients(self, name: str, args: Any, kwargs: Any, g: list[Tensor]) -> None:
+        """Per-example gradients, against one example at a time."""
+        own = type(self.rule).per_example_grads is not LayerRule.per_example_grads
+        given = g[0] if self.single else g
+        with self.asking(name, args, kwargs, g):
+            if own:
+                found = self.rule.per_example_grads(self.module, args, kwargs, given)
+            else:
+                found = self.rule.replay(self.module, args, kwargs, given, self.inputs.in_axes, self.out_axes)
+        if isinstance(self.rule, AffineRule):
+            hint = (
+                "Do `inputs` and `grads` list the same positions in the same order, and does `patterns` order rows and "
+                "columns as they do?"
+            )
+        elif own:
+            hint = "Does per_example_grads sum over all positions, and over nothing else?"
+        else:
+            hint = "Does the module keep anything from one call to the next?"
+        if found.keys() != self.params.keys():
+            raise self.failed(name, f"gradients of {sorted(found)}, expected those of {sorted(self.params)}.")
+        for key, expected in self.one_by_one(g).items():
+            self.equal(name, found[key], expected, f"This is {key!r} [vectors, examples, *shape]. {hint}")
+
+    def affine(self, rule: AffineRule, out: Tensor, g: Tensor) -> None:
+        """The output is `W a + b` with the rows `a` of the rule, and fast paths are what they stand for."""
+        N = self.inputs.num_examples
+        args, kwargs = self.inputs.some(0, N, examples_first=True)
+        with self.asking("rows", args, kwargs, g):
+            x = rule.input_of(self.module, args, kwargs)
+            a, b = rule.rows(self.module, x), rule.grad_rows(self.module, g)
+            J = rule.split(self.module, outer_products(b, a), b)
+            fewer = rule.rows(self.module, x[:-1])
+        if isinstance(a, SparseRows) != rule.sparse:
+            raise self.failed(
+                "rows", f"inputs(...) returned a {type(a).__name__}, but the rule has sparse={rule.sparse}."
+            )
+        step = {name: self.randn(*p.shape) for name, p in self.params.items()}
+        after, before = self.moved(step, 1.0), self.moved(step, -1.0)
+        self.equal(
+            "output is affine in the parameters",
+            (after + before) / 2,
+            out,
+            "The layer is no W a + b: its rule can be a LayerRule, which has no Kronecker factors.",
+        )
+        by_rows = torch.stack([(J[name] * d).flatten(2).sum(2) for name, d in step.items()]).sum(0)
+        self.equal(
+            "rows times W are the output",
+            by_rows,
+            (g * (after - out)).flatten(2).sum(2),
+            "Is the weight multiplied with the rows of `inputs`, and are `grads` the gradients of these products?",
+        )
+        cause = "The rows of an example must not depend on the other examples."
+        self.equal("rows of fewer examples", _dense(fewer), _dense(a)[:-1], cause)
+        self.fast_paths(rule, x, g, a, b)
+
+    def fast_paths(self, rule: AffineRule, x: Tensor, g: Tensor, a: Tensor | SparseRows, b: Tensor) -> None:
+        """What a rule may override, against sums over its own rows `a` of the input and `b` of the gradient."""
+        rows, module = _dense(a), self.module
+        with self.asking("fast paths", (x,), {}, g):
+            A, total, count = rule.input_gram(module, x)
+            G, sums = rule.grad_gram(module, g), rule.sum_grads(module, g)
+            mean = None if isinstance(a, SparseRows) else rule.mean_inputs(module, x)
+        sparse, number = isinstance(a, SparseRows), float(rows.shape[0] * rows.shape[1])
+        if isinstance(a, SparseRows):
+            gram, number = rows.square().sum((0, 1)), number if a.kept is None else float(a.kept.sum())
+        else:
+            gram = torch.einsum("bs...i,bs...j->...ij", rows, rows)
+        for name, got, expected, what in (
+            ("input_gram", A, gram, "the diagonal of Σ a aᵀ [i]" if sparse else "Σ a aᵀ [*b, i, i]"),
+            ("input_gram", total, rows.sum((0, 1)), "Σ a, the second result of input_gram"),
+            ("input_gram", torch.tensor(count), torch.tensor(number), "the number of rows, its third result"),
+            ("mean_inputs", mean, rows.mean(1), "the mean over positions [examples, *b, i]"),
+            ("grad_gram", G, torch.einsum("vbs...o,vbs...p->...op", b, b), "Σ g gᵀ [*b, o, o]"),
+            ("sum_grads", sums, b.sum(2), "the sum over positions [vectors, examples, *b, o]"),
+        ):
+            if got is not None:
+                self.equal(f"fast path {name}", got, expected, f"This is {what}, of the rule's own rows.")
+
+    # -------------------------------------------------------------------------------------------------- references
+    def run(self, start: int, stop: int, params: Mapping[str, Tensor] | None = None) -> list[Tensor]:
         """Outputs of the module for some examples, examples first."""
         args, kwargs = self.inputs.some(start, stop)
-        leaves = [t for t in tree_leaves(self.module(*args, **kwargs)) if isinstance(t, Tensor)]
-        leaves = [t for t in leaves if t.is_floating_point()]
-        axes = self.rule.axes(self.module, self.inputs.axis, leaves, inputs=False)
-        for t, axis in zip(leaves, axes):
+        with torch.enable_grad():
+            out = functional_call(self.module, dict(params or {}), args, kwargs)
+        self.single = isinstance(out, Tensor)
+        leaves = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
+        self.out_axes = self.rule.axes(self.module, self.inputs.axis, leaves, inputs=False)
+        for t, axis in zip(leaves, self.out_axes):
             if t.ndim <= axis or t.shape[axis] != stop - start:
-                raise self.fail(
+                raise self.failed(
                     "examples are independent",
-                    f"an output of shape {list(t.shape)} for {stop - start} examples, expected them on axis {axis}. "
+                    f"{stop - start} examples gave an output of shape {list(t.shape)}, expected them on axis {axis}. "
                     "If they are elsewhere, override `axes`.",
                 )
-        self.out_axes = axes
-        return [t.movedim(axis, 0) for t, axis in zip(leaves, axes)]
+        if not leaves:
+            raise self.failed("examples are independent", f"the module returned a {type(out).__name__}, no tensor.")
+        return [t.movedim(axis, 0) for t, axis in zip(leaves, self.out_axes)]
 
-    def gradients(self, name: str, g: Sequence[Tensor], stop: int, named: Mapping[str, Any] | None = None) -> None:
-        """Per-example gradients of the first examples, against one example at a time."""
-        args, kwargs = ((), named) if named is not None else self.inputs.some(0, stop, examples_first=True)
-        given = g[0] if len(g) == 1 and not isinstance(self.rule, _several) else list(g)
-        tensors = [t for t in tree_leaves((args, kwargs, list(g))) if isinstance(t, Tensor)]
-        before = self.state(tensors)
+    def moved(self, step: Mapping[str, Tensor], by: float) -> Tensor:
+        """Output at other parameters."""
+        params = {name: p.detach() + by * step[name] for name, p in self.params.items()}
+        return self.run(0, self.inputs.num_examples, params)[0].detach()
+
+    def one_by_one(self, g: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Gradients of each example [V, B, *shape] by plain autograd."""
+        (V, B), leaves = g[0].shape[:2], list(self.params.values())
+        result = {name: p.new_zeros(V, B, *p.shape) for name, p in self.params.items()}
+        for n in range(B):
+            outputs = self.run(n, n + 1)
+            parts = [k for k, t in enumerate(outputs) if t.requires_grad]
+            for v in range(V if parts else 0):
+                back = [g[k][v, n : n + 1].to(outputs[k].dtype) for k in parts]
+                found = torch.autograd.grad(
+                    [outputs[k] for k in parts], leaves, back, retain_graph=True, materialize_grads=True
+                )
+                for J, found_here in zip(result.values(), found):
+                    J[v, n] = found_here.to_dense()
+        return result
+
+    def by_keyword(self) -> dict[str, Any] | None:
+        """All inputs by keyword, examples first; None if the module takes them by position only."""
+        args, kwargs = self.inputs.some(0, self.inputs.num_examples, examples_first=True)
+        known = list(inspect.signature(self.module.forward).parameters.values())[: len(args)]
+        if not args or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in known):
+            return None
+        return {**{p.name: t for p, t in zip(known, args)}, **kwargs}
+
+    def randn(self, *shape: int) -> Tensor:
+        """Random numbers of our own generator, where the parameters are."""
+        device = next(iter(self.params.values())).device
+        return torch.randn(*shape, dtype=torch.float64, generator=self.generator).to(device)
+
+    # --------------------------------------------------------------------------------------------------- verdicts
+    def failed(self, name: str, what: str) -> VerificationError:
+        """The error of a check."""
+        return VerificationError(f"{type(self.rule).__name__} of {type(self.module).__name__}, check {name!r}: {what}")
+
+    def equal(self, name: str, got: Tensor, expected: Tensor, cause: str) -> None:
+        """Note the error of a check, or raise if it is too large."""
+        if got.shape != expected.shape:
+            raise self.failed(name, f"shape {list(got.shape)}, expected {list(expected.shape)}. {cause}")
+        got, expected = got.detach().double(), expected.detach().double()
+        size = float(expected.abs().max()) if expected.numel() else 1.0
+        error = float((got - expected).abs().max()) / (size or 1.0) if got.numel() else 0.0
+        if not error <= _TOLERANCE:
+            raise self.failed(name, f"off by {error:.1e} relative to the largest entry. {cause}")
+        self.rows[name] = max(error, self.rows.get(name, 0.0))
+
+    @contextmanager
+    def asking(self, name: str, *given: Any) -> Iterator[None]:
+        """Around calls of the rule: its errors are failed checks, and it must leave everything as it was."""
+        before = self.state(given)
         try:
-            found = self.call(args, kwargs, given)
+            yield
         except UnsupportedError:
             raise
         except Exception as error:
-            raise self.fail(name, f"per_example_grads raised {type(error).__name__}: {error}") from error
-        if (changed := self.changes(before, self.state(tensors))) is not None:
-            raise self.fail(name, f"per_example_grads changed {changed}. A rule leaves everything as it finds it.")
-        if found.keys() != self.params.keys():
-            raise self.fail(
-                name, f"per_example_grads returned {sorted(found)}, the parameters are {sorted(self.params)}."
-            )
-        for key, expected in self.one_by_one(g, stop).items():
-            self.equal(
-                name,
-                found[key],
-                expected,
-                f"This is the gradient of {key!r} [V, examples, *shape]. {self.likely_cause()}",
-            )
+            raise self.failed(name, f"the rule raised {type(error).__name__}: {error}") from error
+        after = self.state(given)
+        changed = [key for key in {**before, **after} if not _equal(before.get(key), after.get(key))]
+        if changed:
+            raise self.failed(name, f"the rule changed {changed[0]}. It must leave the module and all inputs as found.")
+
+    def state(self, given: Any) -> dict[str, Any]:
+        """Everything that a rule must not change."""
+        state: dict[str, Any] = {"the state of the random number generator": torch.get_rng_state()}
+        for k, t in enumerate(t for t in tree_leaves(given) if isinstance(t, Tensor)):
+            state[f"tensor {k} of its inputs"] = t.clone()
+        for name, module in self.module.named_modules():
+            of = f" of {name!r}" if name else ""
+            for key, value in {**vars(module), **module._parameters, **module._buffers}.items():
+                state[f"attribute {key!r}{of}"] = value.detach().clone() if isinstance(value, Tensor) else value
+        return state
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    return a is b
+
+
+def _dense(rows: Tensor | SparseRows) -> Tensor:
+    return rows.to_dense() if isinstance(rows, SparseRows) else rows
+
+
+def _to_double(t: Tensor) -> Tensor:
+    return t.detach().double() if t.is_floating_point() else t.detach()
+
+
+def _double(module: nn.Module) -> nn.Module:
+    """A copy in double precision, whose own parameters require gradients."""
+    # Old weight normalization keeps a computed weight in an attribute, which deepcopy refuses.
+    tensors = [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
+    memo = {id(t): t.detach().clone() for t in tensors}
+    try:
+        mine = copy.deepcopy(module, memo).double()
+    except Exception as error:
+        raise ValueError(
+            f"check_rule works on a copy of the module, but copy.deepcopy of this {type(module).__name__} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    own = differentiable_parameters(mine)
+    known = {id(p) for p in own.values()}
+    for name, m in mine.named_modules():
+        for key, value in vars(m).items():
+            if isinstance(value, Tensor):
+                setattr(m, key, _to_double(value))
+        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
+            m.scale_grad_by_freq = False  # rescales gradients by what else is in a batch: no derivative of anything
+        if name and not name.startswith("parametrizations"):
+            for key, p in m._parameters.items():
+                if id(p) in known:  # a child's use of a parameter is the child's own business
+                    assert p is not None
+                    m._parameters[key] = nn.Parameter(p.detach().clone())
+    for p in own.values():
+        p.requires_grad_()
+    return mine

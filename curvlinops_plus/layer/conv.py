@@ -80,7 +80,8 @@ class ConvRule(AffineRule):
             UnsupportedError: If a subclass changes what is convolved.
             ValueError: If `x` has no example dimension.
         """
-        return _grouped(self._geometry(module, x).rows(at_least_float32(x)), _groups(module))
+        geometry, x, groups = self._geometry(module, x), at_least_float32(x), _groups(module)
+        return geometry.rows(x) if groups == 1 else geometry.group_rows(x, groups)
 
     def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, S, *b, o]
         """The output gradient, positions in row-major order (a view)."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvlinops_plus.layer.replay import at_least_float32, check_repeatable
+from curvlinops_plus.layer.replay import at_least_float32, check_repeatable, why_computed
 from curvlinops_plus.layer.rule import LayerRule, register_rule
 
 __all__ = ["BatchNormRule", "GroupNormRule", "InstanceNormRule", "LayerNormRule", "RMSNormRule", "ScaleShiftRule"]
@@ -33,6 +33,10 @@ class ScaleShiftRule(LayerRule):
     def normalized(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, *in]
         """The output at weight one and bias zero."""
         raise NotImplementedError(f"{type(self).__name__} must define normalized(module, x), [B, *in] -> [B, *in].")
+
+    def refuses(self, module: nn.Module) -> str | None:
+        """Layers whose weight is no parameter (weight normalization, pruning)."""
+        return why_computed(module, ("weight", "bias"))
 
     def features(self, module: nn.Module, x: Tensor) -> range:
         """Dimensions of `x` that weight and bias have; the others, but dimension 0, are positions. Default: 1."""

@@ -105,10 +105,17 @@ class Geometry:
 
     def group_columns(self, x: Tensor, groups: int) -> Tensor:  # [B, g·c, *size] -> [g, c·kernel, B·S]
         """Patches of each group of channels, one in each column: memory is copied in lines of the image."""
+        columns = self._columns(x, groups)
+        return columns.movedim(0, -len(self.kernel) - 1).flatten(2 + len(self.kernel)).flatten(1, -2)
+
+    def group_rows(self, x: Tensor, groups: int) -> Tensor:  # [B, g·c, *size] -> [B, S, g, c·kernel]
+        """Patches of each group of channels: in memory the positions come last, as for output gradients."""
+        return self._columns(x, groups).flatten(3 + len(self.kernel)).flatten(2, -2).movedim(-1, 1)
+
+    def _columns(self, x: Tensor, groups: int) -> Tensor:  # [B, g·c, *size] -> [B, g, c, *kernel, *out]
         n = len(self.kernel)
         windows = self.windows(self.pad(x), 2).unflatten(1, (groups, -1))  # [B, g, c, *out, *kernel]
-        taps, out = range(n + 3, 2 * n + 3), range(3, n + 3)
-        return windows.permute(1, 2, *taps, 0, *out).flatten(n + 2).flatten(1, n + 1)
+        return windows.permute(0, 1, 2, *range(n + 3, 2 * n + 3), *range(3, n + 3))
 
     def sum_rows(self, x: Tensor) -> Tensor:  # [B, c, *size] -> [B, c·kernel]
         """Sum of each example's patches, one dimension after the other, so that no patch is formed."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.layer.replay import at_least_float32
+from curvlinops_plus.layer.replay import at_least_float32, why_computed
 from curvlinops_plus.layer.rule import LayerRule, register_rule
 
 __all__ = ["PReLURule"]
@@ -24,6 +24,10 @@ class PReLURule(LayerRule):
         tensor([[[-4.],
                  [-6.]]])
     """
+
+    def refuses(self, module: nn.Module) -> str | None:
+        """Layers whose slopes are no parameter (a parametrization)."""
+        return why_computed(module, ("weight",))
 
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.replay import at_least_float32, check_repeatable, in_chunks
+from curvlinops_plus.layer.replay import at_least_float32, check_repeatable, in_chunks, why_computed
 from curvlinops_plus.layer.rule import LayerRule, register_rule
 
 __all__ = ["CellRule", "RecurrentRule"]
@@ -116,7 +116,7 @@ class RecurrentRule(LayerRule):
         """
         self.check(module)
         g = [g] if isinstance(g, Tensor) else list(g)
-        if not self._weights(module) <= {name for name, p in module._parameters.items() if p is not None}:
+        if why_computed(module, self._weights(module)):
             tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, Tensor)]
             in_axes = in_axes or self.axes(module, 0, tensors, inputs=True)
             return super().replay(module, args, kwargs, g, in_axes, out_axes or self.axes(module, 0, g, inputs=False))
@@ -145,9 +145,9 @@ class RecurrentRule(LayerRule):
         rows = self.max_bytes // max(1, _ACTIVATIONS * gates * (x[0].numel() // x.shape[-1]) * x.element_size())
         return min(V, max(1, rows)), min(B, max(1, rows // max(1, V)))
 
-    def _weights(self, module: nn.Module) -> set[str]:
-        """Names of the weights that the layer multiplies with."""
-        return {name for name in module._flat_weights_names if name.startswith("weight")}
+    def _weights(self, module: nn.Module) -> Sequence[str]:
+        """Names of weights and biases."""
+        return module._flat_weights_names
 
     def _run(self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
         """Outputs of the layer for sequences [B, T, i] and states [B, layers, h]: sequence, and states after it."""
@@ -188,8 +188,8 @@ class CellRule(RecurrentRule):
             )
         return [0] * len(leaves)
 
-    def _weights(self, module: nn.Module) -> set[str]:
-        return {"weight_ih", "weight_hh"}
+    def _weights(self, module: nn.Module) -> Sequence[str]:
+        return ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
     def _run(self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
         given = products(x, "weight_ih", "bias_ih")

@@ -32,7 +32,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 
-__all__ = ["at_least_float32", "check_repeatable", "differentiable_parameters", "in_chunks", "replay_per_example"]
+__all__ = [
+    "at_least_float32",
+    "check_repeatable",
+    "differentiable_parameters",
+    "in_chunks",
+    "replay_per_example",
+    "why_computed",
+]
 
 # Work memory per example, in multiples of its inputs and output: what a small module keeps for its backward pass.
 _ACTIVATIONS = 6
@@ -72,6 +79,17 @@ def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         inner = getattr(module, "parametrizations")  # noqa: B009 (unknown to type checkers)
         every += inner.named_parameters(prefix="parametrizations", remove_duplicate=False)
     return ((name, p) for name, p in every if p.dtype.is_floating_point)
+
+
+def why_computed(module: nn.Module, names: Sequence[str]) -> str | None:
+    """Say that some of a module's tensors are computed from its parameters, `None` if all are parameters.
+
+    Example:
+        >>> why_computed(nn.utils.parametrizations.weight_norm(nn.LayerNorm(3)), ("weight", "bias"))
+        "['weight'] of this ParametrizedLayerNorm is computed from other parameters"
+    """
+    found = [n for n in names if n not in module._parameters and isinstance(getattr(module, n, None), Tensor)]
+    return f"{found} of this {type(module).__name__} is computed from other parameters" if found else None
 
 
 def check_repeatable(module: nn.Module) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from math import prod
 
 import torch
@@ -125,16 +125,12 @@ class SparseRows:
             return parts[0]
         L = max(part.index.shape[2] for part in parts)
         ones = all(part.weight is None and part.index.shape[2] == L for part in parts)
-        dtype = parts[0].dtype
-        for part in parts[1:]:
-            assert dtype is not None and part.dtype is not None
-            dtype = torch.promote_types(dtype, part.dtype)
         return SparseRows(
             torch.cat([_widened(part.index, L) for part in parts], 1),
             None if ones else torch.cat([_widened(part._weights, L) for part in parts], 1),
             parts[0].size,
             None if all(p.kept is None for p in parts) else torch.cat([part._kept for part in parts], 1),
-            dtype,
+            reduce(torch.promote_types, [part._dtype for part in parts]),
         )
 
     # ------------------------------------------------------------------------------------------------ statistics
@@ -158,12 +154,9 @@ class SparseRows:
     def mean_square(self) -> Tensor:  # [i]
         """`Σ_n ā_n²` of the means `ā_n` over an example's kept rows: the diagonal of `Σ_n ā_n ā_nᵀ`."""
         B, S, _ = self.index.shape
-        values = self._values
-        if self.kept is None:
-            values = values / max(1, S)
-        else:
-            values = values / self.kept.sum(1).clamp(min=1)[:, None, None]
-        return self._square_sum(torch.arange(B, device=self.index.device)[:, None].expand(B, S), values)
+        rows = self._kept.sum(1).clamp(min=1)[:, None, None]
+        examples = torch.arange(B, device=self.index.device)[:, None].expand(B, S)
+        return self._square_sum(examples, self._values / rows)
 
     def count(self) -> float:
         """Number of kept rows."""
@@ -181,9 +174,9 @@ class SparseRows:
         g = self._of_these_rows(g)
         V, B, _, o = g.shape
         J = g.new_zeros(V, B * self.size, o)
-        places = (torch.arange(B, device=g.device)[:, None] * self.size + self.index.flatten(1)).flatten()
-        for l, weight in enumerate(self._values.to(g.dtype).unbind(2)):  # one entry of each row at a time
-            J.index_add_(1, places.view(self.index.shape)[..., l].flatten(), (g * weight[..., None]).flatten(1, 2))
+        places = torch.arange(B, device=g.device)[:, None, None] * self.size + self.index
+        for at, weight in zip(places.unbind(2), self._values.to(g.dtype).unbind(2)):  # one entry of each row at a time
+            J.index_add_(1, at.flatten(), (g * weight[..., None]).flatten(1, 2))
         return J.view(V, B, self.size, o).mT
 
     def squared(self, g: Tensor, Q: Tensor | None = None) -> Tensor:  # [V, B, S, o], [o, o] -> [o, i]
@@ -203,7 +196,7 @@ class SparseRows:
             tensor([[1., 0., 5.]])
         """
         g = self._of_these_rows(g)
-        V, _, _, o = g.shape
+        o = g.shape[3]
         total = g.new_zeros(self.size, o)
         pairs = self._pairs
         if len(pairs.place) == 0 or o == 0:
@@ -222,14 +215,20 @@ class SparseRows:
 
     # ------------------------------------------------------------------------------------------------- internals
     @property
+    def _dtype(self) -> torch.dtype:
+        assert self.dtype is not None  # since __post_init__
+        return self.dtype
+
+    @property
     def _weights(self) -> Tensor:
         weight = self.weight
         return torch.ones_like(self.index, dtype=self.dtype) if weight is None else weight
 
     @property
     def _kept(self) -> Tensor:
-        every = torch.ones_like(self.index[:, :, :0].sum(2), dtype=torch.bool)
-        return every if self.kept is None else self.kept
+        if self.kept is not None:
+            return self.kept
+        return torch.ones(self.index.shape[:2], dtype=torch.bool, device=self.index.device)
 
     @property
     def _values(self) -> Tensor:  # [B, S, L]
@@ -263,8 +262,7 @@ class SparseRows:
             raise ValueError(
                 f"Expected gradients [V, B, S, o] with B, S = {tuple(self.index.shape[:2])}, got {tuple(g.shape)}."
             )
-        assert self.dtype is not None
-        return g.to(torch.promote_types(g.dtype, self.dtype))
+        return g.to(torch.promote_types(g.dtype, self._dtype))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Leave everything as it was found: random numbers, buffers, generators of data loaders."""
+"""Leave everything as it was found: random numbers, buffers, generators of data loaders, options of embeddings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from curvlinops_plus.layer import rule_of
+
 __all__ = ["untouched"]
+
+
+# Options of embeddings that say nothing about the function they compute.
+_PLAIN = {"max_norm": None, "sparse": False, "scale_grad_by_freq": False}
 
 
 @contextmanager
@@ -18,6 +24,12 @@ def untouched(model: nn.Module, data: Any) -> Iterator[None]:
 
     Even iterating a `DataLoader` draws from the global generator, and a forward pass in training mode moves running
     statistics. Cost: a copy of the buffers.
+
+    Embeddings do without `sparse` and `scale_grad_by_freq` meanwhile, which are about `.grad` alone (and the latter's
+    is no derivative), and without `max_norm`, which has nothing to do once it was found that no row exceeds it.
+
+    Raises:
+        UnsupportedError: If an embedding's `max_norm` would rewrite its weight.
     """
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
@@ -30,9 +42,17 @@ def untouched(model: nn.Module, data: Any) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    for table in tables:
+        rule_of(table).check(table)
+    options = [{name: getattr(table, name) for name in _PLAIN} for table in tables]
     try:
+        for table in tables:
+            vars(table).update(_PLAIN)
         yield
     finally:
+        for table, before in zip(tables, options):
+            vars(table).update(before)
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -70,6 +70,7 @@ class Recorder:
             for key in use.keys.values()
         }
         self._handles: list[Any] = []
+        self._mode: FunctionCalls | None = None
         self._on = False
         self._inert = False
         self._events: list[Event] = []
@@ -79,6 +80,9 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------- hooks
     def __enter__(self) -> Recorder:
+        if self.intercept:  # until the backward passes are over, like the hooks
+            self._mode = FunctionCalls(self._call)
+            self._mode.__enter__()
         for index, layer in enumerate(self.layers):
             for use in layer.uses:
                 if not use.functional:
@@ -93,6 +97,9 @@ class Recorder:
             handle.remove()
         self._handles.clear()
         self._forget()
+        if self._mode is not None:
+            self._mode.__exit__(kind, error, trace)
+            self._mode = None
 
     def _hook(self, index: int, use: Use) -> Callable[..., Any]:
         axis = self._axis[id(use.module)]
@@ -134,7 +141,7 @@ class Recorder:
 
     def _call(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, examples: int | None) -> Tensor:
         """A product inside attention: note it for the layers whose parameters it reads."""
-        if self._inert or not self._on:
+        if self._inert:
             return out
         read: dict[int, tuple[int, Use]] = {}
         for t in (weight, bias):
@@ -147,6 +154,8 @@ class Recorder:
         for position, (index, use) in enumerate(read.values()):
             if self.backward and position == 0:
                 out = isolate(out, use)
+            if not self._on:
+                break
             port = Port(out.detach().new_empty(()).expand(out.shape), 1, examples)
             event = make_event(use, index, (x,), {}, [port], True, 1, self._num_examples, examples)
             self._note(event, [out])
@@ -177,11 +186,7 @@ class Recorder:
         # Frozen parameters leave no trace in the graph; who reads them is looked at once.
         reads = ParameterReads(frozen) if frozen and not self._watched else None
         try:
-            with ExitStack() as modes:
-                if self.intercept:
-                    modes.enter_context(FunctionCalls(self._call))
-                if reads is not None:
-                    modes.enter_context(reads)
+            with reads or nullcontext():
                 out = run()
         finally:
             self._on = False

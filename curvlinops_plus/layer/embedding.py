@@ -1,0 +1,210 @@
+"""What `nn.Embedding` and `nn.EmbeddingBag` saw: unit vectors, or weighted sums of them, never written out.
+
+Row `t` of the table `W [vocabulary, d]` is `Wᵀ e_t`: as a matrix `[d, vocabulary]` the table multiplies the unit vector
+of token `t`. Its input factor is a diagonal, how often each token was met. See `SparseRows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.replay import at_least_float32
+from curvlinops_plus.layer.rows import SparseRows
+from curvlinops_plus.layer.rule import AffineRule, register_rule
+
+__all__ = ["EmbeddingBagRule", "EmbeddingRule"]
+
+
+@register_rule(nn.Embedding)
+class EmbeddingRule(AffineRule):
+    """`nn.Embedding` on tokens `x [B, *positions]`: the positions share the table.
+
+    Tokens at `padding_idx` have no gradient: their rows are not kept. `scale_grad_by_freq` rescales what PyTorch writes
+    into `.grad` and is no derivative of anything: gradients here are the true ones, whatever it says. `sparse` only
+    says how PyTorch stores a gradient. `max_norm` is supported where it changes nothing, see `check`.
+
+    Example:
+        >>> layer, x = nn.Embedding(10, 3, padding_idx=0), torch.tensor([[4, 2, 4], [7, 0, 0]])
+        >>> rows = EmbeddingRule().inputs(layer, x)
+        >>> rows.shape, rows.count()
+        (torch.Size([2, 3, 10]), 4.0)
+        >>> rows.square_sum()
+        tensor([0., 0., 1., 0., 2., 0., 0., 1., 0., 0.])
+    """
+
+    sparse = True
+
+    def check(self, module: nn.Module) -> None:
+        """Refuse a table whose rows are longer than `max_norm`: the forward pass would overwrite them.
+
+        Raises:
+            UnsupportedError: If there is such a row.
+        """
+        assert isinstance(module, nn.Embedding)
+        _refuse_renormalization(module)
+
+    def patterns(self, module: nn.Module) -> dict[str, str]:
+        """The table, transposed: one column per token."""
+        return {"weight": "i o -> o i"}
+
+    def inputs(self, module: nn.Module, x: Tensor) -> SparseRows:  # [B, *positions] -> [B, S, i]
+        """One unit vector for each token.
+
+        Raises:
+            ValueError: If `x` has no example dimension.
+        """
+        assert isinstance(module, nn.Embedding)
+        if x.ndim == 0:
+            raise ValueError(
+                f"{module} got an input of shape (), expected [examples, ...]. Add the example dimension with "
+                "`x[None]`."
+            )
+        tokens = x[..., None].flatten(1)
+        kept = None if module.padding_idx is None else tokens != module.padding_idx
+        return SparseRows(tokens[..., None], None, module.num_embeddings, kept, _dtype(module))
+
+    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *positions, d] -> [V, B, S, d]
+        """The output gradient, positions in one dimension."""
+        return at_least_float32(g)[:, :, None].flatten(2, -2)
+
+
+@register_rule(nn.EmbeddingBag)
+class EmbeddingBagRule(AffineRule):
+    """`nn.EmbeddingBag` with modes "sum" and "mean", in every form of call: one row with several entries per bag.
+
+    The examples are the bags. What a call says in up to three inputs is one tensor here, see `input_of`. Entries at
+    `padding_idx` count neither in the row nor in the mean, and bags without any other entry are not kept. The input
+    factor is the diagonal of `Σ a aᵀ / bags`. Other options are as for `EmbeddingRule`. Mode "max" gets the generic
+    rule.
+
+    Example:
+        >>> layer = nn.EmbeddingBag(6, 3, mode="mean")
+        >>> x = EmbeddingBagRule().input_of(layer, (torch.tensor([4, 2, 4, 1]), torch.tensor([0, 2])), {})
+        >>> EmbeddingBagRule().inputs(layer, x).to_dense()
+        tensor([[[0.0000, 0.0000, 0.5000, 0.0000, 0.5000, 0.0000]],
+        <BLANKLINE>
+                [[0.0000, 0.5000, 0.0000, 0.0000, 0.5000, 0.0000]]])
+    """
+
+    sparse = True
+
+    def refuses(self, module: nn.Module) -> str | None:
+        """Mode "max" picks entries by their value."""
+        assert isinstance(module, nn.EmbeddingBag)
+        if module.mode == "max":
+            return (
+                f"{type(module).__name__}(mode='max') is not linear in its table, so it has no Kronecker rule: use "
+                "DiagonalBlock for this layer, or mode 'sum' or 'mean'"
+            )
+        return None
+
+    def check(self, module: nn.Module) -> None:
+        """Refuse a table whose rows are longer than `max_norm`: the forward pass would overwrite them.
+
+        Raises:
+            UnsupportedError: If there is such a row.
+        """
+        assert isinstance(module, nn.EmbeddingBag)
+        _refuse_renormalization(module)
+
+    def patterns(self, module: nn.Module) -> dict[str, str]:
+        """The table, transposed: one column per token."""
+        return {"weight": "i o -> o i"}
+
+    def input_of(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """The bags as one tensor, examples first.
+
+        Returns:
+            Integers `[B, L]`, -1 after the end of a bag. With `per_sample_weights`, pairs (token, weight)
+            `[B, L, 2]` in float64, which holds both exactly. Either is returned as it is when it comes back alone.
+
+        Raises:
+            ValueError: If the input is no tensor, or has one dimension and comes without offsets.
+        """
+        assert isinstance(module, nn.EmbeddingBag)
+        named = {**dict(zip(("input", "offsets", "per_sample_weights"), args)), **kwargs}
+        x = super().input_of(module, (named.get("input"),), {})
+        offsets, weights = named.get("offsets"), named.get("per_sample_weights")
+        last = module.include_last_offset
+        if x.is_nested:
+            x, offsets, last = x.values(), x.offsets(), True  # pyright: ignore[reportAttributeAccessIssue]
+            weights = None if weights is None else weights.values()
+        if x.ndim == 1:
+            if offsets is None:
+                raise ValueError(
+                    f"{module} got an input of shape {tuple(x.shape)} without `offsets`, which say its bags."
+                )
+            place, present = _places_in_bags(len(x), offsets[:-1] if last else offsets)
+            x = torch.where(present, x[place], -1)
+            weights = None if weights is None else weights[place]
+        if weights is None:
+            return x
+        return torch.stack([x.double(), weights.detach().double()], -1)
+
+    def inputs(self, module: nn.Module, x: Tensor) -> SparseRows:  # [B, L] or [B, L, 2] -> [B, 1, i]
+        """One row for each bag.
+
+        Raises:
+            ValueError: If `x` is not what `input_of` returns.
+        """
+        assert isinstance(module, nn.EmbeddingBag)
+        if x.ndim != 2 and not (x.ndim == 3 and x.shape[2] == 2):
+            raise ValueError(
+                f"{module} got an input of shape {tuple(x.shape)}, expected bags [B, L] or pairs [B, L, 2] as "
+                "`input_of` returns them."
+            )
+        tokens = x if x.ndim == 2 else x[..., 0].long()
+        present = tokens >= 0
+        if module.padding_idx is not None:
+            present = present & (tokens != module.padding_idx)
+        weight = present.to(_dtype(module))
+        if x.ndim == 3:
+            weight = torch.where(present, x[..., 1].to(weight.dtype), 0)
+        if module.mode == "mean":
+            weight = weight / present.sum(1, keepdim=True).clamp(min=1)
+        return SparseRows(
+            tokens.clamp(min=0)[:, None], weight[:, None], module.num_embeddings, present.any(1, keepdim=True)
+        )
+
+    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, d] -> [V, B, 1, d]
+        """The output gradient of each bag."""
+        return at_least_float32(g)[:, :, None]
+
+
+def _dtype(module: nn.Embedding | nn.EmbeddingBag) -> torch.dtype:
+    return torch.promote_types(module.weight.dtype, torch.float32)
+
+
+def _places_in_bags(entries: int, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the entries of each bag stand in a flat list, `[B, L]`, and which of these places are the bag's own."""
+    lengths = torch.diff(starts, append=starts.new_tensor([entries]))
+    longest = int(lengths.max()) if len(lengths) else 0
+    steps = torch.arange(longest, device=starts.device)
+    return (starts[:, None] + steps).clamp(max=max(0, entries - 1)), steps < lengths[:, None]
+
+
+def _refuse_renormalization(module: nn.Embedding | nn.EmbeddingBag) -> None:
+    """`max_norm` overwrites longer rows in the forward pass: let PyTorch do it to a copy, and look what changed."""
+    limit, order = module.max_norm, module.norm_type
+    if limit is None:
+        return
+    W = module.weight.detach()
+    norms = torch.linalg.vector_norm(at_least_float32(W), ord=order, dim=1)
+    rows = W[norms > 0.9 * limit]
+    renormalized = rows.clone()
+    torch.embedding_renorm_(renormalized, torch.arange(len(rows), device=W.device), limit, order)
+    changed = int((renormalized != rows).any(1).sum())
+    if changed:
+        # A little less: what is normalized to `max_norm` itself may come out longer by rounding.
+        below = limit * (1 - 4 * torch.finfo(W.dtype).eps)
+        raise UnsupportedError(
+            f"{module} has {changed} of {len(W)} rows whose norm exceeds max_norm={limit} (the largest is "
+            f"{float(norms.max()):.9g}): a forward pass that meets them would overwrite the weight. Normalize them "
+            f"before, `with torch.no_grad(): w.copy_(torch.renorm(w, {order}, 0, {below!r}))` for its weight w, or set "
+            "max_norm=None."
+        )

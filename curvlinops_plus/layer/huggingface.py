@@ -1,0 +1,37 @@
+"""What layers of Hugging Face's libraries saw; they are known by name, so that nothing needs to be installed."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from curvlinops_plus.layer.linear import LinearRule
+from curvlinops_plus.layer.rule import register_rule
+
+__all__ = ["Conv1DRule"]
+
+
+@register_rule("transformers.pytorch_utils.Conv1D")
+class Conv1DRule(LinearRule):
+    """`Conv1D` of GPT and GPT-2: a linear layer whose weight `[i, o]` is stored transposed, always with a bias.
+
+    Example:
+        >>> Conv1DRule().patterns(nn.Identity())
+        {'weight': 'i o -> o i', 'bias': 'o -> o 1'}
+    """
+
+    def patterns(self, module: nn.Module) -> dict[str, str]:
+        """`W` transposed, then the bias as one more column."""
+        return {"weight": "i o -> o i", "bias": "o -> o 1"}
+
+    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, i]
+        """The input, positions in one dimension (a view of a contiguous `x`).
+
+        Raises:
+            ValueError: If `x` has no example dimension.
+        """
+        if x.ndim < 2:
+            raise ValueError(
+                f"{module} got an input of shape {tuple(x.shape)}, expected [examples, ..., features]. Add the example "
+                "dimension with `x[None]`."
+            )
+        return super().inputs(module, x)
