@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from reference import Reference
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 from curvlinops_plus import (
     EKFAC,
@@ -38,6 +40,23 @@ from curvlinops_plus import (
     MonteCarlo,
     curvature,
 )
+
+try:
+    from transformers.pytorch_utils import Conv1D  # type: ignore[import-not-found]
+except ImportError:
+
+    class Conv1D(nn.Module):
+        """What Hugging Face calls a convolution: `x @ weight + bias`, weight [i, o]."""
+
+        def __init__(self, nf: int, nx: int) -> None:
+            super().__init__()
+            self.nf, self.nx = nf, nx
+            self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight + self.bias
+
+    Conv1D.__module__, Conv1D.__qualname__ = "transformers.pytorch_utils", "Conv1D"
 
 # ------------------------------------------------------------------------------------------------------------ comparing
 
@@ -221,6 +240,8 @@ class Net:
         params: The parameters, of the model; default all.
         loss: The loss that fits; default cross-entropy.
         fallback: Names of the layers without Kronecker factors.
+        axes: Names of modules to the axis of their examples where it is not the first and PyTorch's own modules say so.
+        plain: Turns a copy of the model into one that `torch.func` can differentiate, for the twin.
     """
 
     model: nn.Module
@@ -232,10 +253,25 @@ class Net:
     params: Callable[[nn.Module], Any] = lambda model: list(model.parameters())
     loss: str = "ce"
     fallback: tuple[str, ...] = ()
+    axes: dict[str, int] = field(default_factory=dict)
+    plain: Callable[[nn.Module], object] = lambda model: None
 
 
 def _batches(*shape: int, sizes: Sequence[int] = (3, 1, 2)) -> list[Tensor]:
     return [torch.randn(n, *shape, dtype=torch.float64) for n in sizes]
+
+
+def _tokens(most: int, *shape: int, sizes: Sequence[int] = (3, 1, 2)) -> list[Tensor]:
+    return [torch.randint(most, (n, *shape)) for n in sizes]
+
+
+def _mappings(count: str, **inputs: list[Any]) -> dict[str, Any]:
+    """Inputs in mappings, with what says how many examples there are."""
+    return {
+        "inputs": [dict(zip(inputs, parts, strict=True)) for parts in zip(*inputs.values(), strict=True)],
+        "count": lambda X: len(X[count]),
+        "options": {"batch_size_fn": lambda X: len(X[count])},
+    }
 
 
 class Twice(nn.Module):
@@ -277,7 +313,7 @@ class Residual(nn.Module):
 
 
 class TwoInputs(nn.Module):
-    """A layer of two inputs, without a rule."""
+    """A layer of two inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -406,6 +442,171 @@ class TimeFirst(nn.Module):
         return self.head(torch.tanh(self.body(x.transpose(0, 1))).transpose(0, 1)).movedim(-1, 1)
 
 
+class GPT(nn.Module):
+    """A tiny transformer whose head is its embedding, with layers that multiply from the right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(5, 2), nn.Embedding(3, 2)
+        self.norm, self.attend, self.project = nn.LayerNorm(2), Conv1D(6, 2), Conv1D(2, 2)
+        self.head = nn.Linear(2, 5, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device)[None])
+        q, k, v = self.attend(self.norm(h)).chunk(3, -1)
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        h = h + self.project((q @ k.mT).masked_fill(future, -torch.inf).softmax(-1) @ v)
+        return self.head(h).movedim(-1, 1)
+
+
+class SameRole(nn.Module):
+    """Two modules that multiply with one weight, once at more positions than the other time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.two.weight, self.two.bias = self.one.weight, self.one.bias
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, S, 3]
+        return self.last(torch.tanh(self.two(torch.tanh(self.one(x)).sum(1))))
+
+
+class Autoencoder(nn.Module):
+    """A weight and its transpose, one with a bias: `Conv1D` and `Linear` see the same numbers turned around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(4, 2, bias=False), Conv1D(4, 2)
+        self.up.weight = self.down.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(torch.tanh(self.down(x)))
+
+
+class Incompatible(nn.Module):
+    """One weight with two biases: no matrix has both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+
+class SelfAttention(nn.Module):
+    """`nn.MultiheadAttention` with one input for everything, and a head."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.attn, self.head = nn.MultiheadAttention(2, 2, **options), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, T, 2]
+        x = x if self.attn.batch_first else x.transpose(0, 1)
+        h, _ = self.attn(x, x, x)
+        h = h if self.attn.batch_first else h.transpose(0, 1)
+        return self.head(x.transpose(0, 1) + h if not self.attn.batch_first else x + h).movedim(-1, 1)
+
+
+class CrossAttention(nn.Module):
+    """Attention between inputs of their own lengths and sizes."""
+
+    def __init__(self, d: int = 2, **options: Any) -> None:
+        super().__init__()
+        self.attn, self.same, self.head = nn.MultiheadAttention(d, 1, batch_first=True, **options), not options, None
+        self.head = nn.Linear(d, 3)
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        k = inputs["k"]
+        h = self.attn(inputs["q"], k, k if self.same else inputs["v"], need_weights=False)[0]
+        return self.head(h.sum(1))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer of which the sequence and the last state are read."""
+
+    def __init__(self, kind: Any, **options: Any) -> None:
+        super().__init__()
+        self.rnn, self.head = kind(2, 2, **options), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, T, 2]
+        out, state = self.rnn(x if self.rnn.batch_first else x.transpose(0, 1))
+        out = out if self.rnn.batch_first else out.transpose(0, 1)
+        last = state[-1] if isinstance(state, tuple) else state
+        return self.head(out + last[-1][:, None]).movedim(-1, 1)
+
+
+class Cells(nn.Module):
+    """A recurrent cell, called once for every step with its own states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(2, 2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, T, 2]
+        state = None
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        assert state is not None
+        return self.head(state[0] + state[1])
+
+
+class Adapted(nn.Module):
+    """Two small layers beside a large one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.down, self.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.base(x) + 2 * self.up(self.down(x))))
+
+
+class Checkpointed(nn.Module):
+    """A block that runs again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.ReLU(inplace=True), nn.Linear(3, 2))
+        self.head, self.again = nn.Linear(2, 3), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.block, x, use_reentrant=False) if self.again else self.block(x)
+        return self.head(h).movedim(-1, 1)
+
+
+class Evaluated(nn.Module):
+    """Stays in evaluation mode whatever happens around it, as frozen statistics must."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*layers)
+        self.train()
+
+    def train(self, mode: bool = True) -> Evaluated:
+        return super().train(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Transformer(nn.Module):
+    """Encoder and decoder, and a head at every position."""
+
+    def __init__(self, kind: Any, first: bool = True, **options: Any) -> None:
+        super().__init__()
+        self.layer = kind(2, 2, dim_feedforward=2, dropout=0.0, batch_first=first, **options)
+        self.head, self.first = nn.Linear(2, 3), first
+
+    def forward(self, x: Any) -> Tensor:  # [N, T, 2], or "q" and "memory" of such
+        parts = [x] if isinstance(x, Tensor) else [x["q"], x["memory"]]
+        out = self.layer(*(part if self.first else part.transpose(0, 1) for part in parts))
+        return self.head(out if self.first else out.transpose(0, 1)).movedim(-1, 1)
+
+
 def _frozen(model: nn.Module, *names: str) -> nn.Module:
     for name, p in model.named_parameters():
         if not names or name.startswith(names):
@@ -444,7 +645,11 @@ NETS: dict[str, Callable[[], Net]] = {
     "same cnn": lambda: Net(_cnn(padding="same", padding_mode="reflect", dilation=(1, 2)), _batches(2, 4, 5)),
     "circular cnn": lambda: Net(_cnn(padding=1, padding_mode="circular"), _batches(2, 3, 4)),
     "replicate cnn": lambda: Net(_cnn(padding=(2, 1), padding_mode="replicate", stride=(2, 1)), _batches(2, 3, 4)),
-    "grouped cnn": lambda: Net(_cnn(groups=2), _batches(2, 3, 4), fallback=("0",)),
+    "grouped cnn": lambda: Net(_cnn(groups=2), _batches(2, 3, 4)),
+    "depthwise cnn": lambda: Net(
+        nn.Sequential(nn.Conv1d(2, 4, 2, groups=2, padding=1), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)),
+        _batches(2, 3),
+    ),
     "conv1d": lambda: Net(
         nn.Sequential(nn.Conv1d(2, 3, 3, padding=1, stride=2), nn.Tanh(), nn.Conv1d(3, 3, 2)), _batches(2, 6)
     ),
@@ -469,18 +674,95 @@ NETS: dict[str, Callable[[], Net]] = {
     "called twice on sequences": lambda: Net(ByPosition(Twice()), _batches(2, 4)),
     "reached sometimes": lambda: Net(Sometimes(), _batches(4)),
     "in-place residual": lambda: Net(Residual(), _batches(2, 4)),
-    "two inputs": lambda: Net(TwoInputs(), _batches(4), fallback=("product",)),
+    "two inputs": lambda: Net(TwoInputs(), _batches(4)),
     "padding index": lambda: Net(
         nn.Sequential(nn.Embedding(5, 3, padding_idx=0), nn.Flatten(), nn.Linear(6, 3)),
-        [torch.randint(5, (n, 2)) for n in (3, 1, 2)],
-        fallback=("0",),
+        [torch.tensor([[0, 1], [2, 3], [4, 1]]), torch.tensor([[1, 0]]), torch.tensor([[1, 1], [3, 2]])],
     ),
     "transposed convolution": lambda: Net(
         nn.Sequential(nn.ConvTranspose1d(2, 2, 2, stride=2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 3)),
         _batches(2, 2),
-        fallback=("0",),
     ),
-    "tied": lambda: Net(Tied(), [torch.randint(5, (n, 3)) for n in (3, 1, 2)], fallback=("embedding",)),
+    "transposed convolution in groups": lambda: Net(
+        nn.Sequential(
+            nn.ConvTranspose1d(4, 2, 3, stride=2, padding=1, output_padding=1, dilation=2, groups=2),
+            nn.Flatten(),
+            nn.LazyLinear(3),
+        ),
+        _batches(4, 2),
+    ),
+    "transposed convolution 2d": lambda: Net(
+        nn.Sequential(
+            nn.ConvTranspose2d(2, 2, (2, 3), stride=(1, 2), padding=(0, 1), groups=2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.LazyLinear(3),
+        ),
+        _batches(2, 1, 2),
+    ),
+    "transposed convolution 3d": lambda: Net(
+        nn.Sequential(
+            nn.ConvTranspose3d(2, 1, (1, 2, 2), stride=(1, 1, 2), padding=(0, 1, 0), bias=False),
+            nn.Flatten(),
+            nn.LazyLinear(3),
+        ),
+        _batches(2, 1, 2, 1),
+    ),
+    "tied": lambda: Net(Tied(), _tokens(5, 3)),
+    "tied transformer": lambda: Net(GPT(), _tokens(5, 3, sizes=(3, 1)), fallback=("norm",)),
+    "tied in one role": lambda: Net(SameRole(), _batches(2, 3)),
+    "tied autoencoder": lambda: Net(Autoencoder(), _batches(4), loss="mse"),
+    "tied with two biases": lambda: Net(Incompatible(), _batches(3), fallback=("one",)),
+    "right-hand weight": lambda: Net(ByPosition(nn.Sequential(Conv1D(4, 3), nn.Tanh(), Conv1D(3, 4))), _batches(2, 3)),
+    "self-attention": lambda: Net(SelfAttention(batch_first=True), _batches(3, 2)),
+    "self-attention with time first": lambda: Net(SelfAttention(bias=False), _batches(3, 2, sizes=(2, 1))),
+    "cross-attention": lambda: Net(CrossAttention(), **_mappings("q", q=_batches(2, 2), k=_batches(3, 2))),
+    "cross-attention of three sizes": lambda: Net(
+        CrossAttention(kdim=3, vdim=1), **_mappings("q", q=_batches(2, 2), k=_batches(3, 3), v=_batches(3, 1))
+    ),
+    "more keys": lambda: Net(
+        SelfAttention(batch_first=True, add_bias_kv=True, add_zero_attn=True), _batches(2, 2), fallback=("attn",)
+    ),
+    "encoder layer": lambda: Net(
+        Evaluated(Transformer(nn.TransformerEncoderLayer)),
+        _batches(2, 2, sizes=(2, 1)),
+        fallback=("net.0.layer.norm1", "net.0.layer.norm2"),
+    ),
+    "encoder layer with norm and time first": lambda: Net(
+        Transformer(nn.TransformerEncoderLayer, first=False, norm_first=True, activation="gelu"),
+        _batches(3, 2, sizes=(2, 1)),
+        fallback=("layer.norm1", "layer.norm2"),
+        axes={f"layer.{name}": 1 for name in ("self_attn", "linear1", "linear2")},
+    ),
+    "decoder layer": lambda: Net(
+        Transformer(nn.TransformerDecoderLayer),
+        **_mappings("q", q=_batches(2, 2, sizes=(2, 1)), memory=_batches(3, 2, sizes=(2, 1))),
+        fallback=("layer.norm1", "layer.norm2", "layer.norm3"),
+    ),
+    "lstm": lambda: Net(Recurrent(nn.LSTM, batch_first=True), _batches(2, 2), fallback=("rnn",)),
+    "lstm with time first": lambda: Net(Recurrent(nn.LSTM), _batches(3, 2, sizes=(2, 1)), fallback=("rnn",)),
+    "gru": lambda: Net(Recurrent(nn.GRU), _batches(3, 2, sizes=(1, 3)), fallback=("rnn",)),
+    "lstm cells": lambda: Net(Cells(), _batches(3, 2), fallback=("cell",)),
+    "adapters": lambda: Net(
+        _frozen(Adapted(), "base", "head"),
+        _batches(4),
+        params=lambda model: [*model.down.parameters(), *model.up.parameters()],
+    ),
+    "checkpointed": lambda: Net(
+        Checkpointed(),
+        _batches(2, 3),
+        fallback=("block.1",),
+        plain=lambda model: setattr(model, "again", False),
+    ),
+    "compiled": lambda: Net(
+        nn.Sequential(nn.Linear(4, 3), torch.compile(nn.Sequential(nn.Tanh(), nn.Linear(3, 3)), backend="eager")),
+        _batches(4),
+    ),
+    "spectral norm": lambda: Net(
+        Evaluated(spectral_norm(nn.Conv1d(2, 2, 2)), nn.Tanh(), nn.Flatten(), nn.Linear(4, 3)),
+        _batches(2, 3),
+        fallback=("net.0",),
+    ),
     "frozen": lambda: Net(_frozen(_mlp(nn.ReLU(inplace=True))), _batches(4)),
     "frozen sequence": lambda: Net(_frozen(Attention()), _batches(2, 3)),
     "half frozen": lambda: Net(
@@ -497,7 +779,27 @@ NETS: dict[str, Callable[[], Net]] = {
     "generic layers": lambda: Net(
         nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.PReLU(), nn.Flatten(), nn.Linear(8, 3)),
         [torch.randint(5, (n, 2)) for n in (3, 1, 2)],
-        fallback=("0", "1", "2"),
+        fallback=("1", "2"),
+    ),
+    "group norm": lambda: Net(
+        nn.Sequential(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(8, 3)),
+        _batches(2, 3),
+        fallback=("1",),
+    ),
+    "root mean square norm": lambda: Net(
+        ByPosition(nn.Sequential(nn.Linear(3, 4), nn.RMSNorm(4, eps=1e-3), nn.Linear(4, 3))),
+        _batches(2, 3),
+        fallback=("net.1",),
+    ),
+    "instance norm": lambda: Net(
+        nn.Sequential(nn.InstanceNorm1d(2, affine=True), nn.Tanh(), nn.Flatten(), nn.Linear(6, 3)),
+        _batches(2, 3),
+        fallback=("0",),
+    ),
+    "batch norm 2d": lambda: Net(
+        Evaluated(nn.BatchNorm2d(2), nn.Conv2d(2, 2, 2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(4, 3)),
+        _batches(2, 2, 3),
+        fallback=("net.0",),
     ),
     "batch norm": lambda: Net(
         nn.Sequential(
@@ -517,7 +819,7 @@ NETS: dict[str, Callable[[], Net]] = {
         TwoOutputs(), _batches(4), read=lambda out: out[1], options={"output": lambda out: out[1]}
     ),
     "language model": lambda: Net(
-        Language(), [torch.randint(6, (n, 3)) for n in (3, 1, 2)], logits=True, fallback=("tokens", "positions", "norm")
+        Language(), [torch.randint(6, (n, 3)) for n in (3, 1, 2)], logits=True, fallback=("norm",)
     ),
     "time first": lambda: Net(TimeFirst(), _batches(4, 3), options={"example_axis": {"body": 1}}),
 }
@@ -584,7 +886,8 @@ class Problem:
             axis=1 if isinstance(self.loss, nn.CrossEntropyLoss) and not hugging else -1,
             to_loss=(lambda f: f.movedim(-1, 1)) if classes_last else (lambda f: f),
             count=net.count,
-            example_axis=net.options.get("example_axis"),
+            example_axis={**net.axes, **net.options.get("example_axis", {})},
+            plain=net.plain,
             **options,
         )
         return made.with_targets([item["labels"] if isinstance(item, Mapping) else item[1] for item in self.data])
@@ -602,16 +905,17 @@ class Problem:
                 return t.to(device, dtype) if t.is_floating_point() else t.to(device)
             if isinstance(t, Mapping):
                 return {key: move(value) for key, value in t.items()}
-            return type(t)(move(value) for value in t)
+            return type(t)(move(value) for value in t) if isinstance(t, (list, tuple)) else t
 
         model = copy.deepcopy(self.model).to(device, dtype)
         return Problem(replace(self.net, model=model), copy.deepcopy(self.loss).to(device, dtype), move(self.data))
 
 
-def _make(net_name: str, loss_name: str | None) -> Problem:
+def make(maker: Callable[[], Net], loss_name: str | None = None, seed: str = "") -> Problem:
+    """A problem from the maker of a net, in float64, with numbers that depend on the seed only."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(net_name.encode()))
-        net = NETS[net_name]()
+        torch.manual_seed(zlib.crc32(seed.encode()))
+        net = maker()
         net.model.double()
         with torch.no_grad():
             if any(isinstance(m, nn.LazyLinear) for m in net.model.modules()):
@@ -630,14 +934,13 @@ def _make(net_name: str, loss_name: str | None) -> Problem:
 @cache
 def problem(name: str) -> Problem:
     """A problem by its name, "net" or "net, loss"; made once, so don't change it."""
-    net, _, loss = name.partition(", ")
-    return _make(net, loss or None)
+    return fresh(name)
 
 
 def fresh(name: str) -> Problem:
     """The same problem with a model and data of its own."""
     net, _, loss = name.partition(", ")
-    return _make(net, loss or None)
+    return make(NETS[net], loss or None, seed=net)
 
 
 #: Every net with a loss that fits, and every loss on a net with one term per example and one with several.

@@ -12,15 +12,49 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev
+from torch.nn.functional import embedding_bag, linear
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_map_only
 
-AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+def _out_in(w: Tensor, module: nn.Module) -> Tensor:
+    return w[None]
+
+
+def _in_out(w: Tensor, module: nn.Module) -> Tensor:
+    return w.mT[None]
+
+
+def _conv(w: Tensor, module: nn.Module) -> Tensor:
+    return w.reshape(module.groups, len(w) // module.groups, -1)  # type: ignore[arg-type, operator]
+
+
+def _conv_transpose(w: Tensor, module: nn.Module) -> Tensor:
+    return w.unflatten(0, (module.groups, -1)).movedim(2, 1).flatten(2)  # type: ignore[arg-type]
+
+
+#: Layers of the form W a + b: how the weight is read as matrices `[m, o, i]`, and the axis of the output's channels,
+#: which are the rows of the first matrix, then those of the second, and so on.
+AFFINE: dict[Any, tuple[Callable[[Tensor, nn.Module], Tensor], int]] = {
+    nn.Linear: (_out_in, -1),
+    nn.Conv1d: (_conv, 1),
+    nn.Conv2d: (_conv, 1),
+    nn.Conv3d: (_conv, 1),
+    nn.ConvTranspose1d: (_conv_transpose, 1),
+    nn.ConvTranspose2d: (_conv_transpose, 1),
+    nn.ConvTranspose3d: (_conv_transpose, 1),
+    nn.Embedding: (_in_out, -1),
+    nn.EmbeddingBag: (_in_out, -1),
+    nn.Bilinear: (lambda w, module: w.flatten(1)[None], -1),
+    "transformers.pytorch_utils.Conv1D": (_in_out, -1),
+}
 
 
 @dataclass(eq=False)
@@ -42,6 +76,138 @@ Vectors = tuple[tuple[Seen, Tensor], ...]
 """For every batch what is sent back through it, [V, F]."""
 
 
+class Projection(nn.Module):
+    """`W x + b` with parameters of somebody else's."""
+
+    def forward(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return linear(x, w, b)
+
+
+class Attention(nn.Module):
+    """What `nn.MultiheadAttention` computes, line by line, with its parameters under its names."""
+
+    #: Layers that look here whether they may go past all submodules don't.
+    _qkv_same_embed_dim = False
+
+    def __init__(self, given: nn.MultiheadAttention) -> None:
+        super().__init__()
+        assert given.dropout == 0 or not given.training, "random masks have no definition"
+        for name in (
+            "in_proj_weight",
+            "q_proj_weight",
+            "k_proj_weight",
+            "v_proj_weight",
+            "in_proj_bias",
+            "bias_k",
+            "bias_v",
+        ):
+            self.register_parameter(name, getattr(given, name))
+        self.out_proj = nn.Linear(1, 1)
+        self.out_proj.weight, self.out_proj.bias = given.out_proj.weight, given.out_proj.bias
+        self.q, self.k, self.v = Projection(), Projection(), Projection()
+        self.embed_dim, self.heads, self.zero = given.embed_dim, given.num_heads, given.add_zero_attn
+        self.num_heads, self.batch_first = given.num_heads, given.batch_first
+        self.train(given.training)
+
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.in_proj_weight is not None:
+            return tuple(self.in_proj_weight.unflatten(0, (3, -1)))  # type: ignore[return-value]
+        return self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.unflatten(0, (3, -1))
+        xs, parts = (query, key, value), (self.q, self.k, self.v)
+        q, k, v = (part(x, w, b) for part, x, w, b in zip(parts, xs, self.weights(), biases, strict=True))
+        N, L, E = q.shape
+        extra = []
+        if self.bias_k is not None:
+            extra.append((self.bias_k.expand(N, 1, E), self.bias_v.expand(N, 1, E)))
+        if self.zero:
+            extra.append((q.new_zeros(N, 1, E),) * 2)
+        seen = q.new_zeros(N, self.heads, L, k.shape[1])  # what is added to the scores
+        for mask, shape in ((key_padding_mask, (N, 1, 1, -1)), (attn_mask, (-1, self.heads, L, k.shape[1]))):
+            if mask is None:
+                continue
+            mask = mask[None, None] if mask is attn_mask and mask.ndim == 2 else mask.reshape(shape)
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, -torch.inf)
+            seen = seen + mask
+        for k_more, v_more in extra:
+            k, v = torch.cat([k, k_more], 1), torch.cat([v, v_more], 1)
+            seen = torch.cat([seen, seen.new_zeros(N, self.heads, L, 1)], -1)
+        q, k, v = (x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (q, k, v))
+        p = (q @ k.mT / q.shape[-1] ** 0.5 + seen).softmax(-1)
+        out = self.out_proj((p @ v).transpose(1, 2).flatten(2))
+        p = p.mean(1) if average_attn_weights else p
+        return out if self.batch_first else out.transpose(0, 1), p if need_weights else None
+
+
+def _written_out(model: nn.Module) -> nn.Module:
+    """The model with every attention written out."""
+    if isinstance(model, nn.MultiheadAttention):
+        return Attention(model)
+    for name, child in model.named_children():
+        setattr(model, name, _written_out(child))
+    return model
+
+
+@dataclass(eq=False)
+class Use:
+    """A place where a weight is multiplied with something.
+
+    Attributes:
+        path: Of the module whose calls it sees.
+        weight: Full name of the weight.
+        bias: Full name of the bias, if there is one.
+        evaluate: Output of a call at another weight: `evaluate(w, args, kwargs)`.
+        matrix: Places of the numbers of the matrices `[m, o, i]` in the flattened weight.
+        shift: Places of the numbers of the bias `[m, o]` in the flattened bias.
+        channel: Axis of the output's channels.
+        axis: Axis of the examples.
+        slot: Which of the layer's matrices its first one is.
+        sparse: Whether the input factor is a diagonal.
+    """
+
+    path: str
+    weight: str
+    bias: str | None
+    evaluate: Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], Tensor]
+    matrix: Tensor
+    shift: Tensor
+    channel: int
+    axis: int
+    slot: int = 0
+    sparse: bool = False
+
+
+@dataclass(eq=False)
+class Layer:
+    """Parameters that share a block.
+
+    Attributes:
+        name: Name of the first place that holds one.
+        keys: Keys of the parameters.
+        roles: The places where they are used, if there are Kronecker factors: those that multiply with the same
+            matrices together, first those with the layer's own, then those with its transpose.
+    """
+
+    name: str
+    keys: list[str]
+    roles: list[list[Use]]
+
+
 class Reference:
     """Curvature matrices of `Σ loss` over a data set, by definition.
 
@@ -58,6 +224,7 @@ class Reference:
         num_terms: Replaces the number of loss terms per example in it.
         mask: X, y to the positions [N, T] that count.
         example_axis: Module name to the axis of its examples.
+        plain: Turns the copy of the model into one that `torch.func` can differentiate.
     """
 
     def __init__(
@@ -74,11 +241,13 @@ class Reference:
         num_terms: int | None = None,
         mask: Callable[[Any, Any], Tensor] | None = None,
         example_axis: Mapping[str, int] | None = None,
+        plain: Callable[[nn.Module], object] = lambda model: None,
     ) -> None:
         own = {id(p): name for name, p in model.named_parameters()}
         self.names = {key: own[id(p)] for key, p in params.items()}
         self.values = {key: p.detach().clone() for key, p in params.items()}
-        self.model = copy.deepcopy(model).requires_grad_(False)
+        self.model = _written_out(copy.deepcopy(model).requires_grad_(False))
+        plain(self.model)
         # Every place that holds a parameter, once: a module that is registered under two names is one place, and
         # replacing it under both would make `functional_call` put the wrong tensor back.
         self.slots: dict[str, list[str]] = {key: [] for key in self.names}
@@ -105,7 +274,8 @@ class Reference:
         """Output at other parameters."""
         replaced = {slot: value for key, value in theta.items() for slot in self.slots[key]}
         args, kwargs = (X.args, X.kwargs) if isinstance(X, Inputs) else ((X,), {})
-        return self.read(functional_call(self.model, replaced, args, kwargs, tie_weights=False))
+        with torch.compiler.set_stance("force_eager"):
+            return self.read(functional_call(self.model, replaced, args, kwargs, tie_weights=False))
 
     def _see(self, item: Any, count: Callable[[Any], int], mask: Any) -> Seen:
         if isinstance(item, Mapping):
@@ -212,30 +382,127 @@ class Reference:
         return torch.stack(of_examples, 1)
 
     # ---------------------------------------------------------------------------------------------------- blocks
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """Parameters by the modules that hold them; modules that share one are together."""
+        parts: list[Layer] = []
+        inner: set[str] = set()
+        for path, module in self.model.named_modules():
+            if path in inner:
+                continue
+            names = [f"{path}.{local}".lstrip(".") for local, p in module._parameters.items() if p is not None]
+            if is_parametrized(module):
+                start = f"{path}.parametrizations".lstrip(".")
+                inner |= {name for name, _ in self.model.get_submodule(start).named_modules(prefix=start)}
+                names += [name for name, _ in self.model.get_submodule(start).named_parameters(prefix=start)]
+            if isinstance(module, Attention):
+                parts += self._attention(path, module)
+                names = [name for name in names if name.endswith(("bias_k", "bias_v"))]
+            use = self._use(path, module)
+            parts.append(Layer(path, self.keys_of(names), [] if use is None else [[use]]))
+        layers: list[Layer] = []
+        for part in (part for part in parts if part.keys):
+            tied = [layer for layer in layers if set(layer.keys) & set(part.keys)]
+            members = [*tied, part]
+            keys = [key for key in self.names if any(key in member.keys for member in members)]
+            at = layers.index(tied[0]) if tied else len(layers)
+            merged = Layer(members[0].name, keys, part.roles if not tied else self._roles(members))
+            layers = [layer for layer in layers if layer not in tied]
+            layers.insert(at, merged)
+        return layers
+
+    def keys_of(self, names: Sequence[str | None]) -> list[str]:
+        """Keys of those of the model's parameters that are among ours."""
+        own = [self.model.get_parameter(name) for name in names if name is not None]
+        return [key for key, name in self.names.items() if any(self.model.get_parameter(name) is p for p in own)]
+
+    def _use(self, path: str, module: nn.Module) -> Use | None:
+        """What an affine module multiplies."""
+        kinds = [(t, k) for t in type(module).__mro__ for k in (t, f"{t.__module__}.{t.__qualname__}") if k in AFFINE]
+        weight = module._parameters.get("weight")
+        if not kinds or type(module).forward is not kinds[0][0].forward or weight is None:
+            return None
+        if getattr(module, "mode", None) == "max":
+            return None
+        matrices, channel = AFFINE[kinds[0][1]]
+        matrix = matrices(torch.arange(weight.numel()).view(weight.shape), module)
+        return Use(
+            path,
+            f"{path}.weight".lstrip("."),
+            None if module._parameters.get("bias") is None else f"{path}.bias".lstrip("."),
+            lambda w, args, kwargs: functional_call(module, {"weight": w}, args, dict(kwargs)),
+            matrix,
+            torch.arange(matrix[:, :, 0].numel()).view(matrix.shape[:2]),
+            channel,
+            self.example_axis.get(path, 0),
+            sparse=isinstance(module, (nn.Embedding, nn.EmbeddingBag)),
+        )
+
+    def _attention(self, path: str, module: Attention) -> list[Layer]:
+        """The in-projection: three matrices side by side, or three layers and a bias if they differ in size."""
+        within = f"{path}.".lstrip(".")
+        bias = None if module.in_proj_bias is None else f"{within}in_proj_bias"
+        E = module.embed_dim
+        uses = []
+        for slot, part in enumerate("qkv"):
+            joint = module.in_proj_weight is not None
+            weight = f"{within}in_proj_weight" if joint else f"{within}{part}_proj_weight"
+            w = module.get_parameter(weight.removeprefix(within))
+            place = torch.arange(w.numel()).view(w.shape)
+            rows = slice(slot * E, slot * E + E) if joint else slice(E)
+            uses.append(
+                Use(
+                    f"{within}{part}",
+                    weight,
+                    bias,
+                    lambda w, args, kwargs, rows=rows: linear(args[0], w[rows], args[2]),
+                    place[rows][None],
+                    torch.arange(slot * E, slot * E + E)[None],
+                    -1,
+                    0,
+                    slot,
+                )
+            )
+        if module.in_proj_weight is not None:
+            return [Layer(f"{within}in_proj", self.keys_of([uses[0].weight, bias]), [uses])]
+        alone = [
+            Layer(f"{within}{part}_proj", self.keys_of([use.weight]), [[replace(use, slot=0, bias=None)]])
+            for part, use in zip("qkv", uses, strict=True)
+        ]
+        return [*alone, Layer(f"{within}in_proj_bias", self.keys_of([bias]), [uses])]
+
+    def _roles(self, members: list[Layer]) -> list[list[Use]]:
+        """Roles of modules that share parameters; none unless they share one matrix, and a bias is in one role only."""
+        uses = [use for member in members for role in member.roles for use in role]
+        weights = {id(self.model.get_parameter(use.weight)) for use in uses}
+        if not all(member.roles for member in members) or len(weights) > 1 or any(len(u.matrix) > 1 for u in uses):
+            return []
+        if any(use.slot for use in uses):
+            return []
+        uses = sorted(uses, key=lambda use: (not self.keys_of([use.bias]), use.sparse))  # stable
+        own = [use for use in uses if torch.equal(use.matrix, uses[0].matrix)]
+        others = [use for use in uses if use not in own]
+        fits = all(torch.equal(use.matrix, uses[0].matrix.mT) for use in others)
+        biases = [{tuple(self.keys_of([use.bias])) for use in role} for role in (own, others)]
+        if not fits or len(biases[0]) > 1 or biases[1] - {()}:
+            return []
+        return [own, others] if others else [own]
+
     def blocks(self, separate: bool) -> list[list[str]]:
         """Keys of the parameters that share a block."""
-        if separate:
-            return [[key] for key in self.names]
-        holders: list[set[str]] = []
-        key_of = {id(self.model.get_parameter(name)): key for key, name in self.names.items()}
-        for module in self.model.modules():
-            mine = {key_of[id(p)] for p in module._parameters.values() if id(p) in key_of}
-            if mine:
-                joined = [h for h in holders if h & mine]
-                holders = [h for h in holders if not h & mine] + [mine.union(*joined)]
-        return [[key for key in self.names if key in h] for h in holders]
+        return [[key] for key in self.names] if separate else [layer.keys for layer in self.layers]
 
-    def owners(self, key: str) -> list[tuple[str, nn.Module]]:
-        """The modules that hold a parameter, with their names."""
-        p = self.model.get_parameter(self.names[key])
-        return [(name, m) for name, m in self.model.named_modules() if any(p is q for q in m._parameters.values())]
+    def layer_of(self, key: str) -> Layer:
+        """The layer of a parameter."""
+        return next(layer for layer in self.layers if key in layer.keys)
 
     def places(self, keys: Sequence[str]) -> Tensor:
         """Where parameters stand in the whole vector."""
         starts, start = {}, 0
         for key, value in self.values.items():
             starts[key], start = start, start + value.numel()
-        return torch.cat([torch.arange(starts[k], starts[k] + self.values[k].numel()) for k in keys])
+        ranges = [torch.arange(starts[k], starts[k] + self.values[k].numel()) for k in keys]
+        return torch.cat([torch.zeros(0, dtype=torch.long), *ranges])
 
     def only_blocks(self, matrix: Tensor, separate: bool) -> Tensor:
         """A matrix with everything outside of the blocks set to zero."""
@@ -247,30 +514,23 @@ class Reference:
 
     # --------------------------------------------------------------------------------------------------- factors
     def affine_layer(self, key: str) -> str | None:
-        """Name of the one module that holds a parameter if it has Kronecker factors."""
-        owners = self.owners(key)
-        shared = any(len(self.owners(k)) > 1 for k in self.names if self._module(k) is owners[0][1])
-        fits = (
-            len(owners) == 1 and not shared and type(owners[0][1]) in AFFINE and getattr(owners[0][1], "groups", 1) == 1
-        )
-        return owners[0][0] if fits else None
-
-    def _module(self, key: str) -> nn.Module:
-        return self.owners(key)[0][1]
+        """Name of the layer that a parameter belongs to, if it has Kronecker factors."""
+        layer = self.layer_of(key)
+        return layer.name if layer.roles else None
 
     def _calls(
-        self, b: Seen, name: str, probes: Sequence[Tensor] | None = None
-    ) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        self, b: Seen, use: Use, probes: Sequence[Tensor] | None = None
+    ) -> tuple[list[Any], list[Tensor], Tensor]:
         """Inputs and outputs of a module in one forward pass, with numbers added to its outputs; the model's output."""
-        inputs: list[Tensor] = []
+        inputs: list[Any] = []
         outputs: list[Tensor] = []
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Tensor) -> Tensor | None:
-            inputs.append([*args, *kwargs.values()][0].clone())
+            inputs.append(tree_map_only(Tensor, torch.clone, (args, kwargs)))
             outputs.append(out.clone())
             return None if probes is None else out + probes[len(outputs) - 1]
 
-        handle = self.model.get_submodule(name).register_forward_hook(hook, with_kwargs=True)
+        handle = self.model.get_submodule(use.path).register_forward_hook(hook, with_kwargs=True)
         try:
             f = self.call(self.values, b.X)
         finally:
@@ -278,34 +538,62 @@ class Reference:
         return inputs, outputs, f
 
     @cache  # noqa: B019
-    def rows(self, b: Seen, name: str) -> list[tuple[Tensor, Tensor]]:
-        """For each call of a layer its inputs `a` [N, S, i], and derivatives [F, N, S, o] of the output by its outputs.
+    def rows(self, b: Seen, use: Use) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """For each call the inputs `a` [m, N, S, i], derivatives [F, m, N, S, o] of the model's output by the outputs,
+        and whether a position counts [N, S].
 
         A row of inputs is, by definition, the derivative of one output number with respect to its row of the weight.
         """
-        module, axis = self.model.get_submodule(name), self.example_axis.get(name, 0)
-        channel = -1 if isinstance(module, nn.Linear) else 1
-        inputs, outputs, _ = self._calls(b, name)
+        m, o, i = use.matrix.shape
+        inputs, outputs, _ = self._calls(b, use)
         if not outputs:
             return []
-        probes = [torch.zeros_like(out) for out in outputs]
-        D = jacrev(lambda p: self._calls(b, name, p)[2].flatten())(probes)
+
+        def examples_first(t: Tensor, lead: int, *last: int) -> Tensor:
+            """[*lead, *positions, *last], the examples somewhere, to [*lead, N, S, *last]; one row may be for all."""
+            t = t.movedim(lead + use.axis, lead)
+            t = t.expand(*t.shape[:lead], b.N, *t.shape[lead + 1 :]) if t.shape[lead] == 1 else t
+            return t.reshape(*t.shape[:lead], b.N, -1, *last)
+
+        def probe(out: Tensor) -> Tensor:
+            shape = list(out.shape)
+            shape[use.axis] = b.N if shape[use.axis] == 1 else shape[use.axis]
+            return out.new_zeros(shape)
+
+        D = jacrev(lambda p: self._calls(b, use, p)[2].flatten())([probe(out) for out in outputs])
+        weight = self.model.get_parameter(use.weight).detach()
         result = []
-        weight = module.weight.detach()
-        for x, d in zip(inputs, D, strict=True):
+        for (args, kwargs), out, d in zip(inputs, outputs, D, strict=True):
 
-            def first_channel(row: Tensor, x: Tensor = x) -> Tensor:
-                return functional_call(module, {"weight": torch.cat([row[None], weight[1:]])}, (x,)).select(channel, 0)
+            def first_channels(w: Tensor, args: Any = args, kwargs: Any = kwargs) -> Tensor:
+                return use.evaluate(w, args, kwargs).movedim(use.channel, 0)[::o]
 
-            a = jacrev(first_channel)(weight[0]).flatten(x.ndim - 1)
-            d = d.movedim(channel if channel < 0 else channel + 1, -1)
-            a, d = a.movedim(axis, 0), d.movedim(axis + 1, 1)
-            result.append((a.reshape(b.N, -1, a.shape[-1]), d.reshape(len(d), b.N, -1, d.shape[-1])))
+            by_weight = jacrev(first_channels)(weight).flatten(out.ndim)  # [m, *positions, numbers of the weight]
+            a = torch.stack([by_weight[k, ..., use.matrix[k, 0]] for k in range(m)])
+            d = d.movedim(use.channel if use.channel < 0 else use.channel + 1, -1)
+            module = self.model.get_submodule(use.path)
+            kept = torch.ones(out.movedim(use.channel, -1).shape[:-1], dtype=torch.bool)
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                kept = [*args, *kwargs.values()][0] != module.padding_idx
+            if isinstance(module, nn.EmbeddingBag):  # a bag of ones is as large as it has entries
+                given = {**dict(zip(("input", "offsets"), args, strict=False)), **kwargs, "per_sample_weights": None}
+                more = {"include_last_offset": module.include_last_offset, "padding_idx": module.padding_idx}
+                kept = embedding_bag(weight=torch.ones_like(weight), mode="sum", **given, **more)[:, 0] > 0
+            result.append(
+                (
+                    examples_first(a, 1, i),
+                    examples_first(d, 1, m, o).movedim(-2, 1),
+                    examples_first(kept, 0),
+                )
+            )
         return result
 
     @cache  # noqa: B019
     def factors(self, name: str, vectors: Vectors, reduce: bool = False, ones: bool = False) -> tuple[Tensor, Tensor]:
         """`A` and `G` of a layer, one example, one position, one vector at a time.
+
+        Those of a layer of several matrices are block-diagonal. Those of tied weights are the nearest Kronecker product
+        to the sum over roles, where `A` is a mean of theirs with weights that add up to one.
 
         Args:
             name: The layer.
@@ -313,16 +601,49 @@ class Reference:
             reduce: Average inputs and sum gradients over positions first.
             ones: Append a column of ones to the inputs.
         """
+        layer = next(layer for layer in self.layers if layer.name == name and layer.roles)
+        own, *others = layer.roles
+        A, G = self._role(own, vectors, reduce, ones)
+        if not others:
+            return A, G
+        pairs = [(A, G)]
+        # The other role multiplies with the transpose, so that its factors change places; it has no column of ones.
+        for role in others:
+            rows, columns = self._role(role, vectors, reduce, False)
+            pairs.append((torch.block_diag(columns, columns.new_zeros(1, 1)) if ones else columns, rows))
+        total = torch.stack([torch.outer(G.flatten(), A.flatten()) for A, G in pairs]).sum(0)
+        u, s, vt = torch.linalg.svd(total, full_matrices=False)
+        of_each = torch.stack([A.flatten() for A, _ in pairs], 1)
+        weights = torch.linalg.lstsq(of_each, vt[0][:, None]).solution.sum()
+        return (vt[0] / weights).view(A.shape), (u[:, 0] * s[0] * weights).view(G.shape)
+
+    @cache  # noqa: B019
+    def _own_role(self, layer: Layer, vectors: Vectors, reduce: bool) -> Tensor:
+        """`G` of the uses that have the bias."""
+        return self._role(layer.roles[0], vectors, reduce, False)[1]
+
+    def _role(self, uses: list[Use], vectors: Vectors, reduce: bool, ones: bool) -> tuple[Tensor, Tensor]:
+        pairs = []
+        for slot in range(max(use.slot + len(use.matrix) for use in uses)):
+            here = [use for use in uses if use.slot <= slot < use.slot + len(use.matrix)]
+            pairs.append(self._matrix(here, slot, vectors, reduce, ones))
+        A, G = (torch.block_diag(*parts) for parts in zip(*pairs, strict=True))
+        return A, G
+
+    def _matrix(self, uses: list[Use], slot: int, vectors: Vectors, reduce: bool, ones: bool) -> tuple[Tensor, Tensor]:
         A: Any = 0.0
         G: Any = 0.0
         rows = 0
         for b, v in vectors:
-            calls = self.rows(b, name)
+            calls = [
+                (a[slot - use.slot], D[:, slot - use.slot], kept) for use in uses for a, D, kept in self.rows(b, use)
+            ]
             for n in range(b.N):
                 a_n, g_n = [], []
-                for a, D in calls:
+                for a, D, kept in calls:
                     for s in range(a.shape[1]):
-                        if b.mask is not None and b.mask.shape[1] == a.shape[1] and not b.mask[n, s]:
+                        masked = b.mask is not None and b.mask.shape[1] == a.shape[1] and not b.mask[n, s]
+                        if masked or not kept[n, s]:
                             continue
                         a_n.append(torch.cat([a[n, s], a.new_ones(1)]) if ones else a[n, s])
                         g_n.append(v @ D[:, n, s])  # [V, o]
@@ -333,33 +654,59 @@ class Reference:
                     rows += 1
                     for g_v in g:
                         G = G + torch.outer(g_v, g_v)
+        if all(use.sparse for use in uses):
+            A = A.diagonal().diag()
         return A / rows, self.c * G
 
     def matrix_places(self, keys: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Row and column of every number of a layer's parameters in the layer's one matrix `[o, i]` or `[o, i + 1]`."""
+        """Row and column of every number of a layer's parameters in the layer's matrix `[o, i]` or `[o, i + 1]`.
+
+        Several matrices stand on the diagonal of one large matrix.
+        """
+        uses = self.layer_of(keys[0]).roles[0]
         rows, columns = [], []
         for key in keys:
-            value = self.values[key]
-            if self.names[key].rsplit(".", 1)[-1] == "bias":
-                width = self._module(key).weight[0].numel()
-                rows.append(torch.arange(len(value)))
-                columns.append(torch.full((len(value),), width if len(keys) > 1 else 0))
-            else:
-                o, i = len(value), value[0].numel()
-                rows.append(torch.arange(o).repeat_interleave(i))
-                columns.append(torch.arange(i).repeat(o))
+            numbers = self.values[key].numel()
+            r, c = (torch.full((numbers,), -1) for _ in range(2))
+            for use in uses:
+                m, o, i = use.matrix.shape
+                width = i + (len(keys) > 1)
+                for k in range(m):
+                    slot = use.slot + k
+                    if key in self.keys_of([use.weight]):
+                        r[use.matrix[k]] = slot * o + torch.arange(o)[:, None].expand(o, i)
+                        c[use.matrix[k]] = slot * width + torch.arange(i).expand(o, i)
+                    elif key in self.keys_of([use.bias]):
+                        r[use.shift[k]] = slot * o + torch.arange(o)
+                        c[use.shift[k]] = slot * width + i if len(keys) > 1 else 0
+            assert bool((r >= 0).all())
+            rows.append(r)
+            columns.append(c)
         return torch.cat(rows), torch.cat(columns)
+
+    def order(self, keys: Sequence[str]) -> Tensor:
+        """Where every number of a layer's parameters stands in the row-major vector of its matrices `[m, o, i]`."""
+        r, c = self.matrix_places(keys)
+        i = self.layer_of(keys[0]).roles[0][0].matrix.shape[2]
+        width = i + (len(keys) > 1) if self.has_weight(keys) else 1
+        return r * width + c % width
+
+    def has_weight(self, keys: Sequence[str]) -> bool:
+        """Whether a layer's weight is among its parameters."""
+        weight = self.keys_of([self.layer_of(keys[0]).roles[0][0].weight])
+        return any(key in weight for key in keys)
 
     def kfac(self, vectors: Vectors, reduce: bool = False, separate: bool = False) -> Tensor:
         """`G ⊗ A` on every layer that has factors, the diagonal of the exact block on the others. [P, P]"""
         result = torch.diag(self.from_gradients(vectors).diagonal())
         for keys in self.blocks(separate):
-            name = self.affine_layer(keys[0])
-            if name is None:
+            layer = self.layer_of(keys[0])
+            if not layer.roles:
                 continue
-            has_weight = any(self.names[key].rsplit(".", 1)[-1] == "weight" for key in keys)
-            A, G = self.factors(name, vectors, reduce, ones=len(keys) > 1)
-            if not has_weight:
+            if self.has_weight(keys):
+                A, G = self.factors(layer.name, vectors, reduce, ones=len(keys) > 1)
+            else:
+                G = self._own_role(layer, vectors, reduce)
                 A = torch.ones(1, 1, dtype=G.dtype)
             r, c = self.matrix_places(keys)
             at = self.places(keys)

@@ -228,7 +228,7 @@ class Correction(Accumulator):
             self.add(group.name, seen.restrict(group).squared_grads(self.QG, QA))
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        values = {group.name: self.value(group.name) for group in self.layer.groups}
+        values = {group.name: self.value(group.name).contiguous() for group in self.layer.groups}
         return ekfac_blocks(self.layer, self.QG, self.QA, values)
 
 
@@ -238,7 +238,7 @@ def ekfac_blocks(
     """Blocks of a layer from eigenvectors and corrected eigenvalues. The tensors are shared, not copied."""
     blocks: dict[str, LinearOperator] = {}
     for group in layer.groups:
-        flat = values[group.name].view(-1)
+        flat = values[group.name].reshape(-1)
         if layer.weight in group.keys:
             columns = group.layout.matrix_shape[-1]
             right = IdentityLinearOperator([(columns,)], QG.device, QG.dtype) if QA is None else QA

@@ -313,7 +313,10 @@ class _Check:
                     "If they are elsewhere, override `axes`.",
                 )
         if not leaves:
-            raise self.failed("examples are independent", f"the module returned a {type(out).__name__}, no tensor.")
+            raise self.failed(
+                "examples are independent",
+                f"the module returned a {type(out).__name__} without floating-point tensors.",
+            )
         return [t.movedim(axis, 0) for t, axis in zip(leaves, self.out_axes)]
 
     def moved(self, step: Mapping[str, Tensor], by: float) -> Tensor:

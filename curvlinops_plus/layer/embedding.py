@@ -200,11 +200,11 @@ def _refuse_renormalization(module: nn.Embedding | nn.EmbeddingBag) -> None:
     torch.embedding_renorm_(renormalized, torch.arange(len(rows), device=W.device), limit, order)
     changed = int((renormalized != rows).any(1).sum())
     if changed:
-        # A little less: what is normalized to `max_norm` itself may come out longer by rounding.
-        below = limit * (1 - 4 * torch.finfo(W.dtype).eps)
+        # A little less: what is normalized to `max_norm` itself comes out longer by rounding, in up to half of the rows.
+        below = limit * (1 - (4 if W.dtype.itemsize < 4 else 32) * torch.finfo(W.dtype).eps)
         raise UnsupportedError(
             f"{module} has {changed} of {len(W)} rows whose norm exceeds max_norm={limit} (the largest is "
             f"{float(norms.max()):.9g}): a forward pass that meets them would overwrite the weight. Normalize them "
-            f"before, `with torch.no_grad(): w.copy_(torch.renorm(w, {order}, 0, {below!r}))` for its weight w, or set "
+            f"before, `with torch.no_grad(): w.copy_(torch.renorm(w, {order}, 0, {below:.9g}))` for its weight w, or set "
             "max_norm=None."
         )

@@ -156,8 +156,8 @@ def _hugging_face(*names: str) -> list[str]:
 class ScaledRMSNormRule(ScaleShiftRule):
     """Root mean square normalization of Hugging Face models: the feature is the last dimension.
 
-    They differ in precision and in whether the weight is added to one. All are `x̂ · (weight + constant)`, so that `x̂` is
-    the output at weight one minus the output at weight zero.
+    They differ in precision and in whether the weight is added to one. All are `x̂ · (weight + constant)`, so that `x̂`
+    is the output at weight one minus the output at weight zero.
     """
 
     def features(self, module: nn.Module, x: Tensor) -> range:

@@ -2,8 +2,8 @@
 
 The weights of a recurrent layer enter through products `W a + b` at every step. With the gradients `δ_t` of all these
 products, `Σ_t δ_t a_tᵀ` are the gradients of each example: one forward and one backward pass through the recurrence,
-written out, give them for all examples together. (Running the fused layer again for one example at a time does, too, but
-`vmap` knows none of these layers.)
+written out, give them for all examples together. (Running the fused layer again for one example at a time would, too,
+but `vmap` knows none of these layers.)
 
 The steps of a sequence are not independent given the input, so that there are no Kronecker factors: the blocks are the
 exact diagonal or the full block.
@@ -147,10 +147,12 @@ class RecurrentRule(LayerRule):
 
     def _weights(self, module: nn.Module) -> Sequence[str]:
         """Names of weights and biases."""
+        assert isinstance(module, nn.RNNBase)
         return module._flat_weights_names
 
     def _run(self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
         """Outputs of the layer for sequences [B, T, i] and states [B, layers, h]: sequence, and states after it."""
+        assert isinstance(module, nn.RNNBase)
         directions = 2 if module.bidirectional else 1
         last: list[tuple[Tensor, ...]] = []
         for layer in range(module.num_layers):
@@ -205,9 +207,9 @@ def _states(module: nn.Module, x: Tensor, given: Sequence[Tensor]) -> tuple[Tens
     """State before the first step, zero by default: (h, c) of an LSTM, else (h,)."""
     if given:
         return tuple(given)
-    hidden = int(module.hidden_size)
-    h = x.new_zeros(len(x), getattr(module, "proj_size", 0) or hidden)
-    return (h, x.new_zeros(len(x), hidden)) if isinstance(module, (nn.LSTM, nn.LSTMCell)) else (h,)
+    assert isinstance(module, (nn.RNNBase, nn.RNNCellBase))
+    h = x.new_zeros(len(x), getattr(module, "proj_size", 0) or module.hidden_size)
+    return (h, x.new_zeros(len(x), module.hidden_size)) if isinstance(module, (nn.LSTM, nn.LSTMCell)) else (h,)
 
 
 def _sequence(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -382,15 +383,19 @@ def _left_as_found(module: nn.Module) -> Iterator[None]:
             _put_back(now, before)
 
 
-def _put_back(now: list[Any] | dict[Any, Any], before: list[Any] | dict[Any, Any]) -> None:
+def _put_back(now: Any, before: Any) -> None:
     """Give a list or a dict its earlier contents; one that has them still is not touched."""
-    if isinstance(now, list) and isinstance(before, list):
-        if len(now) != len(before) or any(a is not b for a, b in zip(now, before)):
-            now[:] = before
-    elif isinstance(now, dict) and isinstance(before, dict):
-        if now.keys() != before.keys() or any(now[key] is not value for key, value in before.items()):
-            now.clear()
+
+    def entries(container: Any) -> list[tuple[Any, Any]]:
+        return list(container.items() if isinstance(container, dict) else enumerate(container))
+
+    pairs = list(zip_longest(entries(now), entries(before), fillvalue=(None, None)))
+    if any(key != old_key or value is not old for (key, value), (old_key, old) in pairs):
+        now.clear()
+        if isinstance(now, dict):
             now.update(before)
+        else:
+            now.extend(before)
 
 
 @contextmanager

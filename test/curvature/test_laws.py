@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, FEW, LOSSES, PROBLEMS, VECTORS, Problem, close, problem, unchanged
+from cases import APPROXIMATIONS, FEW, LOSSES, NETS, PROBLEMS, VECTORS, Problem, close, problem, unchanged
+from reference import Inputs
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -24,6 +25,7 @@ from curvlinops_plus import (
     MonteCarlo,
     curvature,
 )
+from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.risk import Vectors
 
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
@@ -128,30 +130,23 @@ def test_kfac_of_the_empirical_fisher_is_its_definition(name: str, separate: boo
 def test_ekfac_is_its_definition(name: str, separate: bool, reduce: bool) -> None:
     p = problem(name)
     K = p.curvature(ekfac(reduce), separate_weight_and_bias=separate)
-    vectors, dense = p.exact.exact(), K.to_dense()
+    of_kfac, dense = p.exact.kfac(p.exact.exact(), reduce, separate), K.to_dense()
     block_diagonal = p.exact.only_blocks(dense, separate)
     close(dense, block_diagonal, what="zero between blocks")
     for keys in p.exact.blocks(separate):
         at = p.exact.places(keys)
-        block = dense[at[:, None], at]
+        block, E = dense[at[:, None], at], p.exact.ggn()[at[:, None], at]
         layer = p.exact.affine_layer(keys[0])
         if layer is None:
-            close(block, p.exact.ggn()[at, at].diag(), what=f"diagonal of {keys}")
+            close(block, E.diagonal().diag(), what=f"diagonal of {keys}")
             continue
-        name_of_block = keys[0] if separate else (layer or keys[0])
-        basis = K.blocks[name_of_block].basis
-        weight = any(p.exact.names[key].endswith("weight") for key in keys)
-        A, G = p.exact.factors(layer, vectors, reduce, ones=len(keys) > 1)
-        QG, QA = (basis.G.matrix, basis.A.matrix) if weight else (basis.matrix, None)
-        for Q, factor in ((QG, G), (QA, A)):
-            if Q is not None:
-                close(Q.T @ Q, torch.eye(len(Q)), what=f"orthogonal basis of {keys}")
-                close(Q @ (Q.T @ factor @ Q).diagonal().diag() @ Q.T, factor, what=f"eigenvectors of {keys}")
-        values = p.exact.corrected_eigenvalues(keys, vectors, QG, QA)
-        Q = QG if QA is None else torch.kron(QG, QA)
-        r, c = p.exact.matrix_places(keys)
-        order = r * values.shape[1] + c
-        close(block, (Q @ values.flatten().diag() @ Q.T)[order[:, None], order], what=f"block of {keys}")
+        basis = K.blocks[keys[0] if separate else (layer or keys[0])].basis
+        assert isinstance(basis, Kronecker) == p.exact.has_weight(keys)
+        Q = basis.to_dense()[p.exact.order(keys)]
+        close(Q.T @ Q, torch.eye(len(Q)), what=f"orthogonal basis of {keys}")
+        factored = of_kfac[at[:, None], at]
+        close(Q @ (Q.T @ factored @ Q).diagonal().diag() @ Q.T, factored, what=f"eigenvectors of {keys}")
+        close(block, Q @ (Q.T @ E @ Q).diagonal().diag() @ Q.T, what=f"block of {keys}")
 
 
 @in_every_form
@@ -382,7 +377,22 @@ def test_a_mask_is_not_for_layers_with_other_positions() -> None:
     close(K.to_dense(), p.exact.kfac(p.exact.exact()))
 
 
-@pytest.mark.parametrize("name", ["mlp", "strided cnn", "attention", "called twice", "frozen sequence"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        "strided cnn",
+        "attention",
+        "called twice",
+        "frozen sequence",
+        "grouped cnn",
+        "padding index",
+        "two inputs",
+        "bag with offsets",
+        "self-attention",
+        "cross-attention of three sizes",
+    ],
+)
 @expand_or_reduce
 @separate_or_joint
 def test_forward_only_needs_no_backward_pass(name: str, reduce: bool, separate: bool) -> None:
@@ -400,7 +410,7 @@ def test_forward_only_needs_no_backward_pass(name: str, reduce: bool, separate: 
 
     handle = p.model.register_forward_hook(lambda module, args, out: NoBackward.apply(out))
     graphs: list[Any] = []
-    inner = next(m for m in p.model.modules() if isinstance(m, nn.Linear)).register_forward_hook(
+    inner = [m for m in p.model.modules() if isinstance(m, nn.Linear)][-1].register_forward_hook(
         lambda module, args, out: graphs.append(out.grad_fn)
     )
     try:
@@ -414,7 +424,7 @@ def test_forward_only_needs_no_backward_pass(name: str, reduce: bool, separate: 
         layer = p.exact.affine_layer(keys[0])
         assert layer is not None
         A, G = p.exact.factors(layer, p.exact.exact(), reduce, ones=len(keys) > 1)
-        A = A if any(p.exact.names[key].endswith("weight") for key in keys) else torch.ones(1, 1)
+        A = A if p.exact.has_weight(keys) else torch.ones(1, 1)
         r, c = p.exact.matrix_places(keys)
         at = p.exact.places(keys)
         expected = torch.eye(len(G), dtype=G.dtype)[r[:, None], r] * A[c[:, None], c]
@@ -493,10 +503,11 @@ def test_order_of_the_vector_is_the_order_of_the_parameters() -> None:
 
 def test_a_different_approximation_for_every_layer() -> None:
     p = problem("generic layers")
-    with pytest.warns(match="2 of 4 layers"):
+    with pytest.warns(match="1 of 4 layers"):
         K = curvature(p.risk(), {nn.LayerNorm: FullBlock, "4": EKFAC}, default=KFAC)
     exact = p.exact.ggn()
-    for keys, block in ((["1.weight", "1.bias"], "full"), (["0.weight"], "diagonal"), (["2.weight"], "diagonal")):
+    close(K.to_dense()[:20, :20], p.exact.kfac(p.exact.exact())[:20, :20], what="the embedding")
+    for keys, block in ((["1.weight", "1.bias"], "full"), (["2.weight"], "diagonal")):
         at = p.exact.places(keys)
         expected = exact[at[:, None], at]
         close(
@@ -542,6 +553,29 @@ def test_close_can_fail() -> None:
     with pytest.raises(AssertionError, match="relative error"):
         close(torch.full((2,), 1e-3), torch.zeros(2))
     close(one * (1 + 1e-12), one)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_rows_of_the_twin_give_the_whole_jacobian(name: str) -> None:
+    """`Σ_s g aᵀ` over the twin's rows is what autodiff says of the whole model, example by example."""
+    p = problem(name)
+    for b in p.exact.batches:
+        args, kwargs = (X.args, X.kwargs) if isinstance(X := b.X, Inputs) else ((X,), {})
+        out = p.model(*args, **kwargs)
+        close(b.f, out.logits if p.net.logits else p.net.read(out), what="the output")
+        J = torch.zeros_like(b.J)
+        for layer in p.exact.layers:
+            for use in (use for role in layer.roles for use in role):
+                for key, places in ((key, p.exact.places([key])) for key in layer.keys):
+                    for a, D, kept in p.exact.rows(b, use):
+                        if key in p.exact.keys_of([use.weight]):
+                            part = torch.einsum("fmnso,mnsi,ns->fmoi", D, a, kept.double())
+                            J[:, places[use.matrix.flatten()]] += part.flatten(1)
+                        elif key in p.exact.keys_of([use.bias]):
+                            part = torch.einsum("fmnso,ns->fmo", D, kept.double())
+                            J[:, places[use.shift.flatten()]] += part.flatten(1)
+        affine = p.exact.places([key for layer in p.exact.layers for key in layer.keys if layer.roles])
+        close(J[:, affine], b.J[:, affine], what="the Jacobian")
 
 
 @pytest.mark.parametrize(

@@ -8,27 +8,49 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from curvlinops_plus.layer import differentiable_parameters
 
 
-def _loop(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor) -> dict[str, Tensor]:
-    """Per-example gradients [V, B, *shape] of a module's direct parameters, which must require gradients."""
-    V, B = g.shape[:2]
-    params = {name: p for name, p in module.named_parameters(recurse=False) if p.is_floating_point()}
+def _loop(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    g: Any,
+    in_axes: Sequence[int] | None = None,
+    out_axes: Sequence[int] | None = None,
+) -> dict[str, Tensor]:
+    """Per-example gradients [V, B, *shape] of a module's own parameters, which must require gradients.
 
-    def one(value: Any, n: int) -> Any:
-        if isinstance(value, Tensor):
-            return value[n : n + 1].clone() if value.ndim and len(value) == B else value
-        if isinstance(value, (tuple, list)):
-            return type(value)(one(v, n) for v in value)
-        if isinstance(value, dict):
-            return {k: one(v, n) for k, v in value.items()}
-        return value
+    `args` and `g` have the examples first, as rules get them; `g` is a list if the module returns several tensors.
+    """
+    g = [g] if isinstance(g, Tensor) else g
+    V, B = g[0].shape[:2]
+    params = differentiable_parameters(module)
+    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+    axes = iter(in_axes or [0] * len(leaves))
+    axes = [next(axes) if isinstance(t, Tensor) else 0 for t in leaves]
+
+    def one(n: int) -> list[Tensor]:
+        """Outputs for one example, which come first."""
+        some = [
+            t[n].unsqueeze(axis).clone() if isinstance(t, Tensor) and t.ndim and len(t) == B else t
+            for t, axis in zip(leaves, axes)
+        ]
+        a, k = tree_unflatten(some, spec)
+        out = [t for t in tree_leaves(module(*a, **k)) if isinstance(t, Tensor) and t.is_floating_point()]
+        return [t.movedim(axis, 0) for t, axis in zip(out, out_axes or [0] * len(out))]
 
     result = {name: p.new_zeros(V, B, *p.shape) for name, p in params.items()}
-    for v in range(V):
-        for n in range(B):
-            out = module(*(one(a, n) for a in args), **{k: one(a, n) for k, a in kwargs.items()})
-            grads = torch.autograd.grad(out, list(params.values()), g[v, n].reshape(out.shape), materialize_grads=True)
+    for n in range(B):
+        out = one(n)
+        parts = [k for k, t in enumerate(out) if t.requires_grad]
+        for v in range(V if parts else 0):
+            back = [g[k][v, n].reshape(out[k].shape) for k in parts]
+            grads = torch.autograd.grad(
+                [out[k] for k in parts], list(params.values()), back, retain_graph=True, materialize_grads=True
+            )
             for name, grad in zip(params, grads, strict=True):
                 result[name][v, n] = grad.to_dense()
     return result

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, ConvRule, LayerRule, LinearRule, rule_of
 
 V, B = 2, 3
@@ -204,16 +203,6 @@ def test_every_constructor_option_is_handled(kind: type[nn.Module], loop: Any, s
 
 
 # ------------------------------------------------------------------------------------------------------ edges
-def test_grouped_convolution_has_only_per_example_gradients(loop: Any, same: Any) -> None:
-    module, x = nn.Conv2d(4, 6, 2, groups=2), torch.randn(B, 4, 3, 3)
-    g = torch.randn(V, B, 6, 2, 2)
-    assert type(rule_of(module)) is LayerRule
-    same(rule_of(module).per_example_grads(module, (x,), {}, g), loop(module, (x,), {}, g))
-    for call in (ConvRule().inputs, ConvRule().input_gram, ConvRule().mean_inputs):
-        with pytest.raises(UnsupportedError, match=r"Conv2d\(groups=2\), a grouped convolution.*DiagonalBlock"):
-            call(module, x)
-
-
 def test_missing_example_dimension_is_named() -> None:
     with pytest.raises(ValueError, match=r"shape \(3,\), expected \[examples, ..., 3\].*x\[None\]"):
         LinearRule().inputs(nn.Linear(3, 2), torch.rand(3))
@@ -279,8 +268,8 @@ class HeadsRule(AffineRule):
     def patterns(self, m: nn.Module) -> dict[str, str]:
         return {"kernel": "i h o -> (h o) i", "bias": "1 r -> r 1"}
 
-    def input_of(self, args: Any, kwargs: Any) -> Tensor:
-        return args[1]
+    def input_of(self, m: nn.Module, args: Any, kwargs: Any) -> Tensor:
+        return args[-1]
 
     def inputs(self, m: nn.Module, x: Tensor) -> Tensor:
         return x
@@ -309,14 +298,41 @@ class LookupRule(AffineRule):
         return g
 
 
+class Experts(nn.Module):
+    """As many matrices as experts, in one parameter along its first axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3 * 2, 4))
+        self.bias = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, T, 3, 4] -> [B, T, 3, 2]
+        return torch.einsum("btei,eoi->bteo", x, self.weight.view(3, 2, 4)) + self.bias
+
+
+class ExpertsRule(AffineRule):
+    def patterns(self, m: nn.Module) -> dict[str, str]:
+        return {"weight": "(e o) i -> e o i", "bias": "e o -> e o 1"}
+
+    def sizes(self, m: nn.Module) -> dict[str, int]:
+        return {"e": 3}
+
+    def inputs(self, m: nn.Module, x: Tensor) -> Tensor:
+        return x
+
+    def grads(self, m: nn.Module, g: Tensor) -> Tensor:
+        return g
+
+
 @pytest.mark.parametrize(
     ("rule", "module", "args"),
     [
         (MyLinearRule(), MyLinear(), (torch.randn(B, 3, dtype=torch.float64),)),
         (HeadsRule(), Heads(), (1.0, torch.randn(B, 5, 4, dtype=torch.float64))),
         (LookupRule(), Lookup(), (torch.randint(5, (B, 4)),)),
+        (ExpertsRule(), Experts(), (torch.randn(B, 5, 3, 4, dtype=torch.float64),)),
     ],
-    ids=["MyLinear", "Heads", "Lookup"],
+    ids=["MyLinear", "Heads", "Lookup", "Experts"],
 )
 def test_three_facts_are_enough(rule: AffineRule, module: nn.Module, args: Any, loop: Any, same: Any) -> None:
     module = module.double()
@@ -324,11 +340,11 @@ def test_three_facts_are_enough(rule: AffineRule, module: nn.Module, args: Any, 
     same(rule.per_example_grads(module, args, {}, g), loop(module, args, {}, g))
     a, rows = rule.inputs(module, x), rule.grads(module, g)
     A, total, count = rule.input_gram(module, x)
-    torch.testing.assert_close(A, torch.einsum("bsi,bsj->ij", a, a))
+    torch.testing.assert_close(A, torch.einsum("bs...i,bs...j->...ij", a, a))
     torch.testing.assert_close(total, a.sum((0, 1)))
-    assert count == a[..., 0].numel()
+    assert count == len(a) * a.shape[1]
     torch.testing.assert_close(rule.mean_inputs(module, x), a.mean(1))
-    torch.testing.assert_close(rule.grad_gram(module, g), torch.einsum("vbso,vbsp->op", rows, rows))
+    torch.testing.assert_close(rule.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", rows, rows))
     torch.testing.assert_close(rule.sum_grads(module, g), rows.sum(2))
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._pytree import register_pytree_node, tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer import LayerRule, replay, rule_of
+from curvlinops_plus.layer import LayerRule, differentiable_parameters, replay, rule_of
 
 V = 2
 B = 4  # as many as there are features: axes that are mixed up must show in the numbers
@@ -113,6 +115,84 @@ class OldFunction(nn.Module):
         return Affine.apply(x, self.weight)
 
 
+class Scaled(nn.Module):
+    """A parametrization with parameters of its own, of which one belongs to a child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(3, 1))
+        self.mix = nn.Linear(4, 4, bias=False)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.mix(weight.tanh()) * self.gain
+
+
+def parametrized(kind: type[nn.Module], *args: Any, name: str = "weight", **options: Any) -> nn.Module:
+    module = kind(*args, **options)
+    parametrize.register_parametrization(module, name, Scaled())
+    return module
+
+
+def twice_parametrized() -> nn.Module:
+    module = parametrizations.weight_norm(nn.Linear(4, 3), dim=None)
+    parametrize.register_parametrization(module, "weight", Scaled())
+    return module
+
+
+def shared_parametrization() -> nn.Module:
+    """One computed weight has a parameter of the module as its own."""
+    module = parametrized(nn.Linear, 4, 3)
+    scaled = module.parametrizations["weight"][0]
+    assert isinstance(scaled, Scaled)
+    scaled.gain = nn.Parameter(module.bias[:, None].detach().clone())
+    module.same = scaled.gain
+    return module
+
+
+def pruned() -> nn.Module:
+    module = nn.Linear(4, 3)
+    prune.random_unstructured(module, "weight", amount=0.4)
+    prune.l1_unstructured(module, "bias", amount=1)
+    return module
+
+
+def held_by_a_list() -> nn.Module:
+    """The weights that a recurrent layer multiplies with are in a list."""
+    return weight_norm(nn.GRU(4, 3, batch_first=True), "weight_hh_l0")
+
+
+@dataclass
+class Output:
+    """A type that PyTorch's pytrees know."""
+
+    hidden: Tensor
+    count: int
+    ids: Tensor | None
+
+
+register_pytree_node(Output, lambda o: ([o.hidden, o.count, o.ids], None), lambda v, _: Output(*v))
+
+
+class Several(nn.Module):
+    """Returns all sorts of things; some do not depend on the parameters, others have no gradient."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.weight = kind, nn.Parameter(torch.randn(4, 3))
+        self.bias = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Any:  # [B, T, 4]
+        y = x @ self.weight + self.bias
+        best = y.argmax(-1)
+        return {
+            "tuple": (y, (y.square().sum(1), x.cos())),
+            "dict": {"ids": best, "logits": y, "past": None, "loss": y.exp().sum((1, 2))},
+            "type": [Output(y, 3, best), Output(y.sin()[:, 0], 2, None)],
+            "one": [y.tanh(), None],
+            "scalars": (y.mean((1, 2)), y[:, :1]),
+        }[self.kind]
+
+
 @dataclass
 class Case:
     name: str
@@ -133,6 +213,15 @@ def custom_kwargs() -> Any:
     return {"gate": torch.randn(B, 7, 1), "table": torch.randn(9, 4)}
 
 
+def orthogonal(kind: str) -> nn.Module:
+    module = parametrizations.orthogonal(nn.Linear(4, 4), orthogonal_map=kind, use_trivialization=False)
+    with torch.no_grad():  # away from where it starts
+        for p in differentiable_parameters(module).values():
+            p.add_(0.3 * torch.randn_like(p))
+    return module
+
+
+SEVERAL = ["tuple", "dict", "type", "one", "scalars"]
 CASES = [
     Case("LayerNorm", lambda: nn.LayerNorm((5, 4)), randn(2, 5, 4)),
     Case("LayerNorm-no-bias", lambda: nn.LayerNorm(4, bias=False), randn(4)),
@@ -156,7 +245,21 @@ CASES = [
     Case("ConvTranspose3d", lambda: nn.ConvTranspose3d(4, 4, 2, output_padding=0, bias=False), randn(4, 2, 2, 1)),
     Case("depthwise", lambda: nn.Conv1d(4, 4, 3, groups=4, padding="same"), randn(4, 6)),
     Case("weight-norm", lambda: weight_norm(nn.Linear(4, 3)), randn(4)),
+    Case("weight-norm-GRU", held_by_a_list, randn(5, 4)),
+    Case("spectral-norm", lambda: spectral_norm(nn.Linear(4, 3)).eval(), randn(4)),
     Case("parametrized", lambda: parametrizations.weight_norm(nn.Linear(4, 3)), randn(4)),
+    Case("parametrized-conv", lambda: parametrizations.weight_norm(nn.Conv1d(4, 3, 2, groups=1)), randn(4, 4)),
+    Case("parametrized-bias", lambda: parametrizations.weight_norm(nn.Linear(4, 3), "bias"), randn(4)),
+    Case("parametrized-spectral", lambda: parametrizations.spectral_norm(nn.Linear(4, 3)).eval(), randn(4)),
+    Case("parametrized-exp", lambda: parametrizations.orthogonal(nn.Linear(4, 4)), randn(4)),
+    Case("parametrized-cayley", lambda: orthogonal("cayley"), randn(4)),
+    Case("parametrized-householder", lambda: orthogonal("householder"), randn(4)),
+    Case("parametrized-own", lambda: parametrized(nn.Linear, 4, 3), randn(2, 4)),
+    Case("parametrized-embedding", lambda: parametrized(nn.Embedding, 3, 4), lambda: (torch.randint(3, (B, 5)),)),
+    Case("parametrized-twice", twice_parametrized, randn(4)),
+    Case("parametrized-shared", shared_parametrization, randn(4)),
+    Case("pruned", pruned, randn(4)),
+    *[Case(f"several-{kind}", lambda k=kind: Several(k), randn(2, 4)) for kind in SEVERAL],
     Case("custom", Custom, custom_args, custom_kwargs),
     Case("in-place", InPlace, randn(4)),
     Case("control-flow", ControlFlow, randn(4)),
@@ -166,16 +269,27 @@ CASES = [
 ]
 # vmap cannot do these; everything else must not fall back to the loop.
 SLOW = {"in-place", "control-flow", "old-function", "Embedding-sparse", "Embedding-max-norm", "RNNCell"}
+SLOW |= {"weight-norm-GRU"}
+ELSEWHERE = {"weight-norm-GRU": [0, 1]}  # axes of the examples in the output that are not all 0
 
 
-def build(case: Case, V: int = V) -> tuple[nn.Module, Any, Any, Tensor]:
+def build(case: Case, V: int = V) -> tuple[nn.Module, Any, Any, Any]:
     module, args, kwargs = case.make(), case.args(), case.kwargs()
     for buffer in module.buffers():
         if buffer.is_floating_point() and buffer.ndim:
             buffer.uniform_(0.5, 1.5)
     with torch.no_grad():
-        shape = module(*copies(args), **kwargs).shape
-    return module, args, kwargs, torch.randn(V, *shape)
+        out = module(*copies(args), **kwargs)
+    found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
+    axes = ELSEWHERE.get(case.name, [0] * len(found))
+    g = [torch.randn(V, *t.movedim(axis, 0).shape) for t, axis in zip(found, axes)]
+    return module, args, kwargs, g[0] if isinstance(out, Tensor) else g
+
+
+def generic(case: Case, module: nn.Module, args: Any, kwargs: Any, g: Any) -> dict[str, Tensor]:
+    if case.name not in ELSEWHERE:
+        return LayerRule().per_example_grads(module, args, kwargs, g)
+    return LayerRule().replay(module, args, kwargs, g, out_axes=ELSEWHERE[case.name])
 
 
 def copies(args: Any) -> Any:
@@ -186,11 +300,11 @@ def copies(args: Any) -> Any:
 def differentiable(loop: Any) -> Any:
     """The slow twin with every parameter differentiable while it runs."""
 
-    def run(module: nn.Module, args: Any, kwargs: Any, g: Tensor) -> Any:
+    def run(case: Case, module: nn.Module, args: Any, kwargs: Any, g: Any) -> Any:
         flags = {p: p.requires_grad for p in module.parameters()}
         for p in flags:
             p.requires_grad_(p.is_floating_point())
-        result = loop(module, args, kwargs, g)
+        result = loop(module, args, kwargs, g, out_axes=ELSEWHERE.get(case.name))
         for p, flag in flags.items():
             p.requires_grad_(flag)
         return result
@@ -203,31 +317,33 @@ def differentiable(loop: Any) -> Any:
 class TestEveryModule:
     def test_equals_the_loop(self, case: Case, differentiable: Any, same: Any) -> None:
         module, args, kwargs, g = build(case)
-        rule = rule_of(module)
-        assert type(rule) is LayerRule
         with torch.no_grad():
-            ours = rule.per_example_grads(module, args, kwargs, g)
-        same(ours, differentiable(module, args, kwargs, g))
+            ours = generic(case, module, args, kwargs, g)
+        same(ours, differentiable(case, module, args, kwargs, g))
 
     def test_as_many_vectors_as_examples(self, case: Case, differentiable: Any, same: Any) -> None:
         """Nested `vmap` mixes up the two axes for some layers, and shapes tell only if they differ."""
         module, args, kwargs, g = build(case, V=B)
-        ours = rule_of(module).per_example_grads(module, args, kwargs, g)
-        same(ours, differentiable(module, args, kwargs, g))
+        ours = generic(case, module, args, kwargs, g)
+        same(ours, differentiable(case, module, args, kwargs, g))
 
-    def test_pieces_are_the_whole(self, case: Case, same: Any) -> None:
+    def test_own_rule_agrees(self, case: Case, same: Any) -> None:
         module, args, kwargs, g = build(case)
-        pieces = LayerRule()
-        pieces.max_bytes = 1
-        whole = LayerRule().per_example_grads(module, args, kwargs, g)
-        same(pieces.per_example_grads(module, args, kwargs, g), whole)
+        ours = rule_of(module).per_example_grads(module, args, kwargs, g)
+        same(ours, generic(case, module, args, kwargs, g))
+
+    def test_pieces_are_the_whole(self, case: Case, same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        module, args, kwargs, g = build(case)
+        whole = generic(case, module, args, kwargs, g)
+        monkeypatch.setattr(LayerRule, "max_bytes", 1)
+        same(generic(case, module, args, kwargs, g), whole)
 
     def test_vmap_is_used_where_it_can_be(self, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         module, args, kwargs, g = build(case)
         looped = []
         original = replay._Call.one_by_one
         monkeypatch.setattr(replay._Call, "one_by_one", lambda *a: looped.append(1) or original(*a))
-        LayerRule().per_example_grads(module, args, kwargs, g)
+        generic(case, module, args, kwargs, g)
         assert bool(looped) == (case.name in SLOW)
 
     def test_module_is_left_as_found(self, case: Case) -> None:
@@ -238,21 +354,26 @@ class TestEveryModule:
             del module.last  # must not be there afterwards either
 
         def everything() -> list[Any]:
-            tensors = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters()), g]
-            tensors += [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+            tensors = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())]
+            tensors += [t for t in tree_leaves((args, kwargs, g)) if isinstance(t, Tensor)]
             flags = [p.requires_grad for p in module.parameters()] + [m.training for m in module.modules()]
-            attributes = [v for k, v in vars(module).items() if not k.startswith("_")]
-            identity = [id(t) for t in tensors] + [id(a) for a in attributes]
+            attributes = {
+                (name, k): [id(v), *([id(t) for t in v] if isinstance(v, (list, dict)) else [])]
+                for name, m in module.named_modules()
+                for k, v in vars(m).items()
+            }
+            identity = [id(t) for t in tensors]
             return [
                 flags,
                 identity,
+                attributes,
                 [t._version for t in tensors],
                 [t.tolist() for t in tensors],
                 torch.get_rng_state(),
             ]
 
         before = everything()
-        LayerRule().per_example_grads(module, args, kwargs, g)
+        generic(case, module, args, kwargs, g)
         after = everything()
         assert torch.equal(before.pop(), after.pop())
         assert before == after
@@ -261,7 +382,7 @@ class TestEveryModule:
         module = case.make()
         for name, pattern in LayerRule().patterns(module).items():
             axes = pattern.split("->")[0].split()
-            assert len(axes) == getattr(module, name).ndim
+            assert len(axes) == module.get_parameter(name).ndim
             assert pattern.split("->")[1].split()[0] == "1"
 
 
@@ -276,7 +397,7 @@ def test_patterns_name_every_direct_parameter() -> None:
 
 
 def test_unused_parameters_have_gradient_zero() -> None:
-    module, args, kwargs, g = build(CASES[-6])
+    module, args, kwargs, g = build(next(case for case in CASES if case.name == "custom"))
     assert isinstance(module, Custom)
     assert not LayerRule().per_example_grads(module, args, kwargs, g)["unused"].any()
 
@@ -328,11 +449,11 @@ def test_children_keep_their_own_use_of_a_shared_parameter(same: Any) -> None:
 def test_memory_is_bounded() -> None:
     module, x, g = nn.LayerNorm(1000), torch.randn(50, 1000), torch.randn(4, 50, 1000)
     call = replay._Call(module, (x,), {}, 50)
-    assert call.chunk_sizes(g, 2**40) == (4, 50)
-    vectors, examples = call.chunk_sizes(g, 2**20)
+    assert call.chunk_sizes([g], 2**40) == (4, 50)
+    vectors, examples = call.chunk_sizes([g], 2**20)
     assert vectors == 4
     assert 1 < examples < 50
-    assert call.chunk_sizes(g, 1) == (1, 1)
+    assert call.chunk_sizes([g], 1) == (1, 1)
 
 
 class TestRefusals:
@@ -360,12 +481,63 @@ class TestRefusals:
             LayerRule().per_example_grads(Noisy(), (torch.ones(B, 4),), {}, torch.ones(V, B, 4))
         assert state.shape == torch.get_rng_state().shape
 
-    def test_several_outputs(self) -> None:
-        self.check(nn.LSTMCell(2, 4), torch.randn(B, 2), match="LSTMCell returned a tuple, expected one tensor.*Wrap")
+    @pytest.mark.parametrize("make", [spectral_norm, parametrizations.spectral_norm])
+    def test_spectral_norm_in_training_mode(self, make: Any) -> None:
+        module, words = make(nn.Linear(4, 4)), r"in training mode: spectral normalization updates.*model.eval\(\)"
+        self.check(module, torch.randn(B, 4), match=words)
+        self.check(nn.Sequential(module), torch.randn(B, 4), match=rf"'0.*of Sequential\) {words}")
+        vector = make(nn.LayerNorm(4), "weight") if make is parametrizations.spectral_norm else None
+        if vector is not None:  # a vector is divided by its norm, the same in every call
+            J = LayerRule().per_example_grads(vector, (torch.randn(B, 4),), {}, torch.randn(V, B, 4))
+            assert list(J) == ["bias", "parametrizations.weight.original"]
+
+    def test_packed_sequences(self) -> None:
+        packed = pack_padded_sequence(torch.randn(B, 3, 4), torch.tensor([3, 2, 2, 1]), batch_first=True)
+        words = r"got a PackedSequence, in which the steps of all examples are interleaved.*padded tensor.*mask"
+        self.check(nn.GRU(4, 4, batch_first=True), packed, match=f"GRU {words}")
+
+        class Packs(ControlFlow):
+            def forward(self, x: Tensor) -> Any:
+                return pack_padded_sequence(x * self.weight, torch.tensor([len(x[0])]), batch_first=True)
+
+        self.check(Packs(), torch.randn(B, 3, 4), match="Packs returned a PackedSequence")
+
+    def test_outputs_without_a_gradient(self) -> None:
+        class Other(ControlFlow):
+            def __init__(self, make: Any) -> None:
+                super().__init__()
+                self.make = make
+
+            def forward(self, x: Tensor) -> Any:
+                return self.make(x * self.weight)
+
+        x = torch.randn(B, 4)
+        words = r"with no floating-point tensor: expected real floating-point tensors, alone or in tuples"
+        self.check(Other(lambda y: y.argmax(-1)), x, match=f"Other returned a Tensor {words}")
+        self.check(Other(lambda y: {"best": y.argmax(-1)}), x, match=f"Other returned a dict {words}")
+        self.check(Other(lambda y: {y}), x, match=f"Other returned a set {words}")
+        self.check(Other(lambda y: (y, torch.fft.fft(y))), x, match="returned a tuple with a complex tensor")
+
+    def test_numbers_of_gradients_and_axes(self) -> None:
+        x, error = torch.randn(B, 2), ValueError
+        words = "LSTMCell returned a tuple with 2 floating-point tensors, but there are output gradients for 1. Give a"
+        self.check(nn.LSTMCell(2, 4), x, match=words, error=error)
+        g = torch.randn(V, B, 2)
+        for options, words in (
+            ({"in_axes": []}, "Linear: in_axes has 0 entries, but there are 1 tensors in its inputs"),
+            ({"out_axes": [0, 0]}, "Linear: out_axes has 2 entries, but there are 1 floating-point tensors in its out"),
+        ):
+            with pytest.raises(error, match=words):
+                LayerRule().replay(nn.Linear(2, 2), (x,), {}, g, **options)
+        with pytest.raises(error, match="Linear: no output gradient was given"):
+            LayerRule().replay(nn.Linear(2, 2), (x,), {}, [])
 
     def test_output_that_does_not_fit(self) -> None:
         message = r"PReLU, called with one example, returned shape \(1, 5\).*has shape \(4,\).*dimension 0"
         self.check(nn.PReLU(), torch.randn(B, 5), match=message, error=ValueError)
+        g = torch.randn(V, B, 4)
+        with pytest.raises(ValueError, match="The examples must be dimension 1 of this output"):
+            LayerRule().replay(nn.Linear(4, 4), (torch.randn(B, 4),), {}, g, out_axes=[1])
 
 
 def test_random_numbers_are_put_back() -> None:
@@ -387,3 +559,70 @@ def test_errors_of_the_module_are_the_users(loop: Any) -> None:
 
     with pytest.raises(KeyError, match="what the user wrote"):
         LayerRule().per_example_grads(Broken(), (torch.ones(B, 4),), {}, torch.ones(V, B, 4))
+
+
+# -------------------------------------------------------------------------------------------------- parametrizations
+
+
+def test_parameters_behind_parametrizations_are_named() -> None:
+    module = twice_parametrized()
+    assert list(differentiable_parameters(module)) == [
+        "bias",
+        "parametrizations.weight.original0",
+        "parametrizations.weight.original1",
+        "parametrizations.weight.1.gain",
+        "parametrizations.weight.1.mix.weight",
+    ]
+    shared = differentiable_parameters(shared_parametrization())
+    assert len({id(p) for p in shared.values()}) == len(shared)
+    parent = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)))
+    assert differentiable_parameters(parent) == {}
+
+
+def test_a_cached_parametrization_is_computed_again(same: Any) -> None:
+    """`cached()` hands out one tensor for all uses, which would be a constant at the parameters of a replay."""
+    module, x, g = twice_parametrized(), torch.randn(B, 4), torch.randn(V, B, 3)
+    expected = LayerRule().per_example_grads(module, (x,), {}, g)
+    with parametrize.cached():
+        before = module.weight
+        same(LayerRule().per_example_grads(module, (x,), {}, g), expected)
+        assert module.weight is before
+    assert expected["parametrizations.weight.original1"].any()
+
+
+# --------------------------------------------------------------------------------------------- axes of the examples
+
+
+class TimeFirst(nn.Module):
+    """Examples are on axis 1 of sequences and on the last of a table; a bias is broadcast over them, a mask is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor, shared: Tensor, *, table: Tensor, mask: Tensor) -> Any:
+        y = (x @ self.weight).cumsum(0) * mask[:, None, None] + shared  # [T, B, 3], shared [T, 1, 3]
+        return {"y": y, "last": y[-1], "table": (y.sum(0) @ self.weight).sin().T * table}  # table [3, B]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_axes(slow: bool, loop: Any, same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if slow:
+        monkeypatch.setattr(replay._Call, "all_at_once", lambda *_: 1 / 0)
+    T = 5
+    module, x, shared = TimeFirst(), torch.randn(B, T, 3), torch.randn(T, 1, 3)
+    kwargs = {"table": torch.randn(B, 3), "mask": torch.randn(T)}
+    in_axes, out_axes = [1, 1, 1, 0], [1, 0, 1]
+    g = [torch.randn(V, B, T, 3), torch.randn(V, B, 3), torch.randn(V, B, 3)]
+    expected = loop(module, (x, shared), kwargs, g, in_axes, out_axes)
+    # What is broadcast over the examples comes with its axis of size one first, or as the module wants it.
+    same(LayerRule().replay(module, (x, shared.movedim(1, 0)), kwargs, g, in_axes, out_axes), expected)
+    same(LayerRule().replay(module, (x, shared), kwargs, g, in_axes, out_axes), expected)
+    assert expected["weight"].abs().sum() > 0
+
+
+def test_one_example(loop: Any, same: Any) -> None:
+    """Then everything of size one carries examples."""
+    module, args, kwargs, g = build(next(case for case in CASES if case.name == "several-tuple"))
+    args, g = (args[0][:1],), [t[:, :1] for t in g]
+    same(LayerRule().per_example_grads(module, args, kwargs, g), loop(module, args, kwargs, g))

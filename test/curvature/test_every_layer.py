@@ -1,0 +1,596 @@
+"""Every layer of PyTorch that holds parameters, by itself: its exact blocks are autodiff's, its factors the twin's.
+
+Layers inside of nets are in `cases.NETS`; here each one stands alone, so that a mistake can't hide behind another.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cases import APPROXIMATIONS, NETS, Conv1D, Net, Problem, close, make, problem, unchanged
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import weight_norm as old_weight_norm
+from torch.utils._pytree import tree_leaves
+
+from curvlinops_plus import CurvatureWarning, DiagonalBlock, EmpiricalRisk, FullBlock, MonteCarlo, curvature, load, save
+
+SIZES = (3, 2)
+
+
+class Alone(nn.Module):
+    """One layer; all floating-point tensors that it returns side by side, examples first.
+
+    Args:
+        layer: The layer.
+        first: Whether examples come first in the first input and output, or time does.
+        states: Axis of the examples in the outputs after the first.
+    """
+
+    def __init__(self, layer: nn.Module, first: bool = True, states: int = 0) -> None:
+        super().__init__()
+        self.layer, self.first, self.states = layer, first, states
+
+    def forward(self, x: Any) -> Tensor:
+        named = x if isinstance(x, Mapping) else {}
+        out = self.layer(*([] if named else [x if self.first else x.transpose(0, 1)]), **named)
+        leaves = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
+        axes = [0 if self.first else 1] + [self.states] * (len(leaves) - 1)
+        return torch.cat([t.movedim(axis, 0).flatten(1) for t, axis in zip(leaves, axes, strict=True)], 1)
+
+
+class Centred(nn.Module):
+    """A parametrization of a user's."""
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w - w.mean()
+
+
+class Scaled(nn.Module):
+    """Parameters that are used directly: one per channel, one for all, one token that is prepended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(()))
+        self.token = nn.Parameter(torch.zeros(1, 1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.token.expand(len(x), 1, 3), x * self.scale + self.shift], 1).exp()
+
+
+def floats(*shape: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.randn(n, *shape, dtype=torch.float64)
+
+
+def tokens(most: int, *shape: int) -> Callable[[int], Tensor]:
+    return lambda n: torch.randint(most, (n, *shape))
+
+
+def named(**inputs: Callable[[int], Tensor]) -> Callable[[int], dict[str, Tensor]]:
+    return lambda n: {name: one(n) for name, one in inputs.items()}
+
+
+def layer(
+    kind: Callable[..., nn.Module],
+    *args: Any,
+    x: Callable[[int], Any],
+    factors: bool = True,
+    first: bool = True,
+    states: int = 0,
+    fallback: Sequence[str] | None = None,
+    **options: Any,
+) -> Callable[[], Net]:
+    """The maker of a net of one layer.
+
+    Args:
+        kind: Makes the layer.
+        *args: Of the layer.
+        x: Inputs of so many examples.
+        factors: Whether it has Kronecker factors.
+        first: Whether examples come first.
+        states: Axis of the examples in the outputs after the first.
+        fallback: Layers without factors, if the layer consists of several.
+        **options: Of the layer.
+    """
+    if fallback is None:
+        fallback = () if factors else ("layer",)
+
+    def count(X: Any) -> int:
+        return len(next(iter(X.values()))) if isinstance(X, Mapping) else len(X)
+
+    def maker() -> Net:
+        inputs = [x(n) for n in SIZES]
+        more = {"batch_size_fn": count} if isinstance(inputs[0], Mapping) else {}
+        model = Alone(kind(*args, **options), first, states).eval()
+        return Net(model, inputs, count=count, options=more, fallback=tuple(fallback), plain=dense_gradients)
+
+    return maker
+
+
+def dense_gradients(model: nn.Module) -> None:
+    """`torch.func` can't differentiate with sparse gradients."""
+    for m in model.modules():
+        if isinstance(m, nn.Embedding):
+            m.sparse = False
+
+
+def parametrized(register: Callable[[nn.Module], Any], kind: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def made(*args: Any) -> nn.Module:
+        module = kind(*args)
+        register(module)
+        return module
+
+    return made
+
+
+def bags(**options: Any) -> Callable[[], Net]:
+    """Bags that begin at offsets; the third is empty."""
+    last = options.get("include_last_offset", False)
+
+    def maker() -> Net:
+        offsets = [[0, 2, 2, 5], [0, 1, 3]] if last else [[0, 2, 2], [0, 1]]
+        inputs = [{"offsets": torch.tensor(o), "input": torch.randint(4, (k,))} for o, k in zip(offsets, (5, 3))]
+        if options.get("mode") == "sum":
+            inputs = [{**X, "per_sample_weights": torch.randn(len(X["input"])).double()} for X in inputs]
+
+        def count(X: Any) -> int:
+            return len(X["offsets"]) - last
+
+        model = Alone(nn.EmbeddingBag(4, 2, **options))
+        return Net(model, inputs, count=count, options={"batch_size_fn": count})
+
+    return maker
+
+
+INPROJ = {"embed_dim": 2, "num_heads": 1, "batch_first": True}
+QKV = {"query": floats(2, 2), "key": floats(3, 2), "value": floats(3, 2)}
+BLOCK = {"d_model": 2, "nhead": 1, "dim_feedforward": 2, "dropout": 0.0, "batch_first": True}
+
+LAYERS: dict[str, Callable[[], Net]] = {
+    "linear": layer(nn.Linear, 3, 2, x=floats(3)),
+    "linear at positions": layer(nn.Linear, 2, 2, x=floats(2, 2, 2)),
+    "linear without bias": layer(nn.Linear, 3, 2, bias=False, x=floats(2, 3)),
+    "conv1d in groups": layer(nn.Conv1d, 4, 6, 2, groups=2, stride=2, x=floats(4, 4)),
+    "depthwise conv1d": layer(nn.Conv1d, 3, 6, 2, groups=3, padding_mode="circular", padding=1, x=floats(3, 2)),
+    "conv2d in groups": layer(nn.Conv2d, 4, 2, (2, 1), groups=2, dilation=(2, 1), x=floats(4, 3, 2)),
+    "depthwise conv2d": layer(nn.Conv2d, 2, 2, 3, groups=2, padding="same", bias=False, x=floats(2, 2, 2)),
+    "conv3d in groups": layer(nn.Conv3d, 2, 2, (1, 2, 1), groups=2, padding=(0, 1, 0), x=floats(2, 1, 2, 1)),
+    "transposed conv1d": layer(nn.ConvTranspose1d, 2, 3, 2, stride=2, x=floats(2, 2)),
+    "transposed conv1d in groups": layer(
+        nn.ConvTranspose1d, 4, 2, 3, stride=2, padding=2, output_padding=1, dilation=2, groups=2, x=floats(4, 2)
+    ),
+    "transposed conv1d with a given size": layer(
+        nn.ConvTranspose1d,
+        2,
+        2,
+        2,
+        stride=3,
+        bias=False,
+        x=lambda n: {"input": floats(2, 2)(n), "output_size": [6]},
+    ),
+    "transposed conv2d": layer(nn.ConvTranspose2d, 2, 2, (1, 2), stride=(2, 1), padding=(0, 1), x=floats(2, 2, 2)),
+    "depthwise transposed conv2d": layer(nn.ConvTranspose2d, 2, 4, (2, 1), groups=2, x=floats(2, 1, 2)),
+    "transposed conv3d": layer(nn.ConvTranspose3d, 2, 2, (1, 2, 1), groups=2, x=floats(2, 1, 1, 2)),
+    "embedding": layer(nn.Embedding, 4, 2, x=tokens(4, 3)),
+    "embedding of one token": layer(nn.Embedding, 4, 3, x=tokens(4)),
+    "embedding of a grid": layer(nn.Embedding, 3, 2, x=tokens(3, 2, 2)),
+    "embedding with padding": layer(nn.Embedding, 4, 2, padding_idx=1, x=tokens(4, 4)),
+    "embedding with sparse gradients": layer(nn.Embedding, 4, 2, sparse=True, x=tokens(4, 3)),
+    "bag of rows, sum": layer(nn.EmbeddingBag, 4, 3, mode="sum", x=tokens(4, 3)),
+    "bag of rows, mean": layer(nn.EmbeddingBag, 4, 3, mode="mean", x=tokens(4, 3)),
+    "weighted bag": layer(nn.EmbeddingBag, 4, 3, mode="sum", x=named(input=tokens(4, 3), per_sample_weights=floats(3))),
+    "bag with padding": layer(nn.EmbeddingBag, 4, 3, mode="mean", padding_idx=0, x=tokens(4, 4)),
+    "bags at offsets, sum": bags(mode="sum"),
+    "bags at offsets, mean": bags(mode="mean"),
+    "bags at offsets with the last": bags(mode="mean", include_last_offset=True),
+    "largest of a bag": layer(nn.EmbeddingBag, 4, 3, mode="max", x=tokens(4, 3), factors=False),
+    "bilinear": layer(nn.Bilinear, 2, 3, 2, x=named(input1=floats(2), input2=floats(3))),
+    "bilinear at positions": layer(nn.Bilinear, 2, 2, 2, bias=False, x=named(input1=floats(2, 2), input2=floats(2, 2))),
+    "right-hand weight": layer(Conv1D, 3, 2, x=floats(2, 2)),
+    "layer norm": layer(nn.LayerNorm, 4, x=floats(2, 4), factors=False),
+    "layer norm of a grid": layer(nn.LayerNorm, (2, 3), bias=False, x=floats(2, 3), factors=False),
+    "root mean square norm": layer(nn.RMSNorm, 4, x=floats(2, 4), factors=False),
+    "group norm": layer(nn.GroupNorm, 2, 4, x=floats(4, 2), factors=False),
+    "instance norm 1d": layer(nn.InstanceNorm1d, 2, affine=True, x=floats(2, 3), factors=False),
+    "instance norm 2d": layer(nn.InstanceNorm2d, 2, affine=True, x=floats(2, 2, 2), factors=False),
+    "batch norm 1d": layer(nn.BatchNorm1d, 4, x=floats(4), factors=False),
+    "batch norm 1d at positions": layer(nn.BatchNorm1d, 2, x=floats(2, 3), factors=False),
+    "batch norm 2d": layer(nn.BatchNorm2d, 2, x=floats(2, 2, 2), factors=False),
+    "batch norm 3d": layer(nn.BatchNorm3d, 2, x=floats(2, 1, 2, 2), factors=False),
+    "prelu": layer(nn.PReLU, x=floats(2, 3), factors=False),
+    "prelu of channels": layer(nn.PReLU, 2, x=floats(2, 3), factors=False),
+    "bare parameters": layer(Scaled, x=floats(2, 3), factors=False),
+    "self-attention": layer(
+        lambda **options: Itself(nn.MultiheadAttention(**options)), **INPROJ, x=floats(2, 2), fallback=()
+    ),
+    "attention of two inputs": layer(nn.MultiheadAttention, **INPROJ, x=named(**QKV), fallback=()),
+    "attention without weights": layer(
+        nn.MultiheadAttention, **INPROJ, x=lambda n: {**named(**QKV)(n), "need_weights": False}, fallback=()
+    ),
+    "attention of three sizes": layer(
+        nn.MultiheadAttention,
+        **INPROJ,
+        kdim=3,
+        vdim=1,
+        x=named(query=floats(2, 2), key=floats(3, 3), value=floats(3, 1)),
+        fallback=(),
+    ),
+    "attention with more keys": layer(
+        nn.MultiheadAttention, **INPROJ, bias=False, add_bias_kv=True, x=named(**QKV), fallback=("layer",)
+    ),
+    "encoder layer": layer(
+        nn.TransformerEncoderLayer, **BLOCK, x=floats(2, 2), fallback=("layer.norm1", "layer.norm2")
+    ),
+    "encoder layer without bias": layer(
+        nn.TransformerEncoderLayer,
+        **BLOCK,
+        bias=False,
+        norm_first=True,
+        x=floats(2, 2),
+        fallback=("layer.norm1", "layer.norm2"),
+    ),
+    "decoder layer": layer(
+        nn.TransformerDecoderLayer,
+        **BLOCK,
+        x=named(tgt=floats(2, 2), memory=floats(3, 2)),
+        fallback=("layer.norm1", "layer.norm2", "layer.norm3"),
+    ),
+    "lstm": layer(nn.LSTM, 2, 1, batch_first=True, x=floats(3, 2), factors=False, states=1),
+    "lstm with time first": layer(nn.LSTM, 2, 1, bias=False, x=floats(3, 2), first=False, factors=False, states=1),
+    "lstm in both directions": layer(
+        nn.LSTM, 1, 1, bidirectional=True, batch_first=True, x=floats(2, 1), factors=False, states=1
+    ),
+    "lstm with a projection": layer(
+        nn.LSTM, 1, 2, proj_size=1, batch_first=True, x=floats(2, 1), factors=False, states=1
+    ),
+    "two layers of gru": layer(nn.GRU, 1, 1, num_layers=2, batch_first=True, x=floats(2, 1), factors=False, states=1),
+    "gru with time first": layer(nn.GRU, 2, 1, x=floats(2, 2), first=False, factors=False, states=1),
+    "rnn": layer(nn.RNN, 2, 2, nonlinearity="relu", batch_first=True, x=floats(2, 2), factors=False, states=1),
+    "lstm cell": layer(nn.LSTMCell, 2, 2, x=floats(2), factors=False),
+    "gru cell with a state": layer(nn.GRUCell, 2, 2, x=named(input=floats(2), hx=floats(2)), factors=False),
+    "rnn cell": layer(nn.RNNCell, 2, 2, x=floats(2), factors=False),
+    "weight norm": layer(parametrized(parametrizations.weight_norm, nn.Linear), 3, 2, x=floats(3), factors=False),
+    "weight norm of before": layer(parametrized(old_weight_norm, nn.Conv1d), 2, 2, 2, x=floats(2, 3), factors=False),
+    "spectral norm": layer(parametrized(parametrizations.spectral_norm, nn.Linear), 3, 2, x=floats(3), factors=False),
+    "orthogonal": layer(parametrized(parametrizations.orthogonal, nn.Linear), 3, 2, x=floats(3), factors=False),
+    "a parametrization of the user's": layer(
+        parametrized(lambda m: parametrize.register_parametrization(m, "weight", Centred()), nn.Linear),
+        3,
+        2,
+        x=floats(3),
+        factors=False,
+    ),
+}
+
+
+class Itself(nn.Module):
+    """Attention of an input to itself."""
+
+    def __init__(self, attn: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, x: Tensor) -> Any:
+        return self.attn(x, x, x)
+
+
+@cache
+def alone(name: str) -> Problem:
+    """The problem of a layer, with its twin made before anything else ran."""
+    p = make(LAYERS[name], seed=name)
+    _ = p.exact
+    return p
+
+
+def copied(p: Problem) -> Problem:
+    """A problem with a model of its own."""
+    with torch.no_grad():
+        p.model(p.net.inputs[0])  # weight norm of before leaves a weight with a graph, which can't be copied
+    return Problem(replace(p.net, model=copy.deepcopy(p.model)), p.loss, p.data)
+
+
+def quietly(function: Callable[[], Any]) -> Any:
+    """Call without the warning about layers that have no Kronecker factors."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*get their exact diagonal", CurvatureWarning)
+        return function()
+
+
+every_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+@every_layer
+@pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
+def test_exact_blocks_are_those_of_autodiff(name: str, separate: bool) -> None:
+    p = alone(name)
+    exact = p.exact.only_blocks(p.exact.ggn(), separate)
+    for approximation, expected in ((FullBlock, exact), (DiagonalBlock, exact.diagonal().diag())):
+        K = p.curvature(approximation, separate_weight_and_bias=separate)
+        close(K.to_dense(), expected, 1e-8, approximation.__name__)
+
+
+def test_the_twin_s_ggn_is_plain_autograd_s() -> None:
+    """Once more without `torch.func`: one backward pass per output number of the user's own model."""
+    for name in LAYERS:
+        p = alone(name)
+        params = list(p.keyed.values())
+        total: Any = 0.0
+        for (X, _), b in zip(p.data, p.exact.batches, strict=True):
+            f = p.model(X).flatten()
+            rows = [torch.autograd.grad(one, params, retain_graph=True, materialize_grads=True) for one in f]
+            J = torch.stack([torch.cat([g.to_dense().flatten() for g in row]) for row in rows])
+            total = total + J.T @ b.H @ J
+        close(p.exact.ggn(), p.exact.c * total, what=name)
+
+
+@every_layer
+@pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
+@pytest.mark.parametrize("reduce", [False, True], ids=["expand", "reduce"])
+def test_factors(name: str, separate: bool, reduce: bool) -> None:
+    """KFAC is its definition; EKFAC keeps the trace and is not further away; both are exact without factors."""
+    p = alone(name)
+    ending = " reduce" if reduce else ""
+    exact = p.exact.only_blocks(p.exact.ggn(), separate)
+    expected = p.exact.kfac(p.exact.exact(), reduce, separate)
+    K = p.curvature(APPROXIMATIONS["KFAC" + ending], separate_weight_and_bias=separate)
+    close(K.to_dense(), expected, 1e-8, "KFAC")
+    E = p.curvature(APPROXIMATIONS["EKFAC" + ending], separate_weight_and_bias=separate)
+    close(E.trace, exact.trace(), 1e-8, "trace of EKFAC")
+    error, of_kfac = (E.to_dense() - exact).norm(), (expected - exact).norm()
+    assert error <= of_kfac * (1 + 1e-9) + 1e-12 * exact.norm(), f"error {error} of EKFAC, {of_kfac} of KFAC"
+
+
+@every_layer
+def test_the_layers_that_have_no_factors_are_listed(name: str) -> None:
+    p = alone(name)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        K = curvature(p.risk(), APPROXIMATIONS["KFAC"])
+    said = [str(w.message) for w in caught if issubclass(w.category, CurvatureWarning)]
+    assert len(said) == bool(p.net.fallback), said
+    for found in p.net.fallback:
+        assert repr(found) in said[0] or found in said[0], said[0]
+    assert f"{len(p.net.fallback)} of {len(K.plan)} layers" in said[0] if said else True
+
+
+def halves(p: Problem) -> list[Any]:
+    """Every example in a batch of its own."""
+
+    def cut(X: Any, n: int, N: int) -> Any:
+        if isinstance(X, Mapping):
+            return {key: cut(value, n, N) for key, value in X.items()}
+        return X[n : n + 1] if isinstance(X, Tensor) else X
+
+    return [(cut(X, n, len(y)), y[n : n + 1]) for X, y in p.data for n in range(len(y))]
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "offsets" not in name])
+def test_batches_of_one_are_the_same(name: str) -> None:
+    p = alone(name)
+    for approximation in ("KFAC", "KFAC reduce", "DiagonalBlock", "FullBlock"):
+        kind = APPROXIMATIONS[approximation]
+        close(p.curvature(kind, halves(p)).to_dense(), p.curvature(kind).to_dense(), what=approximation)
+    close(
+        p.curvature(APPROXIMATIONS["EKFAC"], halves(p)).trace,
+        p.curvature(APPROXIMATIONS["EKFAC"]).trace,
+        what="trace of EKFAC",
+    )
+
+
+@every_layer
+def test_frozen_parameters_and_subsets(name: str) -> None:
+    """Any subset in any order, with and without `requires_grad`: what is tracked is the same part of the whole."""
+    p = alone(name)
+    frozen = copied(p)
+    frozen.model.requires_grad_(False)
+    for approximation in ("KFAC", "EKFAC", "FullBlock"):
+        K = p.curvature(APPROXIMATIONS[approximation])
+        F = frozen.curvature(APPROXIMATIONS[approximation])
+        close(F.to_dense(), K.to_dense(), what=f"frozen, {approximation}")
+    exact = p.exact.ggn()
+    for key, q in list(p.keyed.items()):
+        at = p.exact.places([key])
+        for approximation, expected in (
+            (FullBlock, exact[at[:, None], at]),
+            (DiagonalBlock, exact[at, at].diag()),
+            (APPROXIMATIONS["KFAC"], p.exact.kfac(p.exact.exact(), separate=True)[at[:, None], at]),
+        ):
+            risk = EmpiricalRisk(p.model, p.loss, p.data, [q], **p.net.options)
+            with unchanged(p.model, p.data):
+                got = quietly(lambda r=risk, a=approximation: curvature(r, a).to_dense())
+            close(got, expected, 1e-8, f"only {key}, {approximation}")
+
+
+@every_layer
+def test_states_go_out_and_back(name: str, tmp_path: Any) -> None:
+    p = alone(name)
+    for approximation in ("KFAC", "EKFAC", "FullBlock"):
+        for separate in (False, True):
+            K = p.curvature(APPROXIMATIONS[approximation], separate_weight_and_bias=separate)
+            save(K.state_dict(), tmp_path / "K.safetensors")
+            torch.save(K.state_dict(), tmp_path / "K.pt")
+            for state in (
+                load(tmp_path / "K.safetensors"),
+                torch.load(tmp_path / "K.pt", weights_only=True),
+            ):
+                other = quietly(
+                    lambda a=approximation, s=separate: curvature(
+                        p.risk(), APPROXIMATIONS[a], separate_weight_and_bias=s
+                    )
+                )
+                with unchanged(p.model, p.data):
+                    other.load_state_dict(state)
+                assert other.examples == sum(SIZES)
+                close(other.to_dense(), K.to_dense(), 1e-13, approximation)
+
+
+@every_layer
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+def test_numbers_that_follow_from_structure(name: str, approximation: str) -> None:
+    p = alone(name)
+    K = p.curvature(APPROXIMATIONS[approximation])
+    dense = K.to_dense()
+    eye = torch.eye(len(dense), dtype=torch.float64)
+    damped = dense + 0.1 * eye
+    close(dense, dense.T, what="symmetric")
+    close(K @ eye, dense, what="products")
+    close(K.trace, dense.trace(), what="trace")
+    close(K.diagonal(), dense.diagonal(), what="diagonal")
+    close(K.frobenius_norm, dense.norm(), what="Frobenius norm")
+    close(K.eigenvalues().sort().values, torch.linalg.eigvalsh(dense).clamp(min=0), 1e-7, "eigenvalues")
+    inverse = K.inverse(damping=0.1)
+    close(inverse.to_dense(), torch.linalg.inv(damped), 1e-8, "inverse")
+    close(inverse @ eye[:, 0], torch.linalg.inv(damped)[:, 0], 1e-8, "product with the inverse")
+    close(inverse.logdet, -torch.linalg.slogdet(damped).logabsdet, 1e-8, "logdet")
+    half = K.power(-0.5, damping=0.1).to_dense()
+    close(half @ damped @ half, eye, 1e-8, "power")
+
+
+@every_layer
+def test_single_precision(name: str) -> None:
+    p = alone(name)
+    copied(p)  # see there
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*mkldnn.*")
+        q = p.to(torch.device("cpu"), torch.float32)
+        for approximation, expected in (
+            ("FullBlock", p.exact.only_blocks(p.exact.ggn(), False)),
+            ("KFAC", p.exact.kfac(p.exact.exact())),
+        ):
+            K = q.curvature(APPROXIMATIONS[approximation])
+            assert K.to_dense().dtype == torch.float32
+            close(K.to_dense(), expected, 3e-4, approximation)
+        close(q.curvature(APPROXIMATIONS["EKFAC"]).trace, p.exact.ggn().trace(), 3e-4, "trace of EKFAC")
+
+
+@every_layer
+def test_verification_passes(name: str) -> None:
+    p = alone(name)
+    for approximation in ("KFAC", "EKFAC", "FullBlock"):
+        K = p.curvature(APPROXIMATIONS[approximation])
+        with unchanged(p.model, p.data):
+            assert K.verify().rows
+
+
+@every_layer
+def test_draws_follow_the_examples(name: str) -> None:
+    """Monte-Carlo vectors: EKFAC's trace is the full block's for the same draws."""
+    p = alone(name)
+    draws = MonteCarlo(samples=2, seed=3)
+    full = p.curvature(FullBlock, vectors=draws)
+    close(p.curvature(APPROXIMATIONS["EKFAC"], vectors=draws).trace, full.trace)
+
+
+# ---------------------------------------------------------------------------------------- the layer is the whole model
+
+ROOTS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[str, Any]]] = {
+    "conv in groups": (lambda: nn.Conv1d(2, 4, 2, groups=2), floats(2, 3), {}),
+    "transposed conv": (lambda: nn.ConvTranspose1d(2, 2, 2, stride=2), floats(2, 2), {}),
+    "embedding": (lambda: nn.Embedding(4, 2), tokens(4, 3), {}),
+    "layer norm": (lambda: nn.LayerNorm(3), floats(2, 3), {}),
+    "right-hand weight": (lambda: Conv1D(2, 3), floats(2, 3), {}),
+    "encoder layer": (lambda: nn.TransformerEncoderLayer(**BLOCK), floats(2, 2), {}),
+    "lstm": (lambda: nn.LSTM(2, 2, batch_first=True), floats(2, 2), {"output": lambda out: out[0]}),
+}
+
+
+@pytest.mark.parametrize("name", ROOTS)
+@pytest.mark.parametrize("loss", ["mse", "bce-sum"])
+def test_the_layer_is_the_whole_model(name: str, loss: str) -> None:
+    kind, x, options = ROOTS[name]
+    without = {"layer norm": ("",), "encoder layer": ("norm1", "norm2"), "lstm": ("",)}
+    p = make(
+        lambda: Net(
+            kind(),
+            [x(n) for n in SIZES],
+            read=options.get("output", lambda out: out),
+            options=options,
+            fallback=without.get(name, ()),
+        ),
+        loss,
+        seed=name,
+    )
+    exact = p.exact.only_blocks(p.exact.ggn(), False)
+    close(p.curvature(FullBlock).to_dense(), exact, 1e-8, "FullBlock")
+    close(p.curvature(APPROXIMATIONS["KFAC"]).to_dense(), p.exact.kfac(p.exact.exact()), 1e-8, "KFAC")
+    close(p.curvature(APPROXIMATIONS["EKFAC"]).trace, exact.trace(), 1e-8, "trace of EKFAC")
+
+
+# -------------------------------------------------------------------------------------------------- what must not be so
+
+
+def test_every_module_of_pytorch_that_holds_parameters_is_here() -> None:
+    """A new layer in `torch.nn` must come by here; containers and losses hold none of their own."""
+    used = {type(m) for maker in LAYERS.values() for m in maker().model.modules()}
+    used |= {type(m) for maker in NETS.values() for m in maker().model.modules()}
+    covered = {base for kind in used for base in kind.__mro__}
+    elsewhere = {
+        nn.Transformer,  # made of encoder and decoder layers
+        nn.SyncBatchNorm,  # needs several processes
+        nn.InstanceNorm3d,
+    }
+    makers: dict[str, Callable[[Any], nn.Module]] = {"default": lambda kind: kind(2), "two": lambda kind: kind(2, 2)}
+    makers |= {"three": lambda kind: kind(2, 2, 2), "norm": lambda kind: kind(2, affine=True)}
+    missing = []
+    for name in dir(nn):
+        kind = getattr(nn, name)
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind in covered | elsewhere:
+            continue
+        if "Lazy" in name or "Quantizable" in name or "Loss" in name:
+            continue
+        for maker in makers.values():
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    module = maker(kind)
+            except Exception:
+                continue
+            if list(module.parameters()):
+                missing.append(name)
+                break
+    assert not missing, f"layers with parameters and no test: {missing}"
+
+
+def test_groups_are_not_mixed() -> None:
+    """Nothing between groups in KFAC, something in the exact block: the twin's zeros are not there by accident."""
+    p = alone("conv1d in groups")
+    K, exact = p.curvature(APPROXIMATIONS["KFAC"]).to_dense(), p.exact.ggn()
+    r, _ = p.exact.matrix_places(list(p.keyed))
+    between = (r[:, None] // 3) != (r // 3)
+    assert K[between].abs().max() == 0
+    assert exact[between].abs().max() > 1e-3
+
+
+def test_padding_changes_the_factors() -> None:
+    """Rows at the padding index leave A, G and the divisor; a twin that forgot about them would differ."""
+    p = alone("embedding with padding")
+    kept = sum((X != 1).sum() for X, _ in p.data)
+    counts = sum(torch.bincount(X.flatten(), minlength=4) for X, _ in p.data)
+    counts[1] = 0
+    A, G = p.exact.factors("layer", p.exact.exact())
+    close(A, (counts / kept).double().diag())
+    plain = Problem(replace(p.net, model=Alone(nn.Embedding(4, 2)).double()), p.loss, p.data)
+    plain.model.load_state_dict(p.model.state_dict())
+    A_plain, G_plain = plain.exact.factors("layer", plain.exact.exact())
+    assert (A - A_plain).norm() > 0.05
+    assert (G - G_plain).norm() > 1e-3 * G.norm()
+    block = p.curvature(APPROXIMATIONS["KFAC"]).blocks["layer"]
+    close(block.A.to_dense() if hasattr(block.A, "to_dense") else block.A, A, what="A")
+
+
+@pytest.mark.parametrize("name", ["lstm", "lstm cells", "decoder layer", "self-attention"])
+def test_a_wrong_layer_is_noticed(name: str) -> None:
+    """One example less, or one number moved, is no small error."""
+    p = problem(name)
+    exact = p.exact.only_blocks(p.exact.ggn(), False)
+    with pytest.raises(AssertionError, match="relative error"):
+        close(p.curvature(FullBlock, p.data[:-1]).to_dense(), exact)
+    with pytest.raises(AssertionError, match="relative error"):
+        close(p.curvature(FullBlock).to_dense().roll(1, 0), exact)

