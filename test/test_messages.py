@@ -593,9 +593,9 @@ def test_kronecker_factors_asked_for_by_name_where_there_are_none() -> None:
             p.model,
         ):
             curvature(p.risk(), {"1": kind}, default=DiagonalBlock)
-    tied = problem("tied")
-    with says(UnsupportedError, r"layer 'head'.*shared by \['embedding', 'head'\]", tied.model):
-        curvature(tied.risk(), {"head": KFAC}, default=DiagonalBlock)
+    model = one_bias()
+    with says(UnsupportedError, r"layer '2'.*shared by \['0', '2'\] as different matrices", model):
+        curvature(risk(model), {"2": KFAC}, default=DiagonalBlock)
 
 
 @pytest.mark.parametrize("name", [name for name, make in NETS.items() if make().fallback])
@@ -619,14 +619,24 @@ def test_the_warning_of_the_classic_door_points_at_the_user_s_line() -> None:
         assert caught[0].filename == __file__
 
 
+def one_bias() -> nn.Sequential:
+    """Two layers with weights of their own and one bias: there is no common matrix."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    model[2].bias = model[0].bias
+    return model
+
+
 def test_reasons_for_falling_back() -> None:
-    with pytest.warns(CurvatureWarning, match="shared by"):
-        curvature(problem("tied").risk(), KFAC)
+    with pytest.warns(CurvatureWarning, match=r"shared by \['0', '2'\]"):
+        curvature(risk(one_bias()), KFAC)
+    with pytest.warns(CurvatureWarning, match="LayerNorm: its rule LayerNormRule is not that of an affine layer"):
+        curvature(problem("generic layers").risk(), KFAC)
 
 
 def test_options_that_make_a_layer_fall_back_are_named() -> None:
-    with pytest.warns(CurvatureWarning, match="groups=2"):
-        curvature(problem("grouped cnn").risk(), KFAC)
+    model = nn.Sequential(nn.EmbeddingBag(5, 3, mode="max"), nn.Linear(3, 3)).double()
+    with pytest.warns(CurvatureWarning, match="max"):
+        curvature(risk(model, [(torch.randint(5, (6, 2)), Y)]), KFAC)
 
 
 def test_forward_only_has_no_gradients() -> None:
@@ -641,7 +651,7 @@ def test_forward_only_has_no_gradients() -> None:
     generic = problem("generic layers")
     with (
         warnings.catch_warnings(),
-        says(UnsupportedError, r"layer '0'.*leave the layer's parameters \['0.weight'\] out", generic.model),
+        says(UnsupportedError, r"layer '1'.*leave the layer's parameters \['1.weight', '1.bias'\] out", generic.model),
     ):
         warnings.simplefilter("ignore", CurvatureWarning)
         _ = curvature(generic.risk(), KFAC, vectors=ForwardOnly()).trace
@@ -682,6 +692,14 @@ def test_monte_carlo_needs_samples() -> None:
             MonteCarlo(samples)
 
 
+def test_factors_that_are_too_large() -> None:
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    with says(
+        UnsupportedError, r"layer '0': its factor A is 5 x 5, 0.0 GiB, above max_bytes=100. Use DiagonalBlock", model
+    ):
+        _ = curvature(risk(model), KFAC.using(max_bytes=100)).trace
+
+
 def test_accumulators_of_the_user_s_own() -> None:
     p = problem("generic layers")
 
@@ -692,10 +710,14 @@ def test_accumulators_of_the_user_s_own() -> None:
         def finish(self) -> Any:
             return self.value("nothing")
 
-    with says(UnsupportedError, r"layer '0' \(Embedding\) has no affine rule.*@register_rule\(Embedding\)", p.model):
-        _ = curvature(p.risk(), Affine).trace
+    norm = EmpiricalRisk(p.model, p.loss, p.data, [p.model[1].weight, p.model[1].bias])
+    with says(UnsupportedError, r"layer '1' \(LayerNorm\) has no affine rule.*@register_rule\(LayerNorm\)", p.model):
+        _ = curvature(norm, Affine).trace
+    model = one_bias()
+    with says(UnsupportedError, r"layer '0' \(Linear\) is shared by several modules", model):
+        _ = curvature(risk(model), Affine, vectors=MonteCarlo()).trace
     tied = problem("tied")
-    with says(UnsupportedError, r"layer 'embedding' \(Embedding\) is shared by several modules", tied.model):
+    with says(UnsupportedError, r"layer 'embedding': its parameter is multiplied with in 2 roles by", tied.model):
         _ = curvature(tied.risk(), Affine, vectors=MonteCarlo()).trace
     with says(KeyError, "layer '0': nothing was added to 'nothing' yet", problem("mlp").model):
         _ = curvature(problem("mlp").risk(), Affine).trace
@@ -710,7 +732,6 @@ def test_accumulators_of_the_user_s_own() -> None:
             raise AssertionError
 
     with says(ValueError, "layer '1' has 2 blocks: restrict the batch to one of them", p.model):
-        norm = EmpiricalRisk(p.model, p.loss, p.data, [p.model[1].weight, p.model[1].bias])
         _ = curvature(norm, Whole, separate_weight_and_bias=True).trace
 
 

@@ -374,9 +374,14 @@ def _pull(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Te
     if len(vectors[0]) == 1:
         found = torch.autograd.grad(outputs, inputs, [v[0] for v in vectors], retain_graph=True, allow_unused=True)
         return [None if g is None else g[None] for g in found]
-    return list(
-        torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, is_grads_batched=True, allow_unused=True)
-    )
+    try:
+        return list(
+            torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, is_grads_batched=True, allow_unused=True)
+        )
+    except RuntimeError:  # operations that can't be vectorised (group norm's second derivative); all else fails again
+        rows = [_pull(outputs, inputs, [v[k : k + 1] for v in vectors]) for k in range(len(vectors[0]))]
+    columns = zip(*rows, strict=True)
+    return [None if column[0] is None else torch.cat([g for g in column if g is not None]) for column in columns]
 
 
 class _FunctionModule(nn.Module):

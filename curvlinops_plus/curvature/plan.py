@@ -115,7 +115,8 @@ def _type_name(layer: Layer) -> str:
 def _why(layer: Layer) -> str:
     if layer.tied:
         return f"its parameter is shared by {[use.name for use in layer.uses]} as different matrices"
-    return why_generic(layer.uses[0].owner) or "no affine rule"
+    use = layer.uses[0]
+    return why_generic(use.owner) or f"its rule {type(use.rule).__name__} is not that of an affine layer"
 
 
 class Sums:

@@ -17,7 +17,7 @@ from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import AffineRule, register_rule
 
-__all__ = ["EmbeddingBagRule", "EmbeddingRule"]
+__all__ = ["EmbeddingBagRule", "EmbeddingRule", "refuse_renormalization"]
 
 
 @register_rule(nn.Embedding)
@@ -46,7 +46,7 @@ class EmbeddingRule(AffineRule):
             UnsupportedError: If there is such a row.
         """
         assert isinstance(module, nn.Embedding)
-        _refuse_renormalization(module)
+        refuse_renormalization(module)
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The table, transposed: one column per token."""
@@ -110,7 +110,7 @@ class EmbeddingBagRule(AffineRule):
             UnsupportedError: If there is such a row.
         """
         assert isinstance(module, nn.EmbeddingBag)
-        _refuse_renormalization(module)
+        refuse_renormalization(module)
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The table, transposed: one column per token."""
@@ -188,23 +188,30 @@ def _places_in_bags(entries: int, starts: Tensor) -> tuple[Tensor, Tensor]:
     return (starts[:, None] + steps).clamp(max=max(0, entries - 1)), steps < lengths[:, None]
 
 
-def _refuse_renormalization(module: nn.Embedding | nn.EmbeddingBag) -> None:
-    """`max_norm` overwrites longer rows in the forward pass: let PyTorch do it to a copy, and look what changed."""
+def refuse_renormalization(module: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Refuse a table with rows that are longer than its `max_norm`, by more than rounding.
+
+    A forward pass that meets such a row shortens it in place, before it is read. If there is none, `max_norm` has
+    nothing to do: rows that PyTorch itself has shortened pass.
+
+    Raises:
+        UnsupportedError: If there is such a row.
+
+    Example:
+        >>> refuse_renormalization(nn.Embedding.from_pretrained(torch.eye(3), max_norm=1.0))
+    """
     limit, order = module.max_norm, module.norm_type
     if limit is None:
         return
     W = module.weight.detach()
     norms = torch.linalg.vector_norm(at_least_float32(W), ord=order, dim=1)
-    rows = W[norms > 0.9 * limit]
-    renormalized = rows.clone()
-    torch.embedding_renorm_(renormalized, torch.arange(len(rows), device=W.device), limit, order)
-    changed = int((renormalized != rows).any(1).sum())
-    if changed:
-        # A little less: what is normalized to `max_norm` itself comes out longer by rounding, in up to half of the rows.
-        below = limit * (1 - (4 if W.dtype.itemsize < 4 else 32) * torch.finfo(W.dtype).eps)
+    # In half precision each entry of a shortened row is rounded; otherwise it is the norm that is not known better.
+    tolerance = (4 if W.dtype.itemsize < 4 else 32) * torch.finfo(W.dtype).eps
+    longer = norms > limit * (1 + tolerance)
+    if longer.any():
         raise UnsupportedError(
-            f"{module} has {changed} of {len(W)} rows whose norm exceeds max_norm={limit} (the largest is "
-            f"{float(norms.max()):.9g}): a forward pass that meets them would overwrite the weight. Normalize them "
-            f"before, `with torch.no_grad(): w.copy_(torch.renorm(w, {order}, 0, {below:.9g}))` for its weight w, or set "
+            f"{module} has {int(longer.sum())} of {len(W)} rows whose norm exceeds max_norm={limit} (the largest is "
+            f"{float(norms.max()):.6g}): a forward pass that meets them would overwrite the weight. Normalize them "
+            f"before, `with torch.no_grad(): w.copy_(torch.renorm(w, {order}, 0, {limit}))` for its weight w, or set "
             "max_norm=None."
         )

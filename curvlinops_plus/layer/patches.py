@@ -110,7 +110,8 @@ class Geometry:
 
     def group_rows(self, x: Tensor, groups: int) -> Tensor:  # [B, g·c, *size] -> [B, S, g, c·kernel]
         """Patches of each group of channels: in memory the positions come last, as for output gradients."""
-        return self._columns(x, groups).flatten(3 + len(self.kernel)).flatten(2, -2).movedim(-1, 1)
+        columns = self._columns(x, groups).flatten(3 + len(self.kernel)).flatten(2, -2)
+        return columns.contiguous().movedim(-1, 1)  # in 1-D a view of overlapping lines, with which products are slow
 
     def _columns(self, x: Tensor, groups: int) -> Tensor:  # [B, g·c, *size] -> [B, g, c, *kernel, *out]
         n = len(self.kernel)

@@ -43,7 +43,7 @@ class LayerRule:
         max_bytes: Work memory that one call of `per_example_grads` aims at, on top of its result (default 64 MiB).
 
     Example:
-        >>> rule, layer = rule_of(nn.PReLU()), nn.PReLU()
+        >>> rule, layer = LayerRule(), nn.PReLU()
         >>> rule.patterns(layer)
         {'weight': 'd0 -> 1 (d0)'}
         >>> g = torch.ones(1, 2, 3)
@@ -425,8 +425,8 @@ def why_generic(module: nn.Module) -> str:
     """One sentence that says why a module has only the generic rule; empty if it has one of its own.
 
     Example:
-        >>> why_generic(nn.PReLU())
-        'no rule is registered for PReLU: add one with @register_rule(PReLU)'
+        >>> why_generic(nn.Softplus())
+        'no rule is registered for Softplus: add one with @register_rule(Softplus)'
     """
     found = _find(module)
     return found if isinstance(found, str) else ""

@@ -388,7 +388,6 @@ def test_a_mask_is_not_for_layers_with_other_positions() -> None:
         "grouped cnn",
         "padding index",
         "two inputs",
-        "bag with offsets",
         "self-attention",
         "cross-attention of three sizes",
     ],

@@ -233,7 +233,7 @@ def test_messages_of_bags() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_max_norm(kind: Any, dtype: torch.dtype, norm_type: float) -> None:
-    """Refused exactly if a forward pass writes into the table; what the message says to do helps."""
+    """Refused where a forward pass would write more than rounding into the table; what the message says helps."""
     rule: Any = EMBEDDING if kind is nn.Embedding else BAG
     every = torch.arange(500)[:, None]
     for limit in (0.1, 1.0, 3.0):
@@ -246,9 +246,17 @@ def test_max_norm(kind: Any, dtype: torch.dtype, norm_type: float) -> None:
             eval(str(error.value).split("`")[1].split(": ")[1], {"w": w, "torch": torch, "inf": torch.inf})
         rule.check(module)
         before = w.detach().clone()
+        for _ in range(3):  # PyTorch shortens some rows again, by as much as rounding made them longer
+            module(every)
+            rule.check(module)
+        rounding = 2e-2 if dtype == torch.bfloat16 else 1e-5 if dtype == torch.float32 else 0
+        torch.testing.assert_close(w.detach(), before, rtol=rounding, atol=0)
+        with torch.no_grad():
+            w.mul_(0.9)
+        before = w.detach().clone()
         module(every)
-        assert torch.equal(before, w)
-        with torch.no_grad():  # one row that is too long
+        assert torch.equal(w, before)  # nothing is longer: nothing is written
+        with torch.no_grad():
             w[17] *= 1.5
         with pytest.raises(UnsupportedError, match="has 1 of 500 rows"):
             rule.check(module)

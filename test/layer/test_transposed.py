@@ -222,7 +222,7 @@ def test_messages() -> None:
     for call in (RULE.inputs, RULE.input_gram, RULE.mean_inputs):
         with pytest.raises(ValueError, match=message):
             call(nn.ConvTranspose2d(2, 3, 3), torch.rand(2, 5, 5))
-    with pytest.raises(UnsupportedError, match="Conv2d is no subclass of ConvTranspose1d, .*@register_rule"):
+    with pytest.raises(UnsupportedError, match=r"Conv2d is no subclass of ConvTranspose1d, .*@register_rule"):
         RULE.inputs(nn.Conv2d(2, 3, 3), torch.rand(1, 2, 5, 5))
 
 
