@@ -33,7 +33,7 @@ from curvlinops_plus.errors import (
     UnsupportedError,
     VerificationError,
 )
-from curvlinops_plus.layer import AffineRule, LayerRule, register_rule
+from curvlinops_plus.layer import AffineRule, LayerRule, SparseRows, check_rule, register_rule
 from curvlinops_plus.likelihood import FromDistribution, Likelihood, register_likelihood
 from curvlinops_plus.linalg import IdentityLinearOperator, LinearOperator, RelativeDamping
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, Exact, ForwardOnly, MonteCarlo
@@ -71,9 +71,11 @@ __all__ = [
     "NumericsError",
     "RelativeDamping",
     "SingularMatrixError",
+    "SparseRows",
     "UnsupportedError",
     "VerificationError",
     "__version__",
+    "check_rule",
     "compute_eigenvalue_correction_linear_weight_sharing",
     "curvature",
     "load",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from curvlinops_plus.layer.attention import AttentionRule
 from curvlinops_plus.layer.bilinear import BilinearRule
+from curvlinops_plus.layer.check import check_rule
 from curvlinops_plus.layer.conv import ConvRule
 from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
 from curvlinops_plus.layer.huggingface import Conv1DRule
@@ -33,6 +34,7 @@ __all__ = [
     "SparseRows",
     "TransposedConvRule",
     "at_least_float32",
+    "check_rule",
     "differentiable_parameters",
     "register_rule",
     "rule_of",

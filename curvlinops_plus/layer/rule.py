@@ -446,9 +446,9 @@ def _find(module: nn.Module) -> LayerRule | str:
         return f"this {kind.__name__} has another `forward` than {registered.__name__}: add a rule with @register_rule"
     if (reason := rule.refuses(module)) is not None:
         return reason
-    # Parameters of a parametrization are not direct: `weight` is then computed from others.
-    direct, named = dict(module.named_parameters(recurse=False)), rule.patterns(module)
-    if missing := [name for name in named if not hasattr(module, name)]:
+    # Parametrized, `weight` is computed from others, which are the module's parameters then.
+    direct, named = differentiable_parameters(module), rule.patterns(module)
+    if missing := [name for name in named if name not in direct and not hasattr(module, name)]:
         raise ValueError(
             f"{type(rule).__name__}.patterns names {missing}, but {kind.__name__} has the parameters {list(direct)}. "
             "Use the names of the parameters in the module."
@@ -496,4 +496,4 @@ def _to_parameter(J: Tensor, pattern: str, shape: torch.Size, sizes: Mapping[str
     axes = re.findall(r"\([^()]*\)|\w+", tensor)
     known = {axis: n for axis, n in zip(axes, shape, strict=True) if axis.isidentifier()}
     used = {axis: n for axis, n in sizes.items() if re.search(rf"\b{axis}\b", tensor)}
-    return rearrange(J, f"... {matrix} -> ... {tensor}", **known, **used)
+    return rearrange(J, f"... {matrix} -> ... {tensor}", **{**used, **known})

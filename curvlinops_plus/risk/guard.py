@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from curvlinops_plus.layer import rule_of
+from curvlinops_plus.layer.embedding import refuse_renormalization
 
 __all__ = ["untouched"]
 
@@ -44,7 +44,7 @@ def untouched(model: nn.Module, data: Any) -> Iterator[None]:
     ]
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     for table in tables:
-        rule_of(table).check(table)
+        refuse_renormalization(table)
     options = [{name: getattr(table, name) for name in _PLAIN} for table in tables]
     try:
         for table in tables:
