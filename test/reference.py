@@ -474,11 +474,13 @@ class Reference:
     def _roles(self, members: list[Layer]) -> list[list[Use]]:
         """Roles of modules that share parameters; none unless they share one matrix, and a bias is in one role only."""
         uses = [use for member in members for role in member.roles for use in role]
-        weights = {id(self.model.get_parameter(use.weight)) for use in uses}
+        weights = {tuple(self.keys_of([use.weight])) for use in uses}
         if not all(member.roles for member in members) or len(weights) > 1 or any(len(u.matrix) > 1 for u in uses):
             return []
         if any(use.slot for use in uses):
             return []
+        if weights == {()}:  # a bias alone has the same role wherever it is added
+            return [uses]
         uses = sorted(uses, key=lambda use: (not self.keys_of([use.bias]), use.sparse))  # stable
         own = [use for use in uses if torch.equal(use.matrix, uses[0].matrix)]
         others = [use for use in uses if use not in own]

@@ -6,7 +6,7 @@ positions that share an entry. There is no matrix to take apart: the blocks are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,19 @@ from torch.func import functional_call
 from curvlinops_plus.layer.replay import at_least_float32, check_repeatable, why_computed
 from curvlinops_plus.layer.rule import LayerRule, register_rule
 
-__all__ = ["BatchNormRule", "GroupNormRule", "InstanceNormRule", "LayerNormRule", "RMSNormRule", "ScaleShiftRule"]
+__all__ = [
+    "BatchNormRule",
+    "GroupNormRule",
+    "InstanceNormRule",
+    "LayerNormRule",
+    "RMSNormRule",
+    "ScaleShiftRule",
+    "ScaledRMSNormRule",
+    "sum_of_products",
+]
+
+# Work memory on CPUs, about what a cache holds.
+_WORK_BYTES = 2**20
 
 
 class ScaleShiftRule(LayerRule):
@@ -64,12 +76,30 @@ class ScaleShiftRule(LayerRule):
                 found[name] = g.sum([dim + 1 for dim in positions]) if positions else g.clone()
             else:
                 with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-                    normalized = self.normalized(module, x)
-                # One vector at a time: the products are as large as the layer's output.
-                found[name] = (
-                    torch.stack([(row * normalized).sum(positions) for row in g]) if positions else g * normalized
-                )
+                    found[name] = sum_of_products(g, x, lambda some: self.normalized(module, some), positions)
         return found
+
+
+def sum_of_products(
+    g: Tensor, x: Tensor, of: Callable[[Tensor], Tensor], over: Sequence[int]
+) -> Tensor:  # [V, B, *in], [B, *in]
+    """`Σ g f(x)` over some dimensions of `x`, for a function `f` of each example.
+
+    Example:
+        >>> sum_of_products(torch.ones(2, 3, 4, 5), torch.ones(3, 4, 5), torch.sin, [1]).shape
+        torch.Size([2, 3, 5])
+    """
+    g, x, over = g.detach(), x.detach(), list(over)
+    if not over:
+        return g * of(x)
+    # A few examples at a time, and products in the same memory: asking for pages can cost more than the products.
+    num = max(1, _WORK_BYTES // max(1, x[0].nbytes)) if x.device.type == "cpu" else len(x)
+    parts: list[Tensor] = []
+    for some, of_some in zip(x.split(num), g.split(num, 1)):
+        values = of(some)
+        work = torch.empty_like(values, dtype=torch.promote_types(g.dtype, values.dtype))
+        parts.append(torch.stack([torch.mul(row, values, out=work).sum(over) for row in of_some]))
+    return torch.cat(parts, 1)
 
 
 @register_rule(nn.LayerNorm)

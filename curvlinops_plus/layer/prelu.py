@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.layer.norm import sum_of_products
 from curvlinops_plus.layer.replay import at_least_float32, why_computed
 from curvlinops_plus.layer.rule import LayerRule, register_rule
 
@@ -19,6 +19,7 @@ class PReLURule(LayerRule):
     """`max(0, x) + weight · min(0, x)`, with one slope or one for each entry of dimension 1.
 
     Example:
+        >>> import torch
         >>> layer, x = nn.PReLU(), torch.tensor([[-1.0, 2, -3], [4, 5, -6]])
         >>> PReLURule().per_example_grads(layer, (x,), {}, torch.ones(1, 2, 3))["weight"]
         tensor([[[-4.],
@@ -33,12 +34,11 @@ class PReLURule(LayerRule):
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
     ) -> dict[str, Tensor]:  # g: [V, B, *in] -> {"weight": [V, B, slopes]}
         """`Σ g min(0, x)` over the positions that share a slope (nothing at x = 0). Cost: one pass over `g`."""
-        x = at_least_float32(next(iter([*args, *kwargs.values()]))).detach()
-        negative, slopes = x.clamp(max=0), module.get_parameter("weight").numel()
-        # [B, slopes, positions], for one example number [B] as well as for images.
-        negative = negative.reshape(len(x), slopes, -1)
-        rows = at_least_float32(g).reshape(len(g), *negative.shape)
-        return {"weight": torch.stack([(row * negative).sum(2) for row in rows])}
+        x, slopes = at_least_float32(next(iter([*args, *kwargs.values()]))), module.get_parameter("weight").numel()
+        # [B, slopes, positions], for one number per example [B] as well as for images.
+        x = x.reshape(len(x), slopes, -1)
+        rows = at_least_float32(g).reshape(len(g), *x.shape)
+        return {"weight": sum_of_products(rows, x, lambda some: some.clamp(max=0), [2])}
 
     def masked(self, g: Tensor, mask: Tensor | None) -> Tensor:
         """Positions stand before the features, or behind the channels: where the mask fits."""

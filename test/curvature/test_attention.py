@@ -93,6 +93,7 @@ class Model(nn.Module):
             turned = {id(t): t.transpose(0, 1) for t in (q, k, v)}  # which of them are one tensor must stay so
             q, k, v = (turned[id(t)] for t in (q, k, v))
         more = {"key_padding_mask": given["padding"]} if "padding" in given else {}
+        more |= {"attn_mask": given["mask"].flatten(0, 1)} if "mask" in given else {}
         h, _ = self.attn(q, k, v, **more, **self.form.call)
         return self.head((h.transpose(0, 1) if turn else h).sum(1))
 
@@ -107,6 +108,7 @@ class Form:
         call: Keywords of the call.
         inputs: Sizes [positions, features] of other inputs than the query.
         padding: Which keys of which example are padding; None for none.
+        masks: Whether every head of every example has a mask of its own.
     """
 
     calls: int = 1
@@ -114,6 +116,7 @@ class Form:
     call: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, tuple[int, int]] = field(default_factory=dict)
     padding: Tensor | None = None
+    masks: bool = False
 
 
 L = 3  # positions of the query
@@ -140,6 +143,7 @@ FORMS: dict[str, Form] = {
     "padding and a mask": Form(padding=SOME, call={"attn_mask": UPPER, "need_weights": False}),
     "bool mask": Form(call={"attn_mask": UPPER}),
     "float mask": Form(call={"attn_mask": torch.linspace(-1, 1, L * L, dtype=torch.float64).view(L, L)}),
+    "a mask for every head": Form(masks=True),
     "causal": Form(call={"attn_mask": UPPER, "is_causal": True, "need_weights": False}),
     "causal with weights": Form(call={"attn_mask": UPPER, "is_causal": True}),
 }
@@ -158,6 +162,8 @@ def attention(form: str | Form, train: bool = False, **more: Any) -> Problem:
             X |= {name: torch.randn(n, *size).double() for name, size in given.inputs.items()}
             if given.padding is not None:
                 X["padding"] = given.padding[:n]
+            if given.masks:
+                X["mask"] = torch.randn(n, HEADS, L, L).double()
             inputs.append(X)
         return Net(
             model, inputs, count=lambda X: len(X["q"]), options={"batch_size_fn": lambda X: len(X["q"])}, loss="ce"
@@ -350,7 +356,9 @@ def test_encoders_of_padded_sequences(first: bool, train: bool, frozen: bool) ->
 
 
 @pytest.mark.parametrize("more", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"add_bias_kv": True, "bias": False}])
-@pytest.mark.parametrize("form", ["self", "two inputs", "padding", "padding and a mask", "time first"])
+@pytest.mark.parametrize(
+    "form", ["self", "two inputs", "padding", "padding and a mask", "a mask for every head", "time first"]
+)
 def test_more_keys_and_values(more: dict[str, Any], form: str) -> None:
     """`bias_k` and `bias_v` have no factors: their block is exact."""
     p = attention(form, **more)

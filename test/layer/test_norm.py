@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer import RULES, LayerRule, PReLURule, ScaleShiftRule, rule_of, why_generic
+from curvlinops_plus.layer import RULES, LayerRule, PReLURule, ScaleShiftRule, norm, rule_of, why_generic
 from curvlinops_plus.layer.check import check_rule
 from curvlinops_plus.layer.norm import BatchNormRule, GroupNormRule, InstanceNormRule, LayerNormRule, RMSNormRule
 
@@ -158,6 +158,14 @@ class TestLaws:
             same(rule.per_example_grads(module, (x,), {}, g), halves)
         same(halves, rule.per_example_grads(module.float(), (x.float(),), {}, g.float()), 1e-6)
         same(halves, LayerRule().per_example_grads(module.bfloat16(), (x,), {}, g), 1e-4)
+
+    def test_pieces_are_the_whole(self, name: str, same: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        module, x = self.build(name)
+        g, rule = torch.randn(V, *x.shape), rule_of(module)
+        whole = rule.per_example_grads(module, (x,), {}, g)
+        for examples in (1, 2):  # two, and then the one that is left
+            monkeypatch.setattr(norm, "_WORK_BYTES", examples * x[0].nbytes)
+            same(rule.per_example_grads(module, (x,), {}, g), whole)
 
     def test_nothing_is_changed(self, name: str) -> None:
         module, x = self.build(name)
