@@ -75,16 +75,21 @@ class RecurrentRule(LayerRule):
         Raises:
             UnsupportedError: If the input is one sequence without an example axis, or a `PackedSequence`.
         """
-        if inputs and leaves[0].ndim == 2:
-            if len(leaves) > 1 and leaves[1].ndim == 1 and not leaves[1].is_floating_point():
-                raise UnsupportedError(
-                    f"{type(module).__name__} got a PackedSequence, in which the steps of all examples are "
-                    "interleaved. Give the layer the padded tensor instead, and a mask of the steps that count: "
-                    "EmpiricalRisk(..., mask=lambda X, y: ...)."
-                )
+        verb = "got" if inputs else "returned"
+        dims = [t.ndim for t in leaves]
+        # Packed data and batch sizes; in some versions of PyTorch a packed sequence does not count as tensors at all.
+        packed = dims[:2] in ([], [2, 1]) if inputs else dims[:2] == [2, 3] or len(dims) < 2 + (module.mode == "LSTM")
+        if packed:
             raise UnsupportedError(
-                f"{type(module).__name__} got one sequence of shape {list(leaves[0].shape)} without an example axis, "
-                f"expected 3 dimensions. Add it with `x.unsqueeze({0 if module.batch_first else 1})`."
+                f"{type(module).__name__} {verb} a PackedSequence, in which the steps of all examples are interleaved. "
+                "Give the layer the padded tensor instead, and a mask of the steps that count: "
+                "EmpiricalRisk(..., mask=lambda X, y: ...)."
+            )
+        if leaves[0].ndim == 2:
+            raise UnsupportedError(
+                f"{type(module).__name__} {verb} one sequence of shape {list(leaves[0].shape)} without an example "
+                "axis, expected 3 dimensions. Add it to the input with "
+                f"`x.unsqueeze({0 if module.batch_first else 1})`."
             )
         return [0 if module.batch_first else 1, *[1] * (len(leaves) - 1)]
 
@@ -183,10 +188,10 @@ class CellRule(RecurrentRule):
         Raises:
             UnsupportedError: If the input has no example axis.
         """
-        if inputs and leaves[0].ndim == 1:
+        if leaves[0].ndim == 1:
             raise UnsupportedError(
-                f"{type(module).__name__} got an input of shape {list(leaves[0].shape)} without an example axis, "
-                "expected 2 dimensions. Add it with `x[None]`."
+                f"{type(module).__name__} {'got' if inputs else 'returned'} shape {list(leaves[0].shape)} without an "
+                "example axis, expected 2 dimensions. Add it to the input with `x[None]`."
             )
         return [0] * len(leaves)
 

@@ -261,7 +261,7 @@ def _alias(use: Use, uses: list[Use]) -> bool:
 
 def _make_layer(uses: list[Use], params: Mapping[str, Tensor], separate: bool) -> Layer:
     first = uses[0]
-    roles = _roles(uses)
+    roles = _roles(uses, separate)
     lead = [roles[0].uses[0]] if roles else uses
     patterns: dict[str, str] = {}
     sizes: dict[str, int] = {}
@@ -289,16 +289,19 @@ def _make_layer(uses: list[Use], params: Mapping[str, Tensor], separate: bool) -
     return Layer(name, tuple(uses), layer_params, groups, roles)
 
 
-def _roles(uses: list[Use]) -> tuple[Role, ...]:
+def _roles(uses: list[Use], separate: bool) -> tuple[Role, ...]:
     """What affine modules that share parameters multiply with; empty if they have no common matrix.
 
-    They have one if all share the weight, seen as one matrix or its transpose, and a bias belongs to one role alone.
+    They have one if all share the weight, seen as one matrix or its transpose, and a bias belongs to one role alone;
+    apart from its weight it would need the gradient factor of that role, which the nearest product does not have.
     """
     if not all(isinstance(use.rule, AffineRule) for use in uses):
         return ()
     if len(uses) == 1:
         return (Role((uses[0],)),)
     weights = {tuple(sorted(key for local, key in use.keys.items() if local != "bias")) for use in uses}
+    if weights == {()} and len({use.keys["bias"] for use in uses}) == 1:  # one bias, its weights not tracked
+        return (Role(tuple(uses)),)
     if len(weights) != 1 or len(next(iter(weights))) != 1 or any(use.rule.sizes(use.module) for use in uses):
         return ()
     seen: dict[str, list[Use]] = {}
@@ -315,6 +318,8 @@ def _roles(uses: list[Use]) -> tuple[Role, ...]:
     for position, (_, members) in enumerate(roles):
         biases = {use.keys.get("bias") for use in members}
         if len(biases) > 1 or (position and biases != {None}):
+            return ()
+        if separate and len(roles) > 1 and biases != {None}:
             return ()
     return tuple(Role(tuple(members), pattern != lead) for pattern, members in roles)
 

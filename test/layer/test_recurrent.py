@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import LayerRule, RecurrentRule, replay, rule_of
@@ -193,13 +194,15 @@ class TestLaws:
     def test_inputs_without_an_example_axis(self, kind: Any) -> None:
         module = kind(i, h)
         x = torch.randn(T, i) if kind in SEQUENCES else torch.randn(i)
-        words = (
-            r"got one sequence of shape \[5, 4\] without an example axis, expected 3 dimensions.*x.unsqueeze\(1\)"
-            if kind in SEQUENCES
-            else r"got an input of shape \[4\] without an example axis, expected 2 dimensions.*x\[None\]"
-        )
-        with pytest.raises(UnsupportedError, match=f"{kind.__name__} {words}"):
-            rule_of(module).axes(module, 0, [x], inputs=True)
+        out = [t for t in tree_leaves(module(x)) if isinstance(t, Tensor)]
+        for inputs, leaves, verb, size in ((True, [x], "got", i), (False, out, "returned", h)):
+            words = (
+                rf"{verb} one sequence of shape \[5, {size}\] without an example axis, expected 3 dim.*unsqueeze\(1\)"
+                if kind in SEQUENCES
+                else rf"{verb} shape \[{size}\] without an example axis, expected 2 dimensions.*x\[None\]"
+            )
+            with pytest.raises(UnsupportedError, match=f"{kind.__name__} {words}"):
+                rule_of(module).axes(module, 0, leaves, inputs=inputs)
 
 
 @pytest.mark.parametrize("kind", SEQUENCES, ids=lambda k: k.__name__)
@@ -220,9 +223,12 @@ class TestRefusals:
     def test_packed_sequences(self, kind: Any) -> None:
         module = kind(i, h, batch_first=True)
         packed = pack_padded_sequence(torch.randn(B, T, i), torch.tensor([5, 3, 2]), batch_first=True)
-        words = f"{kind.__name__} got a PackedSequence, in which .*Give the layer the padded tensor instead, and a mask"
-        with pytest.raises(UnsupportedError, match=words):
-            rule_of(module).axes(module, 0, [packed.data, packed.batch_sizes], inputs=True)
+        out = [t for t in tree_leaves(module(packed)) if isinstance(t, Tensor) and t.is_floating_point()]
+        cases = [(True, [packed.data, packed.batch_sizes], "got"), (True, [], "got"), (False, out, "returned")]
+        for inputs, leaves, verb in [*cases, (False, [packed.data, *out[-1:]], "returned"), (False, out[-1:], "retu")]:
+            words = f"{kind.__name__} {verb}.* a PackedSequence, .*Give the layer the padded tensor instead, and a mask"
+            with pytest.raises(UnsupportedError, match=words):
+                rule_of(module).axes(module, 0, leaves, inputs=inputs)
 
 
 def normed(kind: Any, **options: Any) -> nn.Module:
