@@ -711,7 +711,7 @@ NETS: dict[str, Callable[[], Net]] = {
     "tied": lambda: Net(Tied(), _tokens(5, 3)),
     "tied transformer": lambda: Net(GPT(), _tokens(5, 3, sizes=(3, 1)), fallback=("norm",)),
     "tied in one role": lambda: Net(SameRole(), _batches(2, 3)),
-    "tied autoencoder": lambda: Net(Autoencoder(), _batches(4), loss="mse"),
+    "tied autoencoder": lambda: Net(Autoencoder(), _batches(4), loss="mse", params=lambda model: [model.down.weight]),
     "tied with two biases": lambda: Net(Incompatible(), _batches(3), fallback=("one",)),
     "right-hand weight": lambda: Net(ByPosition(nn.Sequential(Conv1D(4, 3), nn.Tanh(), Conv1D(3, 4))), _batches(2, 3)),
     "self-attention": lambda: Net(SelfAttention(batch_first=True), _batches(3, 2)),

@@ -112,9 +112,9 @@ class KFAC(Accumulator):
 
         `A` of sparse rows is the diagonal.
         """
-        pairs = [self._role_factors(n) for n in range(len(self.layer.roles)) if self._seen(n)]
         if len(self.layer.roles) == 1 or self.weight_group is None:
-            return pairs[0]
+            return self._role_factors(0)
+        pairs = [self._role_factors(n) for n in range(len(self.layer.roles)) if self._seen(n)]
         group = self.weight_group.layout.matrix_shape
         framed = []
         for number, (A, G) in zip((n for n in range(len(self.layer.roles)) if self._seen(n)), pairs, strict=True):

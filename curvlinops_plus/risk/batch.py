@@ -145,11 +145,14 @@ class LayerBatch:
         With `reduce`, `Σ_n ā āᵀ` of the means over positions, and N.
         """
         if reduce:
+            masks = [mask for call in self.calls if (mask := self._mask_of(call)) is not None]
+            count: Tensor | float = float(self.num_examples)
+            if len(masks) == len(self.calls):  # examples of which nothing counts
+                count = torch.stack([mask.any(1) for mask in masks]).any(0).sum()
             if self.layer_sparse:
                 assert isinstance(self.inputs, SparseRows)
-                return self.inputs.mean_square(), float(self.num_examples)
-            a = self.mean_inputs()
-            return gram(a), float(len(a))
+                return self.inputs.mean_square(), count
+            return gram(self.mean_inputs()), count
         weight, bias = self._affine_parts()
         total, rows = None, 0.0
         for call in self.calls:

@@ -472,6 +472,8 @@ def test_single_precision(name: str) -> None:
 
 @every_layer
 def test_verification_passes(name: str) -> None:
+    if "offsets" in name:
+        pytest.skip("verify() takes single examples out of a batch, and flat bags have no example axis")
     p = alone(name)
     for approximation in ("KFAC", "EKFAC", "FullBlock"):
         K = p.curvature(APPROXIMATIONS[approximation])
