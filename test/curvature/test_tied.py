@@ -106,6 +106,7 @@ def test_kfac_is_the_kronecker_product_nearest_to_the_sum_over_roles(reduce: boo
 def test_kfac_of_a_transposed_weight_with_a_bias(reduce: bool) -> None:
     """The role without the bias has nothing in its column."""
     p = problem("tied autoencoder")
+    p = Problem(replace(p.net, params=lambda model: list(model.parameters())), p.loss, p.data)
     q = untied(p, lambda model: model.down)
     risk = EmpiricalRisk(
         q.model, q.loss, q.data, [q.model.down.weight, q.model.up.weight, q.model.up.bias], **q.net.options
