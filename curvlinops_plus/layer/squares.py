@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 __all__ = ["rotate", "squared_gradients"]
@@ -12,11 +13,20 @@ _CHUNK_BYTES = 2**23
 
 def rotate(J: Tensor, QG: Tensor | None, QA: Tensor | None) -> Tensor:  # [..., *b, o, i] -> [..., *b, o, i]
     """`Q_Gᵀ J Q_A`; None is the identity."""
-    J = J if QG is None else QG.mT @ J
-    return J if QA is None else J @ QA
+    J = J if QG is None else _right(J.mT, QG).mT if QG.ndim > 2 else QG.mT @ J
+    return _right(J, QA)
 
 
-def squared_gradients(g: Tensor, a: Tensor, QG: Tensor | None = None, QA: Tensor | None = None) -> Tensor:
+def _right(t: Tensor, Q: Tensor | None) -> Tensor:  # [..., *b, m, k] -> [..., *b, m, l]
+    """`t Q`: of several matrices, one large product for each of them instead of one per example."""
+    if Q is None or Q.ndim == 2:
+        return t if Q is None else t @ Q
+    return torch.einsum("...bmk,bkl->...bml", t, Q)
+
+
+def squared_gradients(
+    g: Tensor, a: Tensor, QG: Tensor | None = None, QA: Tensor | None = None, bias: bool = False
+) -> Tensor:
     """`Σ_n (Q_Gᵀ (Σ_s g_{n,s} a_{n,s}ᵀ) Q_A)²`, entry by entry.
 
     Args:
@@ -24,37 +34,42 @@ def squared_gradients(g: Tensor, a: Tensor, QG: Tensor | None = None, QA: Tensor
         a: Inputs [N, S, *b, i].
         QG: Basis of the rows [*b, o, o], None for the identity.
         QA: Basis of the columns [*b, i, i], None for the identity.
+        bias: Whether inputs have one more entry, which is one and not stored; bases count it.
 
     Returns:
-        [*b, o, i].
+        [*b, o, i], with one more column for a bias.
 
     Cost: products per example are formed in pieces of a few megabytes, and rotated before or after, whichever takes
     fewer operations. Without weight sharing (S = 1) nothing per example is formed at all.
 
     Example:
-        >>> import torch
         >>> squared_gradients(torch.ones(1, 2, 1), torch.ones(1, 2, 3))
         tensor([[4., 4., 4.]])
     """
     (N, S), o, i = g.shape[:2], g.shape[-1], a.shape[-1]
     batch = g.shape[2:-1]
-    if batch:  # [b, N, S, .]: matrices first, as products want them
-        g, a = g.movedim(2, 0), a.movedim(2, 0)
-        QG = None if QG is None else QG[:, None]
-        QA = None if QA is None else QA[:, None]
+    if batch:  # [N, b, S, .]
+        g, a = g.movedim(2, 1), a.movedim(2, 1)
     if S == 1:
-        g = g if QG is None else g @ QG
-        a = a if QA is None else a @ QA
-        return g[..., 0, :].square().mT @ a[..., 0, :].square()
+        a = _with_ones(a) if bias else a
+        g, a = (t[..., 0, :].square() for t in (_right(g, QG), _right(a, QA)))
+        return torch.einsum("n...o,n...i->...oi", g, a)
     rotate_first = S * (o * o + i * i) <= o * i * (o + i)
     if rotate_first:
-        g = g if QG is None else g @ QG
-        a = a if QA is None else a @ QA
-    total = g.new_zeros(*batch, o, i)
-    step = max(1, _CHUNK_BYTES // (batch.numel() * o * i * g.element_size()))
-    for start in range(0, N, step):
-        piece = slice(start, start + step)
-        J = g[..., piece, :, :].mT @ a[..., piece, :, :]
+        g = _right(g, QG)
+        if QA is not None:
+            a = _right(a, QA[..., :i, :])
+            a, bias = a.add_(QA[..., i:, :]) if bias else a, False
+    total = g.new_zeros(*batch, o, a.shape[-1] + bias)
+    step = max(1, _CHUNK_BYTES // (total.numel() * g.element_size()))
+    for g_n, a_n in zip(g.split(step), a.split(step), strict=True):
+        J = g_n.mT @ a_n
+        if bias:  # one more column of J rather than one more entry for each of S inputs
+            J = torch.cat([J, g_n.sum(-2)[..., None]], -1)
         J = J if rotate_first else rotate(J, QG, QA)
-        total += J.square_().sum(-3)
+        total += J.square_().sum(0)
     return total
+
+
+def _with_ones(a: Tensor) -> Tensor:
+    return torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)

@@ -27,6 +27,8 @@ __all__ = ["Call", "LayerBatch"]
 
 # Per-example gradients that are only needed one after the other are formed in pieces of about this size.
 _PIECE_BYTES = 2**26
+# Patches of an image are formed in pieces that a processor's cache can hold.
+_ROW_BYTES = 2**22
 
 
 @dataclass(eq=False)
@@ -227,16 +229,16 @@ class LayerBatch:
             weight, bias = self._affine_parts()
             if not weight:
                 return self.summed_grads()[..., None]
+            if self._faster_than_rows:
+                return self._join(self.param_grads(), self._only_group)
             total = None
             for call in self.calls:  # one call at a time: a cat along S would copy everything
-                part = outer_products(self._grad_rows(call), self._rows(call, weight, bias))
+                # Masked rows have no gradient: their inputs don't matter.
+                part = outer_products(self._grad_rows(call), self._plain_rows(call))
                 total = part if total is None else total.add_(part)
             assert total is not None
-            return total
-        layouts = self.layer.groups if self.group is None else (self.group,)
-        if len(layouts) != 1:
-            raise ValueError(f"{self.layer.title} has {len(layouts)} blocks: restrict the batch to one of them first.")
-        return self._join(self.param_grads(), layouts[0])
+            return torch.cat([total, self.summed_grads()[..., None]], -1) if bias else total
+        return self._join(self.param_grads(), self._only_group)
 
     def squared_grads(self, QG: Tensor | None = None, QA: Tensor | None = None) -> Tensor:
         """`Σ_{v,n} (Q_Gᵀ J Q_A)²`, entry by entry, [*b, rows, columns]: the diagonal of the exact block in a basis.
@@ -245,28 +247,36 @@ class LayerBatch:
             QG: Basis of the rows [*b, rows, rows], None for the identity.
             QA: Basis of the columns [*b, columns, columns], None for the identity.
 
-        Cost: gradients per example are formed in pieces, never all at once; those of sparse rows not at all.
+        Cost: rows and gradients per example are formed in pieces, never all at once; gradients of sparse rows not at
+        all.
         """
         if self._one_matrix:
-            weight, _ = self._affine_parts()
+            weight, bias = self._affine_parts()
             if not weight:
                 g = self.summed_grads()
                 g = g if QG is None else (g[..., None, :] @ QG)[..., 0, :]
                 return g.square().sum((0, 1))[..., None]
-            a = self.inputs
-            if isinstance(a, SparseRows):
-                squares = a.squared(self.grads, QG)
+            if self.layer_sparse:
+                assert isinstance(self.inputs, SparseRows)
+                squares = self.inputs.squared(self.grads, QG)
                 return squares if QA is None else rotate(self.per_example_grads, QG, QA).square().sum((0, 1))
-            total = None
-            for g in self.grads:
-                part = squared_gradients(g, a, QG, QA)
-                total = part if total is None else total.add_(part)
-            assert total is not None
-            return total
+            if not self._faster_than_rows:
+                return self._squared_rows(QG, QA, bias)
         total = None
         for piece in self._pieces():
             part = rotate(piece.per_example_grads, QG, QA).square().sum((0, 1))
             total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+    def _squared_rows(self, QG: Tensor | None, QA: Tensor | None, bias: bool) -> Tensor:
+        total = None
+        for piece in self._row_pieces():
+            rows = [piece._plain_rows(call) for call in piece.calls]
+            a = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+            for g in piece.grads:  # zero at masked rows, whose inputs don't matter then
+                part = squared_gradients(g, a, QG, QA, bias)
+                total = part if total is None else total.add_(part)
         assert total is not None
         return total
 
@@ -315,9 +325,22 @@ class LayerBatch:
         return replace(self, calls=calls, num_examples=min(stop, N) - start, mask=mask, _shared={})
 
     def _pieces(self) -> Iterator[LayerBatch]:
+        """Examples whose gradients are formed at once."""
         numbers = sum(self.layer.params[key].numel() for key in self.keys)
-        each = max(1, self.num_vectors * numbers * self.layer.accumulation_dtype.itemsize)
-        step = max(1, _PIECE_BYTES // each)
+        return self._cut(_PIECE_BYTES, self.num_vectors * numbers)
+
+    def _row_pieces(self) -> Iterator[LayerBatch]:
+        """Examples whose rows are formed at once."""
+        numbers = 0
+        for call in self.calls:
+            outputs = call.grads.shape[1:].numel() // self.num_examples  # positions · b · o
+            rows, columns = self.layer.groups[0].layout.matrix_shape[-2:]
+            numbers += outputs * columns // rows
+        return self._cut(_ROW_BYTES, numbers)
+
+    def _cut(self, size: int, numbers: int) -> Iterator[LayerBatch]:
+        """Pieces of `size` bytes if each example takes so many numbers, of one example at least."""
+        step = max(1, size // max(1, numbers * self.layer.accumulation_dtype.itemsize))
         if step >= self.num_examples:
             yield self
             return
@@ -334,6 +357,28 @@ class LayerBatch:
     def _one_matrix(self) -> bool:
         """Whether all calls multiply with the layer's matrix."""
         return len(self.layer.roles) == 1 or (self.role is not None and not self.role.transposed)
+
+    @property
+    def _faster_than_rows(self) -> bool:
+        """Whether the rule has a way of its own to gradients of each example."""
+        return all(
+            type(call.rule).per_example_grads is not AffineRule.per_example_grads
+            and self._mask_of(call) is None
+            and call.rule.reads(call.use.module) is None
+            for call in self.calls
+        )
+
+    @property
+    def _only_group(self) -> Group:
+        """The parameters that make up the one matrix looked at.
+
+        Raises:
+            ValueError: If there are several matrices.
+        """
+        groups = self.layer.groups if self.group is None else (self.group,)
+        if len(groups) != 1:
+            raise ValueError(f"{self.layer.title} has {len(groups)} blocks: restrict the batch to one of them first.")
+        return groups[0]
 
     @property
     def layer_sparse(self) -> bool:

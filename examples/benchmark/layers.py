@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from curvlinops_plus import EKFAC, KFAC, DiagonalBlock, EmpiricalRisk, MonteCarlo, curvature
-from curvlinops_plus.layer import RULES, AffineRule, rule_of
+from curvlinops_plus.layer import RULES, AffineRule, LayerRule, rule_of
 
 
 class Mean(nn.Module):
@@ -94,14 +94,26 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor], int, i
 }
 
 
+class AxesOnly(LayerRule):
+    """The generic rule with the axes of another."""
+
+    def __init__(self, rule: LayerRule) -> None:
+        self.rule = rule
+
+    def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
+        return self.rule.axes(module, axis, leaves, inputs)
+
+
 @contextmanager
 def no_rules() -> Iterator[None]:
-    """Every module gets the generic rule."""
+    """Every module gets the generic rule; recurrent layers one that knows which axes carry the examples."""
     kept = dict(RULES)
     RULES.clear()
+    RULES.update({kind: AxesOnly(rule) for kind, rule in kept.items() if type(rule).axes is not LayerRule.axes})
     try:
         yield
     finally:
+        RULES.clear()
         RULES.update(kept)
 
 
@@ -175,8 +187,9 @@ def main() -> None:
         t = measure(tasks, 1 if arguments.quick else arguments.repeats, torch.cuda.synchronize if cuda else lambda: None)
         memory = {task: peak(tasks[task], cuda) for task in ("rule", "generic") if task in tasks}
         yards = [f"{t[task] / t['yard']:.3g}" if task in t else "–" for task in ("KFAC", "EKFAC")]
+        megabytes = f"{memory['rule'] / 1e6:.1f}"
         ratios = [f"{values['rule'] / values['generic']:.2f}" if "generic" in tasks else "–" for values in (t, memory)]
-        print(f"| {name} | {N} | {' | '.join([*ratios, f'{memory["rule"] / 1e6:.1f}', *yards])} |", flush=True)
+        print(f"| {name} | {N} | {' | '.join([*ratios, megabytes, *yards])} |", flush=True)
 
 
 if __name__ == "__main__":
