@@ -46,7 +46,7 @@ def squared_gradients(
         >>> squared_gradients(torch.ones(1, 2, 1), torch.ones(1, 2, 3))
         tensor([[4., 4., 4.]])
     """
-    (N, S), o, i = g.shape[:2], g.shape[-1], a.shape[-1]
+    S, o, i = g.shape[1], g.shape[-1], a.shape[-1]
     batch = g.shape[2:-1]
     if batch:  # [N, b, S, .]
         g, a = g.movedim(2, 1), a.movedim(2, 1)

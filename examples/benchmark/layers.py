@@ -170,7 +170,15 @@ def main() -> None:
     cuda = arguments.device == "cuda"
     machine = f"{platform.machine()}, {arguments.device}, {arguments.threads} threads"
     print(f"{date.today()}, {machine}, torch {torch.__version__}, float32\n")
-    columns = "layer", "N", "diagonal: time ÷ generic", "peak memory ÷ generic", "peak, MB", "KFAC, yards", "EKFAC, yards"
+    columns = (
+        "layer",
+        "N",
+        "diagonal: time ÷ generic",
+        "peak memory ÷ generic",
+        "peak, MB",
+        "KFAC, yards",
+        "EKFAC, yards",
+    )
     print(f"| {' | '.join(columns)} |\n{'| --- ' * len(columns)}|")
     for name, (make, inputs, times, N) in LAYERS.items():
         if arguments.only not in name:
@@ -184,7 +192,9 @@ def main() -> None:
         risk = EmpiricalRisk(model, nn.MSELoss(), [(X, y)])
         affine = isinstance(rule_of(model.layer), AffineRule) or bool(rule_of(model.layer).parts(model.layer))
         tasks = contestants(risk, affine)
-        t = measure(tasks, 1 if arguments.quick else arguments.repeats, torch.cuda.synchronize if cuda else lambda: None)
+        t = measure(
+            tasks, 1 if arguments.quick else arguments.repeats, torch.cuda.synchronize if cuda else lambda: None
+        )
         memory = {task: peak(tasks[task], cuda) for task in ("rule", "generic") if task in tasks}
         yards = [f"{t[task] / t['yard']:.3g}" if task in t else "–" for task in ("KFAC", "EKFAC")]
         megabytes = f"{memory['rule'] / 1e6:.1f}"
