@@ -13,6 +13,7 @@ NAMES = [
     "Accumulator",
     "AffineRule",
     "BlockwiseLinearOperator",
+    "CurvatureEstimator",
     "CurvatureWarning",
     "DiagonalBlock",
     "EFLinearOperator",

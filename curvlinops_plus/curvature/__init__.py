@@ -4,6 +4,7 @@ from curvlinops_plus.curvature.accumulate import Accumulator, Approximation
 from curvlinops_plus.curvature.blockwise import BlockwiseLinearOperator, curvature
 from curvlinops_plus.curvature.classic import EKFACLinearOperator, FisherType, KFACLinearOperator, KFACType
 from curvlinops_plus.curvature.inverse import KFACInverseLinearOperator
+from curvlinops_plus.curvature.estimator import CurvatureEstimator
 from curvlinops_plus.curvature.kronecker import EKFAC, KFAC, compute_eigenvalue_correction_linear_weight_sharing
 from curvlinops_plus.curvature.matrixfree import (
     EFLinearOperator,
@@ -11,13 +12,17 @@ from curvlinops_plus.curvature.matrixfree import (
     GGNLinearOperator,
     HessianLinearOperator,
 )
-from curvlinops_plus.curvature.simple import DiagonalBlock, FullBlock
+from curvlinops_plus.curvature.nearest import NearestKronecker
+from curvlinops_plus.curvature.simple import DiagonalBlock, FullBlock, ScaledIdentity
 from curvlinops_plus.curvature.state import load, save
+from curvlinops_plus.curvature.tnt import TNT
 from curvlinops_plus.curvature.verify import Verification
 
 __all__ = [
+    "CurvatureEstimator",
     "EKFAC",
     "KFAC",
+    "TNT",
     "Accumulator",
     "Approximation",
     "BlockwiseLinearOperator",
@@ -32,6 +37,8 @@ __all__ = [
     "KFACInverseLinearOperator",
     "KFACLinearOperator",
     "KFACType",
+    "NearestKronecker",
+    "ScaledIdentity",
     "Verification",
     "compute_eigenvalue_correction_linear_weight_sharing",
     "curvature",

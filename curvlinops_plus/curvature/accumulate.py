@@ -7,9 +7,10 @@ averages, merging two data sets, resuming and saving are written here, once.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch import Tensor
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Accumulator", "Approximation", "needs_gradients"]
 
@@ -51,6 +55,8 @@ class Accumulator(ABC):
     per_group: ClassVar[bool] = True
     #: Whether the layer must have an affine rule.
     affine: ClassVar[bool] = False
+    #: Names of tensors that the sums depend on, such as the basis that they are in; None is allowed.
+    constants: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, layer: Layer, group: Group | None, scale: Callable[[Totals], Tensor | float]) -> None:
         self.layer, self.group, self.scale = layer, group, scale
@@ -123,12 +129,35 @@ class Accumulator(ABC):
         self.totals.loss_count = self.totals.loss_count * factor
         self.totals.loss = self.totals.loss * factor
 
+    def empty(self) -> Self:
+        """The same without anything added to it."""
+        other = copy.copy(self)
+        other.sums, other.counts, other.totals = {}, {}, Totals()
+        return other
+
+    def carry(self, before: Accumulator) -> None:
+        """Take over what an accumulator of the same sweep has summed, for streams (see `CurvatureEstimator.refresh`).
+
+        An approximation of several sweeps makes a new accumulator for its second sweep whenever it is refreshed. What
+        the one before has seen is not seen again; this method says how its sums look to the new one.
+
+        Raises:
+            UnsupportedError: If they can't be carried over; the approximation needs to see all data in each sweep.
+        """
+        raise UnsupportedError(
+            f"{self.layer.title}: {type(self).__name__} makes several sweeps over the same data, so it can't be kept "
+            "up batch by batch. Use KFAC, EKFAC, DiagonalBlock or FullBlock, or curvature(risk, ...) over a whole data "
+            "set."
+        )
+
     def merge(self, other: Accumulator) -> None:
         """Add what another accumulator of the same layer has seen: the union of two data sets.
 
         Raises:
             ValueError: If it is of another class or layer, or its sums have other names or shapes.
         """
+        if problem := self.mismatch(other):
+            raise ValueError(f"{self.layer.title}: {problem}")
         mine = (type(self), self.layer.name, {n: s.shape for n, s in self.sums.items()})
         theirs = (type(other), other.layer.name, {n: s.shape for n, s in other.sums.items()})
         if mine[:2] != theirs[:2] or (self.sums and other.sums and mine[2] != theirs[2]):
@@ -136,6 +165,10 @@ class Accumulator(ABC):
         for name, total in other.sums.items():
             self.add(name, total.clone(), other.counts.get(name))
         self.totals.add(other.totals)
+
+    def mismatch(self, other: Accumulator) -> str | None:
+        """Why the sums of another accumulator of this class must not be added, None if they may."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Sums and divisors, in tensors and plain Python."""
@@ -146,6 +179,9 @@ class Accumulator(ABC):
             "terms": self.totals.terms,
             "loss_count": float(self.totals.loss_count),
             "loss": float(self.totals.loss),
+            "constants": {
+                name: t.detach().clone() for name in self.constants if (t := getattr(self, name)) is not None
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,7 +190,7 @@ class Accumulator(ABC):
         Raises:
             ValueError: If keys are missing.
         """
-        missing = {"sums", "counts", "examples", "terms", "loss_count", "loss"} - set(state)
+        missing = {"sums", "counts", "examples", "terms", "loss_count", "loss", "constants"} - set(state)
         if missing:
             raise ValueError(f"The state of {self.layer.title} lacks {sorted(missing)}; is the file cut off?")
         self.sums = {name: total.to(self.layer.device).clone() for name, total in state["sums"].items()}
@@ -163,6 +199,9 @@ class Accumulator(ABC):
             for name, count in state["counts"].items()
         }
         self.totals = Totals(state["examples"], state["terms"], state["loss_count"], state["loss"])
+        for name in self.constants:
+            t = state["constants"].get(name)
+            setattr(self, name, None if t is None else t.to(self.layer.device).clone())
 
 
 class Approximation:

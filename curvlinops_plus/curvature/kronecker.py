@@ -19,6 +19,7 @@ embedding and the head tied to it) the block is the Kronecker product nearest to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -216,6 +217,7 @@ class Correction(Accumulator):
 
     per_group = False
     affine = True
+    constants = ("QG", "QA")
 
     def __init__(self, layer: Layer, scale: Callable[[Totals], Tensor | float], QG: Tensor, QA: Tensor | None) -> None:
         super().__init__(layer, None, scale)
@@ -230,6 +232,31 @@ class Correction(Accumulator):
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         values = {group.name: self.value(group.name).contiguous() for group in self.layer.groups}
         return ekfac_blocks(self.layer, self.QG, self.QA, values)
+
+    def mismatch(self, other: Accumulator) -> str | None:
+        """Corrected eigenvalues belong to one basis."""
+        assert isinstance(other, Correction)
+        pairs = [(self.QG, other.QG), (self.QA, other.QA)]
+        if all(
+            mine is theirs or (mine is not None and theirs is not None and torch.equal(mine, theirs))
+            for mine, theirs in pairs
+        ):
+            return None
+        return (
+            "corrected eigenvalues of EKFAC can only be added in the same basis, and these were refreshed apart. Merge "
+            "before the first refresh, merge KFAC, or compute EKFAC on the union of the data."
+        )
+
+    def carry(self, before: Accumulator) -> None:
+        """The diagonal, in the new basis, of the block that the old basis and its eigenvalues make."""
+        assert isinstance(before, Correction)
+        turn_G = (self.QG.mT @ before.QG).square()
+        for group in self.layer.groups:
+            total = turn_G @ before.sums[group.name]
+            if self.QA is not None and before.QA is not None and self.layer.weight in group.keys:
+                total = total @ (before.QA.mT @ self.QA).square()
+            self.sums[group.name] = total
+        self.counts, self.totals = dict(before.counts), replace(before.totals)
 
 
 def ekfac_blocks(
@@ -251,7 +278,8 @@ def ekfac_blocks(
 def eigenvectors(layer: Layer, name: str, factor: Tensor) -> Tensor:
     """Eigenvectors of one factor; failures name the layer."""
     try:
-        return eigh(factor)[1]
+        # Row by row in memory, as files keep them: products after loading round as before.
+        return eigh(factor)[1].contiguous()
     except NumericsError as error:
         raise NumericsError(f"{layer.title}, factor {name}: {error}") from error
 

@@ -16,8 +16,8 @@ Two details that decide between right and silently wrong:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -49,8 +49,8 @@ class Recorder:
         backward: Whether output gradients will be asked for.
         intercept: Watch function calls even if no layer is read by them: fused inference would hide submodules.
 
-    Use: inside the context, `forward` runs the model, then `inputs_only` or `send` hand each layer's `LayerBatch` to a
-    consumer. Nothing is left on the modules when the context ends, also after an exception.
+    Use: inside the context, the model runs under `recording`, then `inputs_only` or `send` hand each layer's
+    `LayerBatch` to a consumer. Nothing is left on the modules when the context ends, also after an exception.
     """
 
     def __init__(
@@ -178,8 +178,9 @@ class Recorder:
         self._receive = None
 
     # ------------------------------------------------------------------------------------------------------ passes
-    def forward(self, run: Callable[[], Tensor], num_examples: int) -> Tensor:
-        """Run the model with recording on; forget the batch before."""
+    @contextmanager
+    def recording(self, num_examples: int) -> Iterator[None]:
+        """One forward pass of the model happens in here; the batch before is forgotten."""
         self._forget()
         self._num_examples, self._on = num_examples, True
         frozen = [p for layer in self.layers for p in layer.params.values() if not p.requires_grad]
@@ -187,13 +188,12 @@ class Recorder:
         reads = ParameterReads(frozen) if frozen and not self._watched else None
         try:
             with reads or nullcontext():
-                out = run()
+                yield
         finally:
             self._on = False
         if reads is not None:
             self._watched = True
             self._check_readers(reads.counts)
-        return out
 
     def plainly(self, run: Callable[[], Any]) -> Any:
         """Run the model with the hooks asleep."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import islice
 from typing import Any, TypeVar
@@ -204,13 +204,17 @@ class EmpiricalRisk:
             )
             raise ValueError(f"`data` has no examples.{again}")
 
-    def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Tensor, Tensor, int | None]:
+    def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Tensor, Any, int | None]:
         """Forward pass: output and target that the loss reads, and the class axis if it is not the loss's own."""
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
         with naming_dtypes(batch, self.params):
             out = call(**batch.X) if batch.unpack else call(batch.X)
+        return self.read_output(out, batch)
+
+    def read_output(self, out: Any, batch: Batch) -> tuple[Tensor, Any, int | None]:
+        """What the model returned for a batch, as `run` gives it."""
         f, last = select_output(out, self.output)
         y = batch.y
         if self.shift_labels:
@@ -263,35 +267,68 @@ class EmpiricalRisk:
         Cost: one forward pass, and one backward pass per vector to the layers' outputs only.
         """
         totals, draws = Totals(), Draws(0 if vectors.seed is None else vectors.seed)
-        grad_mode = torch.enable_grad if vectors.backward else torch.no_grad
-        # Fused inference of transformers calls no submodule, so that no hook would fire.
-        fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-        intercept = any(isinstance(module, fused) for module in self.model.modules())
-        recorder = Recorder(layers, self.axis_of, vectors.backward, intercept)
-        with torch.inference_mode(False), grad_mode(), recorder:
+        with self.recorder(layers, vectors) as recorder:
             for batch in self.batches(desc):
-                part = self._one_batch(recorder, batch, vectors, draws, consume)
+                part = self.observe(recorder, batch, vectors, draws, consume)
                 totals.add(part)
                 if after_batch is not None:
                     after_batch(part)
         return totals
 
-    def _one_batch(self, recorder: Recorder, batch: Batch, vectors: Vectors, draws: Draws, consume: Consumer) -> Totals:
-        N = batch.num_examples
-        outputs: list[Any] = []
+    @contextmanager
+    def recorder(self, layers: Sequence[Layer], vectors: Vectors, ours: bool = True) -> Iterator[Recorder]:
+        """Hooks on the modules of `layers`, for as long as the context lasts.
 
-        def forward() -> Tensor:
-            # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
-            with torch.compiler.set_stance("force_eager"):
-                outputs[:] = self.run(batch)
-            return outputs[0]
+        Args:
+            layers: The layers.
+            vectors: What will be sent back.
+            ours: Whether the forward pass is ours alone: without vectors it needs no graph then.
+        """
+        grad_mode = torch.enable_grad if vectors.backward or not ours else torch.no_grad
+        # Fused inference of transformers calls no submodule, so that no hook would fire.
+        fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+        intercept = any(isinstance(module, fused) for module in self.model.modules())
+        recorder = Recorder(layers, self.axis_of, vectors.backward, intercept)
+        with torch.inference_mode(False), grad_mode(), recorder:
+            yield recorder
 
+    def observe(self, recorder: Recorder, batch: Batch, vectors: Vectors, draws: Draws, consume: Consumer) -> Totals:
+        """Run the model on one batch, send vectors back, and show what every layer saw to `consume`."""
         random = torch.get_rng_state()
-        f = recorder.forward(forward, N)
-        _, y, class_axis = outputs
+        # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
+        with torch.compiler.set_stance("force_eager"), recorder.recording(batch.num_examples):
+            f, y, class_axis = self.run(batch)
         if new := recorder.expanded - self._rows_checked:
-            self._check_rows(recorder, batch, f, random)
+            self.check_rows(recorder, batch, f, random)
             self._rows_checked |= new
+        return self.send(recorder, batch, (f, y, class_axis), vectors, draws, consume)
+
+    def send(
+        self,
+        recorder: Recorder,
+        batch: Batch,
+        outputs: tuple[Tensor, Any, int | None],
+        vectors: Vectors,
+        draws: Draws,
+        consume: Consumer,
+        keep: bool = False,
+    ) -> Totals:
+        """Send vectors back from what `run` returned in a recorded forward pass.
+
+        Args:
+            recorder: Which recorded it.
+            batch: The batch.
+            outputs: Output, target and class axis, as `run` returns them.
+            vectors: What is sent back.
+            draws: Random numbers for them.
+            consume: Called with a `LayerBatch`, once per layer and piece of vectors.
+            keep: Keep the graph: somebody else goes back through it afterwards.
+
+        Returns:
+            The totals of the batch.
+        """
+        f, y, class_axis = outputs
+        N = batch.num_examples
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             F, Y, part = self.terms(f.detach(), y, batch, class_axis)
         mask = None if self.mask is None else self._read_mask(batch)
@@ -322,7 +359,7 @@ class EmpiricalRisk:
             for first, chunk in _chunks(sent(), per_chunk):
                 part.reached |= recorder.send_batched([f], [torch.stack(chunk)], first, quietly, mask=mask)
         else:
-            part.reached = recorder.send([f], ([v] for v in sent()), quietly, mask=mask)
+            part.reached = recorder.send([f], ([v] for v in sent()), quietly, keep=keep, mask=mask)
         return part
 
     def _check_examples(self, recorder: Recorder, f: Tensor, N: int) -> None:
@@ -338,7 +375,7 @@ class EmpiricalRisk:
             stacklevel=2,
         )
 
-    def _check_rows(self, recorder: Recorder, batch: Batch, f: Tensor, random: Tensor) -> None:
+    def check_rows(self, recorder: Recorder, batch: Batch, f: Tensor, random: Tensor) -> None:
         """One row for all examples was expanded to a row for each: is the model still the same function?"""
         N = batch.num_examples
         with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
