@@ -213,6 +213,14 @@ class BlockwiseLinearOperator(Deferred):
         moved._operator = None if self._operator is None else self._operator.to(device=device, dtype=dtype)
         return moved
 
+    def split(self, v: Any) -> dict[str, Tensor]:
+        """A vector's parts, block by block (`BlockDiagonal.split`): `K.blocks[name] @ K.split(v)[name]`."""
+        return self.operator.split(v)
+
+    def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The vector that `parts` are the blocks' parts of: undoes `split`."""
+        return self.operator.merge(parts)
+
     def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:
         """Gradient of the loss in the order of the parameters, and the loss, over all data."""
         gradient, loss = self.risk.gradient_and_loss()

@@ -126,6 +126,48 @@ class BlockDiagonal(LinearOperator):
                 self.space.part(Y, parameter).copy_(part)
         return Y
 
+    def split(self, v: Any) -> dict[str, Tensor]:
+        """A vector's parts, block by block: what each block is multiplied with.
+
+        Args:
+            v: What the operator may be multiplied with: a flat tensor, a list or dictionary of tensors, with or without
+                columns.
+
+        Returns:
+            Block name to `[dim]`, or `[dim, K]` of K columns: the row-major vector of the block's matrix.
+
+        Example:
+            >>> from curvlinops_plus.linalg import Diagonal, Layout
+            >>> space = Space.from_shapes({"w": (2,), "v": (1,)})
+            >>> layouts = {"b": Layout({"v": "d -> 1 d"}, {"v": (1,)}), "a": Layout({"w": "d -> 1 d"}, {"w": (2,)})}
+            >>> K = BlockDiagonal({"b": Diagonal(torch.ones(1)), "a": Diagonal(torch.ones(2))}, layouts, space)
+            >>> K.split(torch.tensor([1.0, 2.0, 3.0]))
+            {'b': tensor([3.]), 'a': tensor([1., 2.])}
+        """
+        X, form = self.space.read(v, self.dtype, self.device)
+        tree = self.space.unflatten(X)
+        parts = {name: layout.join(tree) for name, layout in self.layouts.items()}
+        return {name: part[:, 0] if form.columns is None else part for name, part in parts.items()}
+
+    def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The vector `[n]`, or `[n, K]`, of which `parts` are the blocks' parts: undoes `split`.
+
+        Raises:
+            ValueError: If a block's part is missing, is of no block, or has another size.
+        """
+        if parts.keys() != self.blocks.keys():
+            raise ValueError(f"Expected a part for each of the blocks {list(self.blocks)}, got {list(parts)}.")
+        tree: dict[str, Tensor] = {}
+        for name, layout in self.layouts.items():
+            part = parts[name]
+            if part.ndim not in (1, 2) or part.shape[0] != layout.dim:
+                raise ValueError(
+                    f'block "{name}": expected [{layout.dim}] or [{layout.dim}, K], got {list(part.shape)}.'
+                )
+            split = layout.split(part if part.ndim == 2 else part[:, None])
+            tree |= {key: t if part.ndim == 2 else t[..., 0] for key, t in split.items()}
+        return self.space.flatten(tree)
+
     def adjoint(self) -> LinearOperator:
         return self if self.structure >= Structure.SYMMETRIC else self._map(lambda block: block.adjoint())
 
@@ -173,10 +215,10 @@ class BlockDiagonal(LinearOperator):
         dampings = self.per_block(damping)
         return self._map_named(lambda name, block: block.inverse(dampings[name], **options))
 
-    def power(self, p: float, damping: Damping = 0.0) -> BlockDiagonal:
-        """`(K + damping I)ᵖ`, block by block."""
+    def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
+        """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
         dampings = self.per_block(damping)
-        return self._map_named(lambda name, block: block.power(p, dampings[name]))
+        return self._map_named(lambda name, block: block.power(p, dampings[name], exact=exact))
 
     def shift(self, delta: Damping) -> BlockDiagonal:
         """`K + delta I`, block by block."""

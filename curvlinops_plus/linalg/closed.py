@@ -102,8 +102,16 @@ class ClosedForms(Products):
             return self._inverse_by_factors(damping, retry_double_precision)
         return self._inverse(resolve(damping, self), retry_double_precision)
 
-    def power(self, p: float, damping: Damping = 0.0) -> LinearOperator:
+    def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
         """The matrix `(A + damping I)ᵖ` of a positive semi-definite `A`, for any real `p`.
+
+        Args:
+            p: The exponent.
+            damping: A number, a 0-d tensor, a rule, or what else `inverse.py` says.
+            exact: False splits the damping between the factors of a Kronecker product (`heuristic_damping`), whose
+                power is then a product of powers, as in kfac_jax: nothing is decomposed together, the matrix dominates
+                the damped one. Where one factor is 1 x 1 or zero, the exact power costs nothing and is taken.
+                Without effect on matrices that are no Kronecker product.
 
         Raises:
             NoClosedForm: If the structure does not give powers.
@@ -114,7 +122,8 @@ class ClosedForms(Products):
             raise ValueError(
                 f"Expected a positive semi-definite matrix, got {self.label}; only those have real powers."
             )
-        return self._power(float(p), resolve(damping, self))
+        power = self._power if exact else self._power_by_factors
+        return power(float(p), resolve(damping, self))
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
         """Draws from N(0, A): one, `[n]`, or `num` of them, `[n, num]`.
@@ -176,6 +185,9 @@ class ClosedForms(Products):
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
         raise self._no_closed_form("power")
+
+    def _power_by_factors(self, p: float, damping: Scalar) -> LinearOperator:
+        return self._power(p, damping)
 
     def _root_matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [n, K]
         """`L X` for any `L` with `L Lᵀ = A`."""

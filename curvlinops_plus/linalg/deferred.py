@@ -62,8 +62,8 @@ class Deferred(LinearOperator):
     def inverse(self, damping: Damping = 0.0, **options: Any) -> LinearOperator:
         return self.operator.inverse(damping, **options)
 
-    def power(self, p: float, damping: Damping = 0.0) -> LinearOperator:
-        return self.operator.power(p, damping)
+    def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
+        return self.operator.power(p, damping, exact=exact)
 
     def shift(self, delta: Damping) -> LinearOperator:
         return self.operator.shift(delta)
@@ -79,6 +79,9 @@ class Deferred(LinearOperator):
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
         return self.operator._power(p, damping)
+
+    def _power_by_factors(self, p: float, damping: Scalar) -> LinearOperator:
+        return self.operator._power_by_factors(p, damping)
 
     def _root_matmat(self, X: Tensor) -> Tensor:
         return self.operator._root_matmat(X)

@@ -160,6 +160,16 @@ class Kronecker(LinearOperator):
         values, Q = self._eigh()
         return Eigendecomposed(Q, powers(values + damping, p, self.label), rtol=0.0)
 
+    def _power_by_factors(self, p: float, damping: Scalar) -> LinearOperator:
+        usable = bool((self.G.traces() * self.A.traces() > 0).all())
+        if is_zero(damping) or not usable or 1 in (self.G.size, self.A.size):
+            return self._power(p, damping)
+        damping_A, damping_G = heuristic_damping(self.A, self.G, damping, min_damping=0.0)
+        with naming("factor G"):
+            G = self.G._power(p, _factor_damping(damping_G, self.G))
+        with naming("factor A"):
+            return Kronecker(G, self.A._power(p, _factor_damping(damping_A, self.A)))
+
     def _root_matmat(self, X: Tensor) -> Tensor:
         return Kronecker(*self._factors(lambda factor: factor.root()))._matmat(X)
 

@@ -154,7 +154,7 @@ class Dense(OneTensor):
 
     def _power(self, p: float, damping: Scalar) -> Dense:
         values, Q = self.eigh()
-        result = powers(values + damping, p, self.label)
+        result = powers(values + _column(damping), p, self.label)
         # Formed, because a product with the whole is half the work of two products with its eigenvectors.
         power = Dense((Q.matrix * result[..., None, :]) @ Q.matrix.mT, Structure.PSD, rtol=0.0)
         return power._knowing("eigh", (result, Q))
@@ -243,10 +243,15 @@ class Diagonal(OneTensor):
         return Diagonal(powers(damped, -1.0, self.label))
 
     def _power(self, p: float, damping: Scalar) -> Diagonal:
-        return Diagonal(powers(self._tensor + damping, p, self.label))
+        return Diagonal(powers(self._tensor + _column(damping), p, self.label))
 
     def _entrywise_square(self) -> Diagonal:
         return Diagonal(self._tensor.square())
+
+
+def _column(damping: Scalar) -> Scalar:
+    """One number per matrix of a batch as a column; one number as it is."""
+    return damping[..., None] if isinstance(damping, Tensor) and damping.ndim else damping
 
 
 class IdentityLinearOperator(Factor):

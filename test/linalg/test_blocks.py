@@ -134,3 +134,26 @@ def test_a_wide_layer() -> None:
     joint = torch.cat([X[:2800].view(40, 70, 3), X[2800:].view(40, 1, 3)], 1)
     Y = torch.stack([G @ joint[:, :, k] @ A for k in range(3)], -1)
     close(K @ X, torch.cat([Y[:, :-1].reshape(-1, 3), Y[:, -1]]))
+
+
+# -------------------------------------------------------------------------------------------------------- split, merge
+@pytest.mark.parametrize("columns", [None, 3])
+def test_split_gives_what_blocks_multiply(columns: int | None) -> None:
+    K, dense = block_diagonal(F64)
+    assert isinstance(K, BlockDiagonal)
+    v = normal(K.shape[1]) if columns is None else normal(K.shape[1], columns)
+    parts = K.split(v)
+    assert list(parts) == list(K.blocks)
+    assert torch.equal(K.merge(parts), v)
+    close(K.merge({name: block @ parts[name] for name, block in K.blocks.items()}), dense @ v)
+
+
+def test_merge_refuses_what_is_not_split() -> None:
+    K, _ = block_diagonal(F64)
+    assert isinstance(K, BlockDiagonal)
+    parts = K.split(normal(K.shape[1]))
+    name = next(iter(parts))
+    with pytest.raises(ValueError, match="Expected a part for each of the blocks"):
+        K.merge({name: parts[name]})
+    with pytest.raises(ValueError, match=rf'block "{name}": expected \[{len(parts[name])}\] or'):
+        K.merge(parts | {name: parts[name][:-1]})

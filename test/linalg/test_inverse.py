@@ -236,3 +236,45 @@ def test_errors_name_the_block() -> None:
     )
     with pytest.raises(NumericsError, match=r'block "scale": the matrix .* 9 entries that are NaN or infinite'):
         _ = broken.logdet
+
+
+# ------------------------------------------------------------------------------------------- powers, factor by factor
+@pytest.mark.parametrize("p", [-1.0, -0.5, 0.5, 1.0])
+def test_power_of_factors(p: float) -> None:
+    """kfac_jax's factored damping: normalised factors, each with an equal share."""
+    G, A = psd(2, 2), 7 * psd(3, 3, seed=1)
+    damping = 0.3
+    c = ((A.trace() / 3) * (G.trace() / 2)).sqrt()
+    parts = [c * (F / (F.trace() / len(F)) + damping**0.5 / c * eye_like(F)) for F in (G, A)]
+    values, Q = torch.linalg.eigh(torch.kron(*parts))
+    power = Kronecker(G, A).power(p, damping, exact=False)
+    assert isinstance(power, Kronecker)
+    close(power.to_dense(), (Q * values**p) @ Q.T)
+    exact = Kronecker(G, A).power(1.0, damping)
+    gap = torch.linalg.eigvalsh(Kronecker(G, A).power(1.0, damping, exact=False).to_dense() - exact.to_dense())
+    assert float(gap.min()) > 0  # strictly larger than the damped matrix
+
+
+@pytest.mark.parametrize("case", ["scalar G", "scalar A", "both", "zero", "no damping"])
+def test_power_of_factors_is_exact(case: str) -> None:
+    """Where one factor is a number or zero, and without damping."""
+    G = psd(1, 1) if case in ("scalar G", "both") else psd(2, 2)
+    A = psd(1, 1, seed=1) if case in ("scalar A", "both") else psd(3, 3, seed=1)
+    damping = 0.0 if case == "no damping" else 0.3
+    K = Kronecker(0 * G if case == "zero" else G, A)
+    close(K.power(-0.5, damping, exact=False).to_dense(), K.power(-0.5, damping).to_dense())
+
+
+def test_power_of_factors_of_a_batch() -> None:
+    G, A = psd(2, 4, 4), psd(2, 3, 3, seed=1)
+    power = Kronecker(G, A).power(-1.0, 0.3, exact=False).to_dense()
+    each = [Kronecker(g, a).power(-1.0, 0.3, exact=False).to_dense() for g, a in zip(G, A, strict=True)]
+    close(power, torch.block_diag(*each))
+
+
+def test_power_of_others_takes_no_notice() -> None:
+    D, S = Diagonal(psd(3, 3).diagonal().clone()), Dense(psd(3, 3), PSD)
+    for K in (D, S, blocks()):
+        assert K.power(-1.0, 0.1, exact=False).shape == K.shape
+    close(D.power(-1.0, 0.1, exact=False).to_dense(), D.power(-1.0, 0.1).to_dense())
+    close(S.power(-1.0, 0.1, exact=False).to_dense(), S.power(-1.0, 0.1).to_dense())
