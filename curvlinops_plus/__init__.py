@@ -37,7 +37,15 @@ from curvlinops_plus.errors import (
 from curvlinops_plus.layer import AffineRule, LayerRule, SparseRows, check_rule, register_rule
 from curvlinops_plus.likelihood import FromDistribution, Likelihood, register_likelihood
 from curvlinops_plus.linalg import IdentityLinearOperator, LinearOperator, RelativeDamping
-from curvlinops_plus.risk import Empirical, EmpiricalRisk, Exact, ForwardOnly, MonteCarlo
+from curvlinops_plus.risk import (
+    CurvaturePropagation,
+    Empirical,
+    EmpiricalRisk,
+    Exact,
+    ForwardOnly,
+    MonteCarlo,
+    as_vectors,
+)
 from curvlinops_plus.version import __version__
 
 __all__ = [
@@ -47,6 +55,7 @@ __all__ = [
     "AffineRule",
     "BlockwiseLinearOperator",
     "CurvatureEstimator",
+    "CurvaturePropagation",
     "CurvatureWarning",
     "DiagonalBlock",
     "EFLinearOperator",
@@ -77,6 +86,7 @@ __all__ = [
     "UnsupportedError",
     "VerificationError",
     "__version__",
+    "as_vectors",
     "check_rule",
     "compute_eigenvalue_correction_linear_weight_sharing",
     "curvature",

@@ -27,7 +27,7 @@ from curvlinops_plus.linalg import (
     heuristic_damping,
 )
 from curvlinops_plus.linalg.inverse import resolve
-from curvlinops_plus.risk import EmpiricalRisk, Exact, ForwardOnly, Layer, Vectors
+from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, Vectors, as_vectors
 
 __all__ = ["BlockwiseLinearOperator", "curvature"]
 
@@ -43,7 +43,7 @@ class BlockwiseLinearOperator(Deferred):
         risk: Model, loss and data.
         approximation: An approximation for all layers, or a mapping from layer names, globs or module types to one.
         default: The approximation of layers that the mapping does not name.
-        vectors: What is sent back through the network.
+        vectors: What is sent back through the network, or its name (`as_vectors`).
         separate_weight_and_bias: Give every parameter its own block.
         check_deterministic: Compute the blocks now, and compare the total loss of two passes over the data.
 
@@ -71,12 +71,12 @@ class BlockwiseLinearOperator(Deferred):
         approximation: Any = KFAC,
         *,
         default: Any = KFAC,
-        vectors: Vectors | None = None,
+        vectors: Vectors | str | None = None,
         separate_weight_and_bias: bool = False,
         check_deterministic: bool = False,
     ) -> None:
         self.risk = risk
-        self.vectors = Exact() if vectors is None else vectors
+        self.vectors = as_vectors(vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
         self.plan: list[Entry] = make_plan(risk.layers(separate_weight_and_bias), approximation, default)
         self.check_deterministic = check_deterministic
@@ -320,7 +320,7 @@ def curvature(
     approximation: Any = KFAC,
     *,
     default: Any = KFAC,
-    vectors: Vectors | None = None,
+    vectors: Vectors | str | None = None,
     separate_weight_and_bias: bool = False,
     check_deterministic: bool = False,
 ) -> BlockwiseLinearOperator:

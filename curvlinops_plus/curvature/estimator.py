@@ -86,7 +86,7 @@ class CurvatureEstimator:
         approximation: Any = KFAC,
         *,
         default: Any = KFAC,
-        vectors: Vectors | None = None,
+        vectors: Vectors | str | None = None,
         separate_weight_and_bias: bool = False,
         decay: float = 1.0,
         damping: Any = 0.0,

@@ -5,7 +5,8 @@ depend on `C` numbers of the output each:
 
 * `F [N, R, C]` is the model's output, at least in float32,
 * `Y [N, R, ...]` is the target: `[N, R]` class indices, `[N, R, C]` numbers, or what a likelihood's `canonical` makes,
-* `H [C, C]` of each term is the Hessian of its un-reduced loss, `B` a root of it, `B Bᵀ = H`.
+* `H [C, C]` of each term is the Hessian of its un-reduced loss, `B [C, K]` a root of it, `B Bᵀ = H`. Where that Hessian
+  is indefinite, or zero by the choice of the output, the Fisher matrix takes its place, and `no_ggn` says why.
 
 `canonical` and `restore` translate between these and a user's shapes. Nothing here knows `reduction` except `reduction`
 itself and `count`, what PyTorch's "mean" divides by: the factor belongs to the whole data set, not to a batch.
@@ -15,15 +16,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import normals, number
 
-__all__ = ["Likelihood", "Uniform", "has_likelihood", "likelihood_of", "register_likelihood"]
+__all__ = ["Likelihood", "Uniform", "has_likelihood", "hessian_products", "likelihood_of", "register_likelihood"]
 
 # `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn example by example.
 Uniform = Callable[..., Tensor]
@@ -78,6 +80,14 @@ class Likelihood(ABC):
                 f'{self.name}(reduction={reduction!r}) is no scalar loss, so it has no curvature; use "mean" or "sum".'
             )
         return reduction
+
+    @property
+    def no_ggn(self) -> str | None:
+        """Why `H` is the Fisher matrix and not the Hessian of the loss, in words that follow the loss's name.
+
+        None where both are the same, or `H` is the Hessian.
+        """
+        return None
 
     def options(self) -> dict[str, Any]:
         """Everything that determines the loss, as plain Python and tensors, for a state that can be saved.
@@ -201,8 +211,7 @@ class Likelihood(ABC):
 
         Cost of this default: two backward passes through `nll` per vector, run together.
         """
-        pull = torch.func.vjp(torch.func.grad(lambda F: self.nll(F, Y).sum()), F)[1]
-        return torch.func.vmap(lambda v: pull(v)[0])(V.reshape(-1, *F.shape)).reshape(V.shape)
+        return hessian_products(lambda F: self.nll(F, Y).sum(), F, V)
 
     def num_columns(self, F: Tensor) -> int:
         """Number K of columns of `hessian_root`."""
@@ -244,6 +253,35 @@ class Likelihood(ABC):
         else:
             yield from (self.hessian_root_column(F, Y, k) for k in range(self.num_columns(F)))
 
+    def hessian_root_product(self, F: Tensor, Y: Tensor, U: Tensor) -> Tensor:
+        """Root of each term's Hessian times vectors, `B u`: U [*lead, N, R, K] -> [*lead, N, R, C].
+
+        Cost of this default: the root, one column at a time where columns have a formula.
+
+        Example:
+            >>> mse = likelihood_of(torch.nn.MSELoss())
+            >>> mse.hessian_root_product(torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
+            tensor([[[1.4142, 1.4142]]])
+        """
+        total = torch.zeros(*U.shape[:-1], F.shape[-1], dtype=F.dtype, device=F.device)
+        for k, column in enumerate(self.hessian_root_columns(F, Y)):
+            total = total + U[..., k : k + 1] * column
+        return total
+
+    def hessian_root_transpose_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
+        """Transposed root of each term's Hessian times vectors, `Bᵀ v`: V [*lead, N, R, C] -> [*lead, N, R, K].
+
+        Cost of this default: the root, one column at a time where columns have a formula.
+
+        Example:
+            >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
+            >>> F, Y = torch.tensor([[[0.0, 0.0]]]), torch.tensor([[1]])
+            >>> Bt_v = cross_entropy.hessian_root_transpose_product(F, Y, torch.tensor([[[1.0, 0.0]]]))
+            >>> cross_entropy.hessian_root_product(F, Y, Bt_v)  # B Bᵀ v = H v
+            tensor([[[ 0.2500, -0.2500]]])
+        """
+        return torch.stack([(column * V).sum(-1) for column in self.hessian_root_columns(F, Y)], -1)
+
     # ---------------------------------------------------------------------------------------------- random vectors
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
@@ -258,9 +296,19 @@ class Likelihood(ABC):
 
         This default is a root of the Hessian times standard normal numbers.
         """
-        B = self.hessian_root(F, Y)
-        noise = normals(uniform(*F.shape[:2], num, len(B))).to(F)
-        return torch.einsum("nrvk,knrc->vnrc", noise, B)
+        noise = normals(uniform(*F.shape[:2], num, self.num_columns(F))).to(F)
+        return self.hessian_root_product(F, Y, noise.permute(2, 0, 1, 3))
+
+
+def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor) -> Tensor:
+    """Second derivative of a scalar function of `F` times vectors [*lead, *F.shape], run together.
+
+    Example:
+        >>> hessian_products(lambda F: (F**3).sum(), torch.tensor([2.0]), torch.ones(1))
+        tensor([12.])
+    """
+    pull = torch.func.vjp(torch.func.grad(function), F)[1]
+    return torch.func.vmap(lambda v: pull(v)[0])(V.reshape(-1, *F.shape)).reshape(V.shape)
 
 
 def _terms(t: Tensor, num_examples: int, axis: int) -> Tensor:
@@ -340,8 +388,8 @@ def _maker_of(loss: Any) -> Callable[[Any], Likelihood]:
     parent = next((t for t in kind.__mro__ if t in _MAKERS), None)
     if parent is not None and _computes_like(loss, parent):
         return _MAKERS[parent]
-    name = getattr(loss, "__name__", "a function") if kind.__name__ == "function" else kind.__name__
-    why = f" It changes the forward of {parent.__name__}, whose rules may be wrong for it." if parent else ""
+    name = getattr(loss, "__name__", "a function") if isinstance(loss, (FunctionType, type)) else kind.__name__
+    why = f" It changes the forward of {parent.__name__}, whose rules may be wrong for it." if parent else _why(loss)
     raise UnsupportedError(
         f"no likelihood is registered for the loss {name}.{why} Known losses: "
         f"{', '.join(sorted(t.__name__ for t in _MAKERS))}. To add yours (a class), say which distribution it is the "
@@ -349,6 +397,35 @@ def _maker_of(loss: Any) -> Callable[[Any], Likelihood]:
         "        return FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))\n\n"
         "or decorate a subclass of Likelihood, which needs one method, nll."
     )
+
+
+_ROBUST = (
+    " {name} has no curvature far from the target: its Hessian is 0 there, so what it says depends on which examples "
+    "happen to be fitted. GGNLinearOperator and HessianLinearOperator take it as it is; for all else choose a "
+    "distribution, as torch.distributions.Laplace(f, 1.0), whose Fisher matrix counts every example."
+)
+# What to do about losses of PyTorch that we don't take.
+_ADVICE: dict[type, str] = {
+    nn.L1Loss: _ROBUST,
+    nn.SmoothL1Loss: _ROBUST,
+    nn.HuberLoss: _ROBUST,
+    nn.KLDivLoss: (
+        " It reads log-probabilities, in which it is linear, so its Hessian is 0. Use nn.CrossEntropyLoss on the "
+        "logits, which takes class probabilities as targets and differs by a constant."
+    ),
+    nn.SoftMarginLoss: " It is nn.BCEWithLogitsLoss with targets (y + 1) / 2 in place of y = ±1: use that.",
+    nn.MultiLabelSoftMarginLoss: ' With reduction="mean" it is nn.BCEWithLogitsLoss: use that.',
+}
+
+
+def _why(loss: Any) -> str:
+    """Why a loss has no rules, and what to use instead, if we know."""
+    if isinstance(loss, type):
+        return f" This is a class, not a loss: call it, {loss.__name__}(...)."
+    if getattr(loss, "__module__", None) == nn.functional.__name__:
+        return " Losses are known by their class, which holds the options: pass the module of torch.nn instead."
+    kind = next((t for t in type(loss).__mro__ if t in _ADVICE), None)
+    return "" if kind is None else _ADVICE[kind].format(name=type(loss).__name__)
 
 
 def _computes_like(loss: Any, parent: type) -> bool:

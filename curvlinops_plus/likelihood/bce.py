@@ -1,4 +1,4 @@
-"""Binary cross-entropy of logits: independent Bernoulli distributions, with all that PyTorch's loss can do with them.
+"""Binary cross-entropy: independent Bernoulli distributions, with all that PyTorch's losses can do with them.
 
 A number `f` with target `y` costs `-weight (pos_weight y log p + (1 - y) log (1 - p))`, where `p = sigmoid(f)`. The two
 weights are aligned with the target's own shape, which the canonical form forgets, so `canonical` multiplies them in:
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.base import Likelihood, Uniform, register_likelihood
+from curvlinops_plus.likelihood.base import Uniform, register_likelihood
+from curvlinops_plus.likelihood.diagonal import DiagonalLikelihood
 
-__all__ = ["BCEWithLogits"]
+__all__ = ["BCE", "BCEWithLogits"]
 
 
 @register_likelihood(nn.BCEWithLogitsLoss)
-class BCEWithLogits(Likelihood):
+class BCEWithLogits(DiagonalLikelihood):
     """Rules of `nn.BCEWithLogitsLoss`, with hard or soft targets of the output's shape.
 
     `H = diag(h p (1-p))`, `B` its root, draws `√h (p - ŷ)` with `ŷ ~ Bernoulli(p)`, `p = sigmoid(f)`, and
@@ -49,7 +50,7 @@ class BCEWithLogits(Likelihood):
 
     def _spread(self, option: str, y: Tensor, F: Tensor) -> Tensor | None:
         """The option `weight` or `pos_weight` of the loss, expanded to the shape of the target."""
-        value = getattr(self.loss, option)
+        value = getattr(self.loss, option, None)
         if value is None:
             return None
         name = f"{self.name}({option}=...) of shape {list(value.shape)}"
@@ -86,8 +87,8 @@ class BCEWithLogits(Likelihood):
     def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
         return self.scale(F, Y) * _variance(F) * V
 
-    def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
-        return torch.diag_embed((self._checked_scale(F, Y) * _variance(F)).sqrt()).movedim(-1, 0)
+    def root_diagonal(self, F: Tensor, Y: Tensor) -> Tensor:
+        return (self._checked_scale(F, Y) * _variance(F)).sqrt()
 
     def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
         column = torch.zeros_like(F)
@@ -115,3 +116,65 @@ class BCEWithLogits(Likelihood):
 def _variance(F: Tensor) -> Tensor:
     """p (1 - p) without the cancellation of 1 - p."""
     return F.sigmoid() * (-F).sigmoid()
+
+
+@register_likelihood(nn.BCELoss)
+class BCE(BCEWithLogits):
+    """Rules of `nn.BCELoss`, for a model that ends in a sigmoid: its output holds probabilities `p`.
+
+    The Hessian in `p` depends on the target, so the Fisher matrix `diag(h / p (1-p))` takes its place: what the sigmoid
+    makes of it is the Hessian in the logits, `diag(h p (1-p))`, and all matrices are those of `nn.BCEWithLogitsLoss`
+    without the sigmoid. That loss is the better choice: a sigmoid that rounds to 0 or 1 loses its gradient. As in
+    PyTorch, `p (1-p)` is at least 1e-12 where it divides, and logarithms are at least -100.
+
+    Raises:
+        UnsupportedError: (by `canonical`) If outputs are no probabilities, or as for `BCEWithLogits`.
+
+    Example:
+        >>> bce = BCE(nn.BCELoss())
+        >>> F, Y = bce.canonical(torch.tensor([[0.5, 0.2]]), torch.tensor([[1.0, 0.0]]), num_examples=1)
+        >>> bce.hessian_product(F, Y, torch.ones(1, 1, 2))
+        tensor([[[4.0000, 6.2500]]])
+    """
+
+    loss_type = nn.BCELoss
+    option_names = ("reduction", "weight")
+
+    @property
+    def no_ggn(self) -> str | None:
+        return "has a Hessian in the probabilities that depends on the target; nn.BCEWithLogitsLoss (on logits) has not"
+
+    def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
+        if ((F < 0) | (F > 1)).any():
+            raise UnsupportedError(
+                f"{self.name}: the output holds numbers from {F.min().item():.3g} to {F.max().item():.3g}; "
+                "probabilities are between 0 and 1. Are these logits? Use nn.BCEWithLogitsLoss."
+            )
+        return super().canonical_target(y, F, f_shape, class_axis)
+
+    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+        yes, no = Y.unbind(-1)
+        ones = torch.ones_like(F)
+        of_yes, of_no = (functional.binary_cross_entropy(F, y, reduction="none") for y in (ones, 0 * ones))
+        return (yes * of_yes + no * of_no).sum(-1)
+
+    def grad(self, F: Tensor, Y: Tensor) -> Tensor:
+        yes, no = Y.unbind(-1)
+        return (no * F - yes * (1 - F)) / self._divisor(F)
+
+    def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
+        return self.scale(F, Y) / self._divisor(F) * V
+
+    def root_diagonal(self, F: Tensor, Y: Tensor) -> Tensor:
+        return (self._checked_scale(F, Y) / self._divisor(F)).sqrt()
+
+    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
+        return DiagonalLikelihood.hessian_root_column(self, F, Y, k)
+
+    def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
+        N, R, C = F.shape
+        drawn = uniform(N, R, num, C).to(F.device).permute(2, 0, 1, 3) < F
+        return self._checked_scale(F, Y).sqrt() * (F - drawn.to(F.dtype)) / self._divisor(F)
+
+    def _divisor(self, F: Tensor) -> Tensor:
+        return (F * (1 - F)).clamp(min=1e-12)

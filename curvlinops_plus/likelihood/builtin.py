@@ -9,14 +9,15 @@ from torch import nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.base import Likelihood
-from curvlinops_plus.likelihood.bce import BCEWithLogits
-from curvlinops_plus.likelihood.cross_entropy import CrossEntropy
+from curvlinops_plus.likelihood.bce import BCE, BCEWithLogits
+from curvlinops_plus.likelihood.cross_entropy import NLL, CrossEntropy
 from curvlinops_plus.likelihood.gaussian import GaussianNLL
 from curvlinops_plus.likelihood.mse import MSE
+from curvlinops_plus.likelihood.poisson import PoissonNLL
 
 __all__ = ["BUILTIN", "rebuild_loss"]
 
-BUILTIN: tuple[type[Likelihood], ...] = (MSE, CrossEntropy, BCEWithLogits, GaussianNLL)
+BUILTIN: tuple[type[Likelihood], ...] = (MSE, CrossEntropy, NLL, BCEWithLogits, BCE, GaussianNLL, PoissonNLL)
 
 
 def rebuild_loss(options: Mapping[str, Any]) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Cross-entropy: a categorical distribution with the output as logits, and all that PyTorch's loss can do with it.
+"""Cross-entropy: a categorical distribution with the output as logits, and all that PyTorch's losses can do with it.
 
 With weights `w`, smoothing `ε` and predictions `p = softmax(f)`, every kind of target makes a term `-Σ_c q_c log p_c`
 with target weights `q` that need not sum to one. So its gradient is `h p - q` and its Hessian `h (diag p - p pᵀ)`,
@@ -17,7 +17,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.base import Likelihood, Uniform, register_likelihood
 from curvlinops_plus.likelihood.draws import categories, number, wide_dtype
 
-__all__ = ["CrossEntropy"]
+__all__ = ["NLL", "CrossEntropy"]
 
 
 @register_likelihood(nn.CrossEntropyLoss)
@@ -48,8 +48,8 @@ class CrossEntropy(Likelihood):
             raise UnsupportedError(
                 f"{self.name}(weight=...) has the negative weight {loss.weight.min().item():.3g}; weights must be >= 0."
             )
-        if not 0 <= loss.label_smoothing <= 1:
-            raise ValueError(f"{self.name}(label_smoothing={loss.label_smoothing}) must be between 0 and 1.")
+        if not 0 <= self._smoothing <= 1:
+            raise ValueError(f"{self.name}(label_smoothing={self._smoothing}) must be between 0 and 1.")
 
     def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
         N, C = len(F), F.shape[-1]
@@ -105,7 +105,7 @@ class CrossEntropy(Likelihood):
             Y.flatten(0, 1),
             weight=self._weight(F),
             ignore_index=self.loss.ignore_index,
-            label_smoothing=self.loss.label_smoothing,
+            label_smoothing=self._smoothing,
             reduction="none",
         ).view(F.shape[:2])
 
@@ -116,7 +116,7 @@ class CrossEntropy(Likelihood):
         return self._index_weights(wide_dtype(F.device), *self._kept(Y)).sum()
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
-        smoothing, weight, C = self.loss.label_smoothing, self._weight(F), F.shape[-1]
+        smoothing, weight, C = self._smoothing, self._weight(F), F.shape[-1]
         g = self.scale(F, Y) * F.softmax(-1)
         if Y.ndim == 3:
             q = (1 - smoothing) * Y + smoothing / C
@@ -133,7 +133,7 @@ class CrossEntropy(Likelihood):
 
     def scale(self, F: Tensor, Y: Tensor) -> Tensor:
         """`h [N, R, 1]`, computed without anything of size C for class indices."""
-        smoothing, weight, C = self.loss.label_smoothing, self._weight(F), F.shape[-1]
+        smoothing, weight, C = self._smoothing, self._weight(F), F.shape[-1]
         if Y.ndim == 3:
             q = (1 - smoothing) * Y + smoothing / C
             return (q.sum(-1) if weight is None else q @ weight)[..., None]
@@ -163,6 +163,15 @@ class CrossEntropy(Likelihood):
         column[..., k] += q[..., 0]
         return column
 
+    def hessian_root_product(self, F: Tensor, Y: Tensor, U: Tensor) -> Tensor:
+        p = F.softmax(-1)
+        qU = self._checked_scale(F, Y).sqrt() * p.sqrt() * U
+        return torch.addcmul(qU, p, qU.sum(-1, keepdim=True), value=-1)
+
+    def hessian_root_transpose_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
+        p = F.softmax(-1)
+        return self._checked_scale(F, Y).sqrt() * p.sqrt() * (V - (p * V).sum(-1, keepdim=True))
+
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         N, R, _ = F.shape
         p, root_h = F.softmax(-1), self._checked_scale(F, Y).sqrt()
@@ -170,6 +179,10 @@ class CrossEntropy(Likelihood):
         return (root_h * p).expand(num, -1, -1, -1).scatter_add(-1, drawn, -root_h.expand(drawn.shape))
 
     # ---------------------------------------------------------------------------------------------- parts
+
+    @property
+    def _smoothing(self) -> float:
+        return self.loss.label_smoothing
 
     def _weight(self, F: Tensor) -> Tensor | None:
         return None if self.loss.weight is None else self.loss.weight.to(F)
@@ -192,3 +205,57 @@ class CrossEntropy(Likelihood):
                 "below 0 the loss is not convex and its Hessian has no root. Are these logits? Give probabilities."
             )
         return h
+
+
+@register_likelihood(nn.NLLLoss)
+class NLL(CrossEntropy):
+    """Rules of `nn.NLLLoss`, for a model that ends in a log-softmax: its output holds log-probabilities.
+
+    The loss is linear in them, so its Hessian is zero, and the Fisher matrix `h (diag p - p pᵀ)` takes its place. What
+    the log-softmax makes of it is the same matrix in the logits: all matrices are those of `nn.CrossEntropyLoss`
+    without the log-softmax.
+
+    Raises:
+        UnsupportedError: (by `canonical`) If outputs are no log-probabilities.
+
+    Example:
+        >>> nll = NLL(nn.NLLLoss())
+        >>> F, Y = nll.canonical(torch.tensor([[0.5, 0.5]]).log(), torch.tensor([1]), num_examples=1)
+        >>> nll.nll(F, Y), nll.hessian_product(F, Y, torch.tensor([[[1.0, 0.0]]]))
+        (tensor([[0.6931]]), tensor([[[ 0.2500, -0.2500]]]))
+    """
+
+    loss_type = nn.NLLLoss
+    option_names = ("reduction", "weight", "ignore_index")
+
+    @property
+    def no_ggn(self) -> str | None:
+        return "is linear in the log-probabilities, so its Hessian is 0; nn.CrossEntropyLoss (on logits) has another"
+
+    def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
+        total = F.logsumexp(-1)
+        if (total.abs() > 0.05).any():  # half precision rounds a logarithm by 2⁻⁸ of it
+            worst = total[total.abs() > 0.05][0].exp().item()
+            raise UnsupportedError(
+                f"{self.name}: the exponentials of an output's {F.shape[-1]} numbers sum to {worst:.3g}; those of "
+                "log-probabilities sum to 1. Are these logits? Use nn.CrossEntropyLoss."
+            )
+        if y.shape == f_shape:
+            raise ValueError(
+                f"{self.name}: an output of shape {list(f_shape)} needs class indices without its axis {class_axis}, "
+                f"got a target of shape {list(y.shape)}."
+            )
+        return super().canonical_target(y, F, f_shape, class_axis)
+
+    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+        index, keep = self._kept(Y)
+        return -self._index_weights(F.dtype, index, keep) * F.gather(-1, index[..., None])[..., 0]
+
+    def grad(self, F: Tensor, Y: Tensor) -> Tensor:
+        index, keep = self._kept(Y)
+        weight = self._index_weights(F.dtype, index, keep)
+        return torch.zeros_like(F).scatter(-1, index[..., None], -weight[..., None])
+
+    @property
+    def _smoothing(self) -> float:
+        return 0.0

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributions import Distribution
+from torch import Tensor, distributions
+from torch.distributions import Distribution, kl_divergence
 
-from curvlinops_plus.likelihood.base import Likelihood, Uniform
-from curvlinops_plus.likelihood.draws import categories, inside, number
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.likelihood.base import Likelihood, Uniform, hessian_products
+from curvlinops_plus.likelihood.draws import categories, counts, inside, number, wide_dtype
 
 __all__ = ["FromDistribution"]
 
@@ -19,9 +20,14 @@ __all__ = ["FromDistribution"]
 class FromDistribution(Likelihood):
     """The negative log-likelihood of a distribution `p(y | f)`, all derivatives by automatic differentiation.
 
-    The loss may differ from it by a constant. Monte-Carlo vectors are gradients at targets drawn from the distribution,
-    so they average to the Fisher matrix, which is the Hessian where `f` are natural parameters (logits, log-rates,
-    means).
+    The loss may differ from it by a constant. `H` is the Fisher matrix, the second derivative of
+    `KL(p(. | f₀) ‖ p(. | f))` at `f = f₀`; it is the Hessian too where `f` are natural parameters (logits, log-rates,
+    means). Monte-Carlo vectors are gradients at targets drawn from the distribution, which average to the same matrix.
+
+    The divergence is that of `torch.distributions`, which has it for most families: normal (also multivariate),
+    Bernoulli, binomial, categorical, Poisson, geometric, exponential, gamma, beta, Dirichlet, Laplace, Cauchy, Gumbel,
+    log-normal, .... For others, as Student's t, only Monte-Carlo vectors and the empirical Fisher are there, unless you
+    add the divergence with `torch.distributions.register_kl`.
 
     Args:
         make: Function from the output [N, R, C] to a distribution with batch shape [N, R] or [N, R, ...].
@@ -29,8 +35,12 @@ class FromDistribution(Likelihood):
             number of entries of `log_prob`.
         class_axis: Axis of the model's output that becomes the last one. Default: the last one.
 
-    Draws invert the distribution function where there is one (`icdf`, or finitely many values). Otherwise each example
-    is sampled by itself, from a seed of its own; the global random state is put back.
+    Draws invert the distribution function where there is one (`icdf`, Poisson, or finitely many values). Otherwise each
+    example is sampled by itself, from a seed of its own; the global random state is put back.
+
+    Raises:
+        UnsupportedError: (by products, roots and draws) If the support of the distribution may depend on `f`; (by
+            products and roots) if the divergence is unknown.
 
     Example:
         >>> poisson = FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))
@@ -70,7 +80,17 @@ class FromDistribution(Likelihood):
         """One for every entry of `log_prob`."""
         return number(self._distribution(F).batch_shape.numel(), F.device)
 
+    @property
+    def no_ggn(self) -> str | None:
+        return "may have a Hessian that depends on the targets, unless the outputs are natural parameters"
+
+    def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
+        here = self._distribution(F)
+        self._require_divergence(here)
+        return hessian_products(lambda f: _divergence(here, self.make(f)).sum(), F, V)
+
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
+        self._require_support(self._distribution(F))
         targets = self._draw_targets(F, num, uniform)  # [num, N, R, ...]
         repeated = F.expand(num, *F.shape).flatten(0, 1)
         return self.grad(repeated, targets.flatten(0, 1)).view(num, *F.shape)
@@ -84,6 +104,9 @@ class FromDistribution(Likelihood):
                 p = distribution.log_prob(values).exp().movedim(0, -1)  # [N, R, ..., L]
                 drawn = categories(p, uniform(*shape).to(F.device).movedim(1, -1))  # [N, R, ..., num]
                 return values.flatten()[drawn].movedim(-1, 0)
+            if isinstance(distribution, distributions.Poisson):
+                u = uniform(*shape).to(F.device, wide_dtype(F.device)).movedim(1, 0)
+                return counts(distribution.rate.to(u).expand(u.shape), u).to(F.dtype)
             if _has_icdf(distribution, F.device):
                 return distribution.icdf(inside(uniform(*shape).to(F.device).movedim(1, 0))).to(F.dtype)
             return self._sample_each(F, num, uniform)
@@ -107,6 +130,59 @@ class FromDistribution(Likelihood):
                 f"{list(distribution.batch_shape)} and event shape {list(distribution.event_shape)}."
             )
         return distribution
+
+    def _require_support(self, distribution: Distribution) -> None:
+        kind = _innermost(distribution)
+        if isinstance(kind, (distributions.Uniform, distributions.Pareto)):
+            raise UnsupportedError(
+                f"{self.name}: which values a {type(kind).__name__} distribution can take depends on its parameters, "
+                "so it has no Fisher matrix; use another distribution."
+            )
+
+    def _require_divergence(self, distribution: Distribution) -> None:
+        self._require_support(distribution)
+        kind = _innermost(distribution)
+        # PyTorch would compare transforms at one output and take equal ones for constant.
+        moved = isinstance(kind, distributions.TransformedDistribution) and type(kind) not in _CONSTANT_TRANSFORMS
+        known = not moved
+        if known:
+            try:
+                _divergence(distribution, distribution)
+            except NotImplementedError:
+                known = False
+        if not known:
+            raise UnsupportedError(
+                f"{self.name}: PyTorch has no Kullback-Leibler divergence between two {type(kind).__name__} "
+                "distributions, so their exact Fisher matrix is unknown. Use MonteCarlo(samples) or Empirical() "
+                "vectors, FisherMCLinearOperator or EFLinearOperator, or add the divergence with "
+                "torch.distributions.register_kl."
+            )
+
+
+#: Transformed distributions whose transforms do not depend on their parameters, or whose divergence is written out.
+_CONSTANT_TRANSFORMS = (
+    distributions.LogNormal,
+    distributions.LogisticNormal,
+    distributions.HalfNormal,
+    distributions.InverseGamma,
+    distributions.Gumbel,
+)
+
+
+def _innermost(distribution: Distribution) -> Distribution:
+    """What `Independent` distributions are made of."""
+    while isinstance(distribution, distributions.Independent):
+        distribution = distribution.base_dist
+    return distribution
+
+
+def _divergence(p: Distribution, q: Distribution) -> Tensor:
+    """`KL(p ‖ q)`, or what has the same second derivative in `q` at `q = p`."""
+    inner, other = _innermost(p), _innermost(q)
+    if isinstance(inner, distributions.Laplace) and isinstance(other, distributions.Laplace):
+        # PyTorch's formula has |m - n| in it, whose second derivative at 0 comes out as 0.
+        return ((other.loc - inner.loc) ** 2 + (other.scale - inner.scale) ** 2) / (2 * inner.scale**2)
+    return kl_divergence(p, q)
 
 
 @contextmanager

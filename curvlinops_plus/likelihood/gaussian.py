@@ -7,18 +7,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.base import Likelihood, Uniform, register_likelihood
+from curvlinops_plus.likelihood.base import Uniform, register_likelihood
+from curvlinops_plus.likelihood.diagonal import DiagonalLikelihood
 from curvlinops_plus.likelihood.draws import normals, number
 
 __all__ = ["GaussianNLL"]
 
 
 @register_likelihood(nn.GaussianNLLLoss)
-class GaussianNLL(Likelihood):
+class GaussianNLL(DiagonalLikelihood):
     """Rules of `nn.GaussianNLLLoss` for an output that holds C means and then C variances along its last axis.
 
-    The Hessian is indefinite, so `hessian_product` and `hessian_root` are those of the Fisher matrix,
-    `diag(1/s, 1/(2s²))` for variance `s` (at least the loss's `eps`). Draws are gradients at `y ~ N(m, s)`.
+    The Hessian is indefinite and depends on the targets, so `hessian_product` and `hessian_root` are those of the
+    Fisher matrix, `diag(1/s, 1/(2s²))` for variance `s` (at least the loss's `eps`). Draws are gradients at
+    `y ~ N(m, s)`.
 
     Example:
         >>> gaussian = GaussianNLL(nn.GaussianNLLLoss())
@@ -29,6 +31,10 @@ class GaussianNLL(Likelihood):
 
     loss_type = nn.GaussianNLLLoss
     option_names = ("reduction", "full", "eps")
+
+    @property
+    def no_ggn(self) -> str | None:
+        return "has a Hessian in mean and variance that is indefinite and depends on the targets"
 
     def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
         if F.shape[-1] % 2:
@@ -51,18 +57,12 @@ class GaussianNLL(Likelihood):
         """One for every mean."""
         return number(Y.numel(), Y.device)
 
-    def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
-        return self._fisher_root(F).square() * V
-
-    def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
-        return torch.diag_embed(self._fisher_root(F)).movedim(-1, 0)
+    def root_diagonal(self, F: Tensor, Y: Tensor) -> Tensor:
+        """Diagonal [N, R, 2C] of the root of the Fisher matrix."""
+        variance = F.chunk(2, -1)[1].clamp(min=self.loss.eps)
+        return torch.cat([variance.rsqrt(), variance.reciprocal() / 2**0.5], -1)
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         noise = normals(uniform(*Y.shape[:2], num, Y.shape[-1])).to(F).permute(2, 0, 1, 3)
         # Gradients (m - y)/s and (1 - (y - m)²/s)/(2s) at y = m + √s ε.
-        return self._fisher_root(F) * torch.cat([-noise, (1 - noise.square()) / 2**0.5], -1)
-
-    def _fisher_root(self, F: Tensor) -> Tensor:
-        """Diagonal [N, R, 2C] of the root of the Fisher matrix."""
-        variance = F.chunk(2, -1)[1].clamp(min=self.loss.eps)
-        return torch.cat([variance.rsqrt(), variance.reciprocal() / 2**0.5], -1)
+        return self.root_diagonal(F, Y) * torch.cat([-noise, (1 - noise.square()) / 2**0.5], -1)

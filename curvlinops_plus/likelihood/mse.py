@@ -6,14 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from curvlinops_plus.likelihood.base import Likelihood, Uniform, register_likelihood
+from curvlinops_plus.likelihood.base import Uniform, register_likelihood
+from curvlinops_plus.likelihood.diagonal import DiagonalLikelihood
 from curvlinops_plus.likelihood.draws import normals
 
 __all__ = ["MSE"]
 
 
 @register_likelihood(nn.MSELoss)
-class MSE(Likelihood):
+class MSE(DiagonalLikelihood):
     """Rules of `nn.MSELoss`: `H = 2·I`, `B = √2·I`, draws `√2·ε` with `ε ~ N(0, I)`. Outputs of any shape.
 
     Example:
@@ -34,14 +35,8 @@ class MSE(Likelihood):
     def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
         return 2 * V
 
-    def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
-        root = 2**0.5 * torch.eye(F.shape[-1], dtype=F.dtype, device=F.device)
-        return root[:, None, None].expand(-1, *F.shape)
-
-    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
-        column = torch.zeros_like(F)
-        column[..., k] = 2**0.5
-        return column
+    def root_diagonal(self, F: Tensor, Y: Tensor) -> Tensor:
+        return torch.full_like(F, 2**0.5)
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         N, R, C = F.shape

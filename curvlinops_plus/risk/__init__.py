@@ -5,10 +5,20 @@ from curvlinops_plus.risk.layers import Group, Layer, Use, find_layers, named_pa
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.totals import Totals
-from curvlinops_plus.risk.vectors import Draws, Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
+from curvlinops_plus.risk.vectors import (
+    CurvaturePropagation,
+    Draws,
+    Empirical,
+    Exact,
+    ForwardOnly,
+    MonteCarlo,
+    Vectors,
+    as_vectors,
+)
 
 __all__ = [
     "Call",
+    "CurvaturePropagation",
     "Draws",
     "Empirical",
     "EmpiricalRisk",
@@ -22,6 +32,7 @@ __all__ = [
     "Totals",
     "Use",
     "Vectors",
+    "as_vectors",
     "find_layers",
     "named_params",
 ]

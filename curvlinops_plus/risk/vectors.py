@@ -8,12 +8,16 @@ Which vectors are sent decides which matrix comes out:
 | --- | --- | --- |
 | `Exact()` | R·C, the columns of the loss Hessian's root, one loss term at a time | GGN |
 | `Exact(signs=True)` | C, all terms at once with an independent sign each | unbiased for the GGN |
+| `CurvaturePropagation(samples)` | `samples`, all columns of all terms at once, random signs | unbiased for the GGN |
 | `MonteCarlo(samples)` | `samples`, would-be gradients at labels drawn from the model | unbiased for the Fisher |
 | `Empirical()` | 1, the gradient of the loss at the data's own labels | empirical Fisher, one gradient per example |
 | `Empirical(per_term=True)` | R, the same for each loss term by itself | empirical Fisher over terms |
 | `ForwardOnly()` | none | `G = I`: input statistics alone |
 
 N examples, R loss terms per example (tokens, pixels), C numbers per term.
+
+GGN and Fisher are one matrix for the usual losses. Where they differ (a Gaussian with predicted variance, probabilities
+instead of logits) the Fisher is meant by both, and vectors that were asked for the GGN by name are refused.
 """
 
 from __future__ import annotations
@@ -21,14 +25,24 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
 
-__all__ = ["Draws", "Empirical", "Exact", "ForwardOnly", "MonteCarlo", "Vectors"]
+__all__ = [
+    "CurvaturePropagation",
+    "Draws",
+    "Empirical",
+    "Exact",
+    "ForwardOnly",
+    "MonteCarlo",
+    "Vectors",
+    "as_vectors",
+]
 
 
 class Draws:
@@ -56,6 +70,10 @@ class Draws:
         """Numbers in [0, 1), float64 on the CPU; the first axis is the examples'."""
         return torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
+    def signs(self, *shape: int) -> Tensor:
+        """1 or -1 with equal chance, from as many of the numbers, float64 on the CPU."""
+        return self.uniform(*shape).lt_(0.5).mul_(-2).add_(1)
+
 
 class Vectors(ABC):
     """One way of choosing the vectors. Subclass it to send vectors of your own."""
@@ -66,6 +84,24 @@ class Vectors(ABC):
     seed: int | None = None
     #: Name of the vectors in the vocabulary of `FisherType`.
     fisher_type: str = "custom"
+    #: "ggn" or "fisher" where that matrix and no other is meant, else None.
+    matrix: str | None = None
+    #: Several losses: whether vectors of all are sent at once, because cross terms vanish in the mean, or are meant.
+    together: bool = False
+    #: Several losses: whether a vector is linear in its loss, like a gradient; else its square is.
+    of_loss: bool = False
+
+    def check(self, likelihood: Likelihood) -> None:
+        """Refuse a loss whose GGN is asked for by name, if all we have is its Fisher matrix.
+
+        Raises:
+            UnsupportedError: Naming the loss and the reason.
+        """
+        if self.matrix == "ggn" and likelihood.no_ggn is not None:
+            raise UnsupportedError(
+                f'{type(self).__name__}(matrix="ggn"): {likelihood.name} {likelihood.no_ggn}. Its Fisher matrix is '
+                'there: take matrix="fisher", or a mode that begins with "fisher_".'
+            )
 
     @abstractmethod
     def count(self, likelihood: Likelihood, F: Tensor) -> int:
@@ -84,6 +120,10 @@ class Exact(Vectors):
         signs: Send all loss terms of an example at once, each with a random sign (R times fewer passes). Unbiased;
             exact for KFAC-expand as long as positions do not mix, noisy elsewhere.
         seed: Where the signs start.
+        matrix: "ggn" or "fisher" to be refused where the loss can't give that matrix; the numbers are the same.
+
+    Raises:
+        ValueError: If `matrix` is something else.
 
     Cost: R·C backward passes per batch, or C with signs.
 
@@ -94,9 +134,15 @@ class Exact(Vectors):
 
     signs: bool = False
     seed: int = 0
+    # Not shown: it says what is refused, and states saved with another value hold the same numbers.
+    matrix: str | None = field(default=None, repr=False)
     fisher_type = "type-2"
 
+    def __post_init__(self) -> None:
+        _check_matrix(self)
+
     def count(self, likelihood: Likelihood, F: Tensor) -> int:
+        self.check(likelihood)
         columns = likelihood.num_columns(F)
         return columns if self.signs else columns * F.shape[1]
 
@@ -104,7 +150,7 @@ class Exact(Vectors):
         terms, columns = F.shape[1], likelihood.num_columns(F)
         alone = terms == 1
         if self.signs and not alone:
-            signs = draws.uniform(F.shape[0], terms, columns).lt_(0.5).mul_(-2).add_(1).to(F)
+            signs = draws.signs(F.shape[0], terms, columns).to(F)
         for k, column in enumerate(likelihood.hessian_root_columns(F, Y)):
             if alone:
                 yield column
@@ -116,6 +162,51 @@ class Exact(Vectors):
                     single = torch.zeros_like(column)
                     single[:, r] = column[:, r]
                     yield single
+
+
+@dataclass(frozen=True)
+class CurvaturePropagation(Vectors):
+    """Columns of a root of the loss Hessian, each with a random sign, all added up into one vector.
+
+    Unbiased for the generalized Gauss-Newton matrix, with one backward pass per sample whatever the number of classes
+    and loss terms. Exact where there is one column in all: one loss term per example of one number, where
+    `MonteCarlo` is not.
+
+    Args:
+        samples: How many vectors per batch; each is one backward pass.
+        seed: Where the signs start. They depend on the order of the examples, not on how they are batched.
+        matrix: "ggn" or "fisher" to be refused where the loss can't give that matrix; the numbers are the same.
+
+    Raises:
+        ValueError: If `samples` is less than one, or `matrix` is something else.
+
+    Cost: `samples` backward passes per batch, and `samples` vectors of the output's size.
+
+    Source: Martens, Sutskever & Swersky 2012, "Estimating the Hessian by back-propagating curvature".
+
+    Example:
+        >>> CurvaturePropagation(samples=4, seed=1)
+        CurvaturePropagation(samples=4, seed=1)
+    """
+
+    samples: int = 1
+    seed: int = 0
+    matrix: str | None = field(default=None, repr=False)
+    fisher_type = "curvature-propagation"
+    together = True
+
+    def __post_init__(self) -> None:
+        _check_samples(self, self.samples)
+        _check_matrix(self)
+
+    def count(self, likelihood: Likelihood, F: Tensor) -> int:
+        self.check(likelihood)
+        return self.samples
+
+    def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
+        signs = draws.signs(*F.shape[:2], self.samples, likelihood.num_columns(F)).to(F)
+        sent = likelihood.hessian_root_product(F, Y, signs.permute(2, 0, 1, 3))
+        yield from sent / math.sqrt(self.samples) if self.samples > 1 else sent
 
 
 @dataclass(frozen=True)
@@ -137,10 +228,10 @@ class MonteCarlo(Vectors):
     samples: int = 1
     seed: int = 0
     fisher_type = "mc"
+    together = True
 
     def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise ValueError(f"MonteCarlo needs at least one sample, got samples={self.samples}.")
+        _check_samples(self, self.samples)
 
     def count(self, likelihood: Likelihood, F: Tensor) -> int:
         return self.samples
@@ -166,6 +257,11 @@ class Empirical(Vectors):
 
     per_term: bool = False
     fisher_type = "empirical"
+    of_loss = True
+
+    @property
+    def together(self) -> bool:
+        return not self.per_term
 
     def count(self, likelihood: Likelihood, F: Tensor) -> int:
         return F.shape[1] if self.per_term else 1
@@ -201,3 +297,58 @@ class ForwardOnly(Vectors):
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
         return iter(())
+
+
+def _check_samples(vectors: Vectors, samples: int) -> None:
+    if samples < 1:
+        raise ValueError(f"{type(vectors).__name__} needs at least one sample, got samples={samples}.")
+
+
+def _check_matrix(vectors: Vectors) -> None:
+    if vectors.matrix not in (None, "fisher", "ggn"):
+        raise ValueError(f'{type(vectors).__name__}(matrix={vectors.matrix!r}) must be None, "fisher" or "ggn".')
+
+
+#: Vectors by the words of `FisherType` and by the modes of kfac_jax.
+_MODES: dict[str, Vectors] = {
+    **{v.fisher_type: v for v in (Exact(), CurvaturePropagation(), MonteCarlo(), Empirical(), ForwardOnly())},
+    "fisher_gradients": MonteCarlo(),
+    "fisher_curvature_prop": CurvaturePropagation(matrix="fisher"),
+    "fisher_exact": Exact(matrix="fisher"),
+    "fisher_empirical": Empirical(),
+    "ggn_curvature_prop": CurvaturePropagation(matrix="ggn"),
+    "ggn_exact": Exact(matrix="ggn"),
+}
+
+
+def as_vectors(given: Vectors | str | None) -> Vectors:
+    """Vectors as an object, from an object or a word.
+
+    Args:
+        given: Vectors, which are returned as they are; None for `Exact()`; "type-2", "mc", "empirical", "forward-only"
+            or "curvature-propagation"; or a mode of kfac_jax, "fisher_gradients", "fisher_curvature_prop",
+            "fisher_exact", "fisher_empirical", "ggn_curvature_prop" or "ggn_exact". Words stand for one sample and
+            seed 0.
+
+    Raises:
+        ValueError: If the word is another one; lists all.
+        TypeError: If it is neither.
+
+    Example:
+        >>> as_vectors("fisher_gradients"), as_vectors(None)
+        (MonteCarlo(samples=1, seed=0), Exact(signs=False, seed=0))
+    """
+    if given is None:
+        return Exact()
+    if isinstance(given, Vectors):
+        return given
+    if isinstance(given, str):
+        if given in _MODES:
+            return _MODES[given]
+        raise ValueError(
+            f"Unknown vectors: {str(given)!r}. Known words: {', '.join(map(repr, _MODES))}. Options need an object: "
+            "MonteCarlo(samples=4, seed=1)."
+        )
+    kind = given.__name__ if isinstance(given, type) else type(given).__name__
+    call = f" Call the class: {kind}()." if isinstance(given, type) and issubclass(given, Vectors) else ""
+    raise TypeError(f"Expected vectors such as Exact() or MonteCarlo(samples=4), or a word, got {kind}.{call}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,11 @@ EQUAL = {
     "normal": (normal, nn.MSELoss(), NUMBERS),
     "bernoulli": (lambda f: distributions.Bernoulli(logits=f), nn.BCEWithLogitsLoss(), BITS),
     "categorical": (lambda f: distributions.Categorical(logits=f), nn.CrossEntropyLoss(), CLASSES),
+    "poisson": (
+        lambda f: distributions.Poisson(f.exp()),
+        nn.PoissonNLLLoss(full=True),
+        torch.tensor([[3.0, 0.0, 1.0]]).double().expand(4, 3),
+    ),
 }
 
 
@@ -57,6 +63,7 @@ EQUAL = {
 def test_equals_the_built_in_likelihood(name: str) -> None:
     make, loss, y = EQUAL[name]
     built_in, likelihood = likelihood_of(loss), FromDistribution(make)
+    assert likelihood.no_ggn is not None  # one can't tell that these are natural parameters
     F, Y = built_in.canonical(OUTPUT, y, 4)
     F_too, Y_too = likelihood.canonical(OUTPUT, y, 4)
     assert torch.equal(F, F_too)
@@ -116,6 +123,137 @@ def test_draws_at_the_ends_of_the_uniforms(name: str, value: float) -> None:
     make, f, y = LAWS[name]
     F, Y = FromDistribution(make).canonical(f, y, 4)
     assert FromDistribution(make).draw(F, Y, 2, lambda *shape: torch.full(shape, value, dtype=F64)).isfinite().all()
+
+
+def two(kind: Any) -> Callable[[Tensor], distributions.Distribution]:
+    """A distribution of two parameters that the output holds, the second as a logarithm."""
+    return lambda f: kind(f[..., :1], f[..., 1:].exp())
+
+
+def positive(kind: Any) -> Callable[[Tensor], distributions.Distribution]:
+    return lambda f: kind(*f.exp().split(1, -1))
+
+
+FAMILIES: dict[str, Callable[[Tensor], distributions.Distribution]] = {
+    "normal": two(distributions.Normal),
+    "laplace": two(distributions.Laplace),
+    "cauchy": two(distributions.Cauchy),
+    "gumbel": two(distributions.Gumbel),
+    "log-normal": two(distributions.LogNormal),
+    "gamma": positive(distributions.Gamma),
+    "inverse gamma": positive(distributions.InverseGamma),
+    "beta": positive(distributions.Beta),
+    "dirichlet": lambda f: distributions.Dirichlet(f.exp()),
+    "poisson": lambda f: distributions.Poisson(f.exp()),
+    "poisson of rates": lambda f: distributions.Poisson(f.abs()),
+    "exponential": lambda f: distributions.Exponential(f.exp()),
+    "half-normal": lambda f: distributions.HalfNormal(f.exp()),
+    "geometric": lambda f: distributions.Geometric(logits=f),
+    "bernoulli of probabilities": lambda f: distributions.Bernoulli(probs=f.sigmoid() / 2),
+    "one-hot": lambda f: distributions.OneHotCategorical(logits=f),
+    "multivariate": lambda f: distributions.MultivariateNormal(f, scale_tril=torch.diag_embed((f / 2).exp())),
+    "independent laplace": lambda f: distributions.Independent(distributions.Laplace(f, f.exp()), 1),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_fisher_is_the_second_moment_of_drawn_gradients(name: str) -> None:
+    """Whether or not the output holds natural parameters, and the Hessian at a target is the same or not."""
+    likelihood, num = FromDistribution(FAMILIES[name]), 4000
+    F = OUTPUT[:, None, :2] / 2
+    Y = FAMILIES[name](F).mean
+    v = likelihood.draw(F, Y, num, uniforms(1))
+    outer = torch.einsum("vnrc,vnrd->vnrcd", v, v)
+    fisher = squared(likelihood.hessian_root(F, Y))
+    assert fisher.diagonal(dim1=-2, dim2=-1).min() > 0
+    z = (outer.mean(0) - fisher).abs() / (outer.std(0) / num**0.5 + 1e-7)
+    assert z.max() < 4, f"{z.max().item():.2f} standard errors"
+    V = torch.randn(2, *F.shape, dtype=F64)
+    expected = torch.einsum("nrcd,vnrd->vnrc", fisher, V)
+    torch.testing.assert_close(likelihood.hessian_product(F, Y, V), expected, rtol=1e-8, atol=1e-8)
+
+
+def test_fisher_matrices_of_a_location_and_a_scale() -> None:
+    """Known formulas, where PyTorch's divergence has a kink too."""
+    for kind, at_location, at_scale in (
+        (distributions.Normal, 1.0, 2.0),
+        (distributions.Laplace, 1.0, 1.0),
+        (distributions.Cauchy, 0.5, 0.5),
+    ):
+        F = torch.tensor([[[0.3, 2.0]]], dtype=F64)
+        make = lambda f, kind=kind: kind(f[..., :1], f[..., 1:])  # noqa: E731
+        H = squared(FromDistribution(make).hessian_root(F, torch.zeros(1, 1, 1, dtype=F64)))
+        expected = torch.diag(torch.tensor([at_location, at_scale], dtype=F64)) / 4
+        torch.testing.assert_close(H[0, 0], expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    {
+        "StudentT": lambda f: distributions.StudentT(4.0, f),
+        "NegativeBinomial": lambda f: distributions.NegativeBinomial(3.0, logits=f),
+        "VonMises": lambda f: distributions.VonMises(f, torch.ones_like(f)),
+        "Weibull": lambda f: distributions.Weibull(f.exp(), torch.ones_like(f)),
+        "TransformedDistribution": lambda f: distributions.TransformedDistribution(
+            distributions.Normal(torch.zeros_like(f), 1.0), [distributions.AffineTransform(f, 1.0)]
+        ),
+        "HalfCauchy": lambda f: distributions.Independent(distributions.HalfCauchy(f.exp()), 1),
+    }.items(),
+)
+def test_distributions_without_a_divergence_have_only_draws(kind: str, make: Any) -> None:
+    likelihood = FromDistribution(make)
+    y = make(OUTPUT[:, None]).sample()[:, 0]
+    F, Y = likelihood.canonical(OUTPUT, y, 4)
+    words = f"no Kullback-Leibler divergence between two {kind} distributions.*MonteCarlo.*register_kl"
+    for use in (
+        lambda: likelihood.hessian_product(F, Y, F),
+        lambda: likelihood.hessian_root(F, Y),
+        lambda: likelihood.hessian_root_product(F, Y, F),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            use()
+    assert likelihood.draw(F, Y, 2, uniforms()).isfinite().all()
+    assert likelihood.grad(F, Y).isfinite().all()
+
+
+def test_distributions_without_a_fisher_matrix() -> None:
+    for kind, make in (
+        ("Uniform", lambda f: distributions.Uniform(f, f + 1)),
+        ("Pareto", lambda f: distributions.Pareto(f.exp(), 2.0)),
+    ):
+        likelihood = FromDistribution(make)
+        F = OUTPUT[:, None]
+        for use in (
+            lambda F=F, rules=likelihood: rules.hessian_product(F, F, F),
+            lambda F=F, rules=likelihood: rules.draw(F, F, 1, uniforms()),
+        ):
+            with pytest.raises(UnsupportedError, match=f"which values a {kind} distribution can take depends"):
+                use()
+
+
+def test_a_divergence_of_the_user_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributions import kl
+
+    monkeypatch.setattr(kl, "_KL_REGISTRY", dict(kl._KL_REGISTRY))
+    monkeypatch.setattr(kl, "_KL_MEMOIZE", {})
+
+    class Counts(distributions.NegativeBinomial):
+        """Overdispersed counts with mean `total_count · exp(logits)`."""
+
+    @distributions.register_kl(Counts, Counts)
+    def _(p: Counts, q: Counts) -> Tensor:
+        return (
+            p.mean * (p.logits - q.logits)
+            + (p.total_count + p.mean) * ((q.logits.exp() + 1) / (p.logits.exp() + 1)).log()
+        )
+
+    likelihood = FromDistribution(lambda f: Counts(3.0, logits=f))
+    F, Y = likelihood.canonical(OUTPUT, torch.ones(4, 3, dtype=F64), 4)
+    v = likelihood.draw(F, Y, 4000, uniforms(1))
+    fisher = likelihood.hessian_product(F, Y, torch.ones_like(F))
+    torch.testing.assert_close(fisher, 3.0 * F.sigmoid())
+    z = (v.square().mean(0) - fisher).abs() / (v.square().std(0) / 4000**0.5)
+    assert z.max() < 4
 
 
 def test_poisson_has_the_hessian_of_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:

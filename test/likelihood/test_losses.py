@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.likelihood import Likelihood, likelihood_of, rebuild_loss
 from curvlinops_plus.likelihood.builtin import BUILTIN
+from curvlinops_plus.likelihood.draws import counts
 
 N = 4
 F64, F32 = torch.float64, torch.float32
@@ -98,12 +99,55 @@ def _mse_cases() -> dict[str, Case]:
     }
 
 
-CASES = _cross_entropy_cases() | _bce_cases() | _mse_cases()
+def _poisson_cases(log_input: bool) -> dict[str, Case]:
+    torch.manual_seed(3)
+    cases = {}
+    for i, shape in enumerate([(N,), (N, 1), (N, 3), (N, 2, 3), (N, 2, 1, 3)]):
+        full, eps = bool(i % 2), (1e-8, 0.3)[i // 2 % 2]
+        loss = nn.PoissonNLLLoss(log_input, full, eps=eps)
+        f = torch.randn(shape, dtype=F64)
+        name = f"Poisson-{list(shape)}-log_input={log_input}-full={full}-eps={eps}"
+        cases[name] = Case(loss, f if log_input else f.exp() + 0.3, torch.poisson(2 * torch.ones(shape, dtype=F64)))
+    return cases
+
+
+def _nll_cases() -> dict[str, Case]:
+    torch.manual_seed(4)
+    cases = {}
+    for weight, ignore_index, d in product([None, CLASS_WEIGHTS], [-100, 1], [(), (2,), (2, 2)]):
+        y = torch.randint(3, (N, *d))
+        y[0] = ignore_index
+        name = f"NLL-{len(d) + 2}d-weight={weight is not None}-ignore={ignore_index}"
+        loss = nn.NLLLoss(weight, ignore_index=ignore_index)
+        cases[name] = Case(loss, torch.randn(N, 3, *d, dtype=F64).log_softmax(1), y)
+    return cases
+
+
+def _probability_cases() -> dict[str, Case]:
+    torch.manual_seed(5)
+    cases = {}
+    shapes: dict[tuple[int, ...], list] = {(N,): [None, ()], (N, 3): [None, (3,), (1, 3)], (N, 2, 3): [None, (2, 1)]}
+    for shape, weights in shapes.items():
+        for weight in weights:
+            loss = nn.BCELoss(None if weight is None else 3 * torch.rand(weight))
+            f, y = 0.1 + 0.8 * torch.rand(shape, dtype=F64), torch.rand(shape, dtype=F64)
+            cases[f"BCE of probabilities-{len(shape)}d-weight={weight}"] = Case(loss, f, y if weight else y.round())
+    return cases
+
+
+HESSIAN = _cross_entropy_cases() | _bce_cases() | _mse_cases() | _poisson_cases(log_input=True)
+FISHER = _nll_cases() | _probability_cases() | _poisson_cases(log_input=False)  # which takes the Hessian's place
+CASES = HESSIAN | FISHER
 
 
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param].to(F64)
+
+
+@pytest.fixture(params=HESSIAN)
+def hessian_case(request: pytest.FixtureRequest) -> Case:
+    return HESSIAN[request.param].to(F64)
 
 
 @pytest.fixture(params=[F64, F32], ids=["float64", "float32"])
@@ -135,7 +179,7 @@ def test_nll_is_the_unreduced_loss(typed_case: Case) -> None:
     likelihood, F, Y = typed_case.canonical()
     expected = typed_case.unreduced(typed_case.f)
     nll = likelihood.nll(F, Y)
-    if not isinstance(typed_case.loss, nn.CrossEntropyLoss):  # elementwise; a term is a row
+    if not isinstance(typed_case.loss, (nn.CrossEntropyLoss, nn.NLLLoss)):  # elementwise; a term is a row
         expected = expected.reshape(F.shape).sum(-1)
     close(nll, expected.reshape(nll.shape))
 
@@ -164,16 +208,47 @@ def test_grad(typed_case: Case) -> None:
     close(likelihood.restore(likelihood.grad(F, Y), typed_case.f.shape, N), expected)
 
 
-def test_hessian_and_root_are_those_of_the_loss(case: Case) -> None:
-    n = case.f.numel()
-    total = lambda f: case.unreduced(f.view_as(case.f)).sum()  # noqa: E731
-    expected = torch.func.jacrev(torch.func.jacrev(total))(case.f.flatten())
-    likelihood, F, Y = case.canonical()
+def test_hessian_and_root_are_those_of_the_loss(hessian_case: Case) -> None:
+    n = hessian_case.f.numel()
+    total = lambda f: hessian_case.unreduced(f.view_as(hessian_case.f)).sum()  # noqa: E731
+    expected = torch.func.jacrev(torch.func.jacrev(total))(hessian_case.f.flatten())
+    likelihood, F, Y = hessian_case.canonical()
     # entries of the output in the order of the canonical form, to lay the expected matrix out in blocks
-    order = likelihood.restore(torch.arange(n).view(F.shape), case.f.shape, N).flatten().argsort()
+    order = likelihood.restore(torch.arange(n).view(F.shape), hessian_case.f.shape, N).flatten().argsort()
     expected = expected[order][:, order]
     close(torch.block_diag(*blocks(likelihood, F, Y).flatten(0, 1)), expected)
     close(torch.block_diag(*squared(likelihood.hessian_root(F, Y)).flatten(0, 1)), expected)
+
+
+@pytest.mark.parametrize("name", FISHER)
+def test_fisher_takes_the_place_of_the_hessian(name: str) -> None:
+    """What the last function of a model makes of it is the Hessian of the loss that reads that function's input."""
+    case = FISHER[name].to(F64)
+    likelihood, F, Y = case.canonical()
+    reason = likelihood.no_ggn
+    assert reason is not None
+    if isinstance(case.loss, nn.PoissonNLLLoss):
+        rates = F + case.loss.eps
+        assert "log_input=True" in reason
+        close(blocks(likelihood, F, Y), torch.diag_embed(1 / rates))
+        k = torch.arange(80, dtype=F64).view(-1, 1, 1, 1)
+        probability = torch.distributions.Poisson(rates).log_prob(k).exp()
+        close((probability * (1 - k / rates) ** 2).sum(0), 1 / rates)
+        return
+    if isinstance(case.loss, nn.NLLLoss):
+        of_logits: nn.Module = nn.CrossEntropyLoss(case.loss.weight, ignore_index=case.loss.ignore_index)
+        last, logits = lambda z: z.log_softmax(-1), F + 0.7
+    else:
+        of_logits, last, logits = nn.BCEWithLogitsLoss(case.loss.weight), torch.sigmoid, F.logit()  # type: ignore[arg-type]
+    assert type(of_logits).__name__ in reason
+    J = torch.func.vmap(torch.func.jacrev(last))(logits.flatten(0, 1)).unflatten(0, F.shape[:2])
+    close(J.mT @ blocks(likelihood, F, Y) @ J, blocks(likelihood_of(of_logits), logits, Y))
+    B = J.mT @ likelihood.hessian_root(F, Y).permute(1, 2, 3, 0)
+    close(B @ B.mT, blocks(likelihood_of(of_logits), logits, Y))
+    close(
+        (J.mT @ likelihood.grad(F, Y)[..., None])[..., 0],
+        likelihood_of(of_logits).grad(logits, Y),
+    )
 
 
 def test_float32_root_product_and_scale(case: Case) -> None:
@@ -191,6 +266,20 @@ def test_columns_are_those_of_the_root(typed_case: Case) -> None:
     assert len(root) == likelihood.num_columns(F)
     close(torch.stack([likelihood.hessian_root_column(F, Y, k) for k in range(len(root))]), root)
     close(torch.stack([*likelihood.hessian_root_columns(F, Y)]), root)
+
+
+def test_products_with_the_root(typed_case: Case) -> None:
+    """`B (Bᵀ v) = H v`, and one-hot vectors give the columns of `B` one by one."""
+    likelihood, F, Y = typed_case.canonical()
+    K = likelihood.num_columns(F)
+    one_hot = torch.eye(K, dtype=F.dtype)[:, None, None].expand(K, *F.shape[:2], K)
+    close(likelihood.hessian_root_product(F, Y, one_hot), likelihood.hessian_root(F, Y))
+    V = torch.randn(2, 3, *F.shape, dtype=F.dtype)
+    adjoint = likelihood.hessian_root_transpose_product(F, Y, V)
+    assert adjoint.shape == (2, 3, *F.shape[:2], K)
+    close(likelihood.hessian_root_product(F, Y, adjoint), likelihood.hessian_product(F, Y, V))
+    close(Likelihood.hessian_root_product(likelihood, F, Y, adjoint), likelihood.hessian_root_product(F, Y, adjoint))
+    close(Likelihood.hessian_root_transpose_product(likelihood, F, Y, V), adjoint)
 
 
 def test_product_has_any_number_of_leading_axes(case: Case) -> None:
@@ -218,6 +307,8 @@ def test_formulas_equal_autodiff(case: Case) -> None:
     likelihood, F, Y = case.canonical()
     default = ByAutodiff(likelihood)
     close(default.grad(F, Y), likelihood.grad(F, Y))
+    if likelihood.no_ggn is not None:
+        return
     V = torch.randn(2, *F.shape, dtype=F64)
     close(default.hessian_product(F, Y, V), likelihood.hessian_product(F, Y, V))
     B = default.hessian_root(F, Y)
@@ -248,7 +339,7 @@ def test_draws_by_default_average_to_the_hessian() -> None:
 
 def test_the_moment_test_can_fail() -> None:
     likelihood, F, Y = CASES["MSE-[4, 3]"].canonical()
-    likelihood.hessian_product = lambda F, Y, V: 2.3 * V
+    vars(likelihood)["hessian_product"] = lambda F, Y, V: 2.3 * V
     with pytest.raises(AssertionError, match="standard errors"):
         assert_second_moment(likelihood, F, Y)
 
@@ -282,6 +373,47 @@ def test_impossible_classes_are_never_drawn() -> None:
     assert (v[..., [0, 3]] == 0).all()
 
 
+def test_poisson_counts_are_the_inverse_distribution_function() -> None:
+    scipy_stats = pytest.importorskip("scipy.stats")
+    rates = torch.tensor([1e-300, 1e-9, 1e-3, 0.3, 1.0, 7.5, 40.0, 999.0, 3e4, 2e6], dtype=F64)
+    u = torch.cat([uniforms()(200), torch.tensor([0.0, 2.0**-53, 0.5, 1 - 2.0**-53], dtype=F64)])
+    k = counts(rates[:, None].expand(-1, len(u)), u.expand(len(rates), -1))
+    expected = torch.from_numpy(scipy_stats.poisson.ppf(u.clamp(2.0**-54).numpy(), rates[:, None].numpy()))
+    assert torch.equal(k[:, :-4], expected[:, :-4])
+    # In the outermost 2⁻⁵³ the distribution function has no digits left; a draw there stays within reach of the rate.
+    assert ((k - rates[:, None]).abs() <= 9 * rates.sqrt()[:, None] + 26).all()
+
+
+def test_poisson_counts_have_the_probabilities_of_the_distribution() -> None:
+    num, rate = 40_000, torch.tensor(2.7, dtype=F64)
+    k = counts(rate.expand(num), uniforms(7)(num))
+    p = torch.distributions.Poisson(rate).log_prob(torch.arange(9, dtype=F64)).exp()
+    seen = torch.stack([(k == j).double().mean() for j in range(9)])
+    z = (seen - p).abs() / (p * (1 - p) / num).sqrt()
+    assert z.max() < 4, f"{z.max().item():.2f} standard errors"
+
+
+def test_poisson_counts_of_rates_that_are_no_numbers() -> None:
+    rates = torch.tensor([torch.inf, torch.nan, 2.0], dtype=F64)
+    assert counts(rates, torch.full((3,), 0.5, dtype=F64)).isnan().tolist() == [True, True, False]
+    assert counts(torch.ones(0, dtype=F64), torch.ones(0, dtype=F64)).shape == (0,)
+
+
+def test_saturated_probabilities_have_finite_numbers() -> None:
+    """A sigmoid that rounds to 0 or 1 has derivative zero; nothing that it multiplies may be infinite."""
+    likelihood = likelihood_of(nn.BCELoss())
+    f = torch.tensor([[0.0, 1.0, 0.5]])
+    for y in (torch.zeros(1, 3), torch.ones(1, 3)):
+        F, Y = likelihood.canonical(f, y, 1)
+        results = [likelihood.nll(F, Y), likelihood.grad(F, Y), likelihood.hessian_root(F, Y)]
+        results += [likelihood.hessian_product(F, Y, torch.ones_like(F)), likelihood.draw(F, Y, 3, uniforms())]
+        assert all(r.isfinite().all() for r in results)
+        close(likelihood.nll(F, Y).sum() / 3, nn.BCELoss()(f, y))
+        leaf = f.clone().requires_grad_()
+        (theirs,) = torch.autograd.grad(nn.BCELoss(reduction="sum")(leaf, y), leaf)
+        torch.testing.assert_close(likelihood.grad(F, Y)[:, 0], theirs, rtol=1e-5, atol=0)
+
+
 # ------------------------------------------------------------------------------------------ options
 
 
@@ -292,10 +424,10 @@ def test_every_constructor_option_is_known(rules: type[Likelihood]) -> None:
     folded_into_reduction = {"size_average", "reduce"}
     assert {*inspect.signature(rules.loss_type).parameters} - folded_into_reduction == {*rules.option_names}
     forward = [*inspect.signature(rules.loss_type.forward).parameters][1:]
-    assert forward[:2] == ["input", "target"]
+    assert forward[1] == "target"
 
 
-@pytest.mark.parametrize("kind", [nn.MSELoss, nn.CrossEntropyLoss, nn.BCEWithLogitsLoss])
+@pytest.mark.parametrize("kind", [rules.loss_type for rules in BUILTIN if rules.loss_type is not nn.GaussianNLLLoss])
 @pytest.mark.filterwarnings("ignore:size_average and reduce")
 def test_reduction(kind: type[nn.Module]) -> None:
     assert likelihood_of(kind()).reduction == "mean"
@@ -377,7 +509,12 @@ def test_weights_in_another_precision_are_converted() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["CE-3d-probabilities-weight=True-smoothing=0.3", "MSE-[4, 2, 3]", "BCE-2d-weight=(3,)-pos_weight=(1,)-soft"],
+    [
+        "CE-3d-probabilities-weight=True-smoothing=0.3",
+        "MSE-[4, 2, 3]",
+        "BCE-2d-weight=(3,)-pos_weight=(1,)-soft",
+        "Poisson-[4, 3]-log_input=True-full=False-eps=0.3",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # PyTorch's own, at the first forward mode
 def test_derivatives_compose_with_autograd(name: str) -> None:

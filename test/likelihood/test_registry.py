@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -30,14 +32,47 @@ class Huber(Likelihood):
 
 
 def test_unknown_loss_shows_what_to_write() -> None:
-    message = r"no likelihood is registered for the loss L1Loss\. Known losses: .*CrossEntropyLoss.*MSELoss"
+    message = r"no likelihood is registered for the loss CTCLoss\. Known losses: .*CrossEntropyLoss.*MSELoss"
     with pytest.raises(UnsupportedError, match=message) as error:
-        likelihood_of(nn.L1Loss())
-    assert "@register_likelihood(L1Loss)\n    def _(loss):" in str(error.value)
+        likelihood_of(nn.CTCLoss())
+    assert "@register_likelihood(CTCLoss)\n    def _(loss):" in str(error.value)
     with pytest.raises(UnsupportedError, match="for the loss cross_entropy"):
         likelihood_of(functional.cross_entropy)
     with pytest.raises(TypeError, match="expects the class of a loss, got MSELoss"):
         register_likelihood(nn.MSELoss())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (nn.L1Loss(), "L1Loss has no curvature far from the target.*GGNLinearOperator.*Laplace"),
+        (nn.SmoothL1Loss(), "SmoothL1Loss has no curvature far from the target"),
+        (nn.HuberLoss(), "HuberLoss has no curvature far from the target"),
+        (nn.KLDivLoss(), "log-probabilities, in which it is linear.*Use nn.CrossEntropyLoss on the logits"),
+        (nn.SoftMarginLoss(), r"BCEWithLogitsLoss with targets \(y \+ 1\) / 2"),
+        (nn.MultiLabelSoftMarginLoss(), 'reduction="mean" it is nn.BCEWithLogitsLoss'),
+        (nn.CrossEntropyLoss, r"loss CrossEntropyLoss. This is a class, not a loss: call it, CrossEntropyLoss\(...\)"),
+        (functional.cross_entropy, "known by their class.*pass the module of torch.nn"),
+        (lambda f, y: (f - y).sum(), "for the loss <lambda>. Known losses"),
+    ],
+)
+def test_losses_of_pytorch_that_are_refused_say_what_to_use(loss: Any, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        likelihood_of(loss)
+
+
+def test_the_advice_is_right() -> None:
+    f = torch.randn(5, 3, dtype=torch.float64)
+    signs = torch.randn(5, 3).sign().double()
+    binary = nn.BCEWithLogitsLoss()
+    torch.testing.assert_close(nn.SoftMarginLoss()(f, signs), binary(f, (signs + 1) / 2))
+    torch.testing.assert_close(nn.MultiLabelSoftMarginLoss()(f, (signs + 1) / 2), binary(f, (signs + 1) / 2))
+    p, q = (torch.rand(5, 3, dtype=torch.float64).softmax(1) for _ in range(2))
+
+    def gap(f: Tensor) -> Tensor:
+        return nn.KLDivLoss(reduction="batchmean")(f.log_softmax(1), p) - nn.CrossEntropyLoss()(f, p)
+
+    torch.testing.assert_close(gap(f), gap(q))
 
 
 def test_a_subclass_follows_its_parent_unless_it_computes_something_else() -> None:

@@ -171,3 +171,32 @@ def test_class_axis_must_exist_beside_the_examples(shape: tuple, axis: int | Non
 def test_output_must_be_floating_point() -> None:
     with pytest.raises(ValueError, match=r"floating-point output of the model, got torch\.int64"):
         MSE.canonical(torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3), 2)
+
+
+def test_logits_in_place_of_log_probabilities() -> None:
+    likelihood = likelihood_of(nn.NLLLoss())
+    f, y = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2])
+    with pytest.raises(UnsupportedError, match=r"NLLLoss: the exponentials .* 3 numbers sum to .*CrossEntropyLoss"):
+        likelihood.canonical(f, y, 2)
+    likelihood.canonical(f.log_softmax(1), y, 2)
+    likelihood.canonical(f.bfloat16().log_softmax(1), y, 2)
+    with pytest.raises(ValueError, match=r"\[2, 3\] needs class indices without its axis 1, got .* \[2, 3\]"):
+        likelihood.canonical(f.log_softmax(1), f.softmax(1), 2)
+    with pytest.raises(UnsupportedError, match="negative weight -1"):
+        likelihood_of(nn.NLLLoss(torch.tensor([1.0, -1.0])))
+
+
+def test_logits_in_place_of_probabilities() -> None:
+    likelihood = likelihood_of(nn.BCELoss())
+    with pytest.raises(UnsupportedError, match=r"BCELoss: .* from -1 to 2; probabilities .*BCEWithLogitsLoss"):
+        likelihood.canonical(torch.tensor([[-1.0, 2.0]]), torch.zeros(1, 2), 1)
+    with pytest.raises(UnsupportedError, match=r"BCELoss\(weight=...\) of shape \[4, 1\].*batch with 4 examples"):
+        likelihood_of(nn.BCELoss(torch.ones(4, 1))).canonical(torch.full((4, 3), 0.5), torch.zeros(4, 3), 4)
+
+
+def test_rates_must_be_positive() -> None:
+    f = torch.tensor([[0.0, -1.0]])
+    with pytest.raises(UnsupportedError, match=r"PoissonNLLLoss\(log_input=False\): .* rate -1; .*softplus"):
+        likelihood_of(nn.PoissonNLLLoss(log_input=False)).canonical(f, f, 1)
+    likelihood_of(nn.PoissonNLLLoss(log_input=False, eps=2.0)).canonical(f, f, 1)
+    likelihood_of(nn.PoissonNLLLoss()).canonical(f, f, 1)

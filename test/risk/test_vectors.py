@@ -1,0 +1,267 @@
+"""What is sent back: each kind by itself, the words that stand for them, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from curvlinops_plus import KFAC, EmpiricalRisk, FromDistribution, FullBlock, curvature
+from curvlinops_plus.curvature import FisherType
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.likelihood import Likelihood, likelihood_of
+from curvlinops_plus.risk.vectors import (
+    CurvaturePropagation,
+    Draws,
+    Empirical,
+    Exact,
+    ForwardOnly,
+    MonteCarlo,
+    Vectors,
+    as_vectors,
+)
+
+F64 = torch.float64
+
+
+def terms(loss: nn.Module, *shape: int, C: int = 3, seed: int = 0) -> tuple[Likelihood, Tensor, Tensor]:
+    """A likelihood with outputs and targets [*shape, C]."""
+    generator = torch.Generator().manual_seed(seed)
+    f = torch.randn(*shape, C, dtype=F64, generator=generator)
+    likelihood = likelihood_of(loss)
+    if isinstance(loss, nn.CrossEntropyLoss):
+        y = torch.randint(C, shape, generator=generator)
+        return (likelihood, *likelihood.canonical(f, y, shape[0], class_axis=-1))
+    return (likelihood, *likelihood.canonical(f, torch.rand(f.shape, dtype=F64, generator=generator), shape[0]))
+
+
+def blocks(likelihood: Likelihood, F: Tensor, Y: Tensor) -> Tensor:
+    """Loss Hessian of each example over all of its terms, [N, R·C, R·C]."""
+    B = likelihood.hessian_root(F, Y)
+    H = torch.einsum("knrc,knrd->nrcd", B, B)
+    return torch.stack([torch.block_diag(*h) for h in H])
+
+
+def sent(vectors: Vectors, likelihood: Likelihood, F: Tensor, Y: Tensor, seed: int = 0) -> Tensor:
+    """All vectors [V, N, R·C]."""
+    found = torch.stack([*vectors.send(likelihood, F, Y, Draws(seed))])
+    assert len(found) == vectors.count(likelihood, F)
+    return found.flatten(2)
+
+
+# ------------------------------------------------------------------------------------------ curvature propagation
+
+LOSSES = {
+    "ce": nn.CrossEntropyLoss(),
+    "mse": nn.MSELoss(),
+    "bce": nn.BCEWithLogitsLoss(),
+    "poisson": nn.PoissonNLLLoss(),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("shape", [(4,), (3, 2)], ids=["one term", "several terms"])
+def test_curvature_propagation_averages_to_the_hessian_of_all_terms(loss: str, shape: tuple[int, ...]) -> None:
+    likelihood, F, Y = terms(LOSSES[loss], *shape)
+    v = sent(CurvaturePropagation(4000), likelihood, F, Y) * 4000**0.5
+    assert len(v) == 4000
+    outer = torch.einsum("vni,vnj->vnij", v, v)
+    z = (outer.mean(0) - blocks(likelihood, F, Y)).abs() / (outer.std(0) / 4000**0.5 + 1e-12)
+    assert z.max() < 4, f"{z.max().item():.2f} standard errors"
+
+
+def test_samples_share_the_weight() -> None:
+    likelihood, F, Y = terms(nn.MSELoss(), 4)
+    for samples in (1, 2, 9):
+        v = sent(CurvaturePropagation(samples), likelihood, F, Y)
+        # √2 · sign / √samples in every place
+        torch.testing.assert_close(v.square().sum(0), torch.full_like(v[0], 2.0))
+
+
+@pytest.mark.parametrize("loss", ["mse", "bce", "poisson"])
+def test_one_column_in_all_has_no_noise(loss: str) -> None:
+    likelihood, F, Y = terms(LOSSES[loss], 5, C=1)
+    expected = blocks(likelihood, F, Y)
+    for vectors in (CurvaturePropagation(), CurvaturePropagation(3, seed=4)):
+        v = sent(vectors, likelihood, F, Y, vectors.seed)
+        torch.testing.assert_close(torch.einsum("vni,vnj->nij", v, v), expected, rtol=1e-12, atol=0)
+    drawn = sent(MonteCarlo(), likelihood, F, Y)
+    assert not torch.allclose(drawn.square()[0, :, :, None], expected, rtol=0.1)
+
+
+@given(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4), samples=st.integers(1, 3), R=st.integers(1, 2))
+def test_signs_depend_on_the_examples_not_on_their_batches(sizes: list[int], samples: int, R: int) -> None:
+    likelihood, F, Y = terms(nn.CrossEntropyLoss(), sum(sizes), R)
+    for vectors in (CurvaturePropagation(samples, seed=1), Exact(signs=True, seed=1)):
+        whole = torch.stack([*vectors.send(likelihood, F, Y, Draws(1))])
+        draws, parts = Draws(1), []
+        for f, y in zip(F.split(sizes), Y.split(sizes), strict=True):
+            parts.append(torch.stack([*vectors.send(likelihood, f, y, draws)]))
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-14)
+
+
+def test_signs_in_every_precision() -> None:
+    likelihood, F, Y = terms(nn.CrossEntropyLoss(), 6, 2)
+    single = torch.stack([*CurvaturePropagation(2).send(likelihood, F.float(), Y, Draws(0))])
+    assert single.dtype == torch.float32
+    torch.testing.assert_close(
+        single.flatten(2).double(), sent(CurvaturePropagation(2), likelihood, F, Y), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_signs_leave_the_global_random_numbers_alone() -> None:
+    state = torch.get_rng_state()
+    signs = Draws(3).signs(1000)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert set(signs.tolist()) == {-1.0, 1.0}
+    assert abs(signs.mean()) < 4 / 1000**0.5
+
+
+def test_curvature_propagation_with_a_loss_of_the_user_s_own() -> None:
+    """Nothing but `nll`: the root comes from the eigendecomposition of the Hessian."""
+
+    class Quartic(Likelihood):
+        def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+            return (F - Y).pow(4).sum(-1)
+
+    F, Y = torch.randn(5, 2, 1, dtype=F64), torch.zeros(5, 2, 1, dtype=F64)
+    v = sent(CurvaturePropagation(), Quartic(), F[:, :1], Y[:, :1])
+    torch.testing.assert_close(v.square()[0], 12 * F[:, 0].square())
+
+
+# ------------------------------------------------------------------------------------------ words
+
+
+def test_words_and_modes() -> None:
+    expected = {
+        None: Exact(),
+        "type-2": Exact(),
+        "mc": MonteCarlo(),
+        "empirical": Empirical(),
+        "forward-only": ForwardOnly(),
+        "curvature-propagation": CurvaturePropagation(),
+        "fisher_gradients": MonteCarlo(),
+        "fisher_curvature_prop": CurvaturePropagation(matrix="fisher"),
+        "fisher_exact": Exact(matrix="fisher"),
+        "fisher_empirical": Empirical(),
+        "ggn_curvature_prop": CurvaturePropagation(matrix="ggn"),
+        "ggn_exact": Exact(matrix="ggn"),
+    }
+    for word, vectors in expected.items():
+        assert as_vectors(word) == vectors, word
+    own = MonteCarlo(samples=7, seed=2)
+    assert as_vectors(own) is own
+    for word in FisherType:
+        assert as_vectors(word).fisher_type == word.value
+
+
+def test_the_page_about_modes_lists_all_words() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "modes.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| `")]
+    found = {}
+    for words, made, *_ in (row for row in rows if len(row) == 5):
+        (call,) = re.findall("`(.*?)`", made)
+        found.update(dict.fromkeys(re.findall("`(.*?)`", words), eval(call)))
+    for word, vectors in found.items():
+        assert repr(as_vectors(word)) == repr(vectors), word
+    with pytest.raises(ValueError, match="Known words") as error:
+        as_vectors("?")
+    assert {*re.findall("'([a-z0-9_-]+)'", str(error.value))} == {*found}
+
+
+def test_unknown_words_list_all() -> None:
+    with pytest.raises(ValueError, match="Unknown vectors: 'ggn'") as error:
+        as_vectors("ggn")
+    for word in ("type-2", "mc", "curvature-propagation", "fisher_gradients", "ggn_exact", "fisher_empirical"):
+        assert repr(word) in str(error.value)
+    wrong: list[tuple[Any, str]] = [
+        (MonteCarlo, r"got MonteCarlo\. Call the class: MonteCarlo\(\)\."),
+        (3, r"Expected vectors such as Exact\(\) .* got int\."),
+        (Draws(0), r"got Draws\.$"),
+    ]
+    for given_, words in wrong:
+        with pytest.raises(TypeError, match=words):
+            as_vectors(given_)
+
+
+@pytest.mark.parametrize("kind", [MonteCarlo, CurvaturePropagation])
+def test_at_least_one_sample(kind: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{kind.__name__} needs at least one sample, got samples=0"):
+        kind(samples=0)
+
+
+@pytest.mark.parametrize("kind", [Exact, CurvaturePropagation])
+def test_matrix_is_one_of_two(kind: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{kind.__name__}\(matrix='hessian'\) must be None, \"fisher\" or \"ggn\""):
+        kind(matrix="hessian")
+    assert repr(kind(matrix="ggn")) == repr(kind())  # states of one can be read by the other: the numbers are the same
+
+
+# ------------------------------------------------------------------------------------------ GGN or Fisher
+
+
+def gaussian_data() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mean, log_variance = self.layer(x).chunk(2, -1)
+            return torch.cat([mean, log_variance.exp()], -1)
+
+    torch.manual_seed(0)
+    return Two().double(), [(torch.randn(4, 3, dtype=F64), torch.randn(4, 1, dtype=F64))]
+
+
+@pytest.mark.parametrize("word", ["ggn_exact", "ggn_curvature_prop"])
+def test_the_ggn_is_refused_where_only_the_fisher_is_there(word: str) -> None:
+    vectors = as_vectors(word)
+    name = type(vectors).__name__
+    cases: list[tuple[Any, str]] = [
+        (nn.GaussianNLLLoss(), "GaussianNLLLoss has a Hessian in mean and variance that is indefinite"),
+        (nn.PoissonNLLLoss(log_input=False), "PoissonNLLLoss with log_input=False .* depends on the targets"),
+        (nn.NLLLoss(), "NLLLoss is linear in the log-probabilities"),
+        (nn.BCELoss(), "BCELoss has a Hessian in the probabilities"),
+        (FromDistribution(lambda f: torch.distributions.Gamma(f.exp(), 1.0)), "FromDistribution may have a Hessian"),
+    ]
+    F = torch.zeros(2, 1, 4, dtype=F64)
+    for loss, words in cases:
+        likelihood = likelihood_of(loss)
+        message = rf'{name}\(matrix="ggn"\): {words}.*matrix="fisher".*"fisher_"'
+        with pytest.raises(UnsupportedError, match=message):
+            vectors.count(likelihood, F)
+        with pytest.raises(UnsupportedError, match=message):
+            vectors.check(likelihood)
+        as_vectors(word.replace("ggn", "fisher")).check(likelihood)
+        type(vectors)().check(likelihood)
+    for loss in (*LOSSES.values(), nn.CrossEntropyLoss(label_smoothing=0.1)):
+        vectors.check(likelihood_of(loss))
+
+
+@pytest.mark.parametrize("word", ["ggn_exact", "ggn_curvature_prop"])
+def test_the_refusal_reaches_the_user(word: str) -> None:
+    model, data = gaussian_data()
+    before = copy.deepcopy(model.state_dict())
+    risk = EmpiricalRisk(model, nn.GaussianNLLLoss(), data)
+    with pytest.raises(UnsupportedError, match="GaussianNLLLoss has a Hessian in mean and variance"):
+        curvature(risk, KFAC, vectors=as_vectors(word)).compute()
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    curvature(risk, KFAC, vectors=as_vectors(word.replace("ggn", "fisher"))).compute()
+
+
+def test_one_matrix_by_two_names() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    data = [(torch.randn(5, 4, dtype=F64), torch.randint(3, (5,)))]
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
+    for modes in (("ggn_exact", "fisher_exact", None), ("ggn_curvature_prop", "fisher_curvature_prop")):
+        first, *others = (curvature(risk, FullBlock, vectors=as_vectors(mode)).to_dense() for mode in modes)
+        assert all(torch.equal(first, other) for other in others)
