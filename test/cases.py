@@ -40,6 +40,7 @@ from curvlinops_plus import (
     MonteCarlo,
     curvature,
 )
+from curvlinops_plus.curvature import TNT, NearestKronecker, ScaledIdentity
 
 try:
     from transformers.pytorch_utils import Conv1D  # type: ignore[import-not-found]
@@ -206,6 +207,7 @@ def squared(**options: Any) -> Callable[..., Targets]:
 LOSSES: dict[str, Callable[..., Targets]] = {
     "mse": squared(),
     "mse-sum": squared(reduction="sum"),
+    "poisson": lambda shapes, axis: (nn.PoissonNLLLoss(full=True), [torch.randint(5, s).double() for s in shapes]),
     "ce": cross_entropy(),
     "ce-sum": cross_entropy(reduction="sum"),
     "ce-weight": cross_entropy(weight=True),
@@ -957,6 +959,10 @@ APPROXIMATIONS: dict[str, Any] = {
     "EKFAC reduce": EKFAC.using(kfac_approx="reduce"),
     "DiagonalBlock": DiagonalBlock,
     "FullBlock": FullBlock,
+    "ScaledIdentity": ScaledIdentity.using(scale=0.5),
+    "NearestKronecker": NearestKronecker,
+    "NearestKronecker by sweeps": NearestKronecker.using(max_bytes=0),
+    "TNT": TNT,
 }
 
 VECTORS: dict[str, Any] = {

@@ -2,9 +2,16 @@
 
 from curvlinops_plus.curvature.accumulate import Accumulator, Approximation
 from curvlinops_plus.curvature.blockwise import BlockwiseLinearOperator, curvature
-from curvlinops_plus.curvature.classic import EKFACLinearOperator, FisherType, KFACLinearOperator, KFACType
-from curvlinops_plus.curvature.inverse import KFACInverseLinearOperator
+from curvlinops_plus.curvature.classic import (
+    EKFACLinearOperator,
+    FisherType,
+    GGNDiagonalLinearOperator,
+    KFACLinearOperator,
+    KFACType,
+    KFOCLinearOperator,
+)
 from curvlinops_plus.curvature.estimator import CurvatureEstimator
+from curvlinops_plus.curvature.inverse import KFACInverseLinearOperator
 from curvlinops_plus.curvature.kronecker import EKFAC, KFAC, compute_eigenvalue_correction_linear_weight_sharing
 from curvlinops_plus.curvature.matrixfree import (
     EFLinearOperator,
@@ -19,24 +26,26 @@ from curvlinops_plus.curvature.tnt import TNT
 from curvlinops_plus.curvature.verify import Verification
 
 __all__ = [
-    "CurvatureEstimator",
     "EKFAC",
     "KFAC",
     "TNT",
     "Accumulator",
     "Approximation",
     "BlockwiseLinearOperator",
+    "CurvatureEstimator",
     "DiagonalBlock",
     "EFLinearOperator",
     "EKFACLinearOperator",
     "FisherMCLinearOperator",
     "FisherType",
     "FullBlock",
+    "GGNDiagonalLinearOperator",
     "GGNLinearOperator",
     "HessianLinearOperator",
     "KFACInverseLinearOperator",
     "KFACLinearOperator",
     "KFACType",
+    "KFOCLinearOperator",
     "NearestKronecker",
     "ScaledIdentity",
     "Verification",

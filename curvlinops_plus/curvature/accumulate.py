@@ -55,6 +55,8 @@ class Accumulator(ABC):
     per_group: ClassVar[bool] = True
     #: Whether the layer must have an affine rule.
     affine: ClassVar[bool] = False
+    #: Of an accumulator for a second sweep: whether `carry` works, so that streams can have it.
+    carries: ClassVar[bool] = False
     #: Names of tensors that the sums depend on, such as the basis that they are in; None is allowed.
     constants: ClassVar[tuple[str, ...]] = ()
 

@@ -7,20 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum, EnumMeta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
+from curvlinops_plus.curvature.accumulate import Accumulator
 from curvlinops_plus.curvature.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.curvature.determinism import require_same
 from curvlinops_plus.curvature.factors import Factors, views
 from curvlinops_plus.curvature.kronecker import EKFAC, KFAC, Correction
+from curvlinops_plus.curvature.nearest import NearestKronecker
 from curvlinops_plus.curvature.plan import Sums
-from curvlinops_plus.likelihood import rebuild_loss
+from curvlinops_plus.curvature.simple import DiagonalBlock
 from curvlinops_plus.linalg import BlockDiagonal, LinearOperator
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, Exact, ForwardOnly, MonteCarlo, Vectors
+from curvlinops_plus.risk.heads import rebuild_losses
 
-__all__ = ["EKFACLinearOperator", "FisherType", "KFACLinearOperator", "KFACType"]
+__all__ = [
+    "EKFACLinearOperator",
+    "FisherType",
+    "GGNDiagonalLinearOperator",
+    "KFACLinearOperator",
+    "KFACType",
+    "KFOCLinearOperator",
+]
 
 
 class _StringsToo(EnumMeta):
@@ -103,7 +113,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
 
     _SUPPORTED_FISHER_TYPE: ClassVar[Any] = FisherType
     _SUPPORTED_KFAC_APPROX: ClassVar[Any] = KFACType
-    _APPROXIMATION: ClassVar[type[KFAC]] = KFAC
+    _APPROXIMATION: ClassVar[type[Accumulator]] = KFAC
     SELF_ADJOINT: ClassVar[bool] = True
 
     def __init__(
@@ -208,7 +218,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         check_deterministic: bool = True,
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
-        loss_func: nn.Module | None = None,
+        loss_func: Any = None,
         **options: Any,
     ) -> KFACLinearOperator:
         """The operator that a state describes; neither is the data read nor anything computed.
@@ -231,9 +241,8 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         if loss_func is None:
             if "loss_options" not in state_dict:
                 raise ValueError("The state lacks 'loss_options'; is the file cut off?")
-            loss_func = rebuild_loss(state_dict["loss_options"])
+            loss_func = rebuild_losses(state_dict["loss_options"])
         try:
-            approximation = next(iter(state_dict["layers"].values()))["approximation"]
             K = cls(
                 model_func,
                 loss_func,
@@ -244,11 +253,11 @@ class KFACLinearOperator(BlockwiseLinearOperator):
                 seed=state_dict["seed"] or 0,
                 fisher_type=state_dict["fisher_type"],
                 mc_samples=state_dict["mc_samples"],
-                kfac_approx=KFACType.REDUCE if "'reduce'" in approximation else KFACType.EXPAND,
                 num_per_example_loss_terms=state_dict["num_per_example_loss_terms"],
                 separate_weight_and_bias=state_dict["separate_weight_and_bias"],
                 num_data=state_dict["num_data"],
                 batch_size_fn=batch_size_fn,
+                **cls._approximation_options(state_dict),
                 **options,
             )
         except KeyError as error:
@@ -256,6 +265,12 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         K._load(state_dict, stacklevel=3)
         K.check_deterministic = check_deterministic
         return K
+
+    @classmethod
+    def _approximation_options(cls, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of the constructor that a state keeps in the name of its approximation."""
+        approximation = next(iter(state["layers"].values()))["approximation"]
+        return {"kfac_approx": KFACType.REDUCE if "'reduce'" in approximation else KFACType.EXPAND}
 
     # Libraries built on curvlinops 3.0.1 read these names.
     _mapping = property(lambda self: self.mapping)
@@ -370,6 +385,185 @@ class EKFACLinearOperator(KFACLinearOperator):
     _input_covariances_eigenvectors = property(lambda self: self.input_covariances_eigenvectors)
     _gradient_covariances_eigenvectors = property(lambda self: self.gradient_covariances_eigenvectors)
     _corrected_eigenvalues = property(lambda self: self.corrected_eigenvalues)
+
+
+class KFOCLinearOperator(KFACLinearOperator):
+    """Kronecker-factored optimal curvature (KFOC): per layer the product `G ⊗ A` nearest to the exact block.
+
+    Nearest in the Frobenius norm, see `NearestKronecker`; a bias apart has its exact block. `input_covariances` and
+    `gradient_covariances` are the factors of the layers' weights: both symmetric and positive semi-definite, with equal
+    mean eigenvalues. Layers without Kronecker factors get their exact diagonal, and one warning lists them.
+
+    Arguments as for `KFACLinearOperator`, without `kfac_approx`; the exact matrix ("type-2") is the default. More
+    options are those of `curvature(risk, NearestKronecker.using(...))`.
+
+    Args:
+        fisher_type: "type-2" (exact), "mc" (labels drawn from the model) or "empirical".
+        mc_samples: Draws per example for "mc".
+
+    Cost: one sweep for layers whose block takes no more than 64 MiB, four sweeps for larger ones.
+
+    Source: Schnaus et al. 2021, "Kronecker-factored optimal curvature"; Koroko et al. 2022 (arXiv 2201.10285).
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Linear(3, 2)
+        >>> data = [(torch.rand(5, 3), torch.rand(5, 2))]
+        >>> K = KFOCLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+        >>> K.input_covariances[""].shape, {name: block.shape for name, block in K.blocks.items()}
+        (torch.Size([3, 3]), {'weight': (6, 6), 'bias': (2, 2)})
+    """
+
+    _SUPPORTED_FISHER_TYPE = (FisherType.TYPE2, FisherType.MC, FisherType.EMPIRICAL)
+    _APPROXIMATION = NearestKronecker
+
+    def __init__(
+        self,
+        model_func: nn.Module,
+        loss_func: nn.Module,
+        params: Sequence[Tensor] | Mapping[str, Tensor],
+        data: Iterable[Any],
+        progressbar: bool = False,
+        check_deterministic: bool = True,
+        seed: int = 2147483647,
+        num_per_example_loss_terms: int | None = None,
+        separate_weight_and_bias: bool = True,
+        num_data: int | None = None,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        *,
+        fisher_type: str = FisherType.TYPE2,
+        mc_samples: int = 1,
+        output: Callable[[Any], Any] | None = None,
+        mask: Callable[[Any, Any], Tensor] | None = None,
+        example_axis: Mapping[str, int] | None = None,
+        shift_labels: bool = False,
+    ) -> None:
+        super().__init__(
+            model_func,
+            loss_func,
+            params,
+            data,
+            progressbar=progressbar,
+            check_deterministic=check_deterministic,
+            seed=seed,
+            fisher_type=fisher_type,
+            mc_samples=mc_samples,
+            num_per_example_loss_terms=num_per_example_loss_terms,
+            separate_weight_and_bias=separate_weight_and_bias,
+            num_data=num_data,
+            batch_size_fn=batch_size_fn,
+            output=output,
+            mask=mask,
+            example_axis=example_axis,
+            shift_labels=shift_labels,
+        )
+
+    @classmethod
+    def _approximation_options(cls, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    @property
+    def input_covariances(self) -> Factors:
+        """Layer name to the live factor `A`; layers whose weight is not in `params` have none."""
+        return _NearestFactors(self, "A", cast(Any, NearestKronecker))
+
+    @property
+    def gradient_covariances(self) -> Factors:
+        """Layer name to the live factor `G`; of a layer whose bias alone is in `params`, its block."""
+        return _NearestFactors(self, "G", cast(Any, NearestKronecker))
+
+
+class _NearestFactors(Factors):
+    """A bias apart has a block of its own, which a new factor of the weight must not replace."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        factor = self[name]
+        if value.shape != factor.shape:
+            raise ValueError(
+                f"layer {name!r}: expected a factor of shape {list(factor.shape)}, got {list(value.shape)}."
+            )
+        factor.copy_(value)
+
+
+class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
+    """The diagonal of the generalized Gauss-Newton matrix, exact or from would-be gradients, for any layer.
+
+    Args:
+        model_func: The network, a module.
+        loss_func: A loss with a registered likelihood.
+        params: The parameters, in the order in which vectors are formed: a list, or a dict under names of your own.
+        data: Iterable of batches, as for `KFACLinearOperator`.
+        progressbar: Show a bar on every loop over the data.
+        check_deterministic: Compute now, and compare the total loss of two passes over the data.
+        num_data: Replaces the number of examples in the scale of the loss.
+        batch_size_fn: Number of examples of an input that is no tensor.
+        mc_samples: Draws per example; 0 is the exact diagonal.
+        seed: Where the random draws start.
+        num_per_example_loss_terms: Replaces the number of loss terms per example in the scale of the loss.
+        output: Picks the tensor that the loss reads out of what the model returns.
+        mask: `mask(X, y)` gives [N, T] bool: positions that count in the statistics of layers with T positions.
+        example_axis: Module name or glob to the axis of the examples, where it is not the first.
+        shift_labels: Language models: position t predicts the label at t + 1.
+
+    Raises:
+        ValueError: For an unknown loss, or a negative `mc_samples`.
+        RuntimeError: If two passes over the data disagree.
+
+    Cost: one sweep, with one backward pass per column of the loss Hessian's root, or per draw.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Linear(1, 1)
+        >>> data = [(torch.tensor([[2.0]]), torch.zeros(1, 1))]
+        >>> GGNDiagonalLinearOperator(model, nn.MSELoss(), list(model.parameters()), data).diagonal().round()
+        tensor([8., 2.])
+    """
+
+    SELF_ADJOINT: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model_func: nn.Module,
+        loss_func: nn.Module,
+        params: Sequence[Tensor] | Mapping[str, Tensor],
+        data: Iterable[Any],
+        progressbar: bool = False,
+        check_deterministic: bool = True,
+        num_data: int | None = None,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        mc_samples: int = 0,
+        seed: int = 2147483647,
+        *,
+        num_per_example_loss_terms: int | None = None,
+        output: Callable[[Any], Any] | None = None,
+        mask: Callable[[Any, Any], Tensor] | None = None,
+        example_axis: Mapping[str, int] | None = None,
+        shift_labels: bool = False,
+    ) -> None:
+        if mc_samples < 0:
+            raise ValueError(
+                f"Invalid mc_samples: {mc_samples}. Expected 0 for the exact diagonal, or a number of draws."
+            )
+        risk = EmpiricalRisk(
+            model_func,
+            loss_func,
+            data,
+            params,
+            output=output,
+            mask=mask,
+            example_axis=example_axis,
+            batch_size_fn=_batch_size(data, batch_size_fn),
+            num_data=num_data,
+            num_per_example_loss_terms=num_per_example_loss_terms,
+            shift_labels=shift_labels,
+            progressbar=progressbar,
+        )
+        _ = risk.likelihood  # an unknown loss is refused now, not at first use
+        vectors = MonteCarlo(mc_samples, seed) if mc_samples else Exact()
+        super().__init__(risk, DiagonalBlock, vectors=vectors, check_deterministic=check_deterministic)
 
 
 def _batch_size(data: Iterable[Any], given: Callable[[Any], int] | None) -> Callable[[Any], int] | None:

@@ -442,7 +442,7 @@ def _following(stage: Mapping[str, Accumulator]) -> dict[str, Accumulator]:
     finished = {name: accumulator.finish() for name, accumulator in stage.items()}
     found = {name: result for name, result in finished.items() if isinstance(result, Accumulator)}
     for accumulator in found.values():
-        if type(accumulator).carry is Accumulator.carry:
+        if not accumulator.carries:
             accumulator.carry(accumulator)  # says why not
     return found
 

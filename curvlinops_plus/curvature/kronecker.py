@@ -217,6 +217,7 @@ class Correction(Accumulator):
 
     per_group = False
     affine = True
+    carries = True
     constants = ("QG", "QA")
 
     def __init__(self, layer: Layer, scale: Callable[[Totals], Tensor | float], QG: Tensor, QA: Tensor | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from curvlinops_plus.curvature.factors import views
 from curvlinops_plus.curvature.kronecker import EKFAC, KFAC, ekfac_blocks, kfac_blocks
 from curvlinops_plus.curvature.state import FORMAT, VERSION, fingerprint, pack, unpack
-from curvlinops_plus.linalg import BlockDiagonal, LinearOperator
+from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator
 from curvlinops_plus.risk import Layer
 
 if TYPE_CHECKING:
@@ -132,6 +132,12 @@ def read_blocks(K: BlockwiseLinearOperator, state: Mapping[str, Any]) -> dict[st
             dim, expected = blocks[group.name].shape[0], sum(K.risk.params[key].numel() for key in group.keys)
             if dim != expected:
                 raise ValueError(f"State mismatch in block {group.name!r}: its size is {dim}, expected {expected}.")
+            block = blocks[group.name]
+            if isinstance(block, Kronecker) and (block.G.size, block.A.size) != group.layout.matrix_shape[-2:]:
+                raise ValueError(
+                    f"State mismatch in block {group.name!r}: its factors G and A have sizes {block.G.size} and "
+                    f"{block.A.size}, expected {group.layout.matrix_shape[-2:]}."
+                )
     return blocks
 
 

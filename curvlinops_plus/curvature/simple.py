@@ -1,18 +1,19 @@
-"""Blocks made of per-example gradients alone: exact diagonal and exact full blocks, for any layer."""
+"""Blocks for any layer: exact diagonal and full blocks from per-example gradients, and a multiple of the identity."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 
 from torch import Tensor
 
 from curvlinops_plus.curvature.accumulate import Accumulator, needs_gradients
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg import Dense, Diagonal, LinearOperator, Structure
+from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, LinearOperator, Scaled, Structure
 from curvlinops_plus.linalg.numerics import gram
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 
-__all__ = ["DiagonalBlock", "FullBlock"]
+__all__ = ["DiagonalBlock", "FullBlock", "ScaledIdentity"]
 
 
 class DiagonalBlock(Accumulator):
@@ -78,3 +79,46 @@ class FullBlock(Accumulator):
 
     def finish(self) -> LinearOperator:
         return Dense(self.value("matrix"), Structure.PSD)
+
+
+class ScaledIdentity(Accumulator):
+    """The identity times a number, whatever the data: a layer with this block is preconditioned by nothing.
+
+    Arguments as for `Accumulator`, and:
+
+    Args:
+        scale: The number, 1 by default. (The factor of the loss, which other blocks carry, does not enter.)
+
+    Raises:
+        ValueError: If `scale` is negative or not finite.
+
+    Cost: none; no gradients are needed, so it works with `ForwardOnly()` for every layer.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops_plus import EmpiricalRisk, curvature
+        >>> risk = EmpiricalRisk(nn.LayerNorm(2), nn.MSELoss(), [(torch.rand(3, 2), torch.zeros(3, 2))])
+        >>> curvature(risk, ScaledIdentity.using(scale=0.5)).inverse(damping=0.5).diagonal()
+        tensor([1., 1., 1., 1.])
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        group: Group | None,
+        of_loss: Callable[[Totals], Tensor | float],
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(layer, group, of_loss)
+        if not (scale >= 0 and isfinite(scale)):
+            raise ValueError(f"ScaledIdentity: expected a finite scale of at least 0, got {scale}.")
+        self.number = float(scale)
+
+    def update(self, seen: LayerBatch) -> None:
+        pass
+
+    def finish(self) -> LinearOperator:
+        assert self.group is not None
+        size = (self.group.layout.dim,)
+        return Scaled(IdentityLinearOperator([size], self.layer.device, self.layer.accumulation_dtype), self.number)

@@ -12,7 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg import Dense, Diagonal, Eigendecomposed, Factor, Kronecker, LinearOperator, Structure
+from curvlinops_plus.linalg import (
+    Dense,
+    Diagonal,
+    Eigendecomposed,
+    Factor,
+    IdentityLinearOperator,
+    Kronecker,
+    LinearOperator,
+    Scaled,
+    Structure,
+)
 
 __all__ = ["fingerprint", "load", "pack", "same_fingerprint", "save", "unpack"]
 
@@ -35,9 +45,12 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
         return {"type": "Diagonal", "vector": _copy(operator.vector)}
     if isinstance(operator, Dense):
         return {"type": "Dense", "matrix": _copy(operator.matrix), "structure": operator.structure.name}
+    if isinstance(operator, Scaled) and isinstance(operator.A, IdentityLinearOperator):
+        scale = torch.as_tensor(operator.c, dtype=operator.dtype, device=operator.device)
+        return {"type": "ScaledIdentity", "scale": _copy(scale), "size": operator.shape[0]}
     raise ValueError(
         f"A block of type {type(operator).__name__} can't be saved; known are Kronecker, Eigendecomposed, "
-        "Diagonal and Dense."
+        "Diagonal, Dense and multiples of the identity."
     )
 
 
@@ -60,6 +73,9 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
             return Diagonal(state["vector"].to(device))
         if kind == "Dense":
             return Dense(state["matrix"].to(device), Structure[state["structure"]])
+        if kind == "ScaledIdentity":
+            scale = state["scale"]
+            return Scaled(IdentityLinearOperator([(state["size"],)], device, scale.dtype), float(scale))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"The state of a block is incomplete ({error!r}); is the file cut off, or not ours?"

@@ -1,4 +1,4 @@
-"""The one Kronecker product that is nearest to a sum of several."""
+"""The one Kronecker product that is nearest to a sum of several, or to a matrix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["nearest_kronecker"]
+from curvlinops_plus.linalg.numerics import eigh
+
+__all__ = ["balanced", "nearest_kronecker", "nearest_to_matrix"]
 
 
 def nearest_kronecker(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -54,3 +56,111 @@ def nearest_kronecker(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, T
 
 def _inner_products(matrices: Sequence[Tensor]) -> Tensor:  # U matrices -> [U, U], float64 on the CPU
     return torch.tensor([[float((M * N).sum()) for N in matrices] for M in matrices], dtype=torch.float64)
+
+
+def nearest_to_matrix(R: Tensor, diagonal: bool = False) -> tuple[Tensor, Tensor]:
+    """Positive semi-definite factors `G, A` that minimise `|F - G ⊗ A|` for a positive semi-definite `F`.
+
+    Rearranged as `R[o, p, i, j] = F[(o i), (p j)]`, with pairs `(o, p)` as rows and `(i, j)` as columns, a Kronecker
+    product has rank one, so the leading singular pair of `R` is the answer (Van Loan and Pitsianis 1993). It lies in
+    the symmetric matrices, in whose coordinates the problem is a quarter as large. Where several pairs tie, the answer
+    is the one that alternating least squares reaches from the identity. What rounding makes indefinite is replaced by
+    its absolute value, which is as near and positive semi-definite.
+
+    Args:
+        R: The matrix `F`, rearranged: `[*b, o, o, i, i]`, with a batch axis `b` one problem for each of its items.
+        diagonal: Look for a diagonal `A`; `R` is then `[*b, o, o, i]`, the entries with `i = j` alone.
+
+    Returns:
+        `G [*b, o, o]` and `A [*b, i, i]` or `[*b, i]`, with equal mean eigenvalues.
+
+    Raises:
+        NumericsError: If an entry is NaN or infinite.
+
+    Cost: one eigendecomposition of size `k (k + 1) / 2`, with `k` the smaller one of `o` and `i`.
+
+    Example:
+        >>> G, A = nearest_to_matrix(torch.einsum("op,ij->opij", torch.eye(2), torch.ones(2, 2)))
+        >>> (torch.kron(G, A) - torch.kron(torch.eye(2), torch.ones(2, 2))).abs().max() < 1e-6
+        tensor(True)
+    """
+    o, i = R.shape[-2 if diagonal else -3], R.shape[-1]
+    # [*b, o(o+1)/2, i(i+1)/2] or [*b, o(o+1)/2, i]
+    C = _fold(R) if diagonal else _fold(_fold(R.flatten(-2)).mT.unflatten(-2, (i, i))).mT
+    if C.shape[-2] <= C.shape[-1]:
+        G = _absolute(_unfold(_leading(C @ C.mT, _fold_identity(o, C)), o))
+        g = _fold(G[..., None])
+        a = (C.mT @ g / _square_norm(g))[..., 0]
+        A = a if diagonal else _unfold(a, i)
+    else:
+        a = _leading(C.mT @ C, torch.ones_like(C[..., 0, :]) if diagonal else _fold_identity(i, C))
+        A = a.abs() if diagonal else _absolute(_unfold(a, i))
+        a = A[..., None] if diagonal else _fold(A[..., None])
+        G = _unfold((C @ a / _square_norm(a))[..., 0], o)
+    return balanced(G, A)
+
+
+def balanced(G: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    """The same product `G ⊗ A` from factors of equal mean eigenvalues.
+
+    Args:
+        G: `[*b, o, o]`.
+        A: `[*b, i, i]`, or the diagonals `[*b, i]`.
+
+    Example:
+        >>> balanced(8 * torch.eye(2), torch.tensor([1.0, 3.0]))[1]
+        tensor([2., 6.])
+    """
+    diagonal = A.ndim < G.ndim
+    mean_G = G.diagonal(dim1=-2, dim2=-1).mean(-1)
+    mean_A = (A if diagonal else A.diagonal(dim1=-2, dim2=-1)).mean(-1)
+    known = (mean_G > 0) & (mean_A > 0)
+    one = torch.ones_like(mean_G)
+    root = torch.where(known, mean_G, one).sqrt() / torch.where(known, mean_A, one).sqrt()
+    return G / root[..., None, None], A * (root[..., None] if diagonal else root[..., None, None])
+
+
+def _leading(M: Tensor, start: Tensor) -> Tensor:  # [*b, k, k], [k] -> [*b, k]
+    """The direction in which powers of `M` turn `start`: of several leading eigenvectors the projection onto all."""
+    values, Q = eigh(M, "the rearranged block")
+    tie = values >= values[..., -1:] * (1 - 10 * M.shape[-1] * torch.finfo(M.dtype).eps)
+    return (Q @ (tie * (start[..., None, :] @ Q)[..., 0, :])[..., None])[..., 0]
+
+
+def _absolute(M: Tensor) -> Tensor:  # [*b, n, n] -> [*b, n, n]
+    """`√(M²)` of symmetric matrices."""
+    values, Q = eigh(M)
+    result = (Q * values.abs()[..., None, :]) @ Q.mT
+    return (result + result.mT) / 2
+
+
+def _square_norm(v: Tensor) -> Tensor:  # [*b, k, 1] -> [*b, 1, 1]
+    square = v.square().sum((-2, -1), keepdim=True)
+    return torch.where(square > 0, square, torch.ones_like(square))
+
+
+def _triangle(n: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Places of the upper triangle, and the weight of each that keeps inner products."""
+    row, column = torch.triu_indices(n, n, device=like.device)
+    weight = torch.full(row.shape, 2**0.5, dtype=like.dtype, device=like.device)
+    return row, column, torch.where(row == column, torch.ones_like(weight), weight)
+
+
+def _fold(M: Tensor) -> Tensor:  # [..., n, n, m] -> [..., n(n+1)/2, m]
+    """Coordinates of the symmetric part of matrices in an orthonormal basis of all symmetric matrices."""
+    row, column, weight = _triangle(M.shape[-2], M)
+    return (M[..., row, column, :] + M[..., column, row, :]) * (weight / 2)[:, None]
+
+
+def _fold_identity(n: int, like: Tensor) -> Tensor:  # -> [n(n+1)/2]
+    row, column, _ = _triangle(n, like)
+    return (row == column).to(like.dtype)
+
+
+def _unfold(v: Tensor, n: int) -> Tensor:  # [..., n(n+1)/2] -> [..., n, n]
+    """Symmetric matrices from their coordinates."""
+    row, column, weight = _triangle(n, v)
+    M = v.new_empty(*v.shape[:-1], n, n)
+    M[..., row, column] = v / weight
+    M[..., column, row] = v / weight
+    return M
