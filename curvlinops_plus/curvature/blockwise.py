@@ -329,8 +329,8 @@ def curvature(
     Args:
         risk: Model, loss and data.
         approximation: An approximation for all layers (KFAC, EKFAC, NearestKronecker, TNT, DiagonalBlock, FullBlock,
-            ScaledIdentity, your own `Accumulator`), or a mapping from layer names, globs or module types to one. Exact names come before globs, globs before
-            types.
+            ScaledIdentity, your own `Accumulator`), or a mapping from layer names, globs or module types to one. Exact
+            names come before globs, globs before types.
         default: The approximation of layers that the mapping does not name.
         vectors: What is sent back: `Exact()` (the default), `MonteCarlo(samples, seed)`, `Empirical()`,
             `ForwardOnly()`.

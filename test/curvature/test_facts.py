@@ -426,3 +426,44 @@ def test_fact_27_the_corner_of_a_bias_counts_kept_positions(vectors: Any) -> Non
         assert float(A[-1, -1]) == pytest.approx(1, rel=1e-14)
         close(A, cut[name].A.to_dense())
         differs(plain[name].A.to_dense(), A)
+
+
+# ------------------------------------------------------------------------------------------------------- convolutions
+class Pixels(nn.Module):
+    """Channels last, a linear layer at every pixel, channels first."""
+
+    def __init__(self, i: int, o: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(i, o)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.movedim(1, -1)).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("approximation", [KFAC, KFAC.using(kfac_approx="reduce"), EKFAC, FullBlock])
+def test_fact_9_a_one_by_one_convolution_is_a_linear_layer_at_every_pixel(approximation: Any) -> None:
+    tail = nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    data = numbers(5, 3, 4, 2), classes(5)
+    convolution = made(nn.Sequential(nn.Conv2d(3, 3, 1), *tail), nn.CrossEntropyLoss(), data)
+    linear = made(nn.Sequential(Pixels(3, 3), *tail), nn.CrossEntropyLoss(), data)
+    with torch.no_grad():
+        for p, q in zip(linear.params, convolution.params, strict=True):
+            p.copy_(q.view_as(p))
+    close(convolution.curvature(approximation).to_dense(), linear.curvature(approximation).to_dense())
+
+
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("padding", [0, 1, (2, 0)])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_fact_28_the_input_factor_is_the_second_moment_of_the_patches(
+    groups: int, padding: Any, stride: int, dilation: int
+) -> None:
+    layer = nn.Conv2d(4, 2, 3, stride, padding, dilation, groups, bias=False)
+    model = nn.Sequential(layer, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    X = numbers(3, 4, 7, 6)
+    p = made(model, nn.MSELoss(), (X, numbers(3, 2, seed=1)))
+    patches = nn.functional.unfold(X, 3, dilation, padding, stride).mT.unflatten(-1, (groups, -1))  # [N, S, g, i]
+    assert patches.shape[1] == layer(X)[0, 0].numel()  # as many locations as the output has
+    A = torch.einsum("nsgi,nsgj->gij", patches, patches) / patches[..., 0, 0].numel()
+    close(p.curvature(KFAC).blocks["0"].A.to_dense(), torch.block_diag(*A))
