@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from curvlinops_plus.linalg.blocks import BlockDiagonal
 from curvlinops_plus.linalg.deferred import Deferred
+from curvlinops_plus.linalg.external import from_scipy
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.inverse import RelativeDamping, heuristic_damping
+from curvlinops_plus.linalg.iterative import (
+    CGInverseLinearOperator,
+    LSMRInverseLinearOperator,
+    MINRESInverseLinearOperator,
+    NeumannInverseLinearOperator,
+)
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
+from curvlinops_plus.linalg.krylov import SolveInfo, cg, lsmr, minres, neumann
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.nearest import nearest_kronecker
 from curvlinops_plus.linalg.numerics import cholesky_inverse, eigh, gram, psd_clip
@@ -15,10 +23,12 @@ from curvlinops_plus.linalg.scipy import to_scipy
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, Identity, IdentityLinearOperator
+from curvlinops_plus.linalg.submatrix import ProjectedLinearOperator, SubmatrixLinearOperator, submatrix
 
 __all__ = [
     "Adjoint",
     "BlockDiagonal",
+    "CGInverseLinearOperator",
     "Deferred",
     "Dense",
     "Diagonal",
@@ -27,20 +37,32 @@ __all__ = [
     "Identity",
     "IdentityLinearOperator",
     "Kronecker",
+    "LSMRInverseLinearOperator",
     "Layout",
     "LinearOperator",
+    "MINRESInverseLinearOperator",
+    "NeumannInverseLinearOperator",
     "Product",
+    "ProjectedLinearOperator",
     "RelativeDamping",
     "Scaled",
     "Shifted",
+    "SolveInfo",
     "Space",
     "Structure",
+    "SubmatrixLinearOperator",
     "Sum",
+    "cg",
     "cholesky_inverse",
     "eigh",
+    "from_scipy",
     "gram",
     "heuristic_damping",
+    "lsmr",
+    "minres",
     "nearest_kronecker",
+    "neumann",
     "psd_clip",
+    "submatrix",
     "to_scipy",
 ]

@@ -24,12 +24,12 @@ if TYPE_CHECKING:  # for annotations only: operators inherit from what is define
 __all__ = ["ClosedForms", "naming"]
 
 _ADVICE = {
-    "trace": "estimate it from products with random vectors v, as the mean of vᵀ A v (Hutchinson)",
-    "logdet": "estimate it from products by stochastic Lanczos quadrature",
-    "frobenius_norm": "estimate its square from products with random vectors v, as the mean of |A v|²",
-    "eigenvalues": "compute the largest with scipy.sparse.linalg.eigsh(A.to_scipy())",
-    "diagonal": "estimate it from products with random signs v, as the mean of v * (A @ v)",
-    "inverse": "solve with scipy.sparse.linalg.cg(A.to_scipy(), b)",
+    "trace": "estimate it from products with random vectors: `xtrace(A, ...)` or `hutchinson_trace(A, ...)`",
+    "logdet": "estimate it from products by stochastic Lanczos quadrature: `curvlinops_plus.estimate.logdet(A, ...)`",
+    "frobenius_norm": "estimate its square from products with random vectors: `hutchinson_squared_fro(A, ...)`",
+    "eigenvalues": "compute the largest with `top_eigenpairs(A, k)` or scipy.sparse.linalg.eigsh(A.to_scipy())",
+    "diagonal": "estimate it from products with random vectors: `xdiag(A, ...)` or `hutchinson_diag(A, ...)`",
+    "inverse": "solve with `CGInverseLinearOperator(A)`, or MINRES if it is indefinite",
     "power": "approximate its eigenvectors with scipy.sparse.linalg.eigsh(A.to_scipy())",
     "sample": "approximate the matrix by a structured one, for example KFAC, and sample from that",
 }

@@ -6,7 +6,7 @@ the matrix is symmetric, or write `_rmatmat`. All forms of vectors, arithmetic, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ class LinearOperator(ClosedForms):
     def adjoint(self) -> LinearOperator:
         """The transposed matrix; a symmetric one is its own."""
         return self if self.structure >= Structure.SYMMETRIC else Adjoint(self)
+
+    if TYPE_CHECKING:  # set by submatrix.py, which builds on this file
+
+        def __getitem__(self, key: tuple[Any, Any]) -> LinearOperator: ...
 
     @property
     def T(self) -> LinearOperator:

@@ -1,0 +1,119 @@
+"""Matrices of SciPy and NumPy as operators of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
+from scipy.sparse.linalg import aslinearoperator
+from torch import Tensor
+
+from curvlinops_plus.linalg.implicit import linear_in
+from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.space import Space
+from curvlinops_plus.linalg.structure import Structure
+from curvlinops_plus.linalg.structured import Dense
+
+__all__ = ["from_scipy"]
+
+
+class _FromSciPy(LinearOperator):
+    def __init__(self, op: SciPyLinearOperator, dtype: torch.dtype, device: torch.device, structure: Structure) -> None:
+        self.op, self._dtype, self._device, self._structure = op, dtype, device, structure
+        m, n = op.shape
+        self._in_space = Space.from_shapes([(n,)])
+        self._out_space = self._in_space if m == n else Space.from_shapes([(m,)])
+
+    @property
+    def in_space(self) -> Space:
+        return self._in_space
+
+    @property
+    def out_space(self) -> Space:
+        return self._out_space
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def structure(self) -> Structure:
+        return self._structure
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+        return from_scipy(self.op, dtype or self._dtype, device or self._device, self._structure)
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return linear_in(X, self._product, self._adjoint_product)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return linear_in(X, self._adjoint_product, self._product)
+
+    def _product(self, X: Tensor) -> Tensor:
+        return self._on_host(X, self.op.matmat)
+
+    def _adjoint_product(self, X: Tensor) -> Tensor:
+        if self._structure >= Structure.SYMMETRIC:
+            return self._product(X)
+        try:
+            return self._on_host(X, self.op.rmatmat)
+        except (NotImplementedError, TypeError) as error:  # which of them depends on how the operator was written
+            raise NotImplementedError(
+                f"The SciPy operator {self.op!r} cannot multiply from the left; give it `rmatvec`, or call "
+                "from_scipy(op, structure=Structure.SYMMETRIC) if it is symmetric."
+            ) from error
+
+    def _on_host(self, X: Tensor, product: Any) -> Tensor:
+        given = np.float64 if self._dtype == torch.float64 else np.float32
+        array = X.detach().cpu().to(torch.float64 if given is np.float64 else torch.float32).numpy()
+        return torch.tensor(np.asarray(product(array)), dtype=self._dtype, device=self._device)
+
+
+def from_scipy(
+    op: Any,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    structure: Structure = Structure.GENERAL,
+) -> LinearOperator:
+    """A SciPy operator, sparse matrix or NumPy array as an operator of this package.
+
+    An array becomes a `Dense` copy. For the others, vectors are copied between the device and NumPy in each product.
+
+    Args:
+        op: `scipy.sparse.linalg.LinearOperator`, sparse matrix or array, or NumPy array [m, n]; real.
+        dtype: What the result computes in; by default float32 for a float32 or half-precision `op`, float64 otherwise.
+        device: Where the result takes and returns vectors, by default the CPU.
+        structure: What is known about the matrix; not checked, except that symmetric matrices are square.
+
+    Raises:
+        TypeError: If `op` is not one of these, or complex.
+        ValueError: If a symmetric matrix is not square.
+
+    Example:
+        >>> import scipy.sparse
+        >>> A = from_scipy(scipy.sparse.diags([1.0, 2.0]), torch.float32, structure=Structure.PSD)
+        >>> A @ torch.ones(2)
+        tensor([1., 2.])
+    """
+    if isinstance(op, Tensor):
+        raise TypeError("Expected a SciPy operator, sparse matrix or NumPy array, got a tensor; use Dense(op).")
+    if isinstance(op, LinearOperator):
+        raise TypeError(f"Expected a SciPy operator, got {op.label}, which is one of ours already.")
+    given = np.dtype(getattr(op, "dtype", None) or np.float64)
+    if given.kind not in "fiub":
+        raise TypeError(f"Expected a matrix of real numbers, got dtype {given}; take its real part.")
+    if dtype is None:
+        dtype = torch.float32 if given in (np.dtype(np.float32), np.dtype(np.float16)) else torch.float64
+    where = torch.empty(0, device="cpu" if device is None else device).device
+    if isinstance(op, np.ndarray):
+        return Dense(torch.tensor(op, dtype=dtype, device=where), structure)
+    wrapped = aslinearoperator(op)
+    if structure > Structure.GENERAL and wrapped.shape[0] != wrapped.shape[1]:
+        raise ValueError(f"Expected a {structure.name} matrix to be square, got {list(wrapped.shape)}.")
+    return _FromSciPy(wrapped, dtype, where, structure)

@@ -1,0 +1,179 @@
+"""Reading a log-amplitude `log ψ(θ, x)`, its parameters and its samples, whatever their form, into real vectors.
+
+Three kinds of amplitude, after netket. `O` are the derivatives of `log ψ` that stochastic reconfiguration is about:
+
+| `amplitude` | log ψ | parameters | `O` of one sample |
+| --- | --- | --- | --- |
+| "real" | real; of a complex one the real part, `log|ψ|` | real or complex | `∇ log|ψ|`, one row |
+| "complex" | complex | real or complex, also mixed | `∇ Re log ψ` and `∇ Im log ψ`, two rows |
+| "holomorphic" | complex and holomorphic in the parameters | all complex | complex derivative, one row |
+
+Everything behind this file is real. A complex parameter of shape `[*s]` is a real tensor `[*s, 2]`, its real and
+imaginary parts (`torch.view_as_real`), and two rows are two numbers per sample. A holomorphic function in these terms
+has the same two rows as a complex one; only that the second follows from the first (Cauchy and Riemann), which saves
+half of the derivatives and of their memory.
+
+The gradient of a real function with respect to a complex parameter is that with respect to the real part plus `i` times
+that with respect to the imaginary part, as in `p.grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+
+from curvlinops_plus.linalg import Space
+from curvlinops_plus.risk import named_params
+
+__all__ = ["Amplitude", "LogAmplitude", "LogPsi", "Params", "as_real", "undisturbed"]
+
+Amplitude = Literal["real", "complex", "holomorphic"]
+LogPsi = nn.Module | Callable[[Any, Any], Tensor]
+Params = Sequence[Tensor] | Mapping[str, Tensor] | None
+
+
+class LogAmplitude:
+    """`log ψ` as a function of real tensors.
+
+    Args:
+        log_psi: A module called with samples, or a function `(params, samples)`; returns `[n]` or `[n, 1]`, one number
+            per sample, each of which depends on its own sample alone.
+        params: A list, tuple or dict of tensors; of a module its own (None: all that require a gradient).
+        amplitude: See the table above.
+
+    Raises:
+        ValueError: If `amplitude` is none of the three, or parameters are missing or of kinds that do not fit it.
+        TypeError: If `log_psi` can't be called, or `params` is no collection of tensors.
+    """
+
+    def __init__(self, log_psi: LogPsi, params: Params, amplitude: Amplitude = "real") -> None:
+        if amplitude not in get_args(Amplitude):
+            raise ValueError(f"Expected amplitude to be one of {list(get_args(Amplitude))}, got {amplitude!r}.")
+        self.kind, self.module, self.function = amplitude, None, log_psi
+        self.container: Any = dict if isinstance(params, Mapping) else tuple if isinstance(params, tuple) else list
+        self.params = self._read_module(log_psi, params) if isinstance(log_psi, nn.Module) else self._read(params)
+        if not callable(log_psi):
+            raise TypeError(
+                f"Expected log_psi to be a torch.nn.Module, or a function of (params, samples) that returns log ψ of "
+                f"each sample; got {type(log_psi).__name__}."
+            )
+        places = {p.device for p in self.params.values()}
+        if len(places) > 1:
+            raise ValueError(f"Expected all parameters on one device, got {sorted(map(str, places))}.")
+        self.device = places.pop()
+        self.dtype = torch.float32
+        for name, p in self.params.items():
+            if not (p.is_floating_point() or p.is_complex()):
+                raise ValueError(f"Expected real or complex parameters; {name!r} is of {p.dtype}.")
+            self.dtype = torch.promote_types(self.dtype, p.dtype.to_real())
+        real = [name for name, p in self.params.items() if not p.is_complex()]
+        if amplitude == "holomorphic" and real:
+            raise ValueError(
+                f'amplitude="holomorphic" needs complex parameters, and {real} are real. Use "complex", which takes '
+                "parameters of both kinds."
+            )
+        self.space = Space.of({name: as_real(p) for name, p in self.params.items()})
+
+    def _read_module(self, module: nn.Module, params: Params) -> dict[str, Tensor]:
+        own, _ = named_params(module, params)
+        self.module = module
+        names = {id(p): name for name, p in module.named_parameters()}
+        self._names = {key: names[id(p)] for key, p in own.items()}
+        return own
+
+    def _read(self, params: Params) -> dict[str, Tensor]:
+        items = list(params.items()) if isinstance(params, Mapping) else None
+        if items is None and isinstance(params, (list, tuple)):
+            items = [(str(position), p) for position, p in enumerate(params)]
+        if not items or not all(isinstance(p, Tensor) for _, p in items):
+            given = "an empty one" if items == [] else type(params).__name__
+            raise TypeError(
+                f"Expected `params` to be a list, tuple or dict of tensors, which log_psi(params, samples) gets as its "
+                f"first argument; got {given if items is None or items == [] else 'one with other entries'}. (A module "
+                "knows its own.)"
+            )
+        return dict(items)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of the parameters' present values as real tensors, in their own precision."""
+        with torch.inference_mode(False):
+            return {name: as_real(p.detach()).clone() for name, p in self.params.items()}
+
+    def __call__(self, values: Mapping[str, Tensor], samples: Any) -> Tensor:  # {name: real}, m samples -> [m, c]
+        """`log ψ` of m samples, with c = 1 number per sample or 2, real and imaginary part."""
+        given = {name: torch.view_as_complex(v) if self.params[name].is_complex() else v for name, v in values.items()}
+        if self.module is not None:
+            out = functional_call(self.module, {self._names[name]: v for name, v in given.items()}, (samples,))
+        else:
+            out = self.function(given if self.container is dict else self.container(given.values()), samples)
+        m = len(tree_leaves(samples)[0])
+        if not isinstance(out, Tensor) or out.shape not in ((m,), (m, 1)):
+            what = f"shape {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise ValueError(
+                f"log_psi returned {what} for {m} samples; expected [{m}] or [{m}, 1], log ψ of each sample. (Sign and "
+                "log|ψ| apart: return log|ψ|, or torch.complex(log|ψ|, phase) for a complex amplitude.)"
+            )
+        out = out.reshape(m)
+        if not out.is_complex():
+            if self.kind == "holomorphic":
+                raise ValueError(f'amplitude="holomorphic" needs a complex log ψ, and log_psi returned {out.dtype}.')
+            return out[:, None]
+        return out.real[:, None] if self.kind == "real" else torch.stack((out.real, out.imag), 1)
+
+    # Vectors in the user's form --------------------------------------------------------------------------------------
+
+    def read(self, given: Any, what: str) -> Tensor:  # list, tuple or dict like the parameters, or flat -> [P]
+        """A vector that was given in the form of the parameters.
+
+        Raises:
+            ValueError: If shapes, names or number of tensors are not those of the parameters.
+            TypeError: If it is something else.
+        """
+        tree = given
+        if not isinstance(given, (Mapping, list, tuple, Tensor)):
+            raise TypeError(
+                f"{what}: expected a list or dict of tensors like the parameters, or one flat tensor "
+                f"[{self.space.dim}]; got {type(given).__name__}."
+            )
+        if isinstance(given, Mapping):
+            tree = {name: as_real(t) if isinstance(t, Tensor) else t for name, t in given.items()}
+        elif isinstance(given, (list, tuple)):
+            tree = [as_real(t) if isinstance(t, Tensor) else t for t in given]
+        try:
+            if not isinstance(tree, Tensor):
+                tree = self.space.flatten(tree)
+            X, form = self.space.read(tree.detach().to(self.device, self.dtype), self.dtype, self.device)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{what}: {error}") from error
+        if form.columns is not None:
+            raise ValueError(f"{what}: expected one vector, got {X.shape[1]} columns.")
+        return X[:, 0]
+
+    def write(self, v: Tensor, like: Any = None) -> Any:  # [P] -> like the parameters
+        """A vector in the form of the parameters, in their shapes and dtypes; of a flat question a flat answer."""
+        if isinstance(like, Tensor):
+            return v.to(like.dtype)
+        named = {
+            name: (torch.view_as_complex(t.contiguous()) if p.is_complex() else t).to(p.dtype)
+            for (name, t), p in zip(self.space.unflatten(v).items(), self.params.values(), strict=True)
+        }
+        kind: Any = self.container if like is None else dict if isinstance(like, Mapping) else type(like)
+        return named if kind is dict else kind(named.values())
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Context for arithmetic of ours: no graph, full precision, whatever the caller's modes are."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def as_real(t: Tensor) -> Tensor:  # [*s] -> [*s], or [*s, 2] of a complex tensor
+    """A complex tensor as its real and imaginary parts."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t

@@ -1,0 +1,194 @@
+"""SciPy's solvers on our operators, and SciPy's matrices as operators of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.sparse
+import scipy.sparse.linalg as sla
+import torch
+from torch import nn
+
+from curvlinops_plus import HessianLinearOperator
+from curvlinops_plus.linalg import Dense, Kronecker, Structure
+from curvlinops_plus.linalg.external import from_scipy
+from curvlinops_plus.linalg.krylov import cg
+
+from .cases import F64, normal, psd, symmetric
+from .test_laws import close
+
+PSD, SYMMETRIC = Structure.PSD, Structure.SYMMETRIC
+F32 = torch.float32
+
+
+def hessian(dtype: torch.dtype) -> HessianLinearOperator:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(dtype)
+    data = [(torch.randn(12, 4).to(dtype), torch.randn(12, 2).to(dtype))]
+    return HessianLinearOperator(model, nn.MSELoss(), list(model.parameters()), data)
+
+
+# Ours in SciPy -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_eigsh_of_a_hessian(dtype: torch.dtype) -> None:
+    """ARPACK works in the operator's own dtype, also float32."""
+    H = hessian(dtype)
+    S = H.to_scipy()
+    assert S.dtype == (np.float64 if dtype == F64 else np.float32)
+    expected = np.linalg.eigvalsh(H.to_dense().double().numpy())
+    tolerance = 1e-9 if dtype == F64 else 1e-4
+    values, vectors = sla.eigsh(S, k=3)
+    assert values.dtype == vectors.dtype == S.dtype
+    by_size = expected[np.argsort(np.abs(expected))]
+    np.testing.assert_allclose(np.sort(values), np.sort(by_size[-3:]), rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(S @ vectors, vectors * values, atol=10 * tolerance)
+    lowest = sla.eigsh(S, k=1, which="SA", return_eigenvectors=False)
+    np.testing.assert_allclose(lowest[0], expected[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("solver", ["arpack", "propack"])
+def test_svds(dtype: torch.dtype, solver: str) -> None:
+    M = normal(30, 20)
+    S = Dense(M.to(dtype)).to_scipy()
+    u, s, vt = sla.svds(S, k=2, solver=solver)
+    np.testing.assert_allclose(np.sort(s), np.linalg.svd(M.numpy())[1][1::-1], rtol=1e-6 if dtype == F64 else 1e-3)
+    np.testing.assert_allclose(S @ vt.T, u * s, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_cg_and_minres(dtype: torch.dtype) -> None:
+    P, I, b = psd(9, 9), symmetric(9), normal(9).to(dtype).numpy()
+    tolerance = 1e-7 if dtype == F64 else 1e-3
+    x, info = sla.cg(Dense(P.to(dtype), PSD).to_scipy(), b, rtol=tolerance / 10)
+    assert info == 0
+    np.testing.assert_allclose(P.numpy() @ x, b, atol=10 * tolerance)
+    x, info = sla.minres(Dense(I.to(dtype), SYMMETRIC).to_scipy(), b, rtol=tolerance / 100)
+    assert info == 0
+    np.testing.assert_allclose(I.numpy() @ x, b, atol=10 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_lobpcg(dtype: torch.dtype) -> None:
+    K = Kronecker(psd(6, 6).to(dtype), psd(5, 5, seed=1).to(dtype))
+    start = np.random.default_rng(0).standard_normal((30, 3)).astype(np.float64 if dtype == F64 else np.float32)
+    values, _ = sla.lobpcg(K.to_scipy(), start, maxiter=200, tol=1e-6 if dtype == F64 else 1e-3)
+    expected = np.linalg.eigvalsh(K.to_dense().double().numpy())[::-1][:3]
+    np.testing.assert_allclose(values, expected, rtol=1e-8 if dtype == F64 else 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_expm_multiply_and_onenormest(dtype: torch.dtype) -> None:
+    M, b = normal(8, 8) / 4, normal(8).to(dtype).numpy()
+    S = Dense(M.to(dtype)).to_scipy()
+    x = sla.expm_multiply(S, b, traceA=float(M.trace()))
+    np.testing.assert_allclose(x, scipy.linalg.expm(M.numpy()) @ b, rtol=1e-9 if dtype == F64 else 1e-3, atol=1e-4)
+    exact = np.linalg.norm(M.numpy(), 1)
+    assert exact / 3 < sla.onenormest(S) < exact * (1 + 1e-5)  # it estimates from below
+
+
+# SciPy's as ours -----------------------------------------------------------------------------------------------------
+
+MATRIX = normal(4, 6).numpy()
+SOURCES: list[tuple[str, Any]] = [
+    ("array", MATRIX),
+    ("csr matrix", scipy.sparse.csr_matrix(MATRIX)),
+    ("coo array", scipy.sparse.coo_array(MATRIX)),
+    ("operator", sla.aslinearoperator(MATRIX)),
+    ("ours and back", Dense(torch.from_numpy(MATRIX)).to_scipy()),
+]
+each_source = pytest.mark.parametrize("source", [op for _, op in SOURCES], ids=[name for name, _ in SOURCES])
+
+
+@each_source
+def test_from_scipy(source: Any) -> None:
+    A, M = from_scipy(source), torch.from_numpy(MATRIX)
+    assert A.shape == (4, 6)
+    assert A.dtype == F64
+    assert A.structure == Structure.GENERAL
+    close(A.to_dense(), M)
+    close(A.T.to_dense(), M.T)
+    X = normal(6, 3)
+    close(A @ X, M @ X)
+    close(A @ X[:, 0], M @ X[:, 0])
+    assert isinstance(A @ X.numpy(), np.ndarray)
+    close(normal(2, 4) @ A, normal(2, 4) @ M)
+    close((A @ A.T).to_dense(), M @ M.T)
+    np.testing.assert_allclose(A.to_scipy() @ X.numpy(), M @ X)
+
+
+@each_source
+@pytest.mark.parametrize("dtype", [F64, F32, torch.bfloat16])
+def test_from_scipy_in_a_dtype_on_a_device(source: Any, dtype: torch.dtype, device: torch.device) -> None:
+    A = from_scipy(source, dtype, device)
+    assert A.dtype == dtype
+    assert A.device.type == device.type
+    x = normal(6).to(device, dtype)
+    answer = A @ x
+    assert answer.dtype == dtype
+    assert answer.device.type == device.type
+    loose = {"rtol": 5e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(answer.cpu().double(), torch.from_numpy(MATRIX) @ x.cpu().double(), **loose)
+    again = from_scipy(source).to(device, dtype)
+    torch.testing.assert_close(again @ x, answer, **loose)
+
+
+def test_dtypes_follow_the_source() -> None:
+    for given, expected in ((np.float64, F64), (np.float32, F32), (np.int64, F64)):
+        assert from_scipy(np.eye(2, dtype=given)).dtype == expected
+        assert from_scipy(scipy.sparse.eye(2, dtype=given)).dtype == expected
+    assert from_scipy(np.eye(2, dtype=np.float16)).dtype == F32
+
+
+def test_an_array_is_copied() -> None:
+    M = np.eye(2)
+    A = from_scipy(M, structure=PSD)
+    M *= 3
+    close(A.to_dense(), torch.eye(2, dtype=F64))
+    assert A.structure == PSD
+    M.flags.writeable = False
+    close(from_scipy(M).to_dense(), 3 * torch.eye(2, dtype=F64))
+
+
+def test_a_sparse_system() -> None:
+    n = 200
+    laplacian = scipy.sparse.diags([-np.ones(n - 1), 2.1 * np.ones(n), -np.ones(n - 1)], offsets=[-1, 0, 1])
+    A = from_scipy(laplacian.tocsr(), structure=PSD)
+    assert A.T is A
+    b = normal(n, 2)
+    x, info = cg(A, b, tol=1e-13)
+    assert info.converged.all()
+    close(x, torch.from_numpy(sla.spsolve(laplacian.tocsc(), b.numpy())))
+
+
+def test_an_operator_without_adjoint() -> None:
+    op = sla.LinearOperator((3, 3), matvec=lambda x: 2 * x, dtype=np.float64)
+    symmetric_one = from_scipy(op, structure=SYMMETRIC)
+    close(torch.ones(3, dtype=F64) @ symmetric_one, 2 * torch.ones(3, dtype=F64))
+    with pytest.raises(NotImplementedError, match="cannot multiply from the left; give it `rmatvec`, or call from_sci"):
+        _ = torch.ones(3, dtype=F64) @ from_scipy(op)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: from_scipy(torch.eye(2)), TypeError, r"got a tensor; use Dense\(op\)"),
+        (lambda: from_scipy(Dense(torch.eye(2))), TypeError, "which is one of ours already"),
+        (lambda: from_scipy(np.eye(2) * 1j), TypeError, "real numbers, got dtype complex128"),
+        (lambda: from_scipy("matrix"), TypeError, "type not understood"),
+        (lambda: from_scipy(MATRIX, structure=PSD), ValueError, r"expected a PSD matrix to be square, got \[4, 6\]"),
+        (
+            lambda: from_scipy(scipy.sparse.csr_array(MATRIX), structure=SYMMETRIC),
+            ValueError,
+            r"Expected a SYMMETRIC matrix to be square, got \[4, 6\]",
+        ),
+    ],
+)
+def test_refused(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,298 @@
+"""Rows and columns of matrices, picked in every way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from curvlinops_plus import GGNLinearOperator, KFACLinearOperator
+from curvlinops_plus.errors import NoClosedForm
+from curvlinops_plus.linalg import (
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    IdentityLinearOperator,
+    LinearOperator,
+    Space,
+    Structure,
+)
+from curvlinops_plus.linalg.submatrix import ProjectedLinearOperator, SubmatrixLinearOperator, submatrix
+
+from .cases import CASES, F64, Case, OnlyProducts, block_diagonal, normal, psd
+from .test_laws import close
+
+PSD, GENERAL = Structure.PSD, Structure.GENERAL
+SPACE = Space.from_shapes({"a": (2, 2), "b": (3,), "c": (2,)})  # 9 entries
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+def flags(n: int, *positions: int) -> list[bool]:
+    return [k in positions for k in range(n)]
+
+
+PICKS: list[tuple[Any, list[int]]] = [
+    ([4, 0, 7], [4, 0, 7]),
+    ((1, 2), [1, 2]),
+    (range(3, 6), [3, 4, 5]),
+    ([], []),
+    (torch.tensor([8, 3]), [8, 3]),
+    (torch.tensor([8, 3], dtype=torch.int32), [8, 3]),
+    (np.array([2, 5]), [2, 5]),
+    ([np.int64(6)], [6]),
+    (flags(9, 1, 4), [1, 4]),
+    (torch.tensor(flags(9, 0, 8)), [0, 8]),
+    (np.array(flags(9, 3)), [3]),
+    (slice(2, 6), [2, 3, 4, 5]),
+    (slice(None, None, 4), [0, 4, 8]),
+    (slice(None, None, -3), [8, 5, 2]),
+    (slice(-2, None), [7, 8]),
+    (slice(None), list(range(9))),
+    ("b", [4, 5, 6]),
+    (["c", "a"], [7, 8, 0, 1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize(("which", "positions"), PICKS, ids=str)
+def test_ways_to_pick(which: Any, positions: list[int]) -> None:
+    M = psd(9, 9)
+    A = OnlyProducts(M, SPACE)
+    for rows, cols, expected in (
+        (which, [0, 5], M[positions][:, [0, 5]]),
+        ([0, 5], which, M[[0, 5]][:, positions]),
+        (which, which, M[positions][:, positions]),
+    ):
+        S = SubmatrixLinearOperator(A, rows, cols)
+        assert S.shape == tuple(expected.shape)
+        close(S.to_dense(), expected)
+        close(S.T.to_dense(), expected.T)
+        close(A[rows, cols].to_dense(), expected)
+        X = normal(expected.shape[1], 2)
+        close(S @ X, expected @ X)
+        close(normal(2, expected.shape[0]) @ S, normal(2, expected.shape[0]) @ expected)
+        assert S.structure == (PSD if rows is cols else GENERAL)
+
+
+@settings(max_examples=40, deadline=None)
+@given(m=st.integers(1, 7), n=st.integers(1, 7), data=st.data())
+def test_any_rows_and_columns(m: int, n: int, data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.integers(0, m - 1), unique=True))
+    cols = data.draw(st.lists(st.integers(0, n - 1), unique=True))
+    M = normal(m, n)
+    expected = M[rows][:, cols]
+    for S in (SubmatrixLinearOperator(Dense(M), rows, cols), Dense(M)[rows, cols]):
+        close(S.to_dense(), expected)
+        close(S.T.to_dense(), expected.T)
+        X = normal(len(cols), 3)
+        close(S @ X, expected @ X)
+
+
+@each_case
+def test_of_every_operator(case: Case) -> None:
+    """What `submatrix` returns is the submatrix, and what it knows of itself is right."""
+    A, M = case.make(F64)
+    m, n = M.shape
+    rows, cols = list(range(m))[::-2], list(range(n))[1:]
+    close(A[rows, cols].to_dense(), M[rows][:, cols])
+    close(A[rows, cols].T.to_dense(), M[rows][:, cols].T)
+    if m == n:
+        principal = A[rows, rows]
+        expected = M[rows][:, rows]
+        close(principal.to_dense(), expected)
+        assert principal.structure == A.structure
+        try:
+            close(principal.diagonal(), expected.diagonal())
+            close(principal.trace, expected.trace())
+        except NoClosedForm:
+            assert "diagonal" in case.without
+        projected = ProjectedLinearOperator(A, rows)
+        P = torch.zeros_like(M)
+        P[rows, rows] = 1
+        close(projected.to_dense(), P @ M @ P)
+        close(projected.T.to_dense(), (P @ M @ P).T)
+        assert projected.structure == A.structure
+        try:
+            close(projected.diagonal(), (P @ M @ P).diagonal())
+            close(projected.trace, (P @ M @ P).trace())
+        except NoClosedForm:
+            assert "diagonal" in case.without
+
+
+def test_parameters_keep_their_names_and_shapes() -> None:
+    M = psd(9, 9)
+    A = OnlyProducts(M, SPACE)
+    S = A[["c", "a"], "b"]
+    assert S.in_shapes == ((3,),)
+    assert S.out_shapes == ((2,), (2, 2))
+    x = normal(3)
+    answer = S @ {"b": x}
+    assert list(answer) == ["c", "a"]
+    close(answer["a"].flatten(), M[:4, 4:7] @ x)
+    close(answer["c"], M[7:, 4:7] @ x)
+    listed = S @ [x]
+    assert [t.shape for t in listed] == [(2,), (2, 2)]
+    assert A[:, "b"].out_space == SPACE
+    assert A[:, :].in_space == SPACE
+    assert A[[0, 1], :].out_shapes == ((2,),)
+    assert A[:, :].structure == PSD
+
+
+def test_structure_stays() -> None:
+    M = psd(6, 6)
+    kept = Dense(M, PSD)[[5, 1], [5, 1]]
+    assert isinstance(kept, Dense)
+    assert kept.structure == PSD
+    close(kept.inverse(0.1).to_dense(), torch.linalg.inv(M[[5, 1]][:, [5, 1]] + 0.1 * torch.eye(2, dtype=F64)))
+    cross = Dense(M, PSD)[[5, 1], [1, 5]]
+    assert isinstance(cross, Dense)
+    assert cross.structure == GENERAL
+    d = Diagonal(torch.arange(6.0, dtype=F64))
+    assert isinstance(d[[1, 3], [1, 3]], Diagonal)
+    assert isinstance(d[[1, 3], [3, 1]], SubmatrixLinearOperator)
+    close(d[[1, 3], [3, 1]].to_dense(), torch.tensor([[0.0, 1.0], [3.0, 0.0]], dtype=F64))
+    eye = IdentityLinearOperator({"w": (2, 2), "b": (2,)}, dtype=F64)
+    assert isinstance(eye["b", "b"], IdentityLinearOperator)
+    assert eye["b", "b"].in_space.names == ["b"]
+    assert isinstance(Dense(psd(2, 3, 3), PSD)[[0, 1], [0, 1]], SubmatrixLinearOperator)
+
+
+def test_whole_blocks_stay_blocks() -> None:
+    K, M = block_diagonal(F64)
+    assert isinstance(K, BlockDiagonal)
+    names = ["scale", "conv.weight", "conv.bias"]
+    at = K.space.unflatten(torch.arange(K.space.dim))
+    positions = torch.cat([at[name].flatten() for name in names])
+    S = K[names, names]
+    assert isinstance(S, BlockDiagonal)
+    assert list(S.blocks) == ["conv", "scale"]
+    assert S.blocks["conv"] is K.blocks["conv"]
+    close(S.to_dense(), M[positions][:, positions])
+    close(S.logdet, torch.logdet(M[positions][:, positions]))
+    cut = K[["conv.weight"], ["conv.weight"]]
+    assert isinstance(cut, SubmatrixLinearOperator)
+    close(cut.to_dense(), M[at["conv.weight"].flatten()][:, at["conv.weight"].flatten()])
+    assert isinstance(K["scale", "grouped"], SubmatrixLinearOperator)
+
+
+def test_layers_of_a_network() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    data = [(torch.randn(7, 3, dtype=F64), torch.randn(7, 2, dtype=F64))]
+    params = dict(model.named_parameters())
+    K = KFACLinearOperator(model, nn.MSELoss(), params, data, separate_weight_and_bias=False)
+    names = ["2.weight", "2.bias"]
+    S = K[names, names]
+    dense = K.to_dense()
+    close(S.to_dense(), dense[16:, 16:])
+    close(S.inverse(0.1).logdet, -torch.logdet(dense[16:, 16:] + 0.1 * torch.eye(10, dtype=F64)))
+    assert list(S @ {name: params[name].detach() for name in names}) == names
+    assert S.device == K.device
+    assert S.structure == PSD
+    before = S.to_dense()
+    K.compute_kronecker_factors()  # what is computed again, is seen
+    close(S.to_dense(), before)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    K.compute_kronecker_factors()
+    close(S.to_dense(), K.to_dense()[16:, 16:])
+    assert (S.to_dense() - before).abs().max() > 1e-3
+    G = GGNLinearOperator(model, nn.MSELoss(), params, data)
+    close(G[names, "0.bias"].to_dense(), G.to_dense()[16:, 12:16])
+    close(G["0.bias", "0.bias"].to_dense(), G.to_dense()[12:16, 12:16])
+
+
+def test_another_submatrix() -> None:
+    M = normal(4, 5)
+    S = SubmatrixLinearOperator(Dense(M), [0], [1])
+    S.set_submatrix([1, 2], [4, 0, 3])
+    assert S.shape == (2, 3)
+    close(S.to_dense(), M[[1, 2]][:, [4, 0, 3]])
+
+
+def test_entries_of_a_lazy_submatrix_are_live() -> None:
+    M = psd(4, 4)
+    S = SubmatrixLinearOperator(Dense(M, PSD), [0, 1], [0, 1])
+    M.mul_(2)
+    close(S.to_dense(), M[:2, :2])
+
+
+def test_derivatives_flow() -> None:
+    v = torch.ones(2, dtype=F64, requires_grad=True)
+    M = normal(4, 4)
+    (SubmatrixLinearOperator(Dense(M), [3, 1], [2, 0]) @ v).sum().backward()
+    close(v.grad if v.grad is not None else torch.empty(0), M[[3, 1]][:, [2, 0]].sum(0))
+
+
+def test_moving() -> None:
+    for A in (
+        SubmatrixLinearOperator(Dense(psd(4, 4), PSD), [3, 1], [2, 0]),
+        ProjectedLinearOperator(Dense(psd(4, 4), PSD), [3, 1]),
+    ):
+        moved = A.to(dtype=torch.float32)
+        assert moved.dtype == torch.float32
+        close(moved.to_dense(), A.to_dense().float())
+    named = SubmatrixLinearOperator(IdentityLinearOperator({"w": (2,), "b": (1,)}), "b", "b").to(dtype=F64)
+    assert named.in_space.names == ["b"]
+
+
+def test_a_submatrix_without_closed_forms() -> None:
+    S = SubmatrixLinearOperator(Dense(normal(4, 4)), [0, 1], [1, 0])
+    with pytest.raises(NoClosedForm, match=r"SubmatrixLinearOperator\(2 x 2.* no closed form of `diagonal`"):
+        S.diagonal()
+    with pytest.raises(NoClosedForm, match="`diagonal`"):
+        _ = S.trace
+
+
+def picks(*which: Any) -> LinearOperator:
+    return OnlyProducts(psd(9, 9), SPACE)[which]
+
+
+REFUSED = [
+    (lambda: picks([0, 9], [0]), "Expected row numbers between 0 and 8, got numbers between 0 and 9"),
+    (lambda: picks([0], [-1, 3]), "Expected column numbers between 0 and 8, got numbers between -1 and 3"),
+    (lambda: picks([0, 1, 0], [0]), "Expected different rows, got 1 duplicates"),
+    (
+        lambda: picks([0], [1.0]),
+        r"columns as a list of integers, a boolean mask, a slice, or names .*'a', 'b'.*got \[1",
+    ),
+    (lambda: picks(3, [0]), "rows as a list of integers.*; got 3"),
+    (lambda: picks([0], [0, "a"]), r"got \[0, 'a'\]"),
+    (lambda: picks([0, True], [0]), r"got \[0, True\]"),
+    (lambda: picks(torch.zeros(2), [0]), "rows as a list of integers"),
+    (lambda: picks(torch.zeros(2, 2, dtype=torch.long), [0]), "rows as a list of integers"),
+    (lambda: picks(None, [0]), "got None"),
+    (lambda: picks([True], [0]), "Expected a mask of 9 entries, one per row, got 1"),
+    (lambda: picks(["a", "d"], [0]), r"names of rows out of \['a', 'b', 'c'\], got \['a', 'd'\]"),
+    (lambda: picks("a", ["b", "b"]), "Expected different names of columns"),
+    (lambda: picks([0]), r"Expected A\[rows, cols\], with : for all rows or columns; got A\[\(\[0\],\)\]"),
+    (lambda: OnlyProducts(psd(9, 9), SPACE)["a"], r"got A\['a'\]"),  # type: ignore[index]
+    (lambda: list(OnlyProducts(psd(9, 9), SPACE)), r"got A\[0\]"),  # type: ignore[call-overload]
+    (lambda: SubmatrixLinearOperator(Dense(normal(3, 2)), [0], [2]), "column numbers between 0 and 1"),
+    (lambda: submatrix(Dense(normal(3, 2)), [3], [0]), "row numbers between 0 and 2"),
+    (
+        lambda: ProjectedLinearOperator(Dense(normal(3, 2)), [0]),
+        "Only a square matrix can be projected from both sides",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_other_libraries_still_leave_multiplication_to_us() -> None:
+    """`A[i, j]` makes an object look like a sequence, which NumPy and PyTorch must not take it for."""
+    M = psd(3, 3)
+    A = Dense(M, PSD)
+    close(torch.from_numpy(np.ones(3) @ A), M.sum(0))
+    close((np.float64(2) * A).to_dense(), 2 * M)
+    close(torch.ones(3, dtype=F64) @ A, M.sum(0))
+    two: Tensor = torch.tensor(2.0, dtype=F64)
+    close((two * A).to_dense(), 2 * M)

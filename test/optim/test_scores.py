@@ -1,0 +1,329 @@
+"""`S` and `Ō` are those of their definitions: for all kinds of amplitudes, in all representations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from curvlinops_plus.linalg import Structure
+from curvlinops_plus.optim import CenteredFisherLinearOperator, stochastic_reconfiguration
+from curvlinops_plus.optim.amplitude import LogAmplitude
+from curvlinops_plus.optim.ensemble import Ensemble
+from curvlinops_plus.optim.kernel import captured_kernel
+from curvlinops_plus.optim.scores import MatrixFreeScores, StoredScores
+
+from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, real_net
+
+problems = pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
+
+
+def fisher(problem: Problem, **options: Any) -> CenteredFisherLinearOperator:
+    return CenteredFisherLinearOperator(*problem.args, amplitude=problem.amplitude, **options)
+
+
+def ensemble(problem: Problem, **options: Any) -> Ensemble:
+    return Ensemble(LogAmplitude(problem.log_psi, problem.params, problem.amplitude), problem.samples, **options)
+
+
+@problems
+@pytest.mark.parametrize("weighted", [False, True])
+def test_covariance_by_definition(make: Callable[[], Problem], weighted: bool) -> None:
+    problem = make()
+    weights = normal(len(problem.samples), seed=7).square() if weighted else None
+    O, _ = dense(problem, weights)
+    S = O.T @ O
+    v = normal(len(S), 2, seed=8)
+    for options in ({}, {"stored": True}, {"chunk_size": 4}, {"chunk_size": 4, "stored": True}):
+        operator = fisher(problem, weights=weights, **options)
+        assert operator.structure == Structure.PSD
+        assert close(operator @ v, S @ v)
+        assert close(operator.to_dense(), S)
+        assert close(operator.diagonal(), S.diagonal())
+        assert close(operator.trace, S.trace())
+        assert close(v.T @ operator, v.T @ S)
+
+
+@problems
+def test_scores_and_their_adjoint(make: Callable[[], Problem]) -> None:
+    problem = make()
+    O, _ = dense(problem)
+    for scores in (MatrixFreeScores(ensemble(problem)), StoredScores(ensemble(problem))):
+        assert close(scores.to_dense(), O)
+        assert close(scores.T.to_dense(), O.T)
+        assert close(scores.kernel(), O @ O.T)
+        null = scores.null_directions()
+        assert close(null.T @ null, torch.eye(null.shape[1], dtype=F64))
+        assert close(scores.T @ null, torch.zeros(O.shape[1], null.shape[1], dtype=F64))
+
+
+def test_a_quarter_of_the_fisher_matrix() -> None:
+    """|ψ|² normal with mean m and deviation s has the Fisher matrix diag(1/s², 2/s²), here by quadrature."""
+
+    def log_psi(params: list[Tensor], x: Tensor) -> Tensor:
+        return -((x - params[0]) ** 2) / (4 * params[1] ** 2)
+
+    params, x = [torch.tensor(0.3, dtype=F64), torch.tensor(0.8, dtype=F64)], torch.linspace(-9, 9, 2001, dtype=F64)
+    S = CenteredFisherLinearOperator(log_psi, params, x, weights=(2 * log_psi(params, x)).exp())
+    assert close(4 * S.to_dense(), torch.diag(torch.tensor([1 / 0.64, 2 / 0.64], dtype=F64)))
+
+
+def test_holomorphic_is_the_complex_matrix() -> None:
+    problem = complex_rbm(12, "holomorphic")
+    O, _ = dense(problem)
+    J = O.view(12, 2, -1, 2)
+    complex_O = torch.complex(J[:, 0, :, 0], -J[:, 0, :, 1])  # f' = ∂u/∂x - i ∂u/∂y
+    S = complex_O.mH @ complex_O
+    v = [normal(*p.shape, seed=k, dtype=C128) for k, p in enumerate(problem.params.values())]
+    expected = S @ torch.cat([t.flatten() for t in v])
+    for stored in (False, True):
+        operator = fisher(problem, stored=stored)
+        assert close(torch.cat([t.flatten() for t in operator @ v]), expected)
+        named = operator @ dict(zip(problem.params, v, strict=True))
+        assert list(named) == list(problem.params)
+        assert close(flat(named), torch.view_as_real(expected).flatten())
+        columns = operator @ [torch.stack([t, 2j * t], -1) for t in v]
+        assert [t.shape for t in columns] == [(*t.shape, 2) for t in v]
+        assert close(torch.cat([t[..., 1].flatten() for t in columns]), 2j * expected)
+
+
+def test_complex_and_holomorphic_agree_on_a_holomorphic_function() -> None:
+    one, other = complex_rbm(9, "complex"), complex_rbm(9, "holomorphic")
+    assert close(fisher(one).to_dense(), fisher(other, stored=True).to_dense())
+
+
+def test_real_drops_the_imaginary_part() -> None:
+    problem = complex_rbm(9, "complex")
+    real = CenteredFisherLinearOperator(lambda p, x: problem.log_psi(p, x).real, *problem.args[1:])
+    assert close(CenteredFisherLinearOperator(*problem.args).to_dense(), real.to_dense())
+
+
+def test_complex_of_a_real_function_is_real() -> None:
+    problem = real_net(9, 3)
+    assert close(
+        fisher(problem).to_dense(), CenteredFisherLinearOperator(*problem.args, amplitude="complex").to_dense()
+    )
+
+
+def test_a_function_of_the_parameters_alone_changes_nothing() -> None:
+    problem = complex_rbm(20, "complex")
+    plain = fisher(problem)
+
+    def log_psi(params: Any, x: Tensor) -> Tensor:
+        return problem.log_psi(params, x) + 3j * params["a"].sum() + params["W"].abs().square().sum().exp()
+
+    shifted = CenteredFisherLinearOperator(log_psi, problem.params, problem.samples, amplitude="complex")
+    v = torch.ones(plain.shape[1], dtype=F64)
+    assert close(shifted.to_dense(), plain.to_dense())
+    assert close(shifted @ v, plain @ v)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(2, 12),
+    chunk_size=st.integers(1, 13),
+    name=st.sampled_from(sorted(PROBLEMS)),
+    weighted=st.booleans(),
+)
+def test_chunks_do_not_matter(n: int, chunk_size: int, name: str, weighted: bool) -> None:
+    problem = PROBLEMS[name]()
+    problem = Problem(problem.log_psi, problem.params, normal(n, 4, seed=n), problem.amplitude)
+    weights = normal(n, seed=7).square() if weighted else None
+    v = normal(fisher(problem).shape[1], seed=8)
+    for stored in (False, True):
+        chunked = fisher(problem, weights=weights, chunk_size=chunk_size, stored=stored)
+        assert close(chunked @ v, fisher(problem, weights=weights) @ v)
+        assert close(chunked.diagonal(), fisher(problem, weights=weights).diagonal())
+
+
+def test_weights_are_multiplicities() -> None:
+    problem = real_net(6, 3)
+    repeated = Problem(problem.log_psi, problem.params, problem.samples[[0, 0, 0, 1, 2, 2, 3, 4, 5]])
+    weights = torch.tensor([3, 1, 2, 1, 1, 1])
+    assert close(fisher(problem, weights=weights).to_dense(), fisher(repeated).to_dense())
+
+
+def test_samples_may_be_trees() -> None:
+    problem = real_net(6, 3)
+    x = problem.samples
+
+    def log_psi(params: Any, samples: Any) -> Tensor:
+        return torch.func.functional_call(problem.log_psi, params, (samples["x"] + samples["more"][0],))
+
+    S = CenteredFisherLinearOperator(log_psi, problem.params, {"x": x - 1, "more": (torch.ones_like(x),)}, chunk_size=4)
+    assert close(S.to_dense(), fisher(problem).to_dense())
+    assert close(S @ torch.ones(S.shape[1], dtype=F64), fisher(problem) @ torch.ones(S.shape[1], dtype=F64))
+
+
+def test_values_are_those_at_the_beginning() -> None:
+    problem = real_net(6, 3)
+    S, v = fisher(problem), normal(19, seed=3)
+    expected = S @ v
+    with torch.no_grad():
+        problem.params["first.weight"].add_(1.0)
+    assert close(S @ v, expected)
+    assert not close(fisher(problem) @ v, expected, 1e-3)
+
+
+def test_a_function_that_vmap_refuses() -> None:
+    def log_psi(params: list[Tensor], x: Tensor) -> Tensor:
+        out = [params[0] * row.sum() if row[0] > 0 else params[1] * row[1] ** 2 for row in x]
+        return torch.stack(out)
+
+    params, x = [torch.tensor(0.5, dtype=F64), torch.tensor(2.0, dtype=F64)], normal(7, 3)
+    J = torch.stack([torch.where(x[:, 0] > 0, x.sum(1), 0.0), torch.where(x[:, 0] > 0, 0.0, x[:, 1] ** 2)], 1)
+    centred = J - J.mean(0)
+    S = CenteredFisherLinearOperator(log_psi, params, x, stored=True)
+    assert close(S.to_dense(), centred.T @ centred / 7)
+
+
+def test_parameters_that_do_nothing() -> None:
+    params = [torch.ones(3, dtype=F64), torch.tensor(1.0, dtype=F64)]
+    x = normal(5)
+    for stored in (False, True):
+        S = CenteredFisherLinearOperator(lambda p, x: p[1] * x, params, x, stored=stored)
+        assert close(S.to_dense(), torch.diag(torch.tensor([0, 0, 0, float(x.var(correction=0))], dtype=F64)))
+        assert close(S @ torch.ones(4, dtype=F64), S.to_dense() @ torch.ones(4, dtype=F64))
+
+
+class Wave(nn.Module):
+    """Layers of many kinds: shared weights, convolution, embedding, norm, a tied weight, groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(3, 4), nn.Parameter(torch.zeros(5, 4))
+        self.conv, self.norm = nn.Conv1d(4, 6, 2, groups=2), nn.LayerNorm(6)
+        self.head, self.out = nn.Linear(6, 4), nn.Linear(4, 1)
+        self.to(F64)
+        with torch.no_grad():
+            for k, p in enumerate(self.parameters()):
+                p.copy_(0.5 * normal(*p.shape, seed=k))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (self.embedding(x) + self.positions).movedim(1, 2)
+        h = self.norm(torch.tanh(self.conv(h)).movedim(1, 2))  # [n, 4, 6]
+        h = torch.tanh(self.head(h)).sum(1) + self.embedding.weight.sum() * 0
+        return self.out(torch.relu(h))[:, 0]
+
+
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.conv = nn.Embedding(3, 4), nn.Conv1d(4, 6, 2, groups=2)
+        self.norm, self.head, self.out = nn.LayerNorm(6), nn.Linear(6, 4), nn.Linear(4, 1)
+        self.to(F64)
+        with torch.no_grad():
+            for k, p in enumerate(self.parameters()):
+                p.copy_(0.5 * normal(*p.shape, seed=k))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.conv(self.embedding(x).movedim(1, 2))).movedim(1, 2)
+        return self.out(torch.relu_(self.head(self.norm(h)).sum(1)))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("make", [Layered, Wave, lambda: Net(5)])
+def test_kernel_from_layers(make: Callable[[], nn.Module], chunk_size: int | None) -> None:
+    net = make()
+    x = torch.randint(0, 3, (9, 5), generator=torch.Generator().manual_seed(1))
+    x = normal(9, 4) if isinstance(net, Net) else x
+    e = Ensemble(LogAmplitude(net, None), x, None, chunk_size)
+    J = torch.cat([J for _, J in e.jacobians()])[:, 0]
+    captured = captured_kernel(e)
+    if make is Wave:  # a weight that is read outside of its layer is differentiated sample by sample
+        assert captured is None
+    else:
+        assert captured is not None
+        assert close(captured, J @ J.T)
+    assert close(MatrixFreeScores(e).kernel(), StoredScores(e).kernel())
+
+
+class Sneaky(nn.Module):
+    """A parameter of a norm that the model also reads behind the layer's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(4, dtype=F64), nn.Linear(4, 1, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x))[:, 0] + (x**3 @ self.norm.weight)
+
+
+def test_kernel_from_layers_is_checked_against_autograd() -> None:
+    e = Ensemble(LogAmplitude(Sneaky(), None), normal(9, 4))
+    J = torch.cat([J for _, J in e.jacobians()])[:, 0]
+    plain = captured_kernel(e)
+    assert plain is not None
+    assert not close(plain, J @ J.T, 1e-3)
+    assert MatrixFreeScores(e).recorded_kernel() is None
+    assert close(MatrixFreeScores(e).kernel(), StoredScores(e).kernel())
+
+
+def test_kernel_from_layers_stores_no_jacobian(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers give inputs and gradients: the largest tensor kept has n·(i + o) numbers, not n·i·o."""
+    import curvlinops_plus.optim.kernel as module
+
+    kept: list[int] = []
+    original = module._pieces
+    monkeypatch.setattr(module, "_pieces", lambda seen: [kept.append(t.numel()) or t for t in original(seen)])
+    net = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1)).double()
+    e = Ensemble(LogAmplitude(net, None), normal(10, 4))
+    plain = captured_kernel(e)
+    J = torch.cat([J for _, J in e.jacobians()])[:, 0]
+    assert plain is not None
+    assert close(plain, J @ J.T)
+    assert max(kept) <= 10 * 31
+
+
+def test_nothing_of_the_users_changes() -> None:
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(), nn.Linear(5, 1)).double().eval()
+    net[0].weight.requires_grad_(False)
+    net[4].weight.grad = torch.ones_like(net[4].weight)
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    random, params = torch.get_rng_state(), list(net.parameters())
+    e = Ensemble(LogAmplitude(net, params), normal(7, 4))
+    MatrixFreeScores(e).kernel()
+    StoredScores(e).covariance()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    assert [p.requires_grad for p in params] == [False] + 5 * [True]
+    assert [p.grad is not None for p in params] == [False] * 4 + [True, False]
+    assert not any(m._forward_hooks for m in net.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_lower_precision(dtype: torch.dtype) -> None:
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
+    x = normal(12, 4, dtype=dtype)
+    S = CenteredFisherLinearOperator(net, None, x)
+    assert S.dtype == torch.float32
+    net64 = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    net64.load_state_dict(net.state_dict())
+    exact = CenteredFisherLinearOperator(net64, None, x.double()).to_dense()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    assert close(S.to_dense().double(), exact, tolerance)
+    v = torch.ones(S.shape[1])
+    assert close((S @ v).double(), exact @ v.double(), tolerance)
+
+
+def test_every_device(device: torch.device) -> None:
+    net, x, costs = Net(5), normal(9, 4), normal(9, seed=1)
+    expected = stochastic_reconfiguration(net, None, x, costs).direction
+    moved = Net(5).to(device)
+    for mode in ("lazy", "dense", "kernel"):
+        found, _ = stochastic_reconfiguration(moved, None, x, costs, mode=mode, chunk_size=4)
+        assert all(close(d.cpu(), e) for d, e in zip(found, expected))
+        assert found[0].device.type == device.type
+    problem = complex_rbm(9, "holomorphic")
+    params = {name: p.to(device) for name, p in problem.params.items()}
+    S = CenteredFisherLinearOperator(problem.log_psi, params, problem.samples.to(device), amplitude="holomorphic")
+    assert close(S.to_dense().cpu(), fisher(problem).to_dense())
+
+
+def test_the_comparison_can_fail() -> None:
+    assert not close(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]))
