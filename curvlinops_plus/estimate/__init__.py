@@ -1,0 +1,36 @@
+"""Numbers of a matrix from its products alone: trace, diagonal, norms, log-determinant, eigenvalues, spectral density.
+
+Every function takes an operator of this package, a tensor, a NumPy array, or a SciPy operator or sparse matrix, and
+answers with tensors in its dtype and on its device.
+"""
+
+from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
+from curvlinops_plus.estimate.eigen import condition_number, spectral_norm, top_eigenpairs
+from curvlinops_plus.estimate.logdet import logdet
+from curvlinops_plus.estimate.norm import hutchinson_squared_fro
+from curvlinops_plus.estimate.plot import plot_spectrum
+from curvlinops_plus.estimate.spectrum import (
+    LanczosApproximateLogSpectrumCached,
+    LanczosApproximateSpectrumCached,
+    lanczos_approximate_log_spectrum,
+    lanczos_approximate_spectrum,
+)
+from curvlinops_plus.estimate.trace import hutchinson_trace, hutchpp_trace, xtrace
+
+__all__ = [
+    "LanczosApproximateLogSpectrumCached",
+    "LanczosApproximateSpectrumCached",
+    "condition_number",
+    "hutchinson_diag",
+    "hutchinson_squared_fro",
+    "hutchinson_trace",
+    "hutchpp_trace",
+    "lanczos_approximate_log_spectrum",
+    "lanczos_approximate_spectrum",
+    "logdet",
+    "plot_spectrum",
+    "spectral_norm",
+    "top_eigenpairs",
+    "xdiag",
+    "xtrace",
+]

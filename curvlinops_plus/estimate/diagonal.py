@@ -1,0 +1,128 @@
+"""The diagonal of a matrix from its products with random vectors."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from torch import Generator, Tensor
+
+from curvlinops_plus.estimate.columns import inner
+from curvlinops_plus.estimate.exchangeable import leave_one_out
+from curvlinops_plus.estimate.matrix import MatrixLike, multiplying
+from curvlinops_plus.estimate.probes import (
+    Mean,
+    check_distribution,
+    check_draws,
+    check_num_matvecs,
+    estimator,
+    own_generator,
+    random_vectors,
+)
+
+__all__ = ["hutchinson_diag", "xdiag"]
+
+
+@estimator
+def hutchinson_diag(
+    A: MatrixLike,
+    num_matvecs: int,
+    distribution: str = "rademacher",
+    *,
+    generator: Generator | None = None,
+    return_error: bool = False,
+    progressbar: bool = False,
+    chunk_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The diagonal, `[n]`, as the mean of `v * (A v)` over random vectors (Bekas, Kokiopoulou, Saad 2007).
+
+    Unbiased for every square matrix. With signs the variance of entry `i` in one draw is the sum of the squared
+    off-diagonal entries of row `i`. Arguments as for `hutchinson_trace`; the standard error has one value per entry.
+
+    Raises:
+        ValueError: As for `hutchinson_trace`.
+
+    Cost: `num_matvecs` products; memory of the columns multiplied at once.
+
+    Example:
+        >>> import torch
+        >>> hutchinson_diag(torch.diag(torch.arange(4.0)), num_matvecs=1)  # signs are exact for a diagonal matrix
+        tensor([0., 1., 2., 3.])
+    """
+    check_distribution(distribution)
+    with multiplying(A, "Hutchinson diagonal", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
+        check_num_matvecs(num_matvecs, M.shape[0])
+        check_draws(num_matvecs, return_error, "num_matvecs=2")
+        generator = own_generator(generator, M.device)
+        diagonal = Mean()
+        for size in M.blocks(num_matvecs):
+            V = random_vectors(size, M.shape[0], distribution, generator, M.zero)
+            diagonal.update(V * M.matmat(V))
+    return (diagonal.value, diagonal.error) if return_error else diagonal.value
+
+
+@overload
+def xdiag(
+    A: MatrixLike,
+    num_matvecs: int,
+    *,
+    generator: Generator | None = None,
+    return_error: Literal[False] = False,
+    progressbar: bool = False,
+    chunk_size: int | None = None,
+) -> Tensor: ...
+@overload
+def xdiag(
+    A: MatrixLike,
+    num_matvecs: int,
+    *,
+    generator: Generator | None = None,
+    return_error: Literal[True],
+    progressbar: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]: ...
+def xdiag(
+    A: MatrixLike,
+    num_matvecs: int,
+    *,
+    generator: Generator | None = None,
+    return_error: bool = False,
+    progressbar: bool = False,
+    chunk_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The diagonal, `[n]`, by XDiag: exact on a subspace, by random signs on the rest.
+
+    As XTrace, every vector plays both parts (Epperly, Tropp, Webber 2024). Unbiased for every square matrix, and exact
+    if the rank is below `num_matvecs / 2`; needs products with the transposed matrix.
+    Arguments as for `hutchinson_trace`, except:
+
+    Args:
+        num_matvecs: Number of products, even and less than `n`; half of them are with `Aᵀ`.
+        return_error: The standard error of each entry treats the estimates of the vectors as independent, which they
+            nearly are; it needs `num_matvecs >= 4`.
+
+    Raises:
+        ValueError: As for `hutchinson_trace`; also if `num_matvecs` is odd.
+        NotImplementedError: If `A` can't multiply with its transpose.
+
+    Cost: `num_matvecs` products and `O(n num_matvecs²)`; memory of `3 num_matvecs` vectors.
+
+    Example:
+        >>> import torch
+        >>> u = torch.arange(16.0, 64.0).sqrt()
+        >>> xdiag(torch.outer(u, u), num_matvecs=4)[:5].round()  # rank 1: exact
+        tensor([16., 17., 18., 19., 20.])
+    """
+    with multiplying(A, "XDiag", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
+        draws = check_num_matvecs(num_matvecs, M.shape[0], divisor=2)
+        check_draws(draws, return_error, "num_matvecs=4")
+        V = random_vectors(draws, M.shape[0], "rademacher", own_generator(generator, M.device), M.zero)
+        AV = M.matmat(V)
+        Q, S = leave_one_out(AV)
+        B = M.rmatmat(Q)  # Qᵀ A = Bᵀ
+        # With Qᵢ Qᵢᵀ = Q (I - sᵢ sᵢᵀ) Qᵀ, for all i at once: the diagonal of Qᵢ Qᵢᵀ A, then what A vᵢ has besides.
+        inside = (Q * B).sum(1, keepdim=True) - (Q @ S) * (B @ S)
+        C = inner(Q, AV)
+        C = C - S * (S * C).sum(0)
+        diagonal = Mean()
+        diagonal.update(inside + V * (AV - Q @ C))
+    return (diagonal.value, diagonal.error) if return_error else diagonal.value

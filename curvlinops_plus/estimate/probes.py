@@ -1,0 +1,148 @@
+"""Random vectors, the means of what they measure, and the rules that estimators by random vectors share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any, Literal, Protocol, cast, overload
+
+import torch
+from torch import Generator, Tensor
+
+from curvlinops_plus.estimate.matrix import MatrixLike, check_at_least
+from curvlinops_plus.linalg.numerics import standard_normal
+
+__all__ = ["Estimator", "Mean", "check_draws", "check_num_matvecs", "estimator", "own_generator", "random_vectors"]
+
+
+class Estimator(Protocol):
+    """Signature of an estimator by random vectors; `return_error` decides what comes back."""
+
+    @overload
+    def __call__(
+        self,
+        A: MatrixLike,
+        num_matvecs: int,
+        distribution: str = "rademacher",
+        *,
+        generator: Generator | None = None,
+        return_error: Literal[False] = False,
+        progressbar: bool = False,
+        chunk_size: int | None = None,
+    ) -> Tensor: ...
+    @overload
+    def __call__(
+        self,
+        A: MatrixLike,
+        num_matvecs: int,
+        distribution: str = "rademacher",
+        *,
+        generator: Generator | None = None,
+        return_error: Literal[True],
+        progressbar: bool = False,
+        chunk_size: int | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def estimator(function: Callable[..., Any]) -> Estimator:
+    """Tell type checkers that the function has this signature; it stays as it is."""
+    return cast(Estimator, function)
+
+
+def own_generator(generator: Generator | None, device: torch.device) -> Generator:
+    """The caller's generator, or a new one with a seed from the operating system.
+
+    The global generator is neither read nor moved: estimates don't change what a training run draws.
+
+    Example:
+        >>> own_generator(None, torch.device("cpu")).device
+        device(type='cpu')
+    """
+    if generator is not None:
+        return generator
+    generator = torch.Generator(device if device.type == "cuda" else "cpu")
+    generator.seed()
+    return generator
+
+
+def random_vectors(num: int, dim: int, distribution: str, generator: Generator, like: Tensor) -> Tensor:
+    """Columns with independent entries of mean 0 and variance 1, `[dim, num]`.
+
+    They depend on the generator alone, not on the dtype or device of `like`; from a generator on the CPU two draws of
+    one column equal one draw of two.
+
+    Raises:
+        ValueError: If the distribution is neither "rademacher" (signs) nor "normal".
+
+    Example:
+        >>> random_vectors(2, 3, "rademacher", torch.Generator().manual_seed(0), torch.zeros(())).abs().sum()
+        tensor(6.)
+    """
+    check_distribution(distribution)
+    if distribution == "normal":
+        return standard_normal(num, dim, generator, like)
+    bits = torch.randint(0, 2, (num, dim), generator=generator, device=generator.device, dtype=torch.int8)
+    return (2 * bits - 1).to(like).T
+
+
+class Mean:
+    """Mean and standard error of samples that come in blocks `[..., k]` (Chan, Golub, LeVeque 1983).
+
+    Example:
+        >>> mean = Mean()
+        >>> mean.update(torch.tensor([1.0, 2.0]))
+        >>> mean.update(torch.tensor([3.0]))
+        >>> mean.value, mean.error
+        (tensor(2.), tensor(0.5774))
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.value: Any = 0.0
+        self.squares: Any = 0.0  # sum of squared deviations from the mean
+
+    def update(self, samples: Tensor) -> None:
+        """Add a block."""
+        new = samples.shape[-1]
+        total, mean = self.count + new, samples.mean(-1)
+        delta = mean - self.value
+        inside = (samples - mean[..., None]).square().sum(-1)
+        self.squares = self.squares + inside + delta.square() * (self.count * new / total)
+        self.value = self.value + delta * (new / total)
+        self.count = total
+
+    @property
+    def error(self) -> Tensor:
+        """The standard error of the mean."""
+        return (self.squares / (self.count - 1)).sqrt() / sqrt(self.count)
+
+
+def check_distribution(distribution: str) -> None:
+    """Refuse an unknown distribution."""
+    if distribution not in ("rademacher", "normal"):
+        raise ValueError(f"Unknown distribution {distribution!r}. Expected 'rademacher' or 'normal'.")
+
+
+def check_num_matvecs(num_matvecs: int, limit: int, divisor: int = 1) -> int:
+    """The number of draws, `num_matvecs / divisor`.
+
+    Raises:
+        ValueError: If there are none, if they don't divide, or if the exact answer would cost no more.
+    """
+    check_at_least(1, num_matvecs=num_matvecs)
+    if num_matvecs >= limit:
+        raise ValueError(
+            f"num_matvecs ({num_matvecs}) must be less than A's size ({limit}): with that many products you have the "
+            "whole matrix, as `A.to_dense()` or `A @ identity`, and the exact answer."
+        )
+    if num_matvecs % divisor != 0:
+        lower = num_matvecs - num_matvecs % divisor
+        options = f"{lower} or {lower + divisor}" if lower else f"{divisor}"
+        raise ValueError(f"num_matvecs ({num_matvecs}) must be divisible by {divisor}; take {options}.")
+    return num_matvecs // divisor
+
+
+def check_draws(draws: int, return_error: bool, smallest: str) -> None:
+    """Refuse a standard error that would rest on a single draw."""
+    if return_error and draws < 2:
+        raise ValueError(f"A standard error needs at least two draws, got {draws}; take {smallest} or more.")

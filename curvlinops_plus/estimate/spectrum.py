@@ -1,0 +1,314 @@
+"""Densities of the eigenvalues of a symmetric matrix from its products.
+
+After Papyan 2020, "Traces of class/cross-class structure pervade deep learning spectra" (JMLR 21). Lanczos iterations
+from random vectors give nodes and weights; each node becomes a Gaussian bump, and the bumps make a density on a grid.
+Their width goes with the number of steps: `ncv` steps can tell `ncv` bumps apart on the width of the spectrum.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from math import log, sqrt
+
+import torch
+from torch import Generator, Tensor
+
+from curvlinops_plus.estimate.eigen import extreme_eigenpairs
+from curvlinops_plus.estimate.lanczos import lanczos
+from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, multiplying
+from curvlinops_plus.estimate.probes import own_generator, random_vectors
+
+__all__ = [
+    "LanczosApproximateLogSpectrumCached",
+    "LanczosApproximateSpectrumCached",
+    "lanczos_approximate_log_spectrum",
+    "lanczos_approximate_spectrum",
+]
+
+Boundaries = tuple[float | None, float | None] | None
+
+
+def lanczos_approximate_spectrum(
+    A: MatrixLike,
+    ncv: int,
+    num_points: int = 1024,
+    num_repeats: int = 1,
+    kappa: float = 3.0,
+    boundaries: Boundaries = None,
+    margin: float = 0.05,
+    boundaries_tol: float = 1e-2,
+    *,
+    generator: Generator | None = None,
+    progressbar: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The density of the eigenvalues of a symmetric matrix, smoothed (Papyan 2020, algorithm 2).
+
+    Args:
+        A: Symmetric `[n, n]`: an operator of this package, a tensor, a NumPy array, a SciPy operator or sparse matrix.
+        ncv: Number of Lanczos steps, at least 2; more than `n` give the smoothing of `ncv` and the products of `n`.
+        num_points: Number of grid points.
+        num_repeats: Number of random vectors to average over.
+        kappa: Width of the bumps, more than 1; larger is sharper. Of `ncv` evenly spread bumps, neighbours meet at
+            `1 / kappa` of their height.
+        boundaries: Smallest and largest eigenvalue, as far as known: `(a, b)`, `(a, None)`, `(None, b)`, or None.
+        margin: How far the grid goes beyond the boundaries, relative to their distance.
+        boundaries_tol: Accuracy to which boundaries that are not given are computed, relative to the largest absolute
+            eigenvalue; 0 means machine precision.
+        generator: Where the random vectors come from. By default a new one with a seed from the operating system;
+            PyTorch's global generator is neither read nor moved.
+        progressbar: Show a bar that counts products.
+        chunk_size: Random vectors to treat at once; by default as many as fit into 128 MiB.
+
+    Returns:
+        The grid and the density on it, `[num_points]` each, on the device and in the dtype of `A`. The density has
+        integral 1 (what the margin cuts off aside).
+
+    Raises:
+        ValueError: If `A` is not square or not symmetric, or an argument is out of its range.
+        NumericsError: If products are NaN or infinite.
+        TypeError: If `A` is no matrix of real floating-point numbers.
+
+    Cost: `ncv * num_repeats` products, and some tens for the boundaries; memory of 42 vectors.
+
+    Example:
+        >>> A = torch.diag(torch.cat([torch.zeros(90), torch.ones(10)]))
+        >>> seeded = torch.Generator().manual_seed(0)
+        >>> grid, density = lanczos_approximate_spectrum(A, ncv=20, num_repeats=50, generator=seeded)
+        >>> mass = torch.trapezoid(density, grid)
+        >>> above = torch.trapezoid(density[grid > 0.5], grid[grid > 0.5])
+        >>> round(mass.item(), 1), round(above.item(), 1)
+        (1.0, 0.1)
+    """
+    cached = LanczosApproximateSpectrumCached(
+        A, ncv, boundaries, boundaries_tol, generator=generator, progressbar=progressbar, chunk_size=chunk_size
+    )
+    return cached.approximate_spectrum(num_repeats, num_points, kappa, margin)
+
+
+def lanczos_approximate_log_spectrum(
+    A: MatrixLike,
+    ncv: int,
+    num_points: int = 1024,
+    num_repeats: int = 1,
+    kappa: float = 1.04,
+    boundaries: Boundaries = None,
+    margin: float = 0.05,
+    boundaries_tol: float = 1e-2,
+    epsilon: float = 1e-5,
+    *,
+    generator: Generator | None = None,
+    progressbar: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The density of `|λ| + epsilon` on a logarithmic grid, smoothed there (Papyan 2020, section C.7).
+
+    Arguments as for `lanczos_approximate_spectrum`, except:
+
+    Args:
+        kappa: As there, with another default.
+        boundaries: Smallest and largest absolute eigenvalue, as far as known. The smallest is hard to compute: of
+            a matrix with many small ones it is what 100 products reach, which may be above the true one.
+        boundaries_tol: Relative accuracy of each boundary.
+        epsilon: Added to `|λ|`, in units of the eigenvalues; the grid begins near it if the matrix is singular.
+
+    Returns:
+        The grid, of constant ratio, and the density with respect to the grid's values (not to their logarithm), with
+        integral 1.
+
+    Raises:
+        ValueError: As there; also if a boundary is negative or `epsilon` is not positive.
+
+    Cost: as there, and up to 100 products for the smallest boundary; memory of 82 vectors.
+
+    Example:
+        >>> A = torch.diag(torch.logspace(-3, 0, 100))
+        >>> grid, density = lanczos_approximate_log_spectrum(A, ncv=50, boundaries=(1e-3, 1.0))
+        >>> bool(grid[0] < 1.1e-3), bool(grid[-1] > 1), round(torch.trapezoid(density, grid).item(), 1)
+        (True, True, 1.0)
+    """
+    cached = LanczosApproximateLogSpectrumCached(
+        A, ncv, boundaries, boundaries_tol, generator=generator, progressbar=progressbar, chunk_size=chunk_size
+    )
+    return cached.approximate_log_spectrum(num_repeats, num_points, kappa, margin, epsilon)
+
+
+class _Cached:
+    """Boundaries and Lanczos runs of a matrix, computed once."""
+
+    absolute: bool
+
+    def __init__(
+        self,
+        A: MatrixLike,
+        ncv: int,
+        boundaries: Boundaries = None,
+        boundaries_tol: float = 1e-2,
+        *,
+        generator: Generator | None = None,
+        progressbar: bool = False,
+        chunk_size: int | None = None,
+    ) -> None:
+        check_at_least(2, ncv=ncv)
+        given = _check_boundaries(boundaries, self.absolute)
+        self.A, self.ncv = A, ncv
+        self._progressbar, self._chunk_size = progressbar, chunk_size
+        with self._multiplying("boundaries") as M:
+            self._generator = own_generator(generator, M.device)
+            self._like, self._eps = M.zero, M.eps
+            self.boundaries = _boundaries(M, given, boundaries_tol, self.absolute, self._generator)
+        self._nodes = self._weights = torch.empty((0, min(ncv, M.shape[0])), dtype=torch.float64)
+
+    def _multiplying(self, what: str) -> AbstractContextManager[Matrix]:
+        return multiplying(self.A, what, None, chunk_size=self._chunk_size, progressbar=self._progressbar)
+
+    def _runs(self, num_repeats: int) -> tuple[Tensor, Tensor]:
+        """Nodes and weights of the first runs, `[num_repeats, steps]`; those that are missing are computed."""
+        check_at_least(1, num_repeats=num_repeats)
+        missing = num_repeats - len(self._nodes)
+        if missing > 0:
+            with self._multiplying("Lanczos runs") as M:
+                for size in M.blocks(missing, copies=5):
+                    V = random_vectors(size, M.shape[0], "normal", self._generator, M.zero)
+                    T = lanczos(M, V, self._nodes.shape[1], reorthogonalize=False)
+                    nodes, weights = T.quadrature()
+                    self._nodes = torch.cat([self._nodes, nodes])
+                    self._weights = torch.cat([self._weights, weights])
+        return self._nodes[:num_repeats], self._weights[:num_repeats]
+
+    def _density(
+        self,
+        nodes: Tensor,
+        weights: Tensor,
+        ends: tuple[float, float],
+        unit: float,
+        num_points: int,
+        kappa: float,
+        margin: float,
+    ) -> tuple[Tensor, Tensor]:
+        """The grid from end to end with margins, and the mean over runs of the density of bumps at the nodes.
+
+        `unit` is the size of the ends, and the width to take if they are one.
+        """
+        check_at_least(1, num_points=num_points)
+        if not kappa > 1:
+            raise ValueError(f"kappa ({kappa}) must be more than 1; larger makes the bumps sharper.")
+        if not margin >= 0:
+            raise ValueError(f"margin ({margin}) must not be negative.")
+        low, high = ends
+        if high - low <= 100 * self._eps * unit:  # a single eigenvalue: its bump needs some room
+            low, high = low - unit / 2, high + unit / 2
+        low, high = low - margin * (high - low), high + margin * (high - low)
+        grid = torch.linspace(low, high, num_points, dtype=torch.float64)
+        sigma = (high - low) / (self.ncv - 1) / sqrt(8 * log(kappa))
+        density = torch.zeros_like(grid)
+        for node, weight in zip(nodes, weights):
+            density += weight @ torch.exp(-(((grid - node[:, None]) / sigma) ** 2) / 2)
+        return grid, density / (sigma * sqrt(2 * torch.pi) * len(nodes))
+
+
+class LanczosApproximateSpectrumCached(_Cached):
+    """The density of the eigenvalues of a symmetric matrix, for several settings at the cost of one.
+
+    The boundaries are computed at construction, Lanczos runs when they are first needed; another resolution or width
+    costs no product. Attribute `boundaries` has the two that are used. Arguments as for
+    `lanczos_approximate_spectrum`.
+
+    Example:
+        >>> cached = LanczosApproximateSpectrumCached(torch.diag(torch.arange(50.0)), ncv=20)
+        >>> sharp = cached.approximate_spectrum(num_repeats=2, kappa=10.0)
+        >>> smooth = cached.approximate_spectrum(num_repeats=2, kappa=1.5)  # no more products
+        >>> bool(sharp[1].max() > smooth[1].max())
+        True
+    """
+
+    absolute = False
+
+    def approximate_spectrum(
+        self, num_repeats: int = 1, num_points: int = 1024, kappa: float = 3.0, margin: float = 0.05
+    ) -> tuple[Tensor, Tensor]:
+        """The grid and the density; arguments as for `lanczos_approximate_spectrum`.
+
+        Args:
+            num_repeats: Number of runs to average over; the first ones stay the same when more are asked for.
+            num_points: Number of grid points.
+            kappa: Sharpness of the bumps.
+            margin: How far the grid goes beyond the boundaries.
+        """
+        nodes, weights = self._runs(num_repeats)
+        unit = max(map(abs, self.boundaries)) or 1.0
+        grid, density = self._density(nodes, weights, self.boundaries, unit, num_points, kappa, margin)
+        return grid.to(self._like), density.to(self._like)
+
+
+class LanczosApproximateLogSpectrumCached(_Cached):
+    """The density of `|λ| + epsilon` on a logarithmic grid, for several settings at the cost of one.
+
+    As `LanczosApproximateSpectrumCached`; `boundaries` are those of `|λ|`. Arguments as for
+    `lanczos_approximate_log_spectrum`.
+
+    Example:
+        >>> cached = LanczosApproximateLogSpectrumCached(torch.diag(torch.logspace(-3, 0, 50)), ncv=20)
+        >>> grid, density = cached.approximate_log_spectrum(num_repeats=2, num_points=100)
+        >>> grid.shape, density.shape
+        (torch.Size([100]), torch.Size([100]))
+    """
+
+    absolute = True
+
+    def approximate_log_spectrum(
+        self,
+        num_repeats: int = 1,
+        num_points: int = 1024,
+        kappa: float = 3.0,
+        margin: float = 0.05,
+        epsilon: float = 1e-5,
+    ) -> tuple[Tensor, Tensor]:
+        """The grid and the density; arguments as for `lanczos_approximate_log_spectrum`, with another default `kappa`.
+
+        Args:
+            num_repeats: Number of runs to average over; the first ones stay the same when more are asked for.
+            num_points: Number of grid points.
+            kappa: Sharpness of the bumps.
+            margin: How far the grid goes beyond the boundaries, on the logarithmic scale.
+            epsilon: Added to `|λ|`.
+        """
+        if not epsilon > 0:
+            raise ValueError(
+                f"epsilon ({epsilon}) must be positive; it keeps the logarithm of zero eigenvalues finite."
+            )
+        nodes, weights = self._runs(num_repeats)
+        low, high = (log(boundary + epsilon) for boundary in self.boundaries)
+        logs = (nodes.abs() + epsilon).log()
+        grid, density = self._density(logs, weights, (low, high), 1.0, num_points, kappa, margin)
+        grid = grid.exp()
+        return grid.to(self._like), (density / grid).to(self._like)
+
+
+def _check_boundaries(boundaries: Boundaries, absolute: bool) -> tuple[float | None, float | None]:
+    low, high = (None, None) if boundaries is None else boundaries
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"boundaries ({low}, {high}) must be the smallest and the largest eigenvalue, in this order.")
+    if absolute and any(b is not None and b < 0 for b in (low, high)):
+        raise ValueError(f"boundaries ({low}, {high}) must be those of the absolute eigenvalues, so not negative.")
+    return low, high
+
+
+def _boundaries(
+    M: Matrix, given: tuple[float | None, float | None], tolerance: float, absolute: bool, generator: Generator
+) -> tuple[float, float]:
+    """The smallest and the largest (absolute) eigenvalue, where they are not given."""
+    low, high = given
+    if low is not None and high is not None:
+        return float(low), float(high)
+    if absolute:
+        if high is None:
+            high = extreme_eigenpairs(M, 1, "largest magnitude", tolerance, 1000, generator).eigenvalues.abs().item()
+        if low is None:
+            nearest = extreme_eigenpairs(M, 1, "smallest magnitude", tolerance, 100, generator)
+            low = min(torch.hypot(nearest.eigenvalues, nearest.residuals).item(), high)  # |A x|
+        return float(low), float(high)
+    which = "ends" if low is None and high is None else "smallest" if low is None else "largest"
+    found = extreme_eigenpairs(M, min(2, M.shape[0]) if which == "ends" else 1, which, tolerance, 1000, generator)
+    ends = found.eigenvalues.tolist()
+    return float(ends[-1] if low is None else low), float(ends[0] if high is None else high)

@@ -1,0 +1,181 @@
+"""The trace of a matrix from its products with random vectors."""
+
+from __future__ import annotations
+
+from torch import Generator, Tensor
+
+from curvlinops_plus.estimate.columns import inner, orthonormal
+from curvlinops_plus.estimate.exchangeable import leave_one_out
+from curvlinops_plus.estimate.matrix import MatrixLike, multiplying
+from curvlinops_plus.estimate.probes import (
+    Mean,
+    check_distribution,
+    check_draws,
+    check_num_matvecs,
+    estimator,
+    own_generator,
+    random_vectors,
+)
+
+__all__ = ["hutchinson_trace", "hutchpp_trace", "xtrace"]
+
+
+@estimator
+def hutchinson_trace(
+    A: MatrixLike,
+    num_matvecs: int,
+    distribution: str = "rademacher",
+    *,
+    generator: Generator | None = None,
+    return_error: bool = False,
+    progressbar: bool = False,
+    chunk_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The trace, 0-d, as the mean of `vᵀ A v` over random vectors (Girard 1989; Hutchinson 1989).
+
+    Unbiased for every square matrix. With signs the variance of one draw of a symmetric matrix is twice the sum of the
+    squared off-diagonal entries; with normal vectors, twice the sum of all squared entries. The error falls as
+    `num_matvecs ** -0.5`.
+
+    Args:
+        A: Square `[n, n]`: an operator of this package, a tensor, a NumPy array, a SciPy operator or sparse matrix.
+        num_matvecs: Number of products, less than `n`.
+        distribution: "rademacher" (random signs) or "normal".
+        generator: Where the random numbers come from. By default a new one with a seed from the operating system, so
+            that repeated calls differ; PyTorch's global generator is neither read nor moved.
+        return_error: Return `(estimate, standard error)` instead of the estimate.
+        progressbar: Show a bar that counts products.
+        chunk_size: Columns to multiply at once; by default as many as fit into 128 MiB. It does not change the result
+            (up to rounding; with a generator on a GPU it changes the draws).
+
+    Raises:
+        ValueError: If `A` is not square, `num_matvecs` is below 1 (below 2 for a standard error) or not below `n`, or
+            the distribution is unknown.
+        TypeError: If `A` is no matrix of real floating-point numbers.
+
+    Cost: `num_matvecs` products; memory of the columns multiplied at once.
+
+    Example:
+        >>> import torch
+        >>> A = torch.diag(torch.arange(1.0, 101.0))
+        >>> hutchinson_trace(A, num_matvecs=5)  # signs are exact for a diagonal matrix
+        tensor(5050.)
+        >>> seeded = torch.Generator().manual_seed(0)
+        >>> estimate, error = hutchinson_trace(A, 50, "normal", generator=seeded, return_error=True)
+        >>> bool((estimate - 5050).abs() < 3 * error)
+        True
+    """
+    check_distribution(distribution)
+    with multiplying(A, "Hutchinson trace", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
+        check_num_matvecs(num_matvecs, M.shape[0])
+        check_draws(num_matvecs, return_error, "num_matvecs=2")
+        generator = own_generator(generator, M.device)
+        trace = Mean()
+        for size in M.blocks(num_matvecs):
+            V = random_vectors(size, M.shape[0], distribution, generator, M.zero)
+            trace.update((V * M.matmat(V)).sum(0))
+    return (trace.value, trace.error) if return_error else trace.value
+
+
+@estimator
+def hutchpp_trace(
+    A: MatrixLike,
+    num_matvecs: int,
+    distribution: str = "rademacher",
+    *,
+    generator: Generator | None = None,
+    return_error: bool = False,
+    progressbar: bool = False,
+    chunk_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The trace, 0-d, by Hutch++: exact on a subspace, by random vectors on the rest.
+
+    A third of the products finds the range of `A`, a third gives the trace on it, a third estimates what is left
+    (Meyer, Musco, Musco, Woodruff 2021). Unbiased for every square matrix, and exact if the rank is at most
+    `num_matvecs / 3`. The error of a positive semi-definite matrix falls as `1 / num_matvecs`. Arguments as for
+    `hutchinson_trace`, except:
+
+    Args:
+        num_matvecs: Number of products, a multiple of 3 and less than `n`.
+        return_error: The standard error is that of the last third, given the subspace; it needs `num_matvecs >= 6`.
+
+    Raises:
+        ValueError: As for `hutchinson_trace`; also if `num_matvecs` is no multiple of 3.
+
+    Cost: `num_matvecs` products and `O(n num_matvecs²)`; memory of `2 num_matvecs` vectors.
+
+    Example:
+        >>> import torch
+        >>> u = torch.arange(1.0, 101.0).sqrt()
+        >>> hutchpp_trace(torch.outer(u, u), num_matvecs=3).round()  # rank 1: exact
+        tensor(5050.)
+    """
+    check_distribution(distribution)
+    with multiplying(A, "Hutch++", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
+        draws = check_num_matvecs(num_matvecs, M.shape[0], divisor=3)
+        check_draws(draws, return_error, "num_matvecs=6")
+        V = random_vectors(2 * draws, M.shape[0], distribution, own_generator(generator, M.device), M.zero)
+        sketch, probes = V[:, :draws], V[:, draws:]
+        Q = orthonormal(M.matmat(sketch))[0]
+        inside = (Q * M.matmat(Q)).sum()
+        probes = probes - Q @ inner(Q, probes)
+        AP = M.matmat(probes)
+        rest = Mean()
+        rest.update((probes * (AP - Q @ inner(Q, AP))).sum(0))
+    trace = inside + rest.value
+    return (trace, rest.error) if return_error else trace
+
+
+@estimator
+def xtrace(
+    A: MatrixLike,
+    num_matvecs: int,
+    distribution: str = "rademacher",
+    *,
+    generator: Generator | None = None,
+    return_error: bool = False,
+    progressbar: bool = False,
+    chunk_size: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The trace, 0-d, by XTrace: Hutch++ in which every vector plays both parts.
+
+    Each random vector estimates what the range of the products of all others leaves over (Epperly, Tropp, Webber 2024).
+    The mean of these estimates is unbiased, does not depend on the order of the vectors, and is exact if the rank is
+    below `num_matvecs / 2`. Mostly the most accurate of the three. Arguments as for `hutchinson_trace`, except:
+
+    Args:
+        num_matvecs: Number of products, even and less than `n`.
+        return_error: The standard error treats the estimates of the vectors as independent, which they nearly are if
+            the eigenvalues decay; it is too small, by up to a half, if they don't. It needs `num_matvecs >= 4`.
+
+    Raises:
+        ValueError: As for `hutchinson_trace`; also if `num_matvecs` is odd.
+
+    Cost: `num_matvecs` products and `O(n num_matvecs²)`; memory of `3 num_matvecs` vectors.
+
+    Example:
+        >>> import torch
+        >>> u = torch.arange(1.0, 101.0).sqrt()
+        >>> xtrace(torch.outer(u, u), num_matvecs=4).round()  # rank 1: exact
+        tensor(5050.)
+    """
+    check_distribution(distribution)
+    with multiplying(A, "XTrace", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
+        draws = check_num_matvecs(num_matvecs, M.shape[0], divisor=2)
+        check_draws(draws, return_error, "num_matvecs=4")
+        V = random_vectors(draws, M.shape[0], distribution, own_generator(generator, M.device), M.zero)
+        AV = M.matmat(V)
+        Q, S = leave_one_out(AV)
+        AQ = M.matmat(Q)
+        # With Qᵢ Qᵢᵀ = Q (I - sᵢ sᵢᵀ) Qᵀ, for all i at once: trace(Qᵢᵀ A Qᵢ), then vᵢ and A vᵢ without Qᵢ.
+        H = inner(Q, AQ)
+        inside = H.trace() - (S * (H @ S)).sum(0)
+        C = inner(Q, V)
+        C = C - S * (S * C).sum(0)
+        V = V - Q @ C
+        outside = (V * (AV - AQ @ C)).sum(0)
+        if distribution == "normal":  # the length of what is left of vᵢ says nothing about A: set it to its mean
+            outside = outside * (M.shape[0] - Q.shape[1] + S.square().sum(0)) / V.square().sum(0)
+        trace = Mean()
+        trace.update(inside + outside)
+    return (trace.value, trace.error) if return_error else trace.value

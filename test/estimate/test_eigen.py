@@ -1,0 +1,227 @@
+"""Extreme eigenvalues, norms and condition numbers against dense decompositions; residuals and warnings are true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator, Tensor
+
+from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.estimate.columns import inner, orthonormal
+from curvlinops_plus.estimate.eigen import (
+    condition_number,
+    extreme_eigenpairs,
+    spectral_norm,
+    top_eigenpairs,
+)
+from curvlinops_plus.estimate.matrix import as_matrix
+from curvlinops_plus.linalg import Dense, Diagonal, Structure
+
+F64 = torch.float64
+
+
+def seeded(seed: int = 0) -> Generator:
+    return Generator().manual_seed(seed)
+
+
+def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:
+    values = torch.as_tensor(values, dtype=F64)
+    Q = torch.linalg.qr(torch.randn(len(values), len(values), dtype=F64, generator=seeded(seed)))[0]
+    A = Q * values @ Q.T
+    return (A + A.T) / 2
+
+
+SPECTRA = {
+    "flat": torch.linspace(1, 2, 100, dtype=F64),
+    "indefinite": torch.linspace(-3, 2, 100, dtype=F64),
+    "decaying": torch.arange(1, 61) ** -1.5,
+    "multiple": [4.0] * 3 + [3.0] * 2 + [0.0] * 100 + [-1.0] * 3,
+    "low rank": [5.0, 2.0] + [0.0] * 98,
+    "identity": [1.0] * 50,
+    "zero": [0.0] * 10,
+    "small": [3.0, 1.0, -2.0],
+    "one": [7.0],
+}
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("k", [1, 3, 6])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_top_eigenpairs(spectrum: str, k: int, largest: bool) -> None:
+    exact = torch.as_tensor(SPECTRA[spectrum], dtype=F64).sort(descending=largest).values
+    A, k = with_eigenvalues(SPECTRA[spectrum]), min(k, len(exact))
+    values, X, residuals, converged = top_eigenpairs(A, k, largest, generator=seeded())
+    assert converged
+    torch.testing.assert_close(values, exact[:k], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(X.T @ X, torch.eye(k, dtype=F64), rtol=0, atol=1e-10)
+    true = torch.linalg.vector_norm(A @ X - X * values, dim=0)
+    torch.testing.assert_close(residuals, true, rtol=1e-3, atol=1e-12)
+    assert bool((true <= 2e-8 * A.norm().clamp(min=1e-6)).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(st.integers(-3, 3), min_size=1, max_size=12), seed=st.integers(0, 10**6), data=st.data())
+def test_any_small_matrix(values: list[int], seed: int, data: Any) -> None:
+    """All multiplicities, every number of eigenpairs up to all of them."""
+    k = data.draw(st.integers(1, len(values)))
+    A = with_eigenvalues(values, seed)
+    found = top_eigenpairs(A, k, generator=seeded(seed))
+    expected = torch.tensor(sorted(values, reverse=True)[:k], dtype=F64)
+    torch.testing.assert_close(found.eigenvalues, expected, rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        spectral_norm(A, generator=seeded(seed)), torch.linalg.matrix_norm(A, 2), rtol=1e-7, atol=1e-7
+    )
+
+
+def test_float32(device: torch.device) -> None:
+    A = with_eigenvalues(SPECTRA["decaying"]).to(device, torch.float32)
+    values, X, _, converged = top_eigenpairs(A, 4, generator=seeded())
+    assert converged
+    assert (values.dtype, X.dtype, X.device.type) == (torch.float32, torch.float32, device.type)
+    torch.testing.assert_close(values.cpu(), torch.arange(1.0, 5.0) ** -1.5, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("k", [1, 7, 25])
+def test_restarts_keep_what_was_asked_for(k: int) -> None:
+    """More eigenpairs than the basis has room for at once, for sizes around that of the basis."""
+    for n in (k + 1, k + 20, k + 41, 3 * k + 1, 3 * k + 60):
+        A = with_eigenvalues(torch.linspace(1, 2, n, dtype=F64))
+        values, X, _, converged = top_eigenpairs(A, k, tolerance=1e-4, generator=seeded())
+        assert converged
+        assert (values.shape, X.shape) == ((k,), (n, k))
+        torch.testing.assert_close(values, torch.linspace(1, 2, n, dtype=F64).flip(0)[:k], rtol=0, atol=1e-4)
+
+
+def test_long_columns_in_single_precision() -> None:
+    """A hundred thousand rows: orthonormal to six digits, where plain float32 has four."""
+    Y = torch.randn(100_000, 4, generator=seeded())
+    Q, R = orthonormal(Y)
+    eye = torch.eye(4, dtype=F64)
+    torch.testing.assert_close(Q.double().T @ Q.double(), eye, rtol=0, atol=2e-6)
+    torch.testing.assert_close(Q @ R, Y, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(inner(Y, Q).double(), Y.double().T @ Q.double(), rtol=1e-6, atol=1e-4)
+    diagonal = torch.linspace(0, 1, 100_000)
+    diagonal[7], diagonal[50_000] = 6, 5
+    values, X, _, _ = top_eigenpairs(Diagonal(diagonal), 2, generator=seeded())
+    torch.testing.assert_close(values, torch.tensor([6.0, 5.0]), rtol=2e-6, atol=0)
+    torch.testing.assert_close(X.double().T @ X.double(), eye[:2, :2], rtol=0, atol=2e-6)
+
+
+def test_both_ends_and_the_middle() -> None:
+    A = as_matrix(with_eigenvalues(SPECTRA["indefinite"]))
+    ends = extreme_eigenpairs(A, 4, "ends", None, 1000, seeded()).eigenvalues
+    step = 5 / 99
+    torch.testing.assert_close(ends, torch.tensor([2, -3, 2 - step, -3 + step], dtype=F64), rtol=1e-9, atol=0)
+    inner = as_matrix(with_eigenvalues([5.0, -4.0, 3.0, -0.02, 0.5] * 4 + [2.0]))
+    nearest = extreme_eigenpairs(inner, 1, "smallest magnitude", 1e-6, 1000, seeded())
+    torch.testing.assert_close(nearest.eigenvalues, torch.tensor([-0.02], dtype=F64), rtol=1e-9, atol=0)
+
+
+def test_what_is_not_reached_is_said() -> None:
+    """A warning has the true residuals, and the result is still a bound from below."""
+    A = with_eigenvalues(SPECTRA["flat"])
+    with pytest.warns(CurvatureWarning, match=r"The 2 largest eigenvalues of Tensor\(100 x 100.*did not converge: "
+                      r"residuals .* Take more than max_iter=5 products or a larger tolerance"):  # fmt: skip
+        values, X, residuals, converged = top_eigenpairs(A, 2, max_iter=5, generator=seeded())
+    assert not converged
+    torch.testing.assert_close(residuals, torch.linalg.vector_norm(A @ X - X * values, dim=0))
+    assert bool((values < torch.tensor([2, 2 - 1 / 99])).all())
+    with pytest.warns(CurvatureWarning, match="The spectral norm of .*did not converge.*max_iter=3"):
+        norm, error = spectral_norm(A, max_iter=3, generator=seeded(), return_error=True)
+    assert norm < 2
+    assert error > 1e-3
+    with pytest.warns(CurvatureWarning, match="smallest eigenvalue for the condition number.*did not converge"):
+        lower, error = condition_number(
+            with_eigenvalues(torch.logspace(-8, 0, 200)), max_iter=30, generator=seeded(), return_error=True
+        )
+    assert lower < 1e8
+    assert error > 1e3
+
+
+def test_tolerance_decides_how_many_products() -> None:
+    class Counted:
+        shape, dtype, device = (100, 100), F64, torch.device("cpu")
+        matrix, products = with_eigenvalues(SPECTRA["flat"]), 0
+
+        def __matmul__(self, X: Tensor) -> Tensor:
+            self.products += X.shape[1]
+            return self.matrix @ X
+
+    rough, fine = Counted(), Counted()
+    top_eigenpairs(rough, tolerance=1e-2, generator=seeded())
+    top_eigenpairs(fine, tolerance=1e-10, generator=seeded())
+    assert rough.products < fine.products / 2 < 150
+
+
+@pytest.mark.parametrize("shape", [(20, 20), (30, 7), (7, 30), (1, 5), (5, 1), (1, 1)])
+def test_spectral_norm_of_any_shape(shape: tuple[int, int]) -> None:
+    A = torch.randn(*shape, dtype=F64, generator=seeded())
+    norm, error = spectral_norm(A, generator=seeded(), return_error=True)
+    exact = torch.linalg.matrix_norm(A, 2)
+    torch.testing.assert_close(norm, exact, rtol=1e-9, atol=0)
+    assert norm <= exact * (1 + 1e-12) <= norm + error + 1e-9
+    if min(shape) >= 7:
+        norm, error = spectral_norm(A, tolerance=0.1, generator=seeded(), return_error=True)
+        assert norm + 1e-6 < exact <= norm + error
+    assert spectral_norm(-with_eigenvalues([3.0, 1.0, 2.0])).round(decimals=9) == 3  # a symmetric one: of both signs
+
+
+@pytest.mark.parametrize(
+    ("A", "rtol"),
+    [
+        (with_eigenvalues(torch.logspace(-2, 0, 100)), 1e-3),
+        (with_eigenvalues([-10.0, 0.001, 3.0, 4.0, 5.0, -0.5]), 1e-3),
+        (Dense(with_eigenvalues(torch.linspace(1, 5, 50)), Structure.PSD), 1e-3),
+        (torch.randn(40, 12, dtype=F64, generator=seeded()), 1e-3),
+        (torch.randn(12, 40, dtype=F64, generator=seeded()), 1e-3),
+        (torch.tensor([[1.0, 0.5], [0.0, 0.1]]), 1e-3),
+        (torch.tensor([[2.0]]), 1e-6),
+    ],
+)
+def test_condition_number(A: Any, rtol: float) -> None:
+    dense = A.to_dense()
+    value, error = condition_number(A, generator=seeded(), return_error=True)
+    exact = torch.linalg.cond(dense)
+    torch.testing.assert_close(value, exact, rtol=rtol, atol=0)
+    assert value * (1 - 1e-5) <= exact <= (value + error) * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+def test_singular_matrices_have_an_infinite_condition_number(dtype: torch.dtype) -> None:
+    for A in (
+        with_eigenvalues([1.0, 2.0, 0.0, 3.0] * 10).to(dtype),
+        torch.zeros(4, 4, dtype=dtype),
+        torch.ones(3, 5, dtype=dtype),
+        torch.diag(torch.tensor([1.0, 0.0], dtype=dtype)),
+    ):
+        value, error = condition_number(A, generator=seeded(), return_error=True)
+        assert value == torch.inf
+        assert error == 0
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_numbers_of_eigenpairs(k: int) -> None:
+    with pytest.raises(ValueError, match=rf"k \({k}\) must be between 1 and A's size \(3\)"):
+        top_eigenpairs(torch.eye(3), k)
+    with pytest.raises(ValueError, match=r"max_iter \(0\) must be at least 1"):
+        top_eigenpairs(torch.eye(3), max_iter=0)
+
+
+def test_matrices_that_are_not_symmetric() -> None:
+    A = torch.randn(30, 30, dtype=F64, generator=seeded())
+    with pytest.raises(ValueError, match=r"Tensor\(30 x 30, .*is not symmetric.*take `A.T @ A` or.*look for dropout"):
+        top_eigenpairs(A, 2)
+
+    class Noisy:
+        shape, dtype, device = (30, 30), F64, torch.device("cpu")
+
+        def __matmul__(self, X: Tensor) -> Tensor:
+            return X + 1e-3 * torch.randn(X.shape, dtype=F64, generator=noise)
+
+    noise = seeded()
+    with pytest.raises(ValueError, match="its products are not reproducible"):
+        top_eigenpairs(Noisy(), 2)

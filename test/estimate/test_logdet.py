@@ -1,0 +1,149 @@
+"""Log-determinants: unbiased, exact where they say so, and what happens to singular and indefinite matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator, Tensor
+
+from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.estimate.lanczos import lanczos
+from curvlinops_plus.estimate.logdet import logdet
+from curvlinops_plus.estimate.matrix import as_matrix
+from curvlinops_plus.linalg import Dense, Structure
+
+F64 = torch.float64
+
+
+def seeded(seed: int = 0) -> Generator:
+    return Generator().manual_seed(seed)
+
+
+def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:
+    values = torch.as_tensor(values, dtype=F64)
+    Q = torch.linalg.qr(torch.randn(len(values), len(values), dtype=F64, generator=seeded(seed)))[0]
+    A = Q * values @ Q.T
+    return (A + A.T) / 2
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "normal"])
+def test_unbiased_with_an_honest_error(distribution: str) -> None:
+    A = with_eigenvalues(torch.logspace(-1, 1, 20).double() * 1.5)
+    pairs = [logdet(A, 10, 20, distribution, generator=seeded(s), return_error=True) for s in range(40)]
+    values, errors = (torch.stack(part) for part in zip(*pairs))
+    assert (values.mean() - A.logdet()).abs() < 4 * values.std() / 40**0.5
+    assert 0.6 < errors.square().mean() / values.var() < 1.6
+    for left, right in zip(
+        pairs[0], logdet(A, 10, 20, distribution, generator=seeded(), return_error=True, chunk_size=4)
+    ):
+        torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize(
+    "A",
+    [
+        torch.diag(torch.rand(20, dtype=F64, generator=seeded()) + 0.1),
+        2 * torch.eye(9, dtype=F64),
+        torch.diag(torch.logspace(-6, 0, 20, dtype=F64)),  # only the last step makes it exact: no warning
+        torch.tensor([[5.0]]),
+    ],
+)
+def test_exact_cases(A: Tensor) -> None:
+    """Signs are exact for a diagonal matrix, once there are as many steps as distinct eigenvalues."""
+    value, error = logdet(A, 2, 20, generator=seeded(), return_error=True)
+    torch.testing.assert_close(value, A.logdet())
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 30])
+def test_each_quadrature_is_exact_at_n_steps(n: int) -> None:
+    """The twin: the mean of vᵀ (log A) v over the same vectors, with a dense logarithm."""
+    values = torch.rand(n, dtype=F64, generator=seeded()) + 0.01
+    A, V = with_eigenvalues(values), torch.randn(n, 3, dtype=F64, generator=seeded(1))
+    nodes, weights = lanczos(as_matrix(A), V, n, reorthogonalize=True).quadrature()
+    eigenvalues, Q = torch.linalg.eigh(A)
+    log_A = Q * eigenvalues.log() @ Q.T
+    expected = (V * (log_A @ V)).sum(0)
+    torch.testing.assert_close(V.square().sum(0) * (weights * nodes.log()).sum(1), expected)
+    torch.testing.assert_close(weights.sum(1), torch.ones(3, dtype=F64))
+
+
+@pytest.mark.parametrize("reorthogonalize", [True, False])
+def test_quadrature_of_polynomials(reorthogonalize: bool) -> None:
+    """m steps are exact up to degree 2m - 1, no further; one vector does not see another."""
+    A, V = with_eigenvalues(torch.linspace(-1, 2, 30)), torch.randn(30, 2, dtype=F64, generator=seeded(1))
+    V = V / V.norm(dim=0)
+    nodes, weights = lanczos(as_matrix(A), V, 4, reorthogonalize=reorthogonalize).quadrature()
+    for degree in range(9):
+        exact = (V * (torch.linalg.matrix_power(A, degree) @ V)).sum(0)
+        found = (weights * nodes**degree).sum(1)
+        assert torch.allclose(found, exact, rtol=1e-10, atol=1e-10) == (degree <= 7), degree
+    alone = lanczos(as_matrix(A), V[:, 1:], 4, reorthogonalize=reorthogonalize).quadrature()[0]
+    torch.testing.assert_close(alone, nodes[1:])
+
+
+def test_spaces_that_end_early() -> None:
+    """A vector in an invariant subspace: nodes after its end have weight 0 and stay among the eigenvalues."""
+    A = torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=F64))
+    V = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]], dtype=F64)
+    T = lanczos(as_matrix(A), V, 4, reorthogonalize=True)
+    nodes, weights = T.quadrature()
+    assert T.exact.tolist() == [True, False]
+    torch.testing.assert_close(nodes[0], torch.ones(4, dtype=F64))
+    torch.testing.assert_close(nodes[1], torch.arange(1.0, 5.0, dtype=F64))
+    torch.testing.assert_close(weights.sum(1), torch.ones(2, dtype=F64))
+
+
+def test_float32(device: torch.device) -> None:
+    A = with_eigenvalues(torch.logspace(-1, 1, 40))
+    value, error = logdet(A.to(device, torch.float32), generator=seeded(), return_error=True)
+    assert (value.dtype, error.dtype, value.device.type) == (torch.float32, torch.float32, device.type)
+    torch.testing.assert_close(value.cpu().double(), logdet(A, generator=seeded()), rtol=1e-4, atol=1e-3)
+
+
+def test_damping_of_an_operator() -> None:
+    A = Dense(with_eigenvalues([0.0] * 20 + [1.0] * 20), Structure.PSD)
+    value, error = logdet(A.shift(0.1), generator=seeded(), return_error=True)
+    exact = A.shift(0.1).logdet
+    assert (value - exact).abs() < 4 * error
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+def test_singular_matrices(dtype: torch.dtype) -> None:
+    """-inf, and a warning that says so; never NaN."""
+    for A in (
+        with_eigenvalues([0.0] * 5 + [1.0, 2.0, 3.0] * 5).to(dtype),
+        torch.zeros(3, 3, dtype=dtype),
+        torch.diag(torch.tensor([1.0, 0.0], dtype=dtype)),
+        torch.zeros(1, 1, dtype=dtype),
+    ):
+        with pytest.warns(CurvatureWarning, match=r"eigenvalue that counts as zero.*-inf.*A.shift\(delta\)"):
+            value, error = logdet(A, generator=seeded(), return_error=True)
+        assert value == -torch.inf
+        assert torch.isnan(error)
+
+
+def test_too_few_steps() -> None:
+    """A warning if the quadrature has not converged: few steps, or a zero that they don't reach."""
+    A = with_eigenvalues(torch.logspace(-6, 0, 60))
+    with pytest.warns(CurvatureWarning, match=r"has not converged: the last of 6 steps changed it.*more num_steps"):
+        rough = logdet(A, 60, 6, generator=seeded())
+    assert rough > A.logdet() + 10  # too large: small eigenvalues are not seen
+    torch.testing.assert_close(logdet(A, 60, 60, generator=seeded()), A.logdet(), rtol=0.05, atol=0)
+    singular = with_eigenvalues(torch.linspace(0, 1, 100) ** 4)
+    with pytest.warns(CurvatureWarning, match="if the change stays, the matrix is singular or nearly so"):
+        logdet(singular, 60, 8, generator=seeded())
+
+
+def test_matrices_that_are_not_positive() -> None:
+    with pytest.raises(ValueError, match=r"has a negative eigenvalue, at most -.*expected a positive definite matrix"):
+        logdet(with_eigenvalues(torch.linspace(-1, 2, 30)), generator=seeded())
+    with pytest.raises(ValueError, match="is not symmetric"):
+        logdet(torch.randn(30, 30, generator=seeded()))
+    for numbers in ({"num_probes": 0}, {"num_steps": 0}):
+        with pytest.raises(ValueError, match=rf"{next(iter(numbers))} \(0\) must be at least 1"):
+            logdet(torch.eye(3), **numbers)
+    with pytest.raises(ValueError, match="Unknown distribution 'gauss'"):
+        logdet(torch.eye(3), distribution="gauss")

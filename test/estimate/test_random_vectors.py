@@ -1,0 +1,275 @@
+"""Estimators by random vectors: unbiased, exact where they say so, with an honest standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Generator, Tensor
+
+from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
+from curvlinops_plus.estimate.exchangeable import leave_one_out
+from curvlinops_plus.estimate.norm import hutchinson_squared_fro
+from curvlinops_plus.estimate.probes import Mean, random_vectors
+from curvlinops_plus.estimate.trace import hutchinson_trace, hutchpp_trace, xtrace
+
+F64 = torch.float64
+SEEDS = 300
+
+
+def seeded(seed: int = 0) -> Generator:
+    return Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=F64, generator=seeded(seed))
+
+
+def decaying(n: int = 30) -> Tensor:
+    """Positive definite, eigenvalues 1, 1/4, 1/9, …"""
+    Q = torch.linalg.qr(normal(n, n))[0]
+    return Q / torch.arange(1, n + 1, dtype=F64) ** 2 @ Q.T
+
+
+def low_rank(rank: int, n: int = 30) -> Tensor:
+    """Of this rank and not symmetric."""
+    return normal(n, rank, seed=1) @ normal(rank, n, seed=2)
+
+
+def squared_fro(A: Tensor) -> Tensor:
+    return A.square().sum()
+
+
+MATRICES = {"general": normal(30, 30), "decaying": decaying(), "low rank": low_rank(4)}
+SIGNS_OR_NORMAL = [{"distribution": "rademacher"}, {"distribution": "normal"}]
+ESTIMATORS = [(f, o, torch.trace) for f in (hutchinson_trace, hutchpp_trace, xtrace) for o in SIGNS_OR_NORMAL]
+ESTIMATORS += [(hutchinson_diag, o, torch.diagonal) for o in SIGNS_OR_NORMAL]
+ESTIMATORS += [(xdiag, {}, torch.diagonal)]
+ESTIMATORS += [(hutchinson_squared_fro, o, squared_fro) for o in SIGNS_OR_NORMAL]
+every_estimator = pytest.mark.parametrize(
+    ("estimate", "options", "truth"),
+    ESTIMATORS,
+    ids=[f"{f.__name__}-{o.get('distribution', '')}" for f, o, _ in ESTIMATORS],
+)
+
+
+def over_seeds(
+    estimate: Callable, A: Any, num_matvecs: int, seeds: int = SEEDS, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Estimates and their own standard errors, `[seeds, *]`."""
+    pairs = [estimate(A, num_matvecs, generator=seeded(s), return_error=True, **options) for s in range(seeds)]
+    return torch.stack([e for e, _ in pairs]), torch.stack([s for _, s in pairs])
+
+
+@every_estimator
+@pytest.mark.parametrize("matrix", MATRICES)
+def test_unbiased(estimate: Callable, options: dict, truth: Callable, matrix: str) -> None:
+    """The mean over seeds is within four of its standard errors (of the largest of 30 for diagonals)."""
+    A = MATRICES[matrix]
+    values, _ = over_seeds(estimate, A, 6, **options)
+    assert values[0].shape == truth(A).shape
+    error = values.std(0) / SEEDS**0.5
+    assert bool(((values.mean(0) - truth(A)).abs() <= 4 * error + 1e-12).all())
+    if not (matrix == "low rank" and estimate in (xtrace, xdiag)):  # these two can be exact
+        assert bool((error > 0).all())
+
+
+def test_the_check_of_bias_can_fail() -> None:
+    """Hutch++ whose last third forgets to leave out the subspace is off by more than four standard errors."""
+    A = MATRICES["decaying"]
+    values, _ = over_seeds(hutchpp_trace, A, 6)
+    biased = values + torch.stack([hutchinson_trace(A, 2, generator=seeded(s)) for s in range(SEEDS)]) / 10
+    assert (biased.mean() - A.trace()).abs() > 4 * biased.std() / SEEDS**0.5
+
+
+@every_estimator
+def test_own_standard_error(estimate: Callable, options: dict, truth: Callable) -> None:
+    """On the average over seeds, the square of the standard error is the variance of the estimate."""
+    values, errors = over_seeds(estimate, MATRICES["decaying"], 12, **options)
+    ratio = errors.square().mean(0).sum() / values.var(0).sum()
+    if estimate in (hutchinson_trace, hutchinson_diag, hutchinson_squared_fro):
+        assert 0.8 < ratio < 1.25  # independent draws
+    else:
+        assert 0.3 < ratio < 1.6  # nearly so
+
+
+def test_xtrace_s_error_without_decay() -> None:
+    """As the docstring says: too small, by no more than a half, if eigenvalues don't decay."""
+    Q = torch.linalg.qr(normal(60, 60))[0]
+    values, errors = over_seeds(xtrace, Q * (1 + torch.linspace(0, 1, 60, dtype=F64)) @ Q.T, 24)
+    assert 0.5 < errors.square().mean().sqrt() / values.std() < 0.9
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "normal"])
+def test_less_variance_where_eigenvalues_decay(distribution: str) -> None:
+    spread = [over_seeds(f, decaying(60), 24, 100, distribution=distribution)[0].std() for f in
+              (hutchinson_trace, hutchpp_trace, xtrace)]  # fmt: skip
+    assert spread[0] > 10 * spread[1] > 10 * spread[2]
+    plain, better = (over_seeds(f, decaying(60), 24, 100)[0].std(0).sum() for f in (hutchinson_diag, xdiag))
+    assert plain > 10 * better
+
+
+def test_normal_vectors_of_one_length() -> None:
+    """XTrace scales what is left of a normal vector, so that a multiple of the identity is exact (with error 0)."""
+    estimate, error = xtrace(3 * torch.eye(30, dtype=F64), 8, "normal", generator=seeded(), return_error=True)
+    torch.testing.assert_close(estimate, torch.tensor(90.0, dtype=F64))
+    assert error < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+@pytest.mark.parametrize("distribution", ["rademacher", "normal"])
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_exact_for_low_rank(rank: int, distribution: str, dtype: torch.dtype, device: torch.device) -> None:
+    A = low_rank(rank).to(device, dtype)
+    tolerance = {"rtol": 1e-10 if dtype == F64 else 1e-4, "atol": 1e-10 if dtype == F64 else 1e-4}
+    for estimate, num_matvecs in ((hutchpp_trace, 9), (xtrace, 8), (xtrace, 20)):
+        value, error = estimate(A, num_matvecs, distribution, generator=seeded(), return_error=True)
+        torch.testing.assert_close(value, A.trace(), **tolerance)
+        assert error <= tolerance["atol"]
+    for num_matvecs in (8, 20):
+        value, error = xdiag(A, num_matvecs, generator=seeded(), return_error=True)
+        torch.testing.assert_close(value, A.diagonal(), **tolerance)
+        assert bool((error <= tolerance["atol"]).all())
+
+
+def test_signs_are_exact_for_diagonal_matrices() -> None:
+    A = torch.diag(normal(7))
+    for estimate, truth in ((hutchinson_trace, torch.trace), (hutchinson_diag, torch.diagonal)):
+        value, error = estimate(A, 3, return_error=True)
+        torch.testing.assert_close(value, truth(A))
+        assert error.abs().max() < 1e-12
+    torch.testing.assert_close(hutchinson_squared_fro(A, 2), squared_fro(A))
+
+
+@pytest.mark.parametrize("shape", [(30, 8), (8, 30), (9, 8), (2, 5), (5, 2)])
+def test_rectangular(shape: tuple[int, int]) -> None:
+    A = normal(*shape)
+    num_matvecs = min(6, min(shape) - 1)
+    values = torch.stack([hutchinson_squared_fro(A, num_matvecs, generator=seeded(s)) for s in range(SEEDS)])
+    assert (values.mean() - squared_fro(A)).abs() <= 4 * values.std() / SEEDS**0.5
+
+
+def slow_twin(A: Tensor, V: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
+    """XTrace and XDiag with a decomposition of its own for each left-out vector."""
+    traces, diagonals = [], []
+    for i in range(V.shape[1]):
+        v = V[:, i]
+        others = torch.cat([V[:, :i], V[:, i + 1 :]], 1)
+        U, sigma, _ = torch.linalg.svd(A @ others, full_matrices=False)
+        Q = U[:, sigma > 1e-10 * sigma.max()] if len(sigma) else U
+        P = torch.eye(len(A), dtype=F64) - Q @ Q.T
+        w = P @ v
+        scale = Q.shape[0] - Q.shape[1]
+        traces.append((Q.T @ A @ Q).trace() + (w @ A @ w) * (scale / w.square().sum() if normalize else 1))
+        diagonals.append((Q @ Q.T @ A).diagonal() + v * (P @ A @ v))
+    return torch.stack(traces).mean(), torch.stack(diagonals).mean(0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    draws=st.integers(1, 6),
+    rank=st.integers(0, 14),
+    seed=st.integers(0, 10**6),
+    distribution=st.sampled_from(["rademacher", "normal"]),
+)
+def test_downdating_against_a_slow_twin(draws: int, rank: int, seed: int, distribution: str) -> None:
+    A = normal(14, rank, seed=seed) @ normal(rank, 14, seed=seed + 1)
+    trace = xtrace(A, 2 * draws, distribution, generator=seeded(seed))
+    V = random_vectors(draws, 14, distribution, seeded(seed), A)
+    twin, diagonal = slow_twin(A, V, distribution == "normal")
+    torch.testing.assert_close(trace, twin, rtol=1e-6, atol=1e-6)
+    if distribution == "rademacher":
+        torch.testing.assert_close(xdiag(A, 2 * draws, generator=seeded(seed)), diagonal, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("distribution", ["rademacher", "normal"])
+def test_hutchpp_against_its_definition(distribution: str) -> None:
+    A = MATRICES["general"]
+    V = random_vectors(8, 30, distribution, seeded(), A)
+    Q = torch.linalg.qr(A @ V[:, :4])[0]
+    P = torch.eye(30, dtype=F64) - Q @ Q.T
+    expected = (Q.T @ A @ Q).trace() + (V[:, 4:].T @ P @ A @ P @ V[:, 4:]).trace() / 4
+    torch.testing.assert_close(hutchpp_trace(A, 12, distribution, generator=seeded()), expected)
+
+
+def test_equal_vectors() -> None:
+    """Two equal columns, as few signs give easily: either can be left out, the third can't."""
+    Y = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 2.0], [0.0, 0.0, 0.0]], dtype=F64)
+    Q, S = leave_one_out(Y)
+    assert Q.shape == (4, 2)
+    torch.testing.assert_close((Q @ S).abs(), torch.tensor([[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]], dtype=F64))
+
+
+def test_the_order_of_vectors_does_not_matter() -> None:
+    A, V = decaying(), normal(30, 5)
+    (Q, S), (Q2, S2) = (leave_one_out(A @ V), leave_one_out((A @ V).flip(1)))
+    torch.testing.assert_close(Q @ Q.T, Q2 @ Q2.T)
+    torch.testing.assert_close((Q @ S).abs(), (Q2 @ S2).flip(1).abs(), atol=1e-6, rtol=1e-6)
+
+
+@every_estimator
+def test_float32_and_devices(estimate: Callable, options: dict, truth: Callable, device: torch.device) -> None:
+    """The draws depend on the generator alone."""
+    A = decaying()
+    expected, error = estimate(A, 6, generator=seeded(), return_error=True, **options)
+    value, own = estimate(A.to(device, torch.float32), 6, generator=seeded(), return_error=True, **options)
+    assert (value.dtype, own.dtype, value.device.type) == (torch.float32, torch.float32, device.type)
+    torch.testing.assert_close(value.cpu().double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own.cpu().double(), error, rtol=1e-3, atol=1e-5)
+
+
+@every_estimator
+@pytest.mark.parametrize("chunk_size", [1, 4, 100])
+def test_blocks_change_nothing(estimate: Callable, options: dict, truth: Callable, chunk_size: int) -> None:
+    A = decaying()
+    expected = estimate(A, 12, generator=seeded(), return_error=True, **options)
+    for result, other in zip(
+        expected, estimate(A, 12, generator=seeded(), return_error=True, chunk_size=chunk_size, **options)
+    ):
+        torch.testing.assert_close(result, other)
+
+
+@every_estimator
+def test_random_numbers(estimate: Callable, options: dict, truth: Callable) -> None:
+    """Fresh by default, the generator's otherwise, never PyTorch's own."""
+    A = MATRICES["general"]
+    before = torch.get_rng_state()
+    first, second = estimate(A, 6, **options), estimate(A, 6, **options)
+    assert not torch.equal(first, second)
+    assert torch.equal(estimate(A, 6, generator=seeded(), **options), estimate(A, 6, generator=seeded(), **options))
+    generator = seeded()
+    assert not torch.equal(
+        estimate(A, 6, generator=generator, **options), estimate(A, 6, generator=generator, **options)
+    )
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_first_draws_stay_when_more_are_asked_for() -> None:
+    for distribution in ("rademacher", "normal"):
+        like = torch.zeros((), dtype=F64)
+        more = random_vectors(5, 3, distribution, seeded(), like)
+        generator = seeded()
+        parts = [random_vectors(num, 3, distribution, generator, like) for num in (2, 3)]
+        assert torch.equal(more, torch.cat(parts, 1))
+
+
+def test_gradients_of_a_tensor() -> None:
+    """The estimate of a tensor's trace or norm is differentiable, as products with it are."""
+    A = normal(6, 6).requires_grad_()
+    (grad,) = torch.autograd.grad(hutchinson_squared_fro(A, 3, generator=seeded()), A)
+    V = random_vectors(3, 6, "rademacher", seeded(), A)
+    torch.testing.assert_close(grad, 2 * A.detach() @ V @ V.T / 3)
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=2, max_size=4))
+def test_mean_in_blocks(sizes: list[int]) -> None:
+    samples = normal(2, sum(sizes)) + 1e3
+    mean = Mean()
+    for block in samples.split(sizes, 1):
+        mean.update(block)
+    torch.testing.assert_close(mean.value, samples.mean(1))
+    torch.testing.assert_close(mean.error, samples.std(1) / sum(sizes) ** 0.5)
