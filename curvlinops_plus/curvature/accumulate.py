@@ -158,7 +158,7 @@ class Accumulator(ABC):
         Raises:
             ValueError: If it is of another class or layer, or its sums have other names or shapes.
         """
-        if problem := self.mismatch(other):
+        if problem := self.mismatch(other) or self.totals.clash(other.totals):
             raise ValueError(f"{self.layer.title}: {problem}")
         mine = (type(self), self.layer.name, {n: s.shape for n, s in self.sums.items()})
         theirs = (type(other), other.layer.name, {n: s.shape for n, s in other.sums.items()})
@@ -181,6 +181,7 @@ class Accumulator(ABC):
             "terms": self.totals.terms,
             "loss_count": float(self.totals.loss_count),
             "loss": float(self.totals.loss),
+            "shares": list(self.totals.shares),
             "constants": {
                 name: t.detach().clone() for name in self.constants if (t := getattr(self, name)) is not None
             },
@@ -192,7 +193,7 @@ class Accumulator(ABC):
         Raises:
             ValueError: If keys are missing.
         """
-        missing = {"sums", "counts", "examples", "terms", "loss_count", "loss", "constants"} - set(state)
+        missing = {"sums", "counts", "examples", "terms", "loss_count", "loss", "shares", "constants"} - set(state)
         if missing:
             raise ValueError(f"The state of {self.layer.title} lacks {sorted(missing)}; is the file cut off?")
         self.sums = {name: total.to(self.layer.device).clone() for name, total in state["sums"].items()}
@@ -200,7 +201,9 @@ class Accumulator(ABC):
             name: count.to(self.layer.device) if isinstance(count, Tensor) else count
             for name, count in state["counts"].items()
         }
-        self.totals = Totals(state["examples"], state["terms"], state["loss_count"], state["loss"])
+        self.totals = Totals(
+            state["examples"], state["terms"], state["loss_count"], state["loss"], shares=tuple(state["shares"])
+        )
         for name in self.constants:
             t = state["constants"].get(name)
             setattr(self, name, None if t is None else t.to(self.layer.device).clone())

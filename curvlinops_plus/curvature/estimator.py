@@ -225,6 +225,8 @@ class CurvatureEstimator:
             self._show(show, [[stage] for stage in new])
             for stages, stage in zip(fresh, new, strict=True):
                 stages += [stage] if stage else []
+        if problem := self._clash(fresh):
+            raise ValueError(problem)
         for index, stages in enumerate(fresh):
             for number, stage in enumerate(stages):
                 if number == len(self._stages[index]):
@@ -238,6 +240,14 @@ class CurvatureEstimator:
         self._draws = after
         self.updates, self.examples = self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1
+
+    def _clash(self, fresh: list[Stages]) -> str | None:
+        """Why a batch can't be added to what there is."""
+        for before, stages in zip(self._stages, fresh, strict=True):
+            for name, accumulator in stages[0].items():
+                if problem := before[0][name].totals.clash(accumulator.totals):
+                    return problem
+        return None
 
     def _show(self, show: Show, stages: list[Stages]) -> tuple[Totals, Draws]:
         """Show a batch to accumulators; the totals, and the random numbers after it."""

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvlinops_plus.curvature.determinism import require_same
+from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import LinearOperator, Space, Structure
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
-from curvlinops_plus.risk.evaluate import one_pass
+from curvlinops_plus.risk.evaluate import one_pass, settled
 
 __all__ = ["EFLinearOperator", "FisherMCLinearOperator", "GGNLinearOperator", "HessianLinearOperator"]
 
@@ -35,7 +36,7 @@ class _RiskOperator(LinearOperator):
     def __init__(
         self,
         model_func: nn.Module | Callable[..., Any],
-        loss_func: Callable[[Tensor, Tensor], Tensor],
+        loss_func: Any,
         params: Sequence[Tensor] | Mapping[str, Tensor],
         data: Iterable[Any],
         progressbar: bool = False,
@@ -48,7 +49,7 @@ class _RiskOperator(LinearOperator):
         model = model_func if isinstance(model_func, nn.Module) else _FunctionModule(model_func, params)
         self.risk = EmpiricalRisk(
             model,
-            loss_func,  # type: ignore[arg-type]
+            loss_func,
             data,
             params,
             batch_size_fn=batch_size_fn,
@@ -113,6 +114,11 @@ class _RiskOperator(LinearOperator):
 
     def _one_product(self, X: Tensor) -> Tensor:
         """The product, without restoring the random state afterwards."""
+        product, totals = settled(self.risk, lambda: self._one_sweep(X))
+        return product * self.risk.scale(totals)
+
+    def _one_sweep(self, X: Tensor) -> tuple[Tensor, Totals]:
+        """Un-reduced product, and what was seen."""
         risk, totals, draws = self.risk, Totals(), self._draws()
         free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
 
@@ -130,14 +136,17 @@ class _RiskOperator(LinearOperator):
                     totals.add(part.detached())
 
             risk.at(free, loop)
-        return total * risk.scale(totals)
+        return total, totals
 
     def _draws(self) -> Draws:
         return Draws(0)
 
     @abstractmethod
-    def _product(self, F: Tensor, Y: Any, part: Totals, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
-        """Un-reduced matrix of one batch times `X` [n, K]; `F` [N, R, C] carries the graph."""
+    def _product(self, F: Any, Y: Any, part: Totals, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
+        """Un-reduced matrix of one batch times `X` [n, K]; `F` [N, R, C] carries the graph.
+
+        Of several losses `F` and `Y` have one entry each.
+        """
 
     def _in_pieces(self, product: Callable[[Tensor], Tensor], X: Tensor, numbers_per_column: int) -> Tensor:
         """Apply `product` ([K, n] -> [K, n]) to the columns of X in pieces bounded in bytes."""
@@ -160,29 +169,57 @@ class _RiskOperator(LinearOperator):
         return torch.cat(joined, 1)
 
 
+Middle = Callable[[Tensor], Tensor]
+
+
 class _JacobianSandwich(_RiskOperator):
-    """`Jᵀ M J` with a matrix `M` of the loss, given by its product."""
+    """`Jᵀ M J` with a matrix `M` of the loss, given by its product; of several losses the sum."""
+
+    #: Several losses: whether `M` is made of the loss's own gradients.
+    _of_loss: ClassVar[bool] = False
 
     @abstractmethod
-    def _middle(self, F: Tensor, Y: Any, part: Totals, draws: Draws) -> Callable[[Tensor], Tensor]:
-        """The product [K, N, R, C] -> [K, N, R, C] with M."""
+    def _middle(self, likelihood: Likelihood | None, F: Tensor, Y: Any, loss: Any, draws: Draws) -> Middle:
+        """The product [K, N, R, C] -> [K, N, R, C] with M; None for a loss without a likelihood."""
 
-    def _product(self, F: Tensor, Y: Any, part: Totals, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
-        middle = self._middle(F, Y, part, draws)
-        w = torch.zeros_like(F, requires_grad=True)
-        back = torch.autograd.grad(F, params, w, create_graph=True, allow_unused=True)
+    def _middles(self, F: Any, Y: Any, part: Totals, draws: Draws) -> list[tuple[Tensor, Middle]]:
+        """Outputs and their matrices."""
+        heads = self.risk.heads
+        if heads is None:
+            known = self.risk.likelihood if self.risk.known_loss else None
+            return [(F, self._middle(known, F, Y, part.loss, draws))]
+        factors = heads.coefficients(self.risk.shares(part), self._of_loss)
+        found = []
+        for head, f, y, loss, a, own in zip(heads, F, Y, part.losses, factors, self._streams(F, Y, draws), strict=True):
+            if f.requires_grad:
+                middle = self._middle(head.likelihood if head.known else None, f, y, loss, own)
+                found.append((f, lambda V, a=a, middle=middle: a**2 * middle(V)))
+        return found
+
+    def _streams(self, F: Sequence[Tensor], Y: Sequence[Any], draws: Draws) -> Sequence[Draws]:
+        """Random numbers for each of several losses."""
+        return [draws] * len(F)
+
+    def _product(self, F: Any, Y: Any, part: Totals, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
+        middles = self._middles(F, Y, part, draws)
+        outputs = [f for f, _ in middles]
+        if not outputs:
+            return torch.zeros_like(X)
+        w = [torch.zeros_like(f, requires_grad=True) for f in outputs]
+        back = torch.autograd.grad(outputs, params, w, create_graph=True, allow_unused=True)
         used = [index for index, g in enumerate(back) if g is not None and g.requires_grad]
 
         def product(rows: Tensor) -> Tensor:
             V = self._split(rows)
             if not used:
                 return torch.zeros_like(rows)
-            (JV,) = _pull([back[i] for i in used], [w], [V[i] for i in used])
-            if JV is None:
+            JV = _pull([back[i] for i in used], w, [V[i] for i in used])
+            sent = [(f, middle(v.detach())) for (f, middle), v in zip(middles, JV, strict=True) if v is not None]
+            if not sent:
                 return torch.zeros_like(rows)
-            return self._join(_pull([F], params, [middle(JV.detach())]), len(rows))
+            return self._join(_pull([f for f, _ in sent], params, [v for _, v in sent]), len(rows))
 
-        return self._in_pieces(product, X, F.numel() + X.shape[0])
+        return self._in_pieces(product, X, sum(f.numel() for f in outputs) + X.shape[0])
 
 
 class GGNLinearOperator(_JacobianSandwich):
@@ -192,7 +229,8 @@ class GGNLinearOperator(_JacobianSandwich):
 
     Args:
         model_func: The network: a module, or a function `(params, X) -> outputs` (then `params` is a dict).
-        loss_func: Any loss; one without a likelihood is differentiated twice, see `EmpiricalRisk(reduction=...)`.
+        loss_func: Any loss; one without a likelihood is differentiated twice, see `EmpiricalRisk(reduction=...)`. For
+            several outputs a dict or a tuple of losses, or of pairs (loss, weight).
         params: The parameters, a list or a dict.
         data: Iterable of batches.
         progressbar: Show a bar on every loop over the data.
@@ -218,13 +256,12 @@ class GGNLinearOperator(_JacobianSandwich):
 
     _any_loss = True
 
-    def _middle(self, F: Tensor, Y: Any, part: Totals, draws: Draws) -> Callable[[Tensor], Tensor]:
-        if self.risk.known_loss:
-            known, F = self.risk.likelihood, F.detach()
-            return lambda V: known.hessian_product(F, Y, V)
+    def _middle(self, likelihood: Likelihood | None, F: Tensor, Y: Any, loss: Any, draws: Draws) -> Middle:
+        if likelihood is not None:
+            F = F.detach()
+            return lambda V: likelihood.hessian_product(F, Y, V)
         # Any other loss: its Hessian with respect to the output, by double backward.
-        assert isinstance(part.loss, Tensor)
-        (gradient,) = torch.autograd.grad(part.loss, F, create_graph=True)
+        (gradient,) = torch.autograd.grad(loss, F, create_graph=True)
         if not gradient.requires_grad:
             return torch.zeros_like
         return lambda V: torch.autograd.grad(gradient, F, V, retain_graph=True, is_grads_batched=True)[0]
@@ -233,7 +270,8 @@ class GGNLinearOperator(_JacobianSandwich):
 class EFLinearOperator(_JacobianSandwich):
     """The empirical Fisher `c Σ_n Σ_r ∇ℓ_{n,r} ∇ℓ_{n,r}ᵀ`: outer products of the gradients of all loss terms.
 
-    Arguments as for `GGNLinearOperator`.
+    Arguments as for `GGNLinearOperator`. Of several losses, the sum over the terms of all, whose gradients are those of
+    the weighted loss (see docs/heads.md).
 
     Example:
         >>> import torch
@@ -246,8 +284,11 @@ class EFLinearOperator(_JacobianSandwich):
         tensor([[324.]])
     """
 
-    def _middle(self, F: Tensor, Y: Any, part: Totals, draws: Draws) -> Callable[[Tensor], Tensor]:
-        g = self.risk.likelihood.grad(F.detach(), Y)
+    _of_loss = True
+
+    def _middle(self, likelihood: Likelihood | None, F: Tensor, Y: Any, loss: Any, draws: Draws) -> Middle:
+        assert likelihood is not None
+        g = likelihood.grad(F.detach(), Y)
         return lambda V: g * (g * V).sum(-1, keepdim=True)
 
 
@@ -276,7 +317,7 @@ class FisherMCLinearOperator(_JacobianSandwich):
     def __init__(
         self,
         model_func: nn.Module,
-        loss_func: nn.Module,
+        loss_func: Any,
         params: Sequence[Tensor] | Mapping[str, Tensor],
         data: Iterable[Any],
         progressbar: bool = False,
@@ -317,8 +358,19 @@ class FisherMCLinearOperator(_JacobianSandwich):
                 "check_deterministic=False turns this check off."
             )
 
-    def _middle(self, F: Tensor, Y: Any, part: Totals, draws: Draws) -> Callable[[Tensor], Tensor]:
-        drawn = self.risk.likelihood.draw(F.detach(), Y, self._mc_samples, draws.uniform)
+    def _streams(self, F: Sequence[Tensor], Y: Sequence[Any], draws: Draws) -> Sequence[Draws]:
+        heads, num = self.risk.heads, self._mc_samples
+        assert heads is not None
+
+        def draw(index: int, own: Draws) -> Tensor:
+            return heads.heads[index].likelihood.draw(F[index].detach(), Y[index], num, own.uniform)
+
+        consumers = [lambda own, index=index: draw(index, own) for index in range(len(F))]
+        return heads.streams((num, *(tuple(f.shape[1:]) for f in F)), draws, len(F[0]), consumers)
+
+    def _middle(self, likelihood: Likelihood | None, F: Tensor, Y: Any, loss: Any, draws: Draws) -> Middle:
+        assert likelihood is not None
+        drawn = likelihood.draw(F.detach(), Y, self._mc_samples, draws.uniform)
 
         def product(V: Tensor) -> Tensor:
             out = torch.zeros_like(V)
@@ -349,9 +401,8 @@ class HessianLinearOperator(_RiskOperator):
     _any_loss = True
     _any_blocks = True
 
-    def _product(self, F: Tensor, Y: Any, part: Totals, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
-        assert isinstance(part.loss, Tensor)
-        gradient = torch.autograd.grad(part.loss, params, create_graph=True, allow_unused=True)
+    def _product(self, F: Any, Y: Any, part: Totals, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
+        gradient = torch.autograd.grad(self.risk.objective(part), params, create_graph=True, allow_unused=True)
         blocks = torch.tensor(self._block_sizes).cumsum(0).tolist()
 
         def product(rows: Tensor) -> Tensor:
@@ -364,7 +415,8 @@ class HessianLinearOperator(_RiskOperator):
                     found += [None] * (stop - start)
             return self._join(found, len(rows))
 
-        return self._in_pieces(product, X, F.numel() + X.shape[0])
+        size = F.numel() if isinstance(F, Tensor) else sum(f.numel() for f in F)
+        return self._in_pieces(product, X, size + X.shape[0])
 
 
 def _pull(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor | None]:

@@ -10,6 +10,7 @@ user's loss.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import NumericsError, VerificationError
 from curvlinops_plus.layer import SparseRows
-from curvlinops_plus.likelihood import GaussianNLL
+from curvlinops_plus.likelihood import GaussianNLL, Likelihood
 from curvlinops_plus.linalg.numerics import eigh, gram
 from curvlinops_plus.risk import EmpiricalRisk, Layer, LayerBatch, MonteCarlo
 from curvlinops_plus.risk.examples import take_examples
+from curvlinops_plus.risk.heads import Head
 from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.outputs import Batch
 
@@ -89,7 +91,7 @@ def verify(K: BlockwiseLinearOperator, num_examples: int = 3) -> Verification:
         error = float((got - expected).norm()) / size
         if not error <= tolerance:
             loss = name == LOSS_CHECK
-            where = f"loss {type(risk.loss_func).__name__}" if loss else title(layer)
+            where = (layer or f"loss {type(risk.loss_func).__name__}") if loss else title(layer)
             hint = (
                 "Is the registered likelihood that of this loss, with all its options?"
                 if loss
@@ -106,8 +108,9 @@ def verify(K: BlockwiseLinearOperator, num_examples: int = 3) -> Verification:
         singles = [_some(batch, [n]) for n in range(batch.num_examples)]
         layers = [entry.layer for entry in K.plan]
         seen, vector = _recorded(risk, layers, batch)
-        reference = [_one_example(risk, single, vector[n : n + 1]) for n, single in enumerate(singles)]
-        _check_loss(risk, batch, check)
+        reference = [_one_example(risk, one, [v[n : n + 1] for v in vector]) for n, one in enumerate(singles)]
+        for head, outputs in _outputs(risk, batch):
+            _check_loss(head, outputs, batch, check)
         for layer, what in seen.items():
             _check_layer(layer, what, reference, check)
     return Verification(tuple(rows), tolerance)
@@ -155,15 +158,15 @@ def _some(batch: Batch, examples: list[int]) -> Batch:
     return take_examples(batch, examples) or batch
 
 
-def _recorded(risk: EmpiricalRisk, layers: list[Layer], batch: Batch) -> tuple[dict[Layer, _Seen], Tensor]:
-    """What the recorder and the rules give for one batch and one drawn vector, and that vector [N, R, C]."""
+def _recorded(risk: EmpiricalRisk, layers: list[Layer], batch: Batch) -> tuple[dict[Layer, _Seen], list[Tensor]]:
+    """What the recorder and the rules give for a batch and a drawn vector, and that vector [N, R, C] of each loss."""
     found: dict[int, _Seen] = {}
-    sent: list[Tensor] = []
+    sent: dict[int, Tensor] = {}
 
     class Once(MonteCarlo):
         def send(self, likelihood: Any, F: Tensor, Y: Tensor, draws: Any) -> Any:
             for v in super().send(likelihood, F, Y, draws):
-                sent.append(v)
+                sent[id(likelihood)] = v  # several losses are first asked how many random numbers they need
                 yield v
 
     def consume(part: LayerBatch) -> None:
@@ -175,8 +178,13 @@ def _recorded(risk: EmpiricalRisk, layers: list[Layer], batch: Batch) -> tuple[d
         found[id(part.layer)] = _Seen(grads, *_statistics(part))
 
     single = _with_data(risk, batch)
-    single.sweep(layers, Once(1, 0), consume)
-    return {layer: found[id(layer)] for layer in layers if id(layer) in found}, sent[0]
+    totals = single.sweep(layers, Once(1, 0), consume)
+    if risk.heads is None:
+        vector = [sent[id(single.likelihood)]]
+    else:
+        factors = risk.heads.coefficients(totals.shares, of_loss=False)
+        vector = [a * sent[id(head.likelihood)] for head, a in zip(risk.heads, factors, strict=True)]
+    return {layer: found[id(layer)] for layer in layers if id(layer) in found}, vector
 
 
 def _statistics(part: LayerBatch) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
@@ -220,48 +228,72 @@ def _with_data(risk: EmpiricalRisk, batch: Batch) -> EmpiricalRisk:
 
     single = copy.copy(risk)
     single.mask, single.progressbar = None, False
+    if risk.heads is not None:
+        single.heads = copy.copy(risk.heads)
+        single.heads.constant = True  # any weights will do, and a few examples may have no term of some loss
     single._examples_checked = True  # that is what verify() itself does, number by number
     single.batches = lambda desc: iter([batch])  # type: ignore[method-assign]
     return single
 
 
-def _one_example(risk: EmpiricalRisk, single: Batch, vector: Tensor) -> dict[str, Tensor]:
+def _one_example(risk: EmpiricalRisk, single: Batch, vector: list[Tensor]) -> dict[str, Tensor]:
     """Gradient of one example by plain autograd."""
     free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
 
     def backward(model: nn.Module) -> tuple[Tensor | None, ...]:
         f, _, class_axis = risk.run(single, model)
-        v = risk.likelihood.restore(vector, f.shape, 1, class_axis).to(f.dtype)
-        return torch.autograd.grad(f, list(free.values()), v, allow_unused=True)
+        if risk.heads is None:
+            parts = [(risk.likelihood, f, class_axis)]
+        else:
+            parts = [(head.likelihood, *part) for head, *part in zip(risk.heads, f, class_axis, strict=True)]
+        sent = [
+            (f, likelihood.restore(v, f.shape, 1, axis).to(f.dtype))
+            for (likelihood, f, axis), v in zip(parts, vector, strict=True)
+            if f.requires_grad
+        ]
+        return torch.autograd.grad([f for f, _ in sent], list(free.values()), [v for _, v in sent], allow_unused=True)
 
     with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
         found = risk.at(free, backward)
     return {key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(free.items(), found)}
 
 
-def _check_loss(risk: EmpiricalRisk, batch: Batch, check: Any) -> None:
-    """(c): `H v` of the likelihood against double backward of the loss that the user gave."""
+def _outputs(risk: EmpiricalRisk, batch: Batch) -> list[tuple[Head, tuple[Tensor, Any, int | None]]]:
+    """Each loss with what it reads in this batch."""
     with torch.no_grad():
-        f, y, class_axis = risk.run(batch)
-        F, Y = risk.canonical(f, y, batch, class_axis)
-    if isinstance(risk.likelihood, GaussianNLL):  # a Fisher matrix stands in for its indefinite Hessian
+        outputs = risk.run(batch)
+    if risk.heads is None:
+        return [(Head("", risk.loss_func), outputs)]
+    return list(zip(risk.heads, zip(*outputs, strict=True), strict=True))
+
+
+def _check_loss(head: Head, outputs: tuple[Tensor, Any, int | None], batch: Batch, check: Any) -> None:
+    """(c): `H v` of the likelihood against double backward of the loss that the user gave."""
+    (f, y, class_axis), likelihood = outputs, head.likelihood
+    with torch.no_grad():
+        F, Y, *_ = head.terms(f, y, batch.num_examples, class_axis)
+    if isinstance(likelihood, GaussianNLL):  # a Fisher matrix stands in for its indefinite Hessian
         return
     direction = torch.linspace(-1, 1, F.numel(), dtype=F.dtype, device=F.device).view_as(F)
-    ours = risk.likelihood.hessian_product(F, Y, direction[None])[0]
+    # Where the Fisher matrix stands in for the Hessian of the loss, what is left to check is the loss itself.
+    of_loss = likelihood.hessian_product
+    if likelihood.no_ggn is not None:
+        of_loss = partial(Likelihood.hessian_product, likelihood)
+    ours = of_loss(F, Y, direction[None])[0]
     with torch.enable_grad():
         free = f.detach().to(F.dtype).requires_grad_()
-        value = risk.loss_func(*((free, y) if class_axis is None else (free.flatten(0, -2), y.flatten())))
-        if risk.likelihood.reduction == "mean":
-            value = value * risk.likelihood.count(F, Y)
-        along = risk.likelihood.restore(direction, f.shape, batch.num_examples, class_axis)
+        value = head.loss(*((free, y) if class_axis is None else (free.flatten(0, -2), y.flatten())))
+        if likelihood.reduction == "mean":
+            value = value * likelihood.count(F, Y)
+        along = likelihood.restore(direction, f.shape, batch.num_examples, class_axis)
         (gradient,) = torch.autograd.grad(value, free, create_graph=True)
         theirs = torch.autograd.grad(gradient, free, along)[0] if gradient.requires_grad else torch.zeros_like(free)
     if not bool(theirs.isfinite().all()):
         raise NumericsError("The Hessian of the loss with respect to the model's output is not finite.")
     check(
-        "",
+        head.title if head.key != "" else "",
         LOSS_CHECK,
-        risk.likelihood.restore(ours, f.shape, batch.num_examples, class_axis),
+        likelihood.restore(ours, f.shape, batch.num_examples, class_axis),
         theirs,
         "products with the loss Hessian",
     )

@@ -73,6 +73,8 @@ def read_batch(item: Any, index: int, device: torch.device, batch_size_fn: Calla
     else:
         what = f"{type(item).__name__} of length {len(item)}" if hasattr(item, "__len__") else type(item).__name__
         hint = " For one batch, write data=[(X, y)]." if isinstance(item, Tensor) else ""
+        if isinstance(item, (tuple, list)) and len(item) > 2:
+            hint = " Targets of several losses stand together: (X, (y1, y2))."
         raise ValueError(f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'.{hint}")
     return Batch(to_device(X, device), to_device(y, device), count_examples(X, y, index, batch_size_fn, unpack), unpack)
 

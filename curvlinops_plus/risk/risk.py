@@ -17,12 +17,13 @@ from tqdm import tqdm
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of
 from curvlinops_plus.linalg import Space
-from curvlinops_plus.risk.evaluate import first_nonfinite, one_pass
+from curvlinops_plus.risk.evaluate import count_terms, first_nonfinite, one_pass, settled
 from curvlinops_plus.risk.guard import untouched
+from curvlinops_plus.risk.heads import Heads, Round
 from curvlinops_plus.risk.layers import Layer, example_axes, find_layers, named_params
 from curvlinops_plus.risk.outputs import Batch, naming_dtypes, read_batch, select_output
 from curvlinops_plus.risk.record import Consumer, Recorder
-from curvlinops_plus.risk.totals import Totals
+from curvlinops_plus.risk.totals import Shares, Totals
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
 
 __all__ = ["EmpiricalRisk"]
@@ -34,17 +35,20 @@ class EmpiricalRisk:
     """The loss of a model over a data set, `c Σ_batches Σ_n Σ_r ℓ(f(x_n)_r, y_{n,r})`.
 
     `c` is 1 for `reduction="sum"`; for "mean" it is one over what PyTorch divides by, *over the whole data set*:
-    batches of different sizes count as one big batch would.
+    batches of different sizes count as one big batch would. Of several losses the weighted sum is meant, each with
+    its own `c`.
 
     Args:
         model: A module. Its mode (train or eval) is left as it is.
-        loss: The loss, for instance `nn.CrossEntropyLoss()`.
+        loss: The loss, for instance `nn.CrossEntropyLoss()`. For a model with several outputs a dict or a tuple, of the
+            form of its output and of the targets, of losses or pairs `(loss, weight)`.
         data: An iterable of batches `(X, y)`, `X` a tensor or a mapping, or of mappings with `labels` (then the model
             is called with the rest as keywords). It is read once per sweep.
         params: The parameters, a list or a dict of the model's own tensors; any subset in any order, frozen ones
             included.
             Default: all that require a gradient.
-        output: Picks the tensor that the loss reads out of what the model returns. An output with `.logits` needs none.
+        output: Picks the tensor that the loss reads out of what the model returns, or the dict or tuple of tensors that
+            several losses read. An output with `.logits` needs none.
         mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of layers with T positions.
         example_axis: Module name or glob to the axis that carries the examples, where it is not the first.
         batch_size_fn: Number of examples of an input that is no tensor.
@@ -56,7 +60,7 @@ class EmpiricalRisk:
             examples, "sum" adds them up. Default: the loss's own attribute, else "mean".
 
     Raises:
-        ValueError: If a parameter is not the model's.
+        ValueError: If a parameter is not the model's, or a weight of a loss is no positive finite number.
 
     Example:
         >>> import torch
@@ -72,7 +76,7 @@ class EmpiricalRisk:
     def __init__(
         self,
         model: nn.Module,
-        loss: nn.Module,
+        loss: nn.Module | Mapping[Any, Any] | Sequence[Any],
         data: Iterable[Any],
         params: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
         *,
@@ -88,7 +92,9 @@ class EmpiricalRisk:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` is a {type(model).__name__}; layers can only be recorded in a torch.nn.Module.")
-        self.model, self.loss_func, self.data = model, loss, data
+        self.heads = Heads(loss, reduction) if isinstance(loss, (Mapping, tuple, list)) else None
+        self.model, self.data = model, data
+        self.loss_func: Any = loss if self.heads is None else self.heads.losses
         self.params, self.given_params = named_params(model, params)
         self.listed = not isinstance(params, Mapping)
         self.space = Space.of(self.params)
@@ -101,6 +107,21 @@ class EmpiricalRisk:
                 f"reduction={reduction!r} contradicts the loss, which has reduction={own!r}. The argument is for "
                 f"losses without that attribute; leave it out, or make the loss with the other reduction."
             )
+        if self.heads is not None and (shift_labels or num_per_example_loss_terms is not None):
+            name = "shift_labels" if shift_labels else "num_per_example_loss_terms"
+            raise UnsupportedError(
+                f"{name} is about one loss, and there are losses for the outputs {self.heads.keys}. "
+                + (
+                    "Shift output and target yourself, in `output=` and in the data."
+                    if shift_labels
+                    else "Leave it out."
+                )
+            )
+        # Of several losses: shares in force, shares of a stream, totals of a set of sweeps and of the last other pass.
+        self._shares: Shares | None = None
+        self._stream = None if self.heads is None else Shares(self.heads, num_data)
+        self._counted: list[Totals] | None = None
+        self.remembered: Totals | None = None
         self._axes = example_axes(model, example_axis)
         self._announced = self._examples_checked = False
         self._rows_checked: set[str] = set()
@@ -124,17 +145,20 @@ class EmpiricalRisk:
     # ------------------------------------------------------------------------------------------------------- facts
     @cached_property
     def likelihood(self) -> Likelihood:
-        """The loss as a negative log-likelihood.
+        """The loss as a negative log-likelihood; of several losses, what they have in common (see `heads`).
 
         Raises:
             UnsupportedError: If the loss, or one of its options, has none.
         """
-        return likelihood_of(self.loss_func)
+        if self.heads is None:
+            return likelihood_of(self.loss_func)
+        _ = [head.likelihood for head in self.heads]
+        return self.heads
 
     @cached_property
     def known_loss(self) -> bool:
         """Whether the loss has a likelihood."""
-        return has_likelihood(self.loss_func)
+        return has_likelihood(self.loss_func) if self.heads is None else self.heads.known
 
     @property
     def reduction(self) -> str:
@@ -143,6 +167,8 @@ class EmpiricalRisk:
         Raises:
             UnsupportedError: For "none" and others: no scalar loss has no curvature.
         """
+        if self.heads is not None:
+            return self.heads.reduction
         if self.known_loss:
             return self.likelihood.reduction
         reduction = self._reduction or getattr(self.loss_func, "reduction", "mean")
@@ -158,12 +184,17 @@ class EmpiricalRisk:
         """Whether the data can be read only once."""
         return isinstance(self.data, Iterator)
 
+    @property
+    def one_batch(self) -> bool:
+        """Whether the data are known to be one batch."""
+        return isinstance(self.data, Sequence) and len(self.data) == 1
+
     def layers(self, separate_weight_and_bias: bool = False) -> list[Layer]:
         """The layers that hold the parameters."""
         return find_layers(self.model, self.params, separate_weight_and_bias)
 
     def scale(self, totals: Totals) -> Tensor | float:
-        """`c`: what multiplies the sum of all loss terms.
+        """`c`: what multiplies the sum of all loss terms; of several losses, of those of the first mean.
 
         Raises:
             ValueError: If no loss term counts at all.
@@ -204,8 +235,11 @@ class EmpiricalRisk:
             )
             raise ValueError(f"`data` has no examples.{again}")
 
-    def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Tensor, Any, int | None]:
-        """Forward pass: output and target that the loss reads, and the class axis if it is not the loss's own."""
+    def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
+        """Forward pass: output and target that the loss reads, and the class axis if it is not the loss's own.
+
+        For several losses each of the three is a tuple.
+        """
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
@@ -213,8 +247,11 @@ class EmpiricalRisk:
             out = call(**batch.X) if batch.unpack else call(batch.X)
         return self.read_output(out, batch)
 
-    def read_output(self, out: Any, batch: Batch) -> tuple[Tensor, Any, int | None]:
+    def read_output(self, out: Any, batch: Batch) -> tuple[Any, Any, Any]:
         """What the model returned for a batch, as `run` gives it."""
+        if self.heads is not None:
+            fs, class_axes = self.heads.select(out, self.output)
+            return fs, self.heads.targets(batch.y), class_axes
         f, last = select_output(out, self.output)
         y = batch.y
         if self.shift_labels:
@@ -223,15 +260,17 @@ class EmpiricalRisk:
 
     def canonical(self, f: Tensor, y: Tensor, batch: Batch, class_axis: int | None) -> tuple[Tensor, Tensor]:
         """Outputs [N, R, C] and targets of one batch."""
-        if isinstance(y, Tensor) and y.dtype != f.dtype and y.is_floating_point():
+        if self.heads is None and isinstance(y, Tensor) and y.dtype != f.dtype and y.is_floating_point():
             y = y.to(f.dtype)
         return self.likelihood.canonical(f, y, batch.num_examples, class_axis)
 
-    def terms(self, f: Tensor, y: Any, batch: Batch, class_axis: int | None) -> tuple[Tensor, Any, Totals]:
+    def terms(self, f: Any, y: Any, batch: Batch, class_axis: Any) -> tuple[Any, Any, Totals]:
         """Outputs and targets as the loss's rules want them, and the totals of the batch; `totals.loss` has a graph.
 
         A loss without a likelihood is taken as it is: its value for the batch counts as that of N terms.
         """
+        if self.heads is not None:
+            return self.heads.terms(f, y, batch, class_axis)
         N = batch.num_examples
         if self.known_loss:
             F, Y = self.canonical(f, y, batch, class_axis)
@@ -240,9 +279,56 @@ class EmpiricalRisk:
         mean = self.reduction == "mean"
         return f, y, Totals(N, N, float(N), self.loss_func(f, y) * (N if mean else 1))
 
-    def untouched(self) -> Any:
-        """Context that restores random state, buffers and generators when it ends."""
-        return untouched(self.model, self.data)
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Context that restores random state, buffers and generators when it ends.
+
+        All sweeps in here are taken to see the same data: what several losses are divided by is counted once.
+        """
+        before, self._counted = self._counted, []
+        try:
+            with untouched(self.model, self.data):
+                yield
+        finally:
+            self._counted = before
+
+    # ---------------------------------------------------------------------------------------------- several losses
+    def shares(self, part: Totals) -> tuple[float, ...]:
+        """Of several losses: their shares (see `heads.py`) in a batch with these totals.
+
+        Raises:
+            UnevenError: If they are not those of the batches before, and nobody knows the whole data set.
+        """
+        shares = self._shares or self._stream
+        assert shares is not None
+        return shares.of(part)
+
+    def objective(self, part: Totals) -> Tensor:
+        """What the loss of a data set is the sum of over batches, up to `scale`; it has a graph."""
+        loss = part.loss if self.heads is None else sum(s * loss for s, loss in zip(self.shares(part), part.losses))
+        assert isinstance(loss, Tensor)
+        return loss
+
+    @contextmanager
+    def sharing(self, shares: Shares | None) -> Iterator[None]:
+        """In here several losses have these shares; None for those of a stream."""
+        before, self._shares = self._shares, shares
+        try:
+            yield
+        finally:
+            self._shares = before
+
+    def _shares_of_sweep(self, vectors: Vectors) -> Shares | None:
+        """What a sweep multiplies several losses with. A sweep can't begin again, so terms are counted before."""
+        heads = self.heads
+        if heads is None:
+            return None
+        if heads.constant or self.one_shot or self.one_batch or not vectors.backward:
+            return Shares(heads, self.num_data, single=self.one_batch)
+        counted = [] if self._counted is None else self._counted
+        if not counted:
+            counted.append(count_terms(self))
+        return Shares(heads, self.num_data, counted[0])
 
     def sweep(
         self,
@@ -264,15 +350,20 @@ class EmpiricalRisk:
         Returns:
             The totals over all batches.
 
-        Cost: one forward pass, and one backward pass per vector to the layers' outputs only.
+        Cost: one forward pass, and one backward pass per vector to the layers' outputs only. With several losses, of
+        which at least one has the reduction "mean", one more forward pass counts their terms, once for all sweeps of
+        an operator; not if the data are one batch, or an iterator.
         """
         totals, draws = Totals(), Draws(0 if vectors.seed is None else vectors.seed)
-        with self.recorder(layers, vectors) as recorder:
+        shares = self._shares_of_sweep(vectors)
+        with self.sharing(shares), self.recorder(layers, vectors) as recorder:
             for batch in self.batches(desc):
                 part = self.observe(recorder, batch, vectors, draws, consume)
                 totals.add(part)
                 if after_batch is not None:
                     after_batch(part)
+        if shares is not None and vectors.backward and not shares.fit(totals):
+            raise ValueError(shares.changing())
         return totals
 
     @contextmanager
@@ -307,7 +398,7 @@ class EmpiricalRisk:
         self,
         recorder: Recorder,
         batch: Batch,
-        outputs: tuple[Tensor, Any, int | None],
+        outputs: tuple[Any, Any, Any],
         vectors: Vectors,
         draws: Draws,
         consume: Consumer,
@@ -342,32 +433,46 @@ class EmpiricalRisk:
             recorder.inputs_only(quietly, mask=mask)
             part.reached = recorder.called
             return part
-        number = vectors.count(self.likelihood, F)
-        self._announce(vectors, F, number)
-
-        def sent() -> Iterator[Tensor]:
-            for v in vectors.send(self.likelihood, F, Y, draws):
-                yield self.likelihood.restore(v, f.shape, N, class_axis).to(f.dtype)
-
-        if not f.requires_grad:
+        if self.heads is None:
+            number, restore = vectors.count(self.likelihood, F), self.likelihood.restore
+            sent = (
+                [restore(v, f.shape, N, class_axis).to(f.dtype)] for v in vectors.send(self.likelihood, F, Y, draws)
+            )
+            rounds = [Round([f] if f.requires_grad else [], number, sent, F.shape[1])]
+        else:
+            part.shares = self.shares(part)
+            rounds = self.heads.rounds(vectors, f, list(zip(F, Y, class_axis, strict=True)), draws, part.shares)
+        self._announce(vectors, rounds)
+        rounds = [turn for turn in rounds if turn.outputs]
+        if not rounds:
             return part  # no tracked layer reaches the output in this batch
         if N > 1 and not self._examples_checked:
-            self._check_examples(recorder, f, N)
+            self._check_examples(recorder, [f] if self.heads is None else [t for t in f if t.requires_grad], N)
             self._examples_checked = True
-        per_chunk = self._vectors_at_once(recorder, number)
-        if per_chunk > 1:
-            for first, chunk in _chunks(sent(), per_chunk):
-                part.reached |= recorder.send_batched([f], [torch.stack(chunk)], first, quietly, mask=mask)
-        else:
-            part.reached = recorder.send([f], ([v] for v in sent()), quietly, keep=keep, mask=mask)
+        for index, turn in enumerate(rounds):
+            more = index < len(rounds) - 1
+            part.reached |= self._send_back(recorder, turn, quietly, index == 0, keep or more, mask)
         return part
 
-    def _check_examples(self, recorder: Recorder, f: Tensor, N: int) -> None:
+    def _send_back(
+        self, recorder: Recorder, turn: Round, consume: Consumer, begin: bool, keep: bool, mask: Tensor | None
+    ) -> set[int]:
+        """Send vectors in pieces of the best size; which layers they reached."""
+        per_chunk = self._vectors_at_once(recorder, turn.number)
+        if per_chunk == 1:
+            return recorder.send(turn.outputs, turn.sent, consume, begin=begin, keep=keep, mask=mask)
+        reached: set[int] = set()
+        for first, chunk in _chunks(turn.sent, per_chunk):
+            stacked = [torch.stack(parts) for parts in zip(*chunk, strict=True)]
+            reached |= recorder.send_batched(turn.outputs, stacked, first and begin, consume, mask=mask)
+        return reached
+
+    def _check_examples(self, recorder: Recorder, fs: Sequence[Tensor], N: int) -> None:
         """Do the rows that layers see belong to the examples that they are taken for?"""
         kind = nn.modules.batchnorm._BatchNorm
         mixing = [name for name, m in self.model.named_modules() if isinstance(m, kind) and m.training]
         if not mixing:
-            return recorder.check_examples([f], [_only(f, N - 1, N)], N - 1)
+            return recorder.check_examples(fs, [_only(f, N - 1, N) for f in fs], N - 1)
         warn(
             f"{mixing} are batch norm in training mode: the examples of a batch depend on each other, and what layers "
             f"before them contribute through the batch's statistics is left out. Call model.eval() first.",
@@ -375,25 +480,31 @@ class EmpiricalRisk:
             stacklevel=2,
         )
 
-    def check_rows(self, recorder: Recorder, batch: Batch, f: Tensor, random: Tensor) -> None:
+    def check_rows(self, recorder: Recorder, batch: Batch, f: Any, random: Tensor) -> None:
         """One row for all examples was expanded to a row for each: is the model still the same function?"""
         N = batch.num_examples
         with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             torch.set_rng_state(random)
             plain, _, _ = recorder.plainly(lambda: self.run(batch))
-        vectors = [(n, _only(f, n, N)) for n in (0, N - 1)]
-        recorder.check_rows(f, plain.detach(), vectors)
+        for output, without in [(f, plain)] if self.heads is None else zip(f, plain):
+            vectors = [(n, _only(output, n, N)) for n in (0, N - 1)]
+            recorder.check_rows(output, without.detach(), vectors)
 
-    def _announce(self, vectors: Vectors, F: Tensor, number: int) -> None:
+    def _announce(self, vectors: Vectors, rounds: Sequence[Round]) -> None:
         """Say once what exact vectors cost when there are several loss terms per example."""
-        if isinstance(vectors, Exact) and not vectors.signs and F.shape[1] > 1 and not self._announced:
-            self._announced = True
-            warn(
-                f"Exact() sends {number} vectors per batch: {F.shape[1]} loss terms per example, each by itself, times "
-                f"{number // F.shape[1]} columns. Exact(signs=True) or MonteCarlo() take fewer passes.",
-                CurvatureWarning,
-                stacklevel=2,
-            )
+        if not isinstance(vectors, Exact) or vectors.signs or self._announced:
+            return
+        for turn in rounds:
+            if turn.terms > 1:
+                self._announced = True
+                warn(
+                    f"Exact() sends {turn.number} vectors per batch{turn.where}: {turn.terms} loss terms per example, "
+                    f"each by itself, times {turn.number // turn.terms} columns. Exact(signs=True) or MonteCarlo() "
+                    "take fewer passes.",
+                    CurvatureWarning,
+                    stacklevel=2,
+                )
+                return
 
     def _vectors_at_once(self, recorder: Recorder, number: int) -> int:
         """How many vectors to send in one vectorised pass: 1 streams, which is faster for large batches on the CPU."""
@@ -427,18 +538,28 @@ class EmpiricalRisk:
         """The loss over all data, a 0-d tensor. Cost: one forward pass."""
         with self.untouched():
             _, totals = one_pass(self, gradient=False)
-        return torch.as_tensor(totals.loss * self.scale(totals)).to(self.dtype)
+        return self._value(totals)
 
     def gradient(self) -> dict[str, Tensor]:
-        """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass."""
+        """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass.
+
+        Several means over numbers of terms that are not in the same proportion in all batches: up to two more passes.
+        """
         return self.gradient_and_loss()[0]
 
     def gradient_and_loss(self) -> tuple[dict[str, Tensor], Tensor]:
         """Gradient and loss over all data in one pass; nothing is written to `.grad`."""
         with self.untouched():
-            grads, totals = one_pass(self, gradient=True)
+            grads, totals = settled(self, lambda: one_pass(self, gradient=True))
         c = self.scale(totals)
-        return {key: g * c for key, g in grads.items()}, torch.as_tensor(totals.loss * c).to(self.dtype)
+        return {key: g * c for key, g in grads.items()}, self._value(totals)
+
+    def _value(self, totals: Totals) -> Tensor:
+        """The loss of the data that the totals are of."""
+        if self.heads is None:
+            return torch.as_tensor(totals.loss * self.scale(totals)).to(self.dtype)
+        factors = zip(self.heads, self.heads.scales(totals, self.num_data), totals.losses)
+        return torch.as_tensor(sum(head.weight * c * loss for head, c, loss in factors)).to(self.dtype)
 
     def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T:
         """`function(model)` at other values of the parameters (keys as in `params`); the model is as before afterwards.
@@ -479,7 +600,7 @@ class _Inside(nn.Module):
         return self.function(self.model)
 
 
-def _chunks(items: Iterator[Tensor], size: int) -> Iterator[tuple[bool, list[Tensor]]]:
+def _chunks(items: Iterator[T], size: int) -> Iterator[tuple[bool, list[T]]]:
     """(is first, piece of at most `size` items)."""
     first = True
     while piece := list(islice(items, size)):
