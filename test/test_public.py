@@ -11,6 +11,7 @@ import curvlinops_plus
 # What users may import from the top. Adding a name here is a decision; removing one is a breaking change.
 NAMES = [
     "Accumulator",
+    "ActivationHessianLinearOperator",
     "AffineRule",
     "BlockwiseLinearOperator",
     "CGInverseLinearOperator",
@@ -31,9 +32,11 @@ NAMES = [
     "FromDistribution",
     "FullBlock",
     "GGNDiagonalLinearOperator",
+    "GGNFactorLinearOperator",
     "GGNLinearOperator",
     "HessianLinearOperator",
     "IdentityLinearOperator",
+    "JacobianLinearOperator",
     "KFAC",
     "KFACInverseLinearOperator",
     "KFACLinearOperator",
@@ -61,6 +64,7 @@ NAMES = [
     "StochasticReconfiguration",
     "SubmatrixLinearOperator",
     "TNT",
+    "TransposedJacobianLinearOperator",
     "UnsupportedError",
     "VerificationError",
     "__version__",

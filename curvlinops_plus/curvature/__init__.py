@@ -1,6 +1,7 @@
 """Floor 4: operators about a risk."""
 
 from curvlinops_plus.curvature.accumulate import Accumulator, Approximation
+from curvlinops_plus.curvature.activation import ActivationHessianLinearOperator
 from curvlinops_plus.curvature.blockwise import BlockwiseLinearOperator, curvature
 from curvlinops_plus.curvature.classic import (
     EKFACLinearOperator,
@@ -12,6 +13,11 @@ from curvlinops_plus.curvature.classic import (
 )
 from curvlinops_plus.curvature.estimator import CurvatureEstimator
 from curvlinops_plus.curvature.inverse import KFACInverseLinearOperator
+from curvlinops_plus.curvature.jacobian import (
+    GGNFactorLinearOperator,
+    JacobianLinearOperator,
+    TransposedJacobianLinearOperator,
+)
 from curvlinops_plus.curvature.kronecker import EKFAC, KFAC, compute_eigenvalue_correction_linear_weight_sharing
 from curvlinops_plus.curvature.matrixfree import (
     EFLinearOperator,
@@ -30,6 +36,7 @@ __all__ = [
     "KFAC",
     "TNT",
     "Accumulator",
+    "ActivationHessianLinearOperator",
     "Approximation",
     "BlockwiseLinearOperator",
     "CurvatureEstimator",
@@ -40,14 +47,17 @@ __all__ = [
     "FisherType",
     "FullBlock",
     "GGNDiagonalLinearOperator",
+    "GGNFactorLinearOperator",
     "GGNLinearOperator",
     "HessianLinearOperator",
+    "JacobianLinearOperator",
     "KFACInverseLinearOperator",
     "KFACLinearOperator",
     "KFACType",
     "KFOCLinearOperator",
     "NearestKronecker",
     "ScaledIdentity",
+    "TransposedJacobianLinearOperator",
     "Verification",
     "compute_eigenvalue_correction_linear_weight_sharing",
     "curvature",

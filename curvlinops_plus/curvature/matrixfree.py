@@ -1,29 +1,37 @@
 """Exact matrix-free operators: generalized Gauss-Newton, Hessian, empirical Fisher and Monte-Carlo Fisher.
 
-Each product reads the data once. All columns of a product share one forward pass; `J v` is the derivative of `wᵀ J`
-with respect to `w` (the double-backward trick), so any model that autograd can differentiate twice is fine.
+Each product reads the data once. `J v` is forward-mode differentiation where that is right for the model, else the
+derivative of `wᵀ J` with respect to `w` (see `linearize.py`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvlinops_plus.curvature.determinism import require_same
+from curvlinops_plus.curvature.linearize import (
+    CHUNK_BYTES,
+    FunctionModule,
+    Linearizer,
+    Outputs,
+    naming_operations,
+    plain_attention,
+    pull,
+    refuse_once_differentiable,
+)
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import LinearOperator, Space, Structure
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.evaluate import one_pass, settled
+from curvlinops_plus.risk.outputs import Batch
 
 __all__ = ["EFLinearOperator", "FisherMCLinearOperator", "GGNLinearOperator", "HessianLinearOperator"]
-
-# Columns are vectorised in pieces whose copies of the model's outputs and parameters stay below this many bytes.
-_CHUNK_BYTES = 2**28
 
 
 class _RiskOperator(LinearOperator):
@@ -46,7 +54,7 @@ class _RiskOperator(LinearOperator):
         batch_size_fn: Callable[[Any], int] | None = None,
         **risk_options: Any,
     ) -> None:
-        model = model_func if isinstance(model_func, nn.Module) else _FunctionModule(model_func, params)
+        model = model_func if isinstance(model_func, nn.Module) else FunctionModule(model_func, params)
         self.risk = EmpiricalRisk(
             model,
             loss_func,
@@ -117,56 +125,12 @@ class _RiskOperator(LinearOperator):
         product, totals = settled(self.risk, lambda: self._one_sweep(X))
         return product * self.risk.scale(totals)
 
+    @abstractmethod
     def _one_sweep(self, X: Tensor) -> tuple[Tensor, Totals]:
-        """Un-reduced product, and what was seen."""
-        risk, totals, draws = self.risk, Totals(), self._draws()
-        free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
-
-        # Fused attention kernels have no double backward; the plain one does, and gives the same numbers.
-        with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            X = X.clone() if X.is_inference() else X
-            total = torch.zeros_like(X)
-
-            def loop(model: nn.Module) -> None:
-                for batch in risk.batches(type(self).__name__):
-                    with torch.compiler.set_stance("force_eager"):
-                        f, y, class_axis = risk.run(batch, model)
-                    F, Y, part = risk.terms(f, y, batch, class_axis)
-                    total.add_(self._product(F, Y, part, list(free.values()), X, draws))
-                    totals.add(part.detached())
-
-            risk.at(free, loop)
-        return total, totals
+        """Un-reduced product with `X` [n, K], and what was seen."""
 
     def _draws(self) -> Draws:
         return Draws(0)
-
-    @abstractmethod
-    def _product(self, F: Any, Y: Any, part: Totals, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
-        """Un-reduced matrix of one batch times `X` [n, K]; `F` [N, R, C] carries the graph.
-
-        Of several losses `F` and `Y` have one entry each.
-        """
-
-    def _in_pieces(self, product: Callable[[Tensor], Tensor], X: Tensor, numbers_per_column: int) -> Tensor:
-        """Apply `product` ([K, n] -> [K, n]) to the columns of X in pieces bounded in bytes."""
-        size = max(1, _CHUNK_BYTES // (8 * numbers_per_column))
-        return torch.cat([product(piece) for piece in X.T.split(size)]).T
-
-    def _split(self, rows: Tensor) -> list[Tensor]:
-        """[K, n] to [K, *shape] for each parameter, in the parameters' own dtypes."""
-        parts = rows.split(list(self.in_space.sizes), dim=1)
-        return [part.reshape(len(rows), *p.shape).to(p.dtype) for part, p in zip(parts, self.risk.params.values())]
-
-    def _join(self, parts: Sequence[Tensor | None], K: int) -> Tensor:
-        """[K, *shape] for each parameter to [K, n]."""
-        joined = [
-            torch.zeros(K, p.numel(), dtype=self.dtype, device=self.device)
-            if part is None
-            else part.reshape(K, -1).to(self.dtype)
-            for part, p in zip(parts, self.risk.params.values())
-        ]
-        return torch.cat(joined, 1)
 
 
 Middle = Callable[[Tensor], Tensor]
@@ -187,6 +151,8 @@ class _JacobianSandwich(_RiskOperator):
         heads = self.risk.heads
         if heads is None:
             known = self.risk.likelihood if self.risk.known_loss else None
+            if known is None and not F.requires_grad:
+                return []
             return [(F, self._middle(known, F, Y, part.loss, draws))]
         factors = heads.coefficients(self.risk.shares(part), self._of_loss)
         found = []
@@ -200,26 +166,30 @@ class _JacobianSandwich(_RiskOperator):
         """Random numbers for each of several losses."""
         return [draws] * len(F)
 
-    def _product(self, F: Any, Y: Any, part: Totals, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
-        middles = self._middles(F, Y, part, draws)
-        outputs = [f for f, _ in middles]
-        if not outputs:
-            return torch.zeros_like(X)
-        w = [torch.zeros_like(f, requires_grad=True) for f in outputs]
-        back = torch.autograd.grad(outputs, params, w, create_graph=True, allow_unused=True)
-        used = [index for index, g in enumerate(back) if g is not None and g.requires_grad]
+    @cached_property
+    def _linear(self) -> Linearizer:
+        return Linearizer(self.risk, self._evaluate)
 
-        def product(rows: Tensor) -> Tensor:
-            V = self._split(rows)
-            if not used:
-                return torch.zeros_like(rows)
-            JV = _pull([back[i] for i in used], w, [V[i] for i in used])
-            sent = [(f, middle(v.detach())) for (f, middle), v in zip(middles, JV, strict=True) if v is not None]
-            if not sent:
-                return torch.zeros_like(rows)
-            return self._join(_pull([f for f, _ in sent], params, [v for _, v in sent]), len(rows))
+    def _evaluate(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
+        """Run the model; the outputs in canonical form, and what the loss says of them."""
+        f, y, class_axis = self.risk.run(batch, model)
+        F, Y, part = self.risk.terms(f, y, batch, class_axis)
+        return (F,) if self.risk.heads is None else F, (F, Y, part)
 
-        return self._in_pieces(product, X, sum(f.numel() for f in outputs) + X.shape[0])
+    def _one_sweep(self, X: Tensor) -> tuple[Tensor, Totals]:
+        totals, draws = Totals(), self._draws()
+        total = torch.zeros_like(X.T)
+
+        def middle(outputs: Outputs, extra: Any) -> Callable[[list[Tensor]], list[Tensor | None]]:
+            F, Y, part = extra
+            totals.add(part.detached())
+            found = {id(f): M for f, M in self._middles(F, Y, part, draws)}
+            Ms = [found.get(id(f)) for f in outputs]
+            return lambda V: [None if M is None else M(v) for M, v in zip(Ms, V, strict=True)]
+
+        for batch in self.risk.batches(type(self).__name__):
+            total = total + self._linear.sandwich(batch, X.T, middle)
+        return total.T, totals
 
 
 class GGNLinearOperator(_JacobianSandwich):
@@ -400,9 +370,34 @@ class HessianLinearOperator(_RiskOperator):
     _structure = Structure.SYMMETRIC
     _any_loss = True
     _any_blocks = True
+    _looked_at = False
 
-    def _product(self, F: Any, Y: Any, part: Totals, params: list[Tensor], X: Tensor, draws: Draws) -> Tensor:
-        gradient = torch.autograd.grad(self.risk.objective(part), params, create_graph=True, allow_unused=True)
+    def _one_sweep(self, X: Tensor) -> tuple[Tensor, Totals]:
+        risk, totals = self.risk, Totals()
+        free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
+
+        with torch.inference_mode(False), torch.enable_grad(), plain_attention(), naming_operations():
+            X = X.clone() if X.is_inference() else X
+            total = torch.zeros_like(X)
+
+            def loop(model: nn.Module) -> None:
+                for batch in risk.batches(type(self).__name__):
+                    with torch.compiler.set_stance("force_eager"):
+                        f, y, class_axis = risk.run(batch, model)
+                    F, _, part = risk.terms(f, y, batch, class_axis)
+                    total.add_(self._product(F, part, list(free.values()), X))
+                    totals.add(part.detached())
+
+            risk.at(free, loop)
+        return total, totals
+
+    def _product(self, F: Any, part: Totals, params: list[Tensor], X: Tensor) -> Tensor:
+        """Un-reduced Hessian of one batch times `X` [n, K]."""
+        loss = self.risk.objective(part)
+        if not self._looked_at:
+            refuse_once_differentiable(loss)
+            self._looked_at = True
+        gradient = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
         blocks = torch.tensor(self._block_sizes).cumsum(0).tolist()
 
         def product(rows: Tensor) -> Tensor:
@@ -410,7 +405,7 @@ class HessianLinearOperator(_RiskOperator):
             for start, stop in zip([0, *blocks], blocks):
                 used = [i for i in range(start, stop) if (g := gradient[i]) is not None and g.requires_grad]
                 if used:
-                    found += _pull([gradient[i] for i in used], params[start:stop], [V[i] for i in used])
+                    found += pull([gradient[i] for i in used], params[start:stop], [V[i] for i in used])
                 else:
                     found += [None] * (stop - start)
             return self._join(found, len(rows))
@@ -418,38 +413,22 @@ class HessianLinearOperator(_RiskOperator):
         size = F.numel() if isinstance(F, Tensor) else sum(f.numel() for f in F)
         return self._in_pieces(product, X, size + X.shape[0])
 
+    def _in_pieces(self, product: Callable[[Tensor], Tensor], X: Tensor, numbers_per_column: int) -> Tensor:
+        """Apply `product` ([K, n] -> [K, n]) to the columns of X in pieces bounded in bytes."""
+        size = max(1, CHUNK_BYTES // (8 * numbers_per_column))
+        return torch.cat([product(piece) for piece in X.T.split(size)]).T
 
-def _pull(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Vector-Jacobian products of several vectors [K, *output] at once; one vector takes the plain way, which is
-    faster.
-    """
-    if len(vectors[0]) == 1:
-        found = torch.autograd.grad(outputs, inputs, [v[0] for v in vectors], retain_graph=True, allow_unused=True)
-        return [None if g is None else g[None] for g in found]
-    try:
-        return list(
-            torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, is_grads_batched=True, allow_unused=True)
-        )
-    except RuntimeError:  # operations that can't be vectorised (group norm's second derivative); all else fails again
-        rows = [_pull(outputs, inputs, [v[k : k + 1] for v in vectors]) for k in range(len(vectors[0]))]
-    columns = zip(*rows, strict=True)
-    return [None if column[0] is None else torch.cat([g for g in column if g is not None]) for column in columns]
+    def _split(self, rows: Tensor) -> list[Tensor]:
+        """[K, n] to [K, *shape] for each parameter, in the parameters' own dtypes."""
+        parts = rows.split(list(self.in_space.sizes), dim=1)
+        return [part.reshape(len(rows), *p.shape).to(p.dtype) for part, p in zip(parts, self.risk.params.values())]
 
-
-class _FunctionModule(nn.Module):
-    """A function `(params, X) -> outputs` as a module that holds the parameters."""
-
-    def __init__(self, function: Callable[..., Any], params: Sequence[Tensor] | Mapping[str, Tensor]) -> None:
-        super().__init__()
-        if not isinstance(params, Mapping):
-            raise ValueError(
-                "A model that is a function needs `params` as a dict, and is called as model_func(params, X). Pass "
-                "dict(model.named_parameters()) or the like, or a torch.nn.Module."
-            )
-        self.function, self.keys = function, list(params)
-        for index, p in enumerate(params.values()):
-            own = p if isinstance(p, nn.Parameter) else nn.Parameter(p.detach(), requires_grad=False)
-            self.register_parameter(f"p{index}", own)
-
-    def forward(self, X: Any) -> Any:
-        return self.function({key: getattr(self, f"p{index}") for index, key in enumerate(self.keys)}, X)
+    def _join(self, parts: Sequence[Tensor | None], K: int) -> Tensor:
+        """[K, *shape] for each parameter to [K, n]."""
+        joined = [
+            torch.zeros(K, p.numel(), dtype=self.dtype, device=self.device)
+            if part is None
+            else part.reshape(K, -1).to(self.dtype)
+            for part, p in zip(parts, self.risk.params.values())
+        ]
+        return torch.cat(joined, 1)
