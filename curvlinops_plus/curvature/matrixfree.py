@@ -52,8 +52,13 @@ class _RiskOperator(LinearOperator):
         num_data: int | None = None,
         block_sizes: Sequence[int] | None = None,
         batch_size_fn: Callable[[Any], int] | None = None,
+        *,
+        chunk_size: int | None = None,
         **risk_options: Any,
     ) -> None:
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size} must be at least 1, the number of columns computed together.")
+        self.chunk_size = chunk_size
         model = model_func if isinstance(model_func, nn.Module) else FunctionModule(model_func, params)
         self.risk = EmpiricalRisk(
             model,
@@ -168,7 +173,7 @@ class _JacobianSandwich(_RiskOperator):
 
     @cached_property
     def _linear(self) -> Linearizer:
-        return Linearizer(self.risk, self._evaluate)
+        return Linearizer(self.risk, self._evaluate, self.chunk_size)
 
     def _evaluate(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
         """Run the model; the outputs in canonical form, and what the loss says of them."""
@@ -208,9 +213,13 @@ class GGNLinearOperator(_JacobianSandwich):
         num_data: Replaces the number of examples in the scale of the loss.
         block_sizes: Not supported here (`HessianLinearOperator` does), kept for the order of arguments.
         batch_size_fn: Number of examples of an input that is no tensor.
+        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
         risk_options: Keyword options of `EmpiricalRisk`.
 
-    Cost: one sweep per product; all columns share the forward pass.
+    Raises:
+        ValueError: If `chunk_size` is less than one.
+
+    Cost: one sweep per product; columns of a chunk share the forward pass.
 
     Source: Schraudolph 2002, "Fast curvature matrix-vector products for second-order gradient descent".
 
@@ -272,7 +281,7 @@ class FisherMCLinearOperator(_JacobianSandwich):
             `GGNLinearOperator`.
         seed: Where the draws start.
         mc_samples: Draws per example.
-        risk_options: Keyword options of `EmpiricalRisk`.
+        risk_options: `chunk_size` as for `GGNLinearOperator`, and keyword options of `EmpiricalRisk`.
 
     Example:
         >>> import torch
@@ -415,7 +424,7 @@ class HessianLinearOperator(_RiskOperator):
 
     def _in_pieces(self, product: Callable[[Tensor], Tensor], X: Tensor, numbers_per_column: int) -> Tensor:
         """Apply `product` ([K, n] -> [K, n]) to the columns of X in pieces bounded in bytes."""
-        size = max(1, CHUNK_BYTES // (8 * numbers_per_column))
+        size = self.chunk_size or max(1, CHUNK_BYTES // (8 * numbers_per_column))
         return torch.cat([product(piece) for piece in X.T.split(size)]).T
 
     def _split(self, rows: Tensor) -> list[Tensor]:

@@ -19,6 +19,7 @@ from curvlinops_plus import (
     EFLinearOperator,
     EmpiricalRisk,
     Exact,
+    FisherMCLinearOperator,
     FullBlock,
     GGNLinearOperator,
     HessianLinearOperator,
@@ -68,6 +69,16 @@ def test_matrix_free_operators_are_the_matrices(name: str) -> None:
             close(A.to_dense(), matrix, what=kind.__name__)
             v = torch.linspace(-1, 1, len(matrix), dtype=torch.float64)
             close(A @ v, matrix @ v, what=f"{kind.__name__} @ v")
+
+
+@pytest.mark.parametrize("kind", [GGNLinearOperator, HessianLinearOperator, EFLinearOperator, FisherMCLinearOperator])
+def test_columns_in_chunks(kind: Any) -> None:
+    p = problem("attention")
+    whole, chunked = (kind(p.model, p.loss, p.params, p.data, **o) for o in ({}, {"chunk_size": 2}))
+    V = numbers(whole.shape[1], 5)
+    close(chunked @ V, whole @ V)
+    with pytest.raises(ValueError, match="chunk_size=0 must be at least 1"):
+        kind(p.model, p.loss, p.params, p.data, chunk_size=0)
 
 
 @every_problem
