@@ -1,0 +1,76 @@
+"""What do the eigenvalues of a trained network's curvature look like, and how well do KFAC and EKFAC keep them?
+
+A small network learns handwritten digits. The Hessian and the GGN of its loss are never formed: Lanczos iterations from
+random vectors give the densities of their eigenvalues. KFAC and EKFAC know their eigenvalues, so they check the
+estimates; their densities come from the same iterations all the same, so that the four curves are smoothed alike.
+
+    python examples/spectrum.py   # needs scikit-learn and matplotlib; some twenty seconds; writes docs/spectrum.png
+"""
+
+from pathlib import Path
+
+import matplotlib
+import torch
+from sklearn.datasets import load_digits
+from torch import Generator, nn
+
+from curvlinops_plus import EKFACLinearOperator, GGNLinearOperator, HessianLinearOperator, KFACLinearOperator
+from curvlinops_plus.estimate import top_eigenpairs
+from curvlinops_plus.estimate import plot_spectrum
+from curvlinops_plus.estimate import lanczos_approximate_log_spectrum, lanczos_approximate_spectrum
+from curvlinops_plus.estimate import xtrace
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+torch.manual_seed(0)
+torch.set_num_threads(1)  # more threads gain nothing on tensors of this size
+
+# In double precision all machines print the same figures.
+digits = load_digits()
+X, y = torch.tensor(digits.data / 16 - 0.5), torch.tensor(digits.target)
+model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 10)).double()
+params, loss = list(model.parameters()), nn.CrossEntropyLoss()
+
+optimizer = torch.optim.Adam(params, lr=1e-2)
+for _ in range(150):
+    optimizer.zero_grad()
+    batch = torch.randint(len(X), (200,))
+    loss(model(X[batch]), y[batch]).backward()
+    optimizer.step()
+print(f"accuracy {(model(X).argmax(1) == y).double().mean():.3f}, loss {loss(model(X), y):.3f}")
+
+data = list(zip(X.split(600), y.split(600), strict=True))
+H, G = HessianLinearOperator(model, loss, params, data), GGNLinearOperator(model, loss, params, data)
+K = KFACLinearOperator(model, loss, params, data, fisher_type="type-2")
+E = EKFACLinearOperator(model, loss, params, data, fisher_type="type-2")
+figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+FLOOR = 1e-5  # added to |λ| on the logarithmic axis: where the zeros are drawn
+
+print(f"{G.shape[0]} parameters; eigenvalues and traces, from products:")
+traces = {}
+for name, A, style in (("Hessian", H, "-"), ("GGN", G, "-"), ("KFAC", K, "--"), ("EKFAC", E, "--")):
+    generator = Generator().manual_seed(0)
+    largest = top_eigenpairs(A, 10, generator=generator).eigenvalues
+    traces[name], error = xtrace(A, 200, generator=generator, return_error=True)
+    print(f"{name:8} 1st {largest[0]:.4f}, 2nd {largest[1]:.4f}, 10th {largest[9]:.4f}", end="")
+    print(f", trace {traces[name]:.3f} ± {error:.3f}", flush=True)
+    density = lanczos_approximate_spectrum(A, 100, num_repeats=4, generator=generator)
+    plot_spectrum(density, ax=left, linestyle=style, label=name)
+    ends = (0.0, float(largest[0]))
+    density = lanczos_approximate_log_spectrum(
+        A, 100, num_repeats=4, boundaries=ends, epsilon=FLOOR, generator=generator
+    )
+    plot_spectrum(density, ax=right, log=True, linestyle=style, label=name)
+print("smallest of the Hessian", top_eigenpairs(H, largest=False).eigenvalues.numpy().round(4))
+
+print("the same in closed form:")
+for name, A in (("KFAC", K), ("EKFAC", E)):
+    largest = A.eigenvalues().sort(descending=True).values[[0, 1, 9]]
+    print(f"{name:8} 1st {largest[0]:.4f}, 2nd {largest[1]:.4f}, 10th {largest[2]:.4f}, trace {A.trace:.3f}", end="")
+    print(f", {A.trace / traces['GGN'] - 1:+.2%} beside the GGN")
+
+left.set_title("eigenvalues λ")
+right.set_title(f"|λ| + {FLOOR}, logarithmic")
+right.legend()
+pyplot.savefig(Path(__file__).parents[1] / "docs" / "spectrum.png", dpi=100)
