@@ -262,6 +262,41 @@ class Linearizer:
 
             return self._at(batch, inside)
 
+    def matrix(self, batch: Batch, middle: Linear[Sequence[Tensor | None]]) -> Tensor:
+        """`Jᵀ M J`, [n, n]: from the rows of `J` if these are fewer than parameters, else column by column.
+
+        Args:
+            batch: The batch.
+            middle: As for `sandwich`.
+
+        Cost: one forward pass, and a backward pass for each number in the outputs; or for each parameter as `sandwich`.
+        """
+        n = self.risk.space.dim
+
+        def inside(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor | None:
+            sizes = [f.numel() for f in F]
+            if sum(sizes) >= n:
+                return None
+            product, rows = middle(F, extra), []
+            for k, f in enumerate(F):
+                for unit in torch.eye(sizes[k], dtype=f.dtype, device=f.device).split(self._columns()):
+                    vectors = [unit.view(-1, *f.shape) if j == k else None for j in range(len(F))]
+                    rows.append(self._pulled(F, free, vectors, len(unit)))
+            J = torch.cat(rows)  # [m, n]
+            columns = [part.T.reshape(n, *f.shape).to(f.dtype) for part, f in zip(J.split(sizes), F, strict=True)]
+            middled = [
+                torch.zeros_like(V) if MV is None else MV for V, MV in zip(columns, product(columns), strict=True)
+            ]
+            return torch.cat([MV.flatten(1).to(J.dtype) for MV in middled], 1) @ J
+
+        state = random_state(self.risk.device)
+        with self._context():
+            found = self._at(batch, inside)
+        if found is not None:
+            return found
+        set_random_state(self.risk.device, state)
+        return self.sandwich(batch, torch.eye(n, dtype=self.risk.dtype, device=self.risk.device), middle)
+
     # ------------------------------------------------------------------------------------------------------- running
     @contextmanager
     def _context(self) -> Iterator[None]:

@@ -181,9 +181,24 @@ class _JacobianSandwich(_RiskOperator):
         F, Y, part = self.risk.terms(f, y, batch, class_axis)
         return (F,) if self.risk.heads is None else F, (F, Y, part)
 
+    def to_dense(self) -> Tensor:
+        """The matrix `[n, n]`. Cost: a backward pass for each number that a batch's outputs have, or a product for each
+        parameter where these are fewer.
+        """
+        n, linear = self.shape[1], self._linear
+        zero = torch.zeros(n, n, dtype=self.dtype, device=self.device)
+        with self.risk.untouched():
+            matrix, totals = settled(self.risk, lambda: self._summed(zero, linear.matrix))
+        return matrix * self.risk.scale(totals)
+
     def _one_sweep(self, X: Tensor) -> tuple[Tensor, Totals]:
+        linear = self._linear
+        rows, totals = self._summed(torch.zeros_like(X.T), lambda batch, M: linear.sandwich(batch, X.T, M))
+        return rows.T, totals
+
+    def _summed(self, total: Tensor, of_batch: Callable[[Batch, Any], Tensor]) -> tuple[Tensor, Totals]:
+        """`total` plus what each batch gives with its `M`, and what was seen."""
         totals, draws = Totals(), self._draws()
-        total = torch.zeros_like(X.T)
 
         def middle(outputs: Outputs, extra: Any) -> Callable[[list[Tensor]], list[Tensor | None]]:
             F, Y, part = extra
@@ -193,8 +208,8 @@ class _JacobianSandwich(_RiskOperator):
             return lambda V: [None if M is None else M(v) for M, v in zip(Ms, V, strict=True)]
 
         for batch in self.risk.batches(type(self).__name__):
-            total = total + self._linear.sandwich(batch, X.T, middle)
-        return total.T, totals
+            total = total + of_batch(batch, middle)
+        return total, totals
 
 
 class GGNLinearOperator(_JacobianSandwich):
