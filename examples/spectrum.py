@@ -15,10 +15,13 @@ from sklearn.datasets import load_digits
 from torch import Generator, nn
 
 from curvlinops_plus import EKFACLinearOperator, GGNLinearOperator, HessianLinearOperator, KFACLinearOperator
-from curvlinops_plus.estimate import top_eigenpairs
-from curvlinops_plus.estimate import plot_spectrum
-from curvlinops_plus.estimate import lanczos_approximate_log_spectrum, lanczos_approximate_spectrum
-from curvlinops_plus.estimate import xtrace
+from curvlinops_plus.estimate import (
+    lanczos_approximate_log_spectrum,
+    lanczos_approximate_spectrum,
+    plot_spectrum,
+    top_eigenpairs,
+    xtrace,
+)
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
