@@ -168,6 +168,19 @@ def test_listening_in_training_mode() -> None:
     assert model.training
 
 
+def test_a_batch_that_is_shown_twice_has_one_dropout() -> None:
+    """EKFAC's first batch: eigenvalues of the gradients that its eigenvectors come from, so the exact trace."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 3)).train()
+    batch, state, traces = batches(6)[0], torch.get_rng_state(), []
+    for approximation in (EKFAC, DiagonalBlock):
+        torch.set_rng_state(state)
+        risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
+        running = CurvatureEstimator(risk, approximation, vectors=Empirical())
+        running.update(batch)
+        traces.append(running.operator.trace)
+    close(*traces)
+
+
 def test_listening_takes_mappings() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
