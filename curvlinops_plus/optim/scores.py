@@ -110,7 +110,7 @@ class StoredScores(Scores):
     def _from_real(self, X: Tensor) -> Tensor:  # [2d, K] -> complex [d, K]
         if not self.matrix.is_complex():
             return X
-        return torch.view_as_complex(X.unflatten(0, (-1, 2)).movedim(1, -1).contiguous())
+        return torch.complex(*X.unflatten(0, (-1, 2)).unbind(1))  # torch 2.6 can't view a single column
 
     def stored(self) -> StoredScores:
         return self
