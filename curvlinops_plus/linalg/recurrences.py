@@ -27,9 +27,8 @@ class Relative(Method):
         r, goal = norm(R), self.goal[columns]
         return (r / goal.clamp(min=torch.finfo(goal.dtype).tiny)).nan_to_num(nan=inf)
 
-    def drifted(self, s: State, R: Tensor) -> Tensor:
-        r = norm(R)
-        return ~(r <= 2 * s.r) & ~(r <= s.goal)
+    def at_floor(self, s: State, R: Tensor) -> Tensor:
+        return norm(R) <= self.system.eps * s.norm_A * norm(s.X)
 
     def resume(self, s: State, chosen: Tensor, R: Tensor, columns: Tensor) -> None:
         goal = s.goal.index_select(0, chosen) / 2  # what was claimed was not enough
@@ -227,8 +226,8 @@ class LSMR(Method):
         normal = norm(self.system.adjoint_product(R) - self.damp**2 * away)
         return self._ratio(s, torch.hypot(norm(R), self.damp * norm(away)), normal, s.norm_A2.sqrt())
 
-    def drifted(self, s: State, R: Tensor) -> Tensor:
-        return torch.zeros_like(s.claim)  # the estimates are looked at when they claim something
+    def at_floor(self, s: State, R: Tensor) -> Tensor:
+        return torch.zeros_like(s.claim)  # its residuals need not be small
 
     def resume(self, s: State, chosen: Tensor, R: Tensor, columns: Tensor) -> None:
         # Starting again would move the center of the damping: go on, to a smaller estimate.
