@@ -4,11 +4,13 @@ Every function takes an operator of this package, a tensor, a NumPy array, or a 
 answers with tensors in its dtype and on its device.
 """
 
+from curvlinops_plus.estimate.boundaries import approximate_boundaries, approximate_boundaries_abs
 from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
 from curvlinops_plus.estimate.eigen import condition_number, spectral_norm, top_eigenpairs
 from curvlinops_plus.estimate.logdet import logdet
 from curvlinops_plus.estimate.norm import hutchinson_squared_fro
 from curvlinops_plus.estimate.plot import plot_spectrum
+from curvlinops_plus.estimate.probes import random_vector
 from curvlinops_plus.estimate.spectrum import (
     LanczosApproximateLogSpectrumCached,
     LanczosApproximateSpectrumCached,
@@ -20,6 +22,8 @@ from curvlinops_plus.estimate.trace import hutchinson_trace, hutchpp_trace, xtra
 __all__ = [
     "LanczosApproximateLogSpectrumCached",
     "LanczosApproximateSpectrumCached",
+    "approximate_boundaries",
+    "approximate_boundaries_abs",
     "condition_number",
     "hutchinson_diag",
     "hutchinson_squared_fro",
@@ -29,6 +33,7 @@ __all__ = [
     "lanczos_approximate_spectrum",
     "logdet",
     "plot_spectrum",
+    "random_vector",
     "spectral_norm",
     "top_eigenpairs",
     "xdiag",

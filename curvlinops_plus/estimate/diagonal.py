@@ -15,7 +15,6 @@ from curvlinops_plus.estimate.probes import (
     check_draws,
     check_num_matvecs,
     estimator,
-    own_generator,
     random_vectors,
 )
 
@@ -52,7 +51,6 @@ def hutchinson_diag(
     with multiplying(A, "Hutchinson diagonal", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
         check_num_matvecs(num_matvecs, M.shape[0])
         check_draws(num_matvecs, return_error, "num_matvecs=2")
-        generator = own_generator(generator, M.device)
         diagonal = Mean()
         for size in M.blocks(num_matvecs):
             V = random_vectors(size, M.shape[0], distribution, generator, M.zero)
@@ -115,7 +113,7 @@ def xdiag(
     with multiplying(A, "XDiag", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
         draws = check_num_matvecs(num_matvecs, M.shape[0], divisor=2)
         check_draws(draws, return_error, "num_matvecs=4")
-        V = random_vectors(draws, M.shape[0], "rademacher", own_generator(generator, M.device), M.zero)
+        V = random_vectors(draws, M.shape[0], "rademacher", generator, M.zero)
         AV = M.matmat(V)
         Q, S = leave_one_out(AV)
         B = M.rmatmat(Q)  # Qᵀ A = Bᵀ

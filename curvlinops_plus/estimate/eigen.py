@@ -18,7 +18,7 @@ from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.estimate.columns import inner, length, orthonormal
 from curvlinops_plus.estimate.lanczos import check_symmetric
 from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, multiplying
-from curvlinops_plus.estimate.probes import own_generator, random_vectors
+from curvlinops_plus.estimate.probes import random_vectors
 from curvlinops_plus.linalg.numerics import eigh
 
 __all__ = ["Eigenpairs", "condition_number", "extreme_eigenpairs", "spectral_norm", "top_eigenpairs"]
@@ -90,7 +90,7 @@ def top_eigenpairs(
         if not 1 <= k <= M.shape[0]:
             raise ValueError(f"k ({k}) must be between 1 and A's size ({M.shape[0]}).")
         which = "largest" if largest else "smallest"
-        pairs = extreme_eigenpairs(M, k, which, tolerance, max_iter, own_generator(generator, M.device))
+        pairs = extreme_eigenpairs(M, k, which, tolerance, max_iter, generator)
         _warn_unless(pairs.converged, f"The {k} {which} eigenvalues of {M.label}", pairs, max_iter)
     return pairs
 
@@ -154,7 +154,7 @@ def spectral_norm(
         symmetric = M.looks_symmetric()
         which = "largest magnitude" if symmetric else "largest"
         G = M if symmetric else M.gram()
-        pairs = extreme_eigenpairs(G, 1, which, tolerance, max_iter, own_generator(generator, M.device))
+        pairs = extreme_eigenpairs(G, 1, which, tolerance, max_iter, generator)
         _warn_unless(pairs.converged, f"The spectral norm of {M.label}", pairs, max_iter)
         value, residual = pairs.eigenvalues[0].abs(), pairs.residuals[0]
         if not symmetric:
@@ -224,7 +224,7 @@ def condition_number(
     """
     with multiplying(A, "condition number", None, chunk_size=chunk_size, progressbar=progressbar, square=False) as M:
         symmetric = M.looks_symmetric()
-        G, generator = M if symmetric else M.gram(), own_generator(generator, M.device)
+        G = M if symmetric else M.gram()
         top = extreme_eigenpairs(G, 1, "largest magnitude", tolerance, max_iter, generator)
         end = extreme_eigenpairs(G, 1, "smallest magnitude", tolerance, max_iter, generator)
         _warn_unless(top.converged, f"The largest eigenvalue for the condition number of {G.label}", top, max_iter)
@@ -243,7 +243,7 @@ def condition_number(
 
 @torch.no_grad()
 def extreme_eigenpairs(
-    A: Matrix, k: int, which: Which, tolerance: float | None, max_iter: int, generator: Generator
+    A: Matrix, k: int, which: Which, tolerance: float | None, max_iter: int, generator: Generator | None
 ) -> Eigenpairs:
     """The `k` eigenpairs of a symmetric matrix at one end or both ends of its spectrum, or nearest to zero.
 

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.estimate.lanczos import lanczos
 from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, multiplying
-from curvlinops_plus.estimate.probes import check_distribution, check_draws, own_generator, random_vectors
+from curvlinops_plus.estimate.probes import check_distribution, check_draws, random_vectors
 
 __all__ = ["logdet"]
 
@@ -67,7 +67,7 @@ def logdet(
         A: Positive definite `[n, n]`, of any kind that `hutchinson_trace` takes.
         num_probes: Number of random vectors, at least 1 (2 for a standard error).
         num_steps: Products per vector; more than `n` count as `n`.
-        distribution: "rademacher" (random signs) or "normal".
+        distribution: "rademacher" (random signs), "normal", or "sphere"; see `hutchinson_trace`.
         generator: As for `hutchinson_trace`.
         return_error: Return `(estimate, standard error)` instead of the estimate; the error of -inf is NaN.
         progressbar: Show a bar that counts products.
@@ -96,7 +96,6 @@ def logdet(
     with multiplying(A, "log-determinant", None, chunk_size=chunk_size, progressbar=progressbar) as M:
         n = M.shape[0]
         steps = min(num_steps, n)
-        generator = own_generator(generator, M.device)
         for size in M.blocks(num_probes, copies=steps + 4):
             V = random_vectors(size, n, distribution, generator, M.zero)
             T = lanczos(M, V, steps, reorthogonalize=True)

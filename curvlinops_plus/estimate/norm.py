@@ -11,7 +11,6 @@ from curvlinops_plus.estimate.probes import (
     check_draws,
     check_num_matvecs,
     estimator,
-    own_generator,
     random_vectors,
 )
 
@@ -61,7 +60,6 @@ def hutchinson_squared_fro(
             )
         check_num_matvecs(num_matvecs, min(m, n))
         check_draws(num_matvecs, return_error, "num_matvecs=2")
-        generator = own_generator(generator, M.device)
         multiply = M.rmatmat if m < n else M.matmat
         square = Mean()
         for size in M.blocks(num_matvecs):

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from curvlinops_plus.estimate.matrix import MatrixLike, check_at_least
 from curvlinops_plus.linalg.numerics import standard_normal
 
-__all__ = ["Estimator", "Mean", "check_draws", "check_num_matvecs", "estimator", "own_generator", "random_vectors"]
+__all__ = ["Estimator", "Mean", "check_draws", "check_num_matvecs", "estimator", "random_vector", "random_vectors"]
 
 
 class Estimator(Protocol):
@@ -49,40 +49,56 @@ def estimator(function: Callable[..., Any]) -> Estimator:
     return cast(Estimator, function)
 
 
-def own_generator(generator: Generator | None, device: torch.device) -> Generator:
-    """The caller's generator, or a new one with a seed from the operating system.
+def random_vector(
+    dim: int,
+    distribution: str = "rademacher",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    generator: Generator | None = None,
+) -> Tensor:
+    """A vector [dim] with independent entries of mean 0 and variance 1, as the estimators draw them, one per product.
 
-    The global generator is neither read nor moved: estimates don't change what a training run draws.
-
-    Example:
-        >>> own_generator(None, torch.device("cpu")).device
-        device(type='cpu')
-    """
-    if generator is not None:
-        return generator
-    generator = torch.Generator(device if device.type == "cuda" else "cpu")
-    generator.seed()
-    return generator
-
-
-def random_vectors(num: int, dim: int, distribution: str, generator: Generator, like: Tensor) -> Tensor:
-    """Columns with independent entries of mean 0 and variance 1, `[dim, num]`.
-
-    They depend on the generator alone, not on the dtype or device of `like`; from a generator on the CPU two draws of
-    one column equal one draw of two.
+    Args:
+        dim: Number of entries.
+        distribution: "rademacher" (random signs), "normal", or "sphere" (length √dim).
+        device: Where the vector is put.
+        dtype: Of the vector.
+        generator: With a generator, the draw depends on nothing else, also not on `device` and `dtype`. By default the
+            numbers are those of `Tensor.bernoulli_` and `torch.randn` from the global generator of the device.
 
     Raises:
-        ValueError: If the distribution is neither "rademacher" (signs) nor "normal".
+        ValueError: If the distribution is unknown.
+
+    Example:
+        >>> random_vector(3, generator=torch.Generator().manual_seed(0)).square()
+        tensor([1., 1., 1.])
+    """
+    return random_vectors(1, dim, distribution, generator, torch.zeros((), device=device, dtype=dtype))[:, 0]
+
+
+def random_vectors(num: int, dim: int, distribution: str, generator: Generator | None, like: Tensor) -> Tensor:
+    """Columns drawn one after another as by `random_vector`, `[dim, num]`: two draws of one are one draw of two.
+
+    Raises:
+        ValueError: If the distribution is unknown.
 
     Example:
         >>> random_vectors(2, 3, "rademacher", torch.Generator().manual_seed(0), torch.zeros(())).abs().sum()
         tensor(6.)
     """
     check_distribution(distribution)
-    if distribution == "normal":
-        return standard_normal(num, dim, generator, like)
-    bits = torch.randint(0, 2, (num, dim), generator=generator, device=generator.device, dtype=torch.int8)
-    return (2 * bits - 1).to(like).T
+    signs = distribution == "rademacher"
+    columns = like.new_empty(num, dim)
+    for column in columns:  # each by a call of its own: what one call gives first depends on how much it gives
+        if generator is None:
+            column.bernoulli_(0.5).mul_(2).sub_(1) if signs else column.normal_()
+        elif signs:
+            column.copy_(2 * torch.randint(0, 2, (dim,), generator=generator, device=generator.device) - 1)
+        else:
+            column.copy_(standard_normal(1, dim, generator, like)[:, 0])
+    if distribution == "sphere":
+        columns *= sqrt(dim) / torch.linalg.vector_norm(columns, dim=1, keepdim=True)
+    return columns.T
 
 
 class Mean:
@@ -119,8 +135,8 @@ class Mean:
 
 def check_distribution(distribution: str) -> None:
     """Refuse an unknown distribution."""
-    if distribution not in ("rademacher", "normal"):
-        raise ValueError(f"Unknown distribution {distribution!r}. Expected 'rademacher' or 'normal'.")
+    if distribution not in ("rademacher", "normal", "sphere"):
+        raise ValueError(f"Unknown distribution {distribution!r}. Expected 'rademacher', 'normal' or 'sphere'.")
 
 
 def check_num_matvecs(num_matvecs: int, limit: int, divisor: int = 1) -> int:

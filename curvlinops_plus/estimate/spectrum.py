@@ -13,10 +13,10 @@ from math import log, sqrt
 import torch
 from torch import Generator, Tensor
 
-from curvlinops_plus.estimate.eigen import extreme_eigenpairs
+from curvlinops_plus.estimate.boundaries import Boundaries, check_boundaries, ends
 from curvlinops_plus.estimate.lanczos import lanczos
 from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, multiplying
-from curvlinops_plus.estimate.probes import own_generator, random_vectors
+from curvlinops_plus.estimate.probes import random_vectors
 
 __all__ = [
     "LanczosApproximateLogSpectrumCached",
@@ -24,8 +24,6 @@ __all__ = [
     "lanczos_approximate_log_spectrum",
     "lanczos_approximate_spectrum",
 ]
-
-Boundaries = tuple[float | None, float | None] | None
 
 
 def lanczos_approximate_spectrum(
@@ -55,8 +53,7 @@ def lanczos_approximate_spectrum(
         margin: How far the grid goes beyond the boundaries, relative to their distance.
         boundaries_tol: Accuracy to which boundaries that are not given are computed, relative to the largest absolute
             eigenvalue; 0 means machine precision.
-        generator: Where the random vectors come from. By default a new one with a seed from the operating system;
-            PyTorch's global generator is neither read nor moved.
+        generator: Where the random vectors come from, by default PyTorch's global generator. See `hutchinson_trace`.
         progressbar: Show a bar that counts products.
         chunk_size: Random vectors to treat at once; by default as many as fit into 128 MiB.
 
@@ -150,13 +147,13 @@ class _Cached:
         chunk_size: int | None = None,
     ) -> None:
         check_at_least(2, ncv=ncv)
-        given = _check_boundaries(boundaries, self.absolute)
+        given = check_boundaries(boundaries, self.absolute)
         self.A, self.ncv = A, ncv
         self._progressbar, self._chunk_size = progressbar, chunk_size
         with self._multiplying("boundaries") as M:
-            self._generator = own_generator(generator, M.device)
+            self._generator = generator
             self._like, self._eps = M.zero, M.eps
-            self.boundaries = _boundaries(M, given, boundaries_tol, self.absolute, self._generator)
+            self.boundaries = ends(M, given, boundaries_tol, self.absolute, self._generator)
         self._nodes = self._weights = torch.empty((0, min(ncv, M.shape[0])), dtype=torch.float64)
 
     def _multiplying(self, what: str) -> AbstractContextManager[Matrix]:
@@ -180,7 +177,7 @@ class _Cached:
         self,
         nodes: Tensor,
         weights: Tensor,
-        ends: tuple[float, float],
+        low_high: tuple[float, float],
         unit: float,
         num_points: int,
         kappa: float,
@@ -195,7 +192,7 @@ class _Cached:
             raise ValueError(f"kappa ({kappa}) must be more than 1; larger makes the bumps sharper.")
         if not margin >= 0:
             raise ValueError(f"margin ({margin}) must not be negative.")
-        low, high = ends
+        low, high = low_high
         if high - low <= 100 * self._eps * unit:  # a single eigenvalue: its bump needs some room
             low, high = low - unit / 2, high + unit / 2
         low, high = low - margin * (high - low), high + margin * (high - low)
@@ -283,32 +280,3 @@ class LanczosApproximateLogSpectrumCached(_Cached):
         grid, density = self._density(logs, weights, (low, high), 1.0, num_points, kappa, margin)
         grid = grid.exp()
         return grid.to(self._like), (density / grid).to(self._like)
-
-
-def _check_boundaries(boundaries: Boundaries, absolute: bool) -> tuple[float | None, float | None]:
-    low, high = (None, None) if boundaries is None else boundaries
-    if low is not None and high is not None and low > high:
-        raise ValueError(f"boundaries ({low}, {high}) must be the smallest and the largest eigenvalue, in this order.")
-    if absolute and any(b is not None and b < 0 for b in (low, high)):
-        raise ValueError(f"boundaries ({low}, {high}) must be those of the absolute eigenvalues, so not negative.")
-    return low, high
-
-
-def _boundaries(
-    M: Matrix, given: tuple[float | None, float | None], tolerance: float, absolute: bool, generator: Generator
-) -> tuple[float, float]:
-    """The smallest and the largest (absolute) eigenvalue, where they are not given."""
-    low, high = given
-    if low is not None and high is not None:
-        return float(low), float(high)
-    if absolute:
-        if high is None:
-            high = extreme_eigenpairs(M, 1, "largest magnitude", tolerance, 1000, generator).eigenvalues.abs().item()
-        if low is None:
-            nearest = extreme_eigenpairs(M, 1, "smallest magnitude", tolerance, 100, generator)
-            low = min(torch.hypot(nearest.eigenvalues, nearest.residuals).item(), high)  # |A x|
-        return float(low), float(high)
-    which = "ends" if low is None and high is None else "smallest" if low is None else "largest"
-    found = extreme_eigenpairs(M, min(2, M.shape[0]) if which == "ends" else 1, which, tolerance, 1000, generator)
-    ends = found.eigenvalues.tolist()
-    return float(ends[-1] if low is None else low), float(ends[0] if high is None else high)

@@ -13,7 +13,6 @@ from curvlinops_plus.estimate.probes import (
     check_draws,
     check_num_matvecs,
     estimator,
-    own_generator,
     random_vectors,
 )
 
@@ -34,19 +33,19 @@ def hutchinson_trace(
     """The trace, 0-d, as the mean of `vᵀ A v` over random vectors (Girard 1989; Hutchinson 1989).
 
     Unbiased for every square matrix. With signs the variance of one draw of a symmetric matrix is twice the sum of the
-    squared off-diagonal entries; with normal vectors, twice the sum of all squared entries. The error falls as
-    `num_matvecs ** -0.5`.
+    squared off-diagonal entries; with normal vectors, twice the sum of all squared entries; on the sphere a little less
+    (none for a multiple of the identity). The error falls as `num_matvecs ** -0.5`.
 
     Args:
         A: Square `[n, n]`: an operator of this package, a tensor, a NumPy array, a SciPy operator or sparse matrix.
         num_matvecs: Number of products, less than `n`.
-        distribution: "rademacher" (random signs) or "normal".
-        generator: Where the random numbers come from. By default a new one with a seed from the operating system, so
-            that repeated calls differ; PyTorch's global generator is neither read nor moved.
+        distribution: "rademacher" (random signs), "normal", or "sphere": directions of normal vectors with length √n.
+        generator: Where the random numbers come from. By default PyTorch's global generator, as in `torch.randn`; with
+            a generator the global one stays untouched, and draws depend on neither dtype nor device.
         return_error: Return `(estimate, standard error)` instead of the estimate.
         progressbar: Show a bar that counts products.
         chunk_size: Columns to multiply at once; by default as many as fit into 128 MiB. It does not change the result
-            (up to rounding; with a generator on a GPU it changes the draws).
+            (up to rounding).
 
     Raises:
         ValueError: If `A` is not square, `num_matvecs` is below 1 (below 2 for a standard error) or not below `n`, or
@@ -69,7 +68,6 @@ def hutchinson_trace(
     with multiplying(A, "Hutchinson trace", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
         check_num_matvecs(num_matvecs, M.shape[0])
         check_draws(num_matvecs, return_error, "num_matvecs=2")
-        generator = own_generator(generator, M.device)
         trace = Mean()
         for size in M.blocks(num_matvecs):
             V = random_vectors(size, M.shape[0], distribution, generator, M.zero)
@@ -114,7 +112,7 @@ def hutchpp_trace(
     with multiplying(A, "Hutch++", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
         draws = check_num_matvecs(num_matvecs, M.shape[0], divisor=3)
         check_draws(draws, return_error, "num_matvecs=6")
-        V = random_vectors(2 * draws, M.shape[0], distribution, own_generator(generator, M.device), M.zero)
+        V = random_vectors(2 * draws, M.shape[0], distribution, generator, M.zero)
         sketch, probes = V[:, :draws], V[:, draws:]
         Q = orthonormal(M.matmat(sketch))[0]
         inside = (Q * M.matmat(Q)).sum()
@@ -141,7 +139,8 @@ def xtrace(
 
     Each random vector estimates what the range of the products of all others leaves over (Epperly, Tropp, Webber 2024).
     The mean of these estimates is unbiased, does not depend on the order of the vectors, and is exact if the rank is
-    below `num_matvecs / 2`. Mostly the most accurate of the three. Arguments as for `hutchinson_trace`, except:
+    below `num_matvecs / 2`. Mostly the most accurate of the three. With "sphere", what is left of a vector outside the
+    range is set to its mean length, which "normal" leaves to chance. Arguments as for `hutchinson_trace`, except:
 
     Args:
         num_matvecs: Number of products, even and less than `n`.
@@ -163,7 +162,7 @@ def xtrace(
     with multiplying(A, "XTrace", num_matvecs, chunk_size=chunk_size, progressbar=progressbar) as M:
         draws = check_num_matvecs(num_matvecs, M.shape[0], divisor=2)
         check_draws(draws, return_error, "num_matvecs=4")
-        V = random_vectors(draws, M.shape[0], distribution, own_generator(generator, M.device), M.zero)
+        V = random_vectors(draws, M.shape[0], distribution, generator, M.zero)
         AV = M.matmat(V)
         Q, S = leave_one_out(AV)
         AQ = M.matmat(Q)
@@ -174,7 +173,7 @@ def xtrace(
         C = C - S * (S * C).sum(0)
         V = V - Q @ C
         outside = (V * (AV - AQ @ C)).sum(0)
-        if distribution == "normal":  # the length of what is left of vᵢ says nothing about A: set it to its mean
+        if distribution == "sphere":  # the length of what is left of vᵢ says nothing about A: set it to its mean
             outside = outside * (M.shape[0] - Q.shape[1] + S.square().sum(0)) / V.square().sum(0)
         trace = Mean()
         trace.update(inside + outside)

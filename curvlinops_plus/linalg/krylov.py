@@ -147,8 +147,8 @@ def lsmr(
         A: The matrix [m, n]; its adjoint is needed too.
         b: Right-hand sides in any form of a result of `A`.
         damp: Weight of the distance from `x0`.
-        atol: See above. Values below ten times the machine precision count as that.
-        btol: See above. Values below ten times the machine precision count as that.
+        atol: See above. Values below the machine precision count as that.
+        btol: See above. Values below the machine precision count as that.
         conlim: A column ends, with a warning, when the estimated condition number exceeds this. 0 means no limit.
         maxiter: Iteration limit, by default the smaller of `10 min(m, n)` and 1000.
         show: Print a line per iteration.

@@ -19,6 +19,8 @@ __all__ = ["CG", "LSMR", "MINRES"]
 class Relative(Method):
     """Methods that are done when the residual is below a tolerance."""
 
+    trust: float  # in a recurrence: a restarted solution is preferred if its residual is smaller by this factor
+
     def __init__(self, system: System, tol: float, atol: float) -> None:
         super().__init__(system)
         self.goal = (tol * system.norm_b).clamp(min=atol / system.scale.to(system.norm_b))  # [K], of scaled columns
@@ -29,6 +31,9 @@ class Relative(Method):
 
     def at_floor(self, s: State, R: Tensor) -> Tensor:
         return norm(R) <= self.system.eps * s.norm_A * norm(s.X)
+
+    def prefers(self, distance: Tensor, best: Tensor) -> Tensor:
+        return distance < best / self.trust
 
     def resume(self, s: State, chosen: Tensor, R: Tensor, columns: Tensor) -> None:
         goal = s.goal.index_select(0, chosen) / 2  # what was claimed was not enough
@@ -52,6 +57,8 @@ class Relative(Method):
 
 class CG(Relative):
     """State: direction `P`, residual `R` with norm `r`, `rz = <R, M R>`."""
+
+    trust = 10.0
 
     def start(self, X: Tensor, R: Tensor, columns: Tensor) -> State:
         s, Z, rz = self.opening(X, R, columns)
@@ -85,6 +92,8 @@ class MINRES(Relative):
     """State: Lanczos vectors `V0 V1` with norms `g0 g1` and `Z = M V1`; directions `W0 W1`; the last two rotations
     `c0 s0 c1 s1`; `eta`, the residual in the norm of `M`, with a sign; `beta`, the last entry beside the diagonal.
     """
+
+    trust = 2.0  # its recurrence loses more than that of CG
 
     def start(self, X: Tensor, R: Tensor, columns: Tensor) -> State:
         s, Z, rz = self.opening(X, R, columns)
@@ -137,9 +146,12 @@ class LSMR(Method):
 
     def __init__(self, system: System, damp: float, atol: float, btol: float, conlim: float, show: bool) -> None:
         super().__init__(system)
-        precision = 10 * system.eps
-        self.damp, self.atol, self.btol = damp, max(atol, precision), max(btol, precision)
+        self.damp, self.atol, self.btol = damp, atol, btol
         self.conlim, self.show, self.X0 = conlim, show, system.X
+        # The smallest tolerances: those of the recurrence, and those that can be seen through roundings of products.
+        # Solutions gain accuracy between the two. (The estimate of ‖A‖ is the Frobenius norm, so these are small.)
+        self.seen = torch.full_like(system.norm_b[:1], system.eps)  # [1]
+        self.claimed = self.seen / 10
 
     def start(self, X: Tensor, R: Tensor, columns: Tensor) -> State:
         beta = norm(R)
@@ -165,7 +177,7 @@ class LSMR(Method):
         s.betadd, s.betad, s.rhod, s.tau, s.thetatilde, s.d = beta, zero, one, zero, zero, zero
         s.norm_A2, s.most, s.least = alpha.square(), zero, torch.full_like(beta, inf)
         s.optimality = torch.where(alpha == 0, 0.0, one)
-        s.stop, s.claim = stop, (alpha * beta == 0) | (self._ratio(s, beta, alpha * beta, alpha) <= 1)
+        s.stop, s.claim = stop, (alpha * beta == 0) | (self._ratio(s, beta, alpha * beta, alpha, self.claimed) <= 1)
         return s
 
     def step(self, s: State) -> None:
@@ -211,23 +223,28 @@ class LSMR(Method):
         s.most = torch.maximum(s.most, rhobar_old)
         condition = torch.maximum(s.most, turned) / torch.minimum(s.least, turned)
         s.optimality = s.zetabar.abs() * _reciprocal(norm_A * r)
-        s.claim = finite & (self._ratio(s, r, s.zetabar.abs(), norm_A) <= s.slack)
+        s.claim = finite & (self._ratio(s, r, s.zetabar.abs(), norm_A, self.claimed) <= s.slack)
         too_ill = (condition > self.conlim) if self.conlim > 0 else torch.zeros_like(finite)
         s.stop = torch.where(too_ill, Stop.ILL_CONDITIONED.value, Stop.RUNNING.value)
         s.stop = torch.where(finite, s.stop, Stop.NOT_FINITE.value)
 
-    def _ratio(self, s: State, r: Tensor, normal: Tensor, norm_A: Tensor) -> Tensor:
+    def _ratio(self, s: State, r: Tensor, normal: Tensor, norm_A: Tensor, precision: Tensor) -> Tensor:
         """The smaller of what `‖r‖` and `‖Aᵀ r‖` are, relative to what they may be."""
-        compatible = r / (self.btol * s.norm_b + self.atol * norm_A * norm(s.X))
-        return torch.minimum(compatible, normal * _reciprocal(self.atol * norm_A * r)).nan_to_num(nan=inf)
+        atol, btol = precision.clamp(min=self.atol), precision.clamp(min=self.btol)
+        compatible = r / (btol * s.norm_b + atol * norm_A * norm(s.X))
+        return torch.minimum(compatible, normal * _reciprocal(atol * norm_A * r)).nan_to_num(nan=inf)
 
     def distance(self, s: State, R: Tensor, columns: Tensor) -> Tensor:
         away = s.X - self.X0.index_select(1, columns)
         normal = norm(self.system.adjoint_product(R) - self.damp**2 * away)
-        return self._ratio(s, torch.hypot(norm(R), self.damp * norm(away)), normal, s.norm_A2.sqrt())
+        precision = torch.where(s.claim, self.seen, self.claimed)
+        return self._ratio(s, torch.hypot(norm(R), self.damp * norm(away)), normal, s.norm_A2.sqrt(), precision)
 
     def at_floor(self, s: State, R: Tensor) -> Tensor:
         return torch.zeros_like(s.claim)  # its residuals need not be small
+
+    def prefers(self, distance: Tensor, best: Tensor) -> Tensor:
+        return distance < best  # of the same recurrence
 
     def resume(self, s: State, chosen: Tensor, R: Tensor, columns: Tensor) -> None:
         # Starting again would move the center of the damping: go on, to a smaller estimate.

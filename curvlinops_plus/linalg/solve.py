@@ -5,9 +5,13 @@ scalars and its own end. When its recurrence says that a column is done, and eve
 is computed anew, because recurrences drift from the truth in finite precision. If the tolerance is met, the column
 leaves the batch: it does not change again and costs no more. If the recurrence claimed too much, the solver starts
 again from the true residual, unless that is no larger than the roundings of `x` make it, and as long as it halves from
-one claim to the next. Otherwise no more can be had in this precision, and the solution of the last claim that halved
-the residual stands. A recurrence that drifts before it claims anything is left alone: the solution still gains where
-the residual no longer does (of ill-conditioned systems the error came out up to 7 times larger with restarts at once).
+one claim to the next. Otherwise no more can be had in this precision.
+
+A smaller residual is not always a smaller error. What a recurrence leaves behind is `A` times the roundings of `x`,
+which costs next to no accuracy; a restart believes in a residual with the roundings of a product, and solves for them
+too. Of ill-conditioned float32 systems the error came out up to 7 times larger with restarts. So a recurrence that
+drifts is left alone until it claims something, and a restarted solution that misses the tolerance too must have a
+tenth of the residual to be preferred (of MINRES, half).
 
 Right-hand sides are divided by their largest entry first, so that tiny and huge ones neither under- nor overflow, and
 scalars are kept in float64. Per iteration the host asks the device once: did any column end?
@@ -213,6 +217,10 @@ class Method(ABC):
         """Whether true residuals `R` are as small as roundings of the solution let them be, [k]."""
 
     @abstractmethod
+    def prefers(self, distance: Tensor, best: Tensor) -> Tensor:
+        """Whether a solution is more accurate than one of an earlier claim, [k], if both miss the tolerance."""
+
+    @abstractmethod
     def resume(self, s: State, chosen: Tensor, R: Tensor, columns: Tensor) -> None:
         """Go on with chosen columns whose recurrence was wrong; their true residuals are `R`."""
 
@@ -246,7 +254,8 @@ def _iterate(method: Method, max_iter: int) -> tuple[Tensor, Tensor, Tensor, int
     s = method.start(guess, R, columns)
     residual[columns] = norm(R) / system.norm_b[columns]
     best = residual.index_copy(0, columns, method.distance(s, R, columns))
-    claimed = torch.zeros_like(system.zero)  # columns whose `best` is that of a claim, not of the guess
+    last = best.clone()  # distance at the last claim; `best` is that of the solution in X
+    claimed = torch.zeros_like(system.zero)
     iteration = 0
     while True:
         ended = s.claim | (s.stop != Stop.RUNNING)
@@ -258,14 +267,16 @@ def _iterate(method: Method, max_iter: int) -> tuple[Tensor, Tensor, Tensor, int
             distance = method.distance(part, R, which)
             met, able = distance <= 1, part.stop == Stop.RUNNING
             wrong = able & part.claim & ~met
-            gained = distance < 0.5 * best[which]
-            goes_on = ~met & able & (~wrong | (gained & ~method.at_floor(part, R))) & (iteration < max_iter)
-            keep = met | gained | (~claimed[which] & torch.isfinite(distance))
+            gains = (distance < 0.5 * last[which]) & ~method.at_floor(part, R)
+            goes_on = ~met & able & (~wrong | gains) & (iteration < max_iter)
+            keep = torch.where(claimed[which], method.prefers(distance, best[which]), torch.isfinite(distance))
+            keep = met | (keep & (wrong | ~goes_on))
             X[:, which] = torch.where(keep, part.X, X[:, which])
             residual[which] = torch.where(keep, norm(R) / system.norm_b[which], residual[which])
             why = torch.where(wrong, Stop.STAGNATED.value, Stop.LIMIT.value)
             stops[which] = torch.where(met, Stop.CONVERGED.value, torch.where(able, why, part.stop))
-            best[which] = torch.where(wrong & keep, distance, best[which])
+            best[which] = torch.where(keep, distance, best[which])
+            last[which] = torch.where(wrong, distance, last[which])
             claimed[which] |= wrong
             if bool((again := goes_on & wrong).any()):
                 retry = again.nonzero()[:, 0]

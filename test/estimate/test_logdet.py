@@ -28,7 +28,7 @@ def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:
     return (A + A.T) / 2
 
 
-@pytest.mark.parametrize("distribution", ["rademacher", "normal"])
+@pytest.mark.parametrize("distribution", ["rademacher", "normal", "sphere"])
 def test_unbiased_with_an_honest_error(distribution: str) -> None:
     A = with_eigenvalues(torch.logspace(-1, 1, 20).double() * 1.5)
     pairs = [logdet(A, 10, 20, distribution, generator=seeded(s), return_error=True) for s in range(40)]

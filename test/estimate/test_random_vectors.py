@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
 from curvlinops_plus.estimate.exchangeable import leave_one_out
 from curvlinops_plus.estimate.norm import hutchinson_squared_fro
-from curvlinops_plus.estimate.probes import Mean, random_vectors
+from curvlinops_plus.estimate.probes import Mean, random_vector, random_vectors
 from curvlinops_plus.estimate.trace import hutchinson_trace, hutchpp_trace, xtrace
 
 F64 = torch.float64
@@ -45,11 +45,12 @@ def squared_fro(A: Tensor) -> Tensor:
 
 
 MATRICES = {"general": normal(30, 30), "decaying": decaying(), "low rank": low_rank(4)}
-SIGNS_OR_NORMAL = [{"distribution": "rademacher"}, {"distribution": "normal"}]
-ESTIMATORS = [(f, o, torch.trace) for f in (hutchinson_trace, hutchpp_trace, xtrace) for o in SIGNS_OR_NORMAL]
-ESTIMATORS += [(hutchinson_diag, o, torch.diagonal) for o in SIGNS_OR_NORMAL]
+DISTRIBUTIONS = ["rademacher", "normal", "sphere"]
+EACH = [{"distribution": name} for name in DISTRIBUTIONS]
+ESTIMATORS = [(f, o, torch.trace) for f in (hutchinson_trace, hutchpp_trace, xtrace) for o in EACH]
+ESTIMATORS += [(hutchinson_diag, o, torch.diagonal) for o in EACH]
 ESTIMATORS += [(xdiag, {}, torch.diagonal)]
-ESTIMATORS += [(hutchinson_squared_fro, o, squared_fro) for o in SIGNS_OR_NORMAL]
+ESTIMATORS += [(hutchinson_squared_fro, o, squared_fro) for o in EACH]
 every_estimator = pytest.mark.parametrize(
     ("estimate", "options", "truth"),
     ESTIMATORS,
@@ -104,7 +105,7 @@ def test_xtrace_s_error_without_decay() -> None:
     assert 0.5 < errors.square().mean().sqrt() / values.std() < 0.9
 
 
-@pytest.mark.parametrize("distribution", ["rademacher", "normal"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_less_variance_where_eigenvalues_decay(distribution: str) -> None:
     spread = [over_seeds(f, decaying(60), 24, 100, distribution=distribution)[0].std() for f in
               (hutchinson_trace, hutchpp_trace, xtrace)]  # fmt: skip
@@ -113,15 +114,15 @@ def test_less_variance_where_eigenvalues_decay(distribution: str) -> None:
     assert plain > 10 * better
 
 
-def test_normal_vectors_of_one_length() -> None:
-    """XTrace scales what is left of a normal vector, so that a multiple of the identity is exact (with error 0)."""
-    estimate, error = xtrace(3 * torch.eye(30, dtype=F64), 8, "normal", generator=seeded(), return_error=True)
+def test_directions_of_one_length() -> None:
+    """XTrace scales what is left of a vector on the sphere, so that a multiple of the identity is exact (error 0)."""
+    estimate, error = xtrace(3 * torch.eye(30, dtype=F64), 8, "sphere", generator=seeded(), return_error=True)
     torch.testing.assert_close(estimate, torch.tensor(90.0, dtype=F64))
     assert error < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
-@pytest.mark.parametrize("distribution", ["rademacher", "normal"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_exact_for_low_rank(rank: int, distribution: str, dtype: torch.dtype, device: torch.device) -> None:
     A = low_rank(rank).to(device, dtype)
@@ -174,19 +175,19 @@ def slow_twin(A: Tensor, V: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
     draws=st.integers(1, 6),
     rank=st.integers(0, 14),
     seed=st.integers(0, 10**6),
-    distribution=st.sampled_from(["rademacher", "normal"]),
+    distribution=st.sampled_from(DISTRIBUTIONS),
 )
 def test_downdating_against_a_slow_twin(draws: int, rank: int, seed: int, distribution: str) -> None:
     A = normal(14, rank, seed=seed) @ normal(rank, 14, seed=seed + 1)
     trace = xtrace(A, 2 * draws, distribution, generator=seeded(seed))
     V = random_vectors(draws, 14, distribution, seeded(seed), A)
-    twin, diagonal = slow_twin(A, V, distribution == "normal")
+    twin, diagonal = slow_twin(A, V, distribution == "sphere")
     torch.testing.assert_close(trace, twin, rtol=1e-6, atol=1e-6)
     if distribution == "rademacher":
         torch.testing.assert_close(xdiag(A, 2 * draws, generator=seeded(seed)), diagonal, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("distribution", ["rademacher", "normal"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_hutchpp_against_its_definition(distribution: str) -> None:
     A = MATRICES["general"]
     V = random_vectors(8, 30, distribution, seeded(), A)
@@ -235,11 +236,15 @@ def test_blocks_change_nothing(estimate: Callable, options: dict, truth: Callabl
 
 @every_estimator
 def test_random_numbers(estimate: Callable, options: dict, truth: Callable) -> None:
-    """Fresh by default, the generator's otherwise, never PyTorch's own."""
+    """PyTorch's own by default, as everywhere in PyTorch; the generator's and only these otherwise."""
     A = MATRICES["general"]
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        first, second = estimate(A, 6, **options), estimate(A, 6, **options)
+        assert not torch.equal(first, second)
+        torch.manual_seed(3)
+        assert torch.equal(first, estimate(A, 6, **options))
     before = torch.get_rng_state()
-    first, second = estimate(A, 6, **options), estimate(A, 6, **options)
-    assert not torch.equal(first, second)
     assert torch.equal(estimate(A, 6, generator=seeded(), **options), estimate(A, 6, generator=seeded(), **options))
     generator = seeded()
     assert not torch.equal(
@@ -248,8 +253,39 @@ def test_random_numbers(estimate: Callable, options: dict, truth: Callable) -> N
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+def test_draws_of_the_global_generator_are_those_of_plain_calls(dtype: torch.dtype) -> None:
+    plain = {
+        "rademacher": lambda: torch.empty(50, dtype=dtype).bernoulli_(0.5) * 2 - 1,
+        "normal": lambda: torch.randn(50, dtype=dtype),
+        "sphere": lambda: (v := torch.randn(50, dtype=dtype)) * 50**0.5 / v.norm(),
+    }
+    with torch.random.fork_rng():
+        for distribution, draw in plain.items():
+            torch.manual_seed(1)
+            expected = torch.stack([draw() for _ in range(3)], 1)
+            torch.manual_seed(1)
+            torch.testing.assert_close(
+                random_vectors(3, 50, distribution, None, torch.zeros((), dtype=dtype)), expected
+            )
+            torch.manual_seed(1)
+            torch.testing.assert_close(random_vector(50, distribution, dtype=dtype), expected[:, 0])
+
+
+def test_chunks_of_the_global_generator() -> None:
+    """However many columns are drawn at once: they come one after another."""
+    A = decaying()
+    with torch.random.fork_rng():
+        values = []
+        for chunk_size in (1, 4, 100):
+            torch.manual_seed(0)
+            values.append(hutchinson_trace(A, 12, "normal", chunk_size=chunk_size))
+    torch.testing.assert_close(values[0], values[1])
+    torch.testing.assert_close(values[0], values[2])
+
+
 def test_first_draws_stay_when_more_are_asked_for() -> None:
-    for distribution in ("rademacher", "normal"):
+    for distribution in DISTRIBUTIONS:
         like = torch.zeros((), dtype=F64)
         more = random_vectors(5, 3, distribution, seeded(), like)
         generator = seeded()

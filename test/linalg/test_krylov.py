@@ -458,6 +458,43 @@ def test_float32_stops_when_it_can_do_no_more(solver) -> None:
     assert (x - exact).norm() / exact.norm() < 0.1
 
 
+def test_a_drifting_recurrence_goes_on() -> None:
+    """Of ill-conditioned float32 systems the error is that of plain conjugate gradients, which never start again."""
+    ours, plain = [], []
+    for seed in range(5):
+        J = normal(300, 100, seed=seed) * torch.logspace(0, -2, 100, dtype=F64)
+        A, b = (J @ J.T / J.square().sum(1).mean() + 1e-3 * torch.eye(300, dtype=F64)).to(F32), normal(300, 1).to(F32)
+        exact = torch.linalg.solve(A.double(), b.double())
+        x = [quietly(cg, Dense(A, PSD), b)[0], _plain_cg(A, b, 1e-5)]
+        for errors, found in zip((ours, plain), x):
+            errors.append(float((found - exact).norm() / exact.norm()))
+    assert np.median(plain) < 1e-3
+    assert np.median(ours) < 1.5 * np.median(plain)
+
+
+def _plain_cg(A: Tensor, b: Tensor, tol: float) -> Tensor:
+    x, r = torch.zeros_like(b), b.clone()
+    p, square = r.clone(), r.double().square().sum()
+    goal = tol**2 * square
+    while square > goal:
+        Ap = A @ p
+        alpha = (square / (p.double() * Ap.double()).sum()).float()
+        x, r = x + alpha * p, r - alpha * Ap
+        old, square = square, r.double().square().sum()
+        p = r + (square / old).float() * p
+    return x
+
+
+def test_lsmr_without_tolerances_reaches_the_precision() -> None:
+    """The error is within what roundings of the products make, machine precision times condition number."""
+    A = with_eigenvalues(torch.cat([spread(8, 1e2), torch.full((52,), 1e-3)])).to(F32)
+    b = normal(60, 2).to(F32)
+    exact = torch.linalg.solve(A.double(), b.double())
+    x, info = lsmr(Dense(A), b, atol=0, btol=0)
+    assert bool(info.converged.all())
+    assert float((x - exact).norm() / exact.norm()) < 1.2e-7 * 1e3
+
+
 @each_relative
 def test_an_absolute_tolerance(solver) -> None:
     A, b = Dense(with_eigenvalues(spread(30, 1e3)), PSD), 100 * normal(30)
