@@ -17,6 +17,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.gram import GramSum
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ class Accumulator(ABC):
 
     def __init__(self, layer: Layer, group: Group | None, scale: Callable[[Totals], Tensor | float]) -> None:
         self.layer, self.group, self.scale = layer, group, scale
-        self.sums: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._waiting: dict[str, GramSum] = {}
         self.counts: dict[str, Tensor | float] = {}
         self.totals = Totals()
 
@@ -70,6 +72,18 @@ class Accumulator(ABC):
     def using(cls, **options: Any) -> Approximation:
         """This approximation with options: `KFAC.using(kfac_approx="reduce")`."""
         return Approximation(cls, options)
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """The running sums by name."""
+        while self._waiting:
+            name, rows = self._waiting.popitem()
+            self._absorb(name, rows.value())
+        return self._sums
+
+    @sums.setter
+    def sums(self, sums: dict[str, Tensor]) -> None:
+        self._sums, self._waiting = sums, {}
 
     # ----------------------------------------------------------------------------------------------- for subclasses
     @abstractmethod
@@ -91,10 +105,29 @@ class Accumulator(ABC):
             count: What to add to the sum's own divisor, a number or a tensor that broadcasts; None if its mean is the
                 loss's, `c Σ`.
         """
-        if name in self.sums:
-            self.sums[name] += value
+        # What was given may be shared with others.
+        self._absorb(name, value if name in self._sums else value.clone(), count)
+
+    def add_rows(self, name: str, rows: Tensor, ones: bool = False, count: Tensor | float | None = None) -> None:
+        """Add `rowsᵀ rows` to a running sum; what is waiting to be multiplied together is part of it.
+
+        Args:
+            name: Of the sum.
+            rows: `[M, d]`.
+            ones: Whether a 1 at the end of each row is meant, in every call.
+            count: As for `add`.
+        """
+        self._waiting.setdefault(name, GramSum(ones)).add(rows)
+        self._tally(name, count)
+
+    def _absorb(self, name: str, value: Tensor, count: Tensor | float | None = None) -> None:
+        if name in self._sums:
+            self._sums[name] += value
         else:
-            self.sums[name] = value.clone()  # what was given may be shared with others
+            self._sums[name] = value
+        self._tally(name, count)
+
+    def _tally(self, name: str, count: Tensor | float | None) -> None:
         if count is not None:
             self.counts[name] = self.counts.get(name, 0.0) + count
 
@@ -114,7 +147,7 @@ class Accumulator(ABC):
             value = total * torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
         # A NaN on the diagonal of a Gram matrix is there whenever any row has one; all of a sum is looked at for the
         # rest.
-        if not bool(value.isfinite().all()):
+        if not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
         return value
 
@@ -130,6 +163,10 @@ class Accumulator(ABC):
         self.counts = {name: count * factor for name, count in self.counts.items()}
         self.totals.loss_count = self.totals.loss_count * factor
         self.totals.loss = self.totals.loss * factor
+
+    def adopt(self, other: Accumulator) -> None:
+        """Add to the sums of another accumulator from now on."""
+        self._sums, self._waiting, self.counts, self.totals = other._sums, other._waiting, other.counts, other.totals
 
     def empty(self) -> Self:
         """The same without anything added to it."""

@@ -103,10 +103,17 @@ class KFAC(Accumulator):
             if not part.calls:
                 continue
             if seen.first and self.weight_group is not None:
-                total, rows = part.restrict(self.weight_group).input_gram(self.reduce)
-                self.add(_numbered("A", number), total, rows)
+                name, weights = _numbered("A", number), part.restrict(self.weight_group)
+                if (rows := weights.input_rows(self.reduce)) is not None:
+                    self.add_rows(name, rows, rows.shape[1] < weights.columns, float(len(rows)))
+                else:
+                    self.add(name, *weights.input_gram(self.reduce))
             if seen.num_vectors:
-                self.add(_numbered("G", number), part.grad_gram(self.reduce))
+                name = _numbered("G", number)
+                if (rows := part.grad_rows(self.reduce)) is not None:
+                    self.add_rows(name, rows)
+                else:
+                    self.add(name, part.grad_gram(self.reduce))
 
     def factors(self) -> tuple[Tensor | None, Tensor]:
         """`A` (None if the weight is not tracked) and `G` (the identity if nothing was sent back).

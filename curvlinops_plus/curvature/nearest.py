@@ -108,7 +108,7 @@ class NearestKronecker(KroneckerBlock):
     def _kfac(self) -> KFAC:
         """KFAC of the same layer, which adds to these sums."""
         kfac = KFAC(self.layer, None, self.scale, max_bytes=2**63)
-        kfac.sums, kfac.counts, kfac.totals = self.sums, self.counts, self.totals
+        kfac.adopt(self)
         return kfac
 
 

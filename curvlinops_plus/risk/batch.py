@@ -164,6 +164,45 @@ class LayerBatch:
         assert total is not None
         return total, rows
 
+    @property
+    def columns(self) -> int:
+        """Columns of the parameters looked at, as one matrix: the size of `input_gram`."""
+        return self._only_group.layout.matrix_shape[-1]
+
+    def input_rows(self, reduce: bool = False) -> Tensor | None:
+        """The rows behind `input_gram` [M, columns], or, without the bias's ones, [M, columns - 1].
+
+        None if the layer has another way to the Gram matrix than the product of all rows.
+        """
+        call = self._plain_call("input_gram")
+        if call is None or self.layer.weight not in self.keys:
+            return None
+        if reduce:
+            rows = self.mean_inputs()
+            return rows if rows.ndim == 2 else None
+        a = call.rule.rows(call.use.module, self._upcast(call.input))
+        assert isinstance(a, Tensor)
+        return a.flatten(0, 1) if a.ndim == 3 else None
+
+    def grad_rows(self, reduce: bool = False) -> Tensor | None:
+        """The rows behind `grad_gram` [M, o]; None as for `input_rows`."""
+        call = self._plain_call("grad_gram")
+        if call is None:
+            return None
+        g = self.summed_grads() if reduce else call.rule.grad_rows(call.use.module, self._upcast(call.grads))
+        return g.flatten(0, -2) if g.ndim == 4 - reduce else None
+
+    def _plain_call(self, method: str) -> Call | None:
+        """The only call of an affine layer of one dense matrix if all its positions count and its Gram matrix, by the
+        rule's `method`, is that of its rows."""
+        self._affine_parts()
+        call = self.calls[0]
+        if len(self.calls) > 1 or self.layer_sparse or self._mask_of(call) is not None:
+            return None
+        if call.rule.reads(call.use.module) is not None:
+            return None
+        return call if getattr(type(call.rule), method) is getattr(AffineRule, method) else None
+
     def mean_inputs(self) -> Tensor:
         """`ā_n = mean_s a_{n,s}`, [N, *b, i] (reduce)."""
         weight, bias = self._affine_parts()

@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
 from curvlinops_plus.linalg import cholesky_inverse, eigh, gram, numerics, psd_clip
-from curvlinops_plus.linalg.gram import _as_many_threads_as_torch, _by_halves, _openblas, _rank_k_update, mirror
+from curvlinops_plus.linalg.gram import (
+    GramSum,
+    _as_many_threads_as_torch,
+    _by_halves,
+    _openblas,
+    _rank_k_update,
+    mirror,
+)
 
 from .cases import F64, normal, psd
 
@@ -31,15 +40,47 @@ def test_gram(M: int, d: int, dtype: torch.dtype) -> None:
         assert torch.equal(memory, before)
 
 
-@pytest.mark.parametrize("variant", [_rank_k_update, _by_halves])
-def test_both_ways_to_a_large_gram(variant) -> None:
-    if variant is _rank_k_update and _openblas() is None:
-        pytest.skip("SciPy's BLAS is not OpenBLAS")
-    rows = normal(40, 301)
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_both_ways_to_a_large_gram(dtype: torch.dtype) -> None:
+    rows = normal(40, 301).to(dtype)
+    tolerance: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12} if dtype == F64 else {"rtol": 1e-4, "atol": 1e-4}
     for memory in (rows, rows.T.contiguous().T):
-        G = variant(memory)
-        torch.testing.assert_close(G, rows.T @ rows)
-        torch.testing.assert_close(G, G.T)
+        found = [_by_halves(memory)]
+        if _openblas() is not None:
+            found += [mirror(_rank_k_update(memory))]
+            total = _rank_k_update(memory)
+            assert _rank_k_update(memory, total).data_ptr() == total.data_ptr()
+            found += [mirror(total) / 2]
+        for G in found:
+            torch.testing.assert_close(G, rows.T @ rows, **tolerance)
+            torch.testing.assert_close(G, G.T, **tolerance)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    d=st.sampled_from([1, 3, 130]),
+    numbers=st.lists(st.integers(0, 400), min_size=1, max_size=6),
+    ones=st.booleans(),
+    dtype=st.sampled_from([F64, F32]),
+)
+def test_sums_of_gram_matrices(d: int, numbers: list[int], ones: bool, dtype: torch.dtype) -> None:
+    """However rows come in pieces, nobody's tensor is kept, and autocast around the end changes nothing."""
+    total, seen = GramSum(ones), []
+    for seed, M in enumerate(numbers):
+        rows = normal(M, d, seed=seed).to(dtype)
+        seen.append(torch.cat([rows, rows.new_ones(M, int(ones))], 1).double())
+        total.add(rows)
+        rows.fill_(torch.nan)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = total.value()
+    expected = torch.cat(seen)
+    assert value.dtype == dtype
+    torch.testing.assert_close(
+        value.double(),
+        expected.T @ expected,
+        rtol=1e-12 if dtype == F64 else 1e-4,
+        atol=1e-10 if dtype == F64 else 1e-3,
+    )
 
 
 def test_gram_leaves_the_threads_of_blas_as_they_were() -> None:
