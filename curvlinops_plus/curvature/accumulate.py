@@ -151,6 +151,11 @@ class Accumulator(ABC):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
         return value
 
+    @property
+    def more(self) -> bool:
+        """Whether `finish` will return an accumulator that wants to see the data again; saying so saves passes."""
+        return False
+
     # -------------------------------------------------------------------------------------------------- for drivers
     def count(self, part: Totals) -> None:
         """Note that a batch is over."""

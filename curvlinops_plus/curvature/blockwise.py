@@ -90,7 +90,7 @@ class BlockwiseLinearOperator(Deferred):
     def compute(self) -> BlockDiagonal:
         """Compute all blocks anew. Nothing is ever added to what was there before."""
         with self.risk.untouched():
-            sums = Sums(self.risk, self.plan, self.vectors)
+            sums = Sums(self.risk, self.plan, self.vectors, keep=True)
             while not sums.done:
                 sums.sweep(self._title(len(sums.totals)))
                 if self.check_deterministic and len(sums.totals) == 2:

@@ -297,7 +297,10 @@ class EKFACLinearOperator(KFACLinearOperator):
     block's trace, and it is never further from the exact block than KFAC. Arguments as for `KFACLinearOperator`,
     without "forward-only".
 
-    Cost: two sweeps and an eigendecomposition of each factor; the determinism check compares the two sweeps.
+    Cost: two sweeps and an eigendecomposition of each factor; the determinism check compares the two sweeps. While the
+    inputs and gradients of all layers over the data are less than 64 MiB they are kept instead of making the second
+    sweep (not between calls of `compute_kronecker_factors` and `compute_eigenvalue_correction`, the parameters may
+    change there), and the determinism check is one forward pass.
 
     Source: George et al. 2018, "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis".
 

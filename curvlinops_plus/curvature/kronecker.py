@@ -186,7 +186,8 @@ class EKFAC(KFAC):
         kfac_approx: Which factors give the eigenvectors, "expand" or "reduce". The eigenvalues are exact in either
             basis.
 
-    Cost: two sweeps, an eigendecomposition of each factor.
+    Cost: two sweeps, an eigendecomposition of each factor. While the inputs and gradients of all layers over the data
+    are less than 64 MiB, `curvature` and the operators keep them instead of making the second sweep.
 
     Example:
         >>> import torch
@@ -196,6 +197,10 @@ class EKFAC(KFAC):
         >>> round(float(curvature(risk, EKFAC).trace), 4)
         4.0
     """
+
+    @property
+    def more(self) -> bool:
+        return True
 
     def update(self, seen: LayerBatch) -> None:
         if seen.num_vectors == 0:

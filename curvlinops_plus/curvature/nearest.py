@@ -86,6 +86,10 @@ class NearestKronecker(KroneckerBlock):
         #: Whether the block is formed.
         self.formed = entries * layer.accumulation_dtype.itemsize <= max_bytes
 
+    @property
+    def more(self) -> bool:
+        return not self.formed and self.has_weight
+
     def add_weight(self, seen: LayerBatch) -> None:
         if not self.formed:
             self._kfac().update(seen)
@@ -140,6 +144,10 @@ class PowerStep(Accumulator):
     ) -> None:
         super().__init__(layer, group, scale)
         self.given, self.side, self.left = given, side, left
+
+    @property
+    def more(self) -> bool:
+        return self.left > 1
 
     def update(self, seen: LayerBatch) -> None:
         contract = row_gram if self.side == "A" else column_gram

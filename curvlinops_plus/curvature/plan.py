@@ -9,6 +9,7 @@ from typing import Any
 from warnings import warn
 
 from curvlinops_plus.curvature.accumulate import Accumulator, Approximation
+from curvlinops_plus.curvature.kept import Kept
 from curvlinops_plus.curvature.simple import DiagonalBlock
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedError
 from curvlinops_plus.layer import why_generic
@@ -16,6 +17,9 @@ from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
 
 __all__ = ["Entry", "Sums", "make_plan"]
+
+# What layers see is kept for another sweep while it is no more than this.
+_KEPT_BYTES = 2**26
 
 
 @dataclass(frozen=True)
@@ -126,13 +130,15 @@ class Sums:
         risk: Model, loss and data.
         plan: The layers with their approximations.
         vectors: What is sent back.
+        keep: Keep what layers see for the next sweep, while it is little. Model and data must not change until then.
     """
 
-    def __init__(self, risk: EmpiricalRisk, plan: list[Entry], vectors: Vectors) -> None:
+    def __init__(self, risk: EmpiricalRisk, plan: list[Entry], vectors: Vectors, keep: bool = False) -> None:
         self.risk, self.plan, self.vectors = risk, plan, vectors
         self.pending: list[dict[str, Accumulator]] = [entry.accumulators(risk) for entry in plan]
         self.blocks: dict[str, LinearOperator] = {}
         self.totals: list[Totals] = []
+        self._kept = Kept(_KEPT_BYTES if keep else 0)
 
     @property
     def done(self) -> bool:
@@ -140,7 +146,7 @@ class Sums:
         return not any(self.pending)
 
     def sweep(self, desc: str) -> None:
-        """Read the data once for all layers that want it.
+        """Read the data once for all layers that want it, or look at what was kept of the sweep before.
 
         Raises:
             ValueError: If a layer never ran, or the number of examples differs from the sweep before.
@@ -153,21 +159,36 @@ class Sums:
                 "list of batches or a DataLoader."
             )
         position = {id(layer): index for index, layer in zip(active, layers)}
+        again = {index for index in active if any(accumulator.more for accumulator in self.pending[index].values())}
 
-        def consume(seen: LayerBatch) -> None:
+        def update(index: int, seen: LayerBatch) -> None:
             for group in seen.layer.groups:
-                accumulator = self.pending[position[id(seen.layer)]].get(group.name)
+                accumulator = self.pending[index].get(group.name)
                 if accumulator is not None and type(accumulator).per_group:
                     accumulator.update(seen.restrict(group))
-            for accumulator in self.pending[position[id(seen.layer)]].values():
+            for accumulator in self.pending[index].values():
                 if not type(accumulator).per_group:
                     accumulator.update(seen)
 
-        def after_batch(part: Totals) -> None:
+        def consume(seen: LayerBatch) -> None:
+            index = position[id(seen.layer)]
+            update(index, seen)
+            if index in again:
+                self._kept.add(index, seen)
+
+        def count(part: Totals) -> None:
             for index in active:
                 for accumulator in self.pending[index].values():
                     accumulator.count(part)
 
+        def after_batch(part: Totals) -> None:
+            count(part)
+            self._kept.end_of_batch(part)
+
+        if self._kept.has(active):
+            self._kept.replay(lambda index, seen: update(index, seen) if index in active else None, count)
+            return
+        self._kept = Kept(self._kept.max_bytes)
         totals = self.risk.sweep(layers, self.vectors, consume, after_batch, desc)
         self._check(totals, layers)
         self.totals.append(totals)

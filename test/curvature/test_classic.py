@@ -31,6 +31,7 @@ from curvlinops_plus import (
     MonteCarlo,
     compute_eigenvalue_correction_linear_weight_sharing,
 )
+from curvlinops_plus.curvature import plan
 
 CLASSES = {KFACLinearOperator: KFAC, EKFACLinearOperator: EKFAC}
 both = pytest.mark.parametrize("kind", CLASSES, ids=["KFAC", "EKFAC"])
@@ -331,15 +332,18 @@ def test_computing_again_gives_the_same_numbers(kind: Any) -> None:
 
 
 @both
-def test_factors_are_computed_once_and_at_first_use(kind: Any) -> None:
+@pytest.mark.parametrize("keep", [True, False])
+def test_factors_are_computed_once_and_at_first_use(kind: Any, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     p = fresh("mlp")
+    if not keep:
+        monkeypatch.setattr(plan, "_KEPT_BYTES", 0)
     passes = []
     p.model.register_forward_hook(lambda *_: passes.append(1))
     K = kind(p.model, p.loss, p.params, p.data, check_deterministic=False)
     assert not passes
     _ = K.trace
     first = len(passes)
-    assert first == len(p.data) * (1 if kind is KFACLinearOperator else 2)
+    assert first == len(p.data) * (1 if keep or kind is KFACLinearOperator else 2)
     _ = K.det, K @ torch.ones(43, dtype=torch.float64), K.input_covariances if kind is KFACLinearOperator else K.blocks
     assert len(passes) == first
 
