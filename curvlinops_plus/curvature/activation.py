@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from curvlinops_plus.curvature.linearize import (
     CHUNK_BYTES,
-    naming_operations,
-    plain_attention,
     pull,
-    refuse_once_differentiable,
 )
+from curvlinops_plus.curvature.twice import naming_operations, plain_attention, refuse_once_differentiable
 from curvlinops_plus.linalg import LinearOperator, Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.evaluate import settled
@@ -158,7 +156,7 @@ class ActivationHessianLinearOperator(LinearOperator):
             self._raise_changed(None, next(shapes, None))
         return torch.cat(found), totals
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         dense = torch.zeros(*self.shape, dtype=self.dtype, device=self.device)
         # One column of every block at a time: blocks of different batches don't overlap.
         sizes = self.in_space.sizes

@@ -8,7 +8,7 @@ from torch import nn
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 
-__all__ = ["require_same"]
+__all__ = ["require_same", "training_modules"]
 
 
 def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
@@ -25,7 +25,7 @@ def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
     tolerance = 1e-8 if risk.dtype == torch.float64 else 5e-5
     if first.examples == second.examples and torch.allclose(one, two, rtol=tolerance, atol=1e-6):
         return
-    random = _training_modules(risk.model)
+    random = training_modules(risk.model)
     cause = "Does the data change from pass to pass (random augmentation, drop_last with shuffling), or the model?"
     if random:
         cause = f"These modules are in training mode: {random}; call model.eval()."
@@ -35,10 +35,24 @@ def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
     )
 
 
-def _training_modules(model: nn.Module) -> str:
-    """Names of modules whose forward pass in training mode is random or depends on the batch."""
-    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-    names = [
-        f"{name!r} ({type(m).__name__})" for name, m in model.named_modules() if m.training and isinstance(m, kinds)
-    ]
-    return ", ".join(names)
+def training_modules(model: nn.Module) -> str:
+    """Names of modules whose forward pass in training mode is random or depends on the batch, "" if there are none.
+
+    Recurrent networks and attention drop out by themselves, without a module inside.
+
+    Example:
+        >>> training_modules(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.LSTM(2, 2, num_layers=2, dropout=0.1)))
+        "'1' (Dropout), '2' (LSTM)"
+    """
+    modules = [(name, m) for name, m in model.named_modules() if m.training and _differs_in_training(m)]
+    return ", ".join(f"{name!r} ({type(m).__name__})" for name, m in modules)
+
+
+def _differs_in_training(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    if isinstance(module, nn.RNNBase):
+        return module.num_layers > 1 and module.dropout > 0  # it drops between its layers
+    if isinstance(module, nn.MultiheadAttention):
+        return module.dropout > 0
+    return isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.RReLU))

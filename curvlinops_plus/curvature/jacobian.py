@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.curvature.determinism import _training_modules
+from curvlinops_plus.curvature.determinism import training_modules
 from curvlinops_plus.curvature.linearize import (
     FunctionModule,
     Linearizer,
     Outputs,
-    plain_attention,
     random_state,
     set_random_state,
 )
+from curvlinops_plus.curvature.twice import plain_attention
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator, Space
 from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Exact, MonteCarlo, Totals, Vectors
@@ -89,17 +89,20 @@ class _Stacked:
     @cached_property
     def space(self) -> Space:
         """The space of the rows."""
-        shape, first, examples = torch.Size(), 0, 0
+        shape, rows, flattened, num_data = torch.Size(), 0, False, self.risk.num_data
         with self.risk.untouched():
             for batch in self.risk.batches(f"{self.owner}, sizes"):
-                if not first:
-                    shape, first = self.output(batch)[0].shape, batch.num_examples
-                examples += batch.num_examples
-                if self.risk.num_data is not None:
-                    examples = self.risk.num_data
-                    break
-        # Outputs may be flattened, [N·R, C].
-        return Space.from_shapes([(examples * shape[0] // first, *shape[1:])])
+                N = batch.num_examples
+                if not shape:
+                    shape = self.output(batch)[0].shape
+                    flattened = shape[0] != N  # [N·R, C], and R may differ from batch to batch
+                    rows = shape[0]
+                    if num_data is not None:
+                        rows = num_data * shape[0] // N
+                        break
+                else:
+                    rows += self.output(batch)[0].shape[0] if flattened else N
+        return Space.from_shapes([(rows, *shape[1:])])
 
     @property
     def scale(self) -> float:
@@ -205,7 +208,7 @@ class _Stacked:
                 "come in another order each time (shuffle=True?), and the rows follow that order. Use a loader that "
                 f"does not shuffle. {off}"
             )
-        random = _training_modules(self.risk.model)
+        random = training_modules(self.risk.model)
         cause = "Do the data change from pass to pass (shuffle=True, random augmentation), or the model?"
         if random:
             cause = f"These modules are in training mode: {random}; call model.eval()."
@@ -355,7 +358,7 @@ class _RowsOperator(LinearOperator):
     def _rmatmat(self, X: Tensor) -> Tensor:
         return self._rows.push(X) if self._transposed else self._rows.pull(X)
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         return self._rows.dense().T if self._transposed else self._rows.dense()
 
 

@@ -9,7 +9,6 @@ operator, on the first batch.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
+from curvlinops_plus.curvature.twice import naming_operations, plain_attention, refuse_once_differentiable, tried
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.outputs import Batch
@@ -35,11 +34,8 @@ __all__ = [
     "FunctionModule",
     "Linearizer",
     "Outputs",
-    "naming_operations",
-    "plain_attention",
     "pull",
     "random_state",
-    "refuse_once_differentiable",
     "set_random_state",
 ]
 
@@ -47,75 +43,6 @@ T = TypeVar("T")
 
 # Columns are vectorised in pieces whose copies of the largest intermediate result stay below this many bytes.
 CHUNK_BYTES = 2**28
-
-
-@contextmanager
-def plain_attention() -> Iterator[None]:
-    """Attention by plain operations meanwhile: its fused kernels have neither forward mode nor second derivatives."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-_MISSING = re.compile(r"derivative for '?(?:aten::)?_*(\w+?)(?:_dense)?(?:_backward)?'? is not implemented")
-
-
-@contextmanager
-def naming_operations(forward: str | None = None) -> Iterator[None]:
-    """Say which operation of the model can't be differentiated twice, if that is why the body fails.
-
-    Args:
-        forward: Why forward mode, which was tried first, is not possible.
-
-    Raises:
-        UnsupportedError: Instead of PyTorch's error.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        found = _MISSING.search(str(error))
-        if not found:
-            raise
-        raise UnsupportedError(
-            f"The model uses {found[1]}, which PyTorch can't differentiate twice. Write it with operations that it can "
-            "(cdist as (x[:, None] - y).norm(dim=-1), EmbeddingBag as an Embedding and a sum over its axis, attention "
-            f"as softmax(q kᵀ) v), or use an operator that goes back once, as KFACLinearOperator.{_tried(forward)}"
-        ) from error
-
-
-def refuse_once_differentiable(output: Tensor) -> None:
-    """Refuse functions whose backward pass has no derivative although a graph goes through it: PyTorch takes it for 0.
-
-    Raises:
-        UnsupportedError: Naming the function.
-
-    Cost: a walk through the graph.
-    """
-    ours = torch.autograd.function.once_differentiable.__code__.co_filename
-    found, todo = set(), [output.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in found:
-            continue
-        found.add(node)
-        function = getattr(node, "_forward_cls", None)
-        backward = getattr(function, "backward", None)
-        code = getattr(backward, "__code__", None)
-        if function is not None and hasattr(backward, "__wrapped__") and code is not None and code.co_filename == ours:
-            raise UnsupportedError(
-                f"The backward pass of {function.__name__} is marked @once_differentiable, so second derivatives would "
-                "silently leave it out. Write it with operations that PyTorch can differentiate, or use an operator "
-                "that goes back once, as KFACLinearOperator."
-            )
-        todo += [child for child, _ in node.next_functions]
-
-
-def _tried(why: str | None) -> str:
-    return f" Forward mode was tried first: {why}" if why else ""
 
 
 class _Watch(TorchFunctionMode):
@@ -394,7 +321,7 @@ class Linearizer:
         if not self._at(batch, twice):
             raise UnsupportedError(
                 "The derivative of the model by two backward passes disagrees with that by one: a hook of the model or "
-                f"a backward pass written by hand is not linear in the gradient.{_tried(self._why)}"
+                f"a backward pass written by hand is not linear in the gradient.{tried(self._why)}"
             )
         self._forward = False
         set_random_state(device, state)

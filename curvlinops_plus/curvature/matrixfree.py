@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -20,16 +21,22 @@ from curvlinops_plus.curvature.linearize import (
     FunctionModule,
     Linearizer,
     Outputs,
+    pull,
+)
+from curvlinops_plus.curvature.twice import (
+    PlainWeightNorm,
     naming_operations,
     plain_attention,
-    pull,
+    refuse_asymmetry,
     refuse_once_differentiable,
 )
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import LinearOperator, Space, Structure
+from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.evaluate import one_pass, settled
 from curvlinops_plus.risk.outputs import Batch
+from curvlinops_plus.risk.watch import refuse_outside_reads
 
 __all__ = ["EFLinearOperator", "FisherMCLinearOperator", "GGNLinearOperator", "HessianLinearOperator"]
 
@@ -114,11 +121,14 @@ class _RiskOperator(LinearOperator):
         return self._structure
 
     def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:
-        """Gradient of the loss in the order of the parameters, and the loss, over all data."""
-        gradient, loss = self.risk.gradient_and_loss()
+        """Gradient of the loss in the order of the parameters, and the loss, over all data; without autocast, as all
+        products.
+        """
+        with outside_autocast(self.device):
+            gradient, loss = self.risk.gradient_and_loss()
         return list(gradient.values()), loss
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         return self._matmat(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))
 
     def _matmat(self, X: Tensor) -> Tensor:
@@ -181,7 +191,7 @@ class _JacobianSandwich(_RiskOperator):
         F, Y, part = self.risk.terms(f, y, batch, class_axis)
         return (F,) if self.risk.heads is None else F, (F, Y, part)
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         """The matrix `[n, n]`. Cost: a backward pass for each number that a batch's outputs have, or a product for each
         parameter where these are fewer.
         """
@@ -215,7 +225,10 @@ class _JacobianSandwich(_RiskOperator):
 class GGNLinearOperator(_JacobianSandwich):
     """The generalized Gauss-Newton matrix `c Σ_n J_nᵀ H_n J_n`, exact and matrix-free.
 
-    `H_n` is the Hessian of the loss with respect to the model's output, with every option of the loss.
+    `H_n` is the Hessian of the loss with respect to the model's output, with every option of the loss. For losses of
+    which only the Fisher information makes sense as a curvature (`nn.NLLLoss`, whose Hessian is 0 in the
+    log-probabilities; `nn.BCELoss`, `nn.GaussianNLLLoss`, `nn.PoissonNLLLoss(log_input=False)`) it is that, see
+    docs/modes.md; the same loss written as a function has its plain Hessian.
 
     Args:
         model_func: The network: a module, or a function `(params, X) -> outputs` (then `params` is a dict).
@@ -395,6 +408,8 @@ class HessianLinearOperator(_RiskOperator):
     _any_loss = True
     _any_blocks = True
     _looked_at = False
+    _largest = 1  # numbers in the largest intermediate result of the first forward pass
+    _normed = False  # whether there is weight norm in it
 
     def _one_sweep(self, X: Tensor) -> tuple[Tensor, Totals]:
         risk, totals = self.risk, Totals()
@@ -406,21 +421,24 @@ class HessianLinearOperator(_RiskOperator):
 
             def loop(model: nn.Module) -> None:
                 for batch in risk.batches(type(self).__name__):
-                    with torch.compiler.set_stance("force_eager"):
+                    watch = None if self._looked_at and not self._normed else PlainWeightNorm()
+                    with torch.compiler.set_stance("force_eager"), watch or nullcontext():
                         f, y, class_axis = risk.run(batch, model)
-                    F, _, part = risk.terms(f, y, batch, class_axis)
-                    total.add_(self._product(F, part, list(free.values()), X))
+                    _, _, part = risk.terms(f, y, batch, class_axis)
+                    if watch is not None:
+                        self._largest, self._normed = max(self._largest, watch.largest), watch.used
+                    total.add_(self._product(part, list(free.values()), X))
                     totals.add(part.detached())
 
             risk.at(free, loop)
         return total, totals
 
-    def _product(self, F: Any, part: Totals, params: list[Tensor], X: Tensor) -> Tensor:
+    def _product(self, part: Totals, params: list[Tensor], X: Tensor) -> Tensor:
         """Un-reduced Hessian of one batch times `X` [n, K]."""
         loss = self.risk.objective(part)
         if not self._looked_at:
             refuse_once_differentiable(loss)
-            self._looked_at = True
+            refuse_outside_reads(loss, self.risk.params)
         gradient = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
         blocks = torch.tensor(self._block_sizes).cumsum(0).tolist()
 
@@ -434,12 +452,11 @@ class HessianLinearOperator(_RiskOperator):
                     found += [None] * (stop - start)
             return self._join(found, len(rows))
 
-        size = F.numel() if isinstance(F, Tensor) else sum(f.numel() for f in F)
-        return self._in_pieces(product, X, size + X.shape[0])
-
-    def _in_pieces(self, product: Callable[[Tensor], Tensor], X: Tensor, numbers_per_column: int) -> Tensor:
-        """Apply `product` ([K, n] -> [K, n]) to the columns of X in pieces bounded in bytes."""
-        size = self.chunk_size or max(1, CHUNK_BYTES // (8 * numbers_per_column))
+        if not self._looked_at:
+            refuse_asymmetry(product, X)
+            self._looked_at = True
+        # Two backward passes hold a few results of each column at a time.
+        size = self.chunk_size or max(1, CHUNK_BYTES // (8 * (X.shape[0] + 4 * self._largest)))
         return torch.cat([product(piece) for piece in X.T.split(size)]).T
 
     def _split(self, rows: Tensor) -> list[Tensor]:

@@ -145,6 +145,10 @@ class CrossEntropy(Likelihood):
 
     def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
         p = F.softmax(-1)
+        # A constant is in the null space. Without the entry of the largest probability, nothing cancels where that is
+        # nearly 1: of a fitted network a product would lose all the digits that 1 - p has lost.
+        top = p.argmax(-1, keepdim=True)
+        V = V - V.gather(-1, top.expand(*V.shape[:-1], 1))
         hpV = self.scale(F, Y) * p * V
         return torch.addcmul(hpV, p, hpV.sum(-1, keepdim=True), value=-1)
 

@@ -174,7 +174,7 @@ class BlockDiagonal(LinearOperator):
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
         return self._map(lambda block: block.to(device, dtype))
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         positions = self.space.unflatten(torch.arange(self.shape[0], device=self.device)[:, None])
         for name, block in self.blocks.items():

@@ -42,7 +42,7 @@ class Deferred(LinearOperator):
     def _rmatmat(self, X: Tensor) -> Tensor:
         return self.operator._rmatmat(X)
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         return self.operator.to_dense()
 
     @property

@@ -141,7 +141,7 @@ class CGInverseLinearOperator(_SymmetricInverse):
         initial_guess: Any = None,
         preconditioner: Preconditioner = None,
     ) -> None:
-        tol = max(tolerance, stop_updating_after or 0.0)
+        tol = tolerance if stop_updating_after is None else max(tolerance, stop_updating_after)
         super().__init__(A, tol=tol, max_iter=max_iter, x0=initial_guess, preconditioner=preconditioner)
 
     def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]:

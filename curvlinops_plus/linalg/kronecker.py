@@ -104,7 +104,7 @@ class Kronecker(LinearOperator):
         G, A = self.G.to(device, dtype), self.A.to(device, dtype)
         return self if G is self.G and A is self.A else Kronecker(G, A)
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         if not self.batch:
             return _kron(self.G.to_dense(), self.A.to_dense())
         pairs = zip(_matrices(self.G, self.batch[0]), _matrices(self.A, self.batch[0]), strict=True)

@@ -149,7 +149,7 @@ class Sum(LinearOperator):
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
         return Sum(self.A.to(device, dtype), self.B.to(device, dtype))
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         return self.A.to_dense() + self.B.to_dense()
 
     @property
@@ -259,7 +259,7 @@ class Adjoint(Wrapper):
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
         return Adjoint(self.A.to(device, dtype))
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         return self.A.to_dense().T
 
     @property
@@ -313,7 +313,7 @@ class Scaled(Wrapper):
         A = self.A.to(device, dtype)
         return Scaled(A, scalar(self.c, A, "the factor"))
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         return self.c * self.A.to_dense()
 
     @property
@@ -382,7 +382,7 @@ class Shifted(Wrapper):
         A = self.A.to(device, dtype)
         return Shifted(A, scalar(self.delta, A, "the shift"))
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         return add_to_diagonal(self.A.to_dense(), self.delta)
 
     @property

@@ -97,13 +97,13 @@ class Products(ABC):
         """`A @ X`."""
         x, form = self._read(X, self.in_space, columns_first=False)
         with outside_autocast(self.device):
-            return self.out_space.write(self._matmat(x), form)
+            return self.out_space.write(self._matmat(x) if x.shape[1] else x.new_zeros(self.shape[0], 0), form)
 
     def __rmatmul__(self, X: Any) -> Any:
         """`X @ A`, with the `K` axis first."""
         x, form = self._read(X, self.out_space, columns_first=True)
         with outside_autocast(self.device):
-            return self.in_space.write(self._rmatmat(x), form)
+            return self.in_space.write(self._rmatmat(x) if x.shape[1] else x.new_zeros(self.shape[1], 0), form)
 
     def _read(self, X: Any, space: Space, *, columns_first: bool) -> tuple[Tensor, Form]:
         try:
@@ -133,7 +133,11 @@ class Products(ABC):
         """The transposed matrix."""
 
     def to_dense(self) -> Tensor:
-        """The matrix `[m, n]`; costs one product with `n` columns."""
+        """The matrix `[m, n]`. Cost: one product with `n` columns, or less where a class knows a cheaper way."""
+        with outside_autocast(self.device):
+            return self._to_dense()
+
+    def _to_dense(self) -> Tensor:
         return self._matmat(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))
 
     def to_scipy(self, dtype: Any = None) -> Any:

@@ -94,7 +94,7 @@ class Dense(OneTensor):
         moved = self._tensor.to(device=device, dtype=dtype)
         return self if moved is self._tensor else Dense(moved, self._structure, self.rtol)
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         return torch.block_diag(*self._tensor) if self.batch else self._tensor.clone()
 
     def traces(self) -> Tensor:
@@ -215,7 +215,7 @@ class Diagonal(OneTensor):
         moved = self._tensor.to(device=device, dtype=dtype)
         return self if moved is self._tensor else Diagonal(moved)
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         return torch.diag(self._tensor.flatten())
 
     def traces(self) -> Tensor:

@@ -120,7 +120,7 @@ class CenteredFisherLinearOperator(LinearOperator):
         }
         return back if named else type(X)(back.values())
 
-    def to_dense(self) -> Tensor:
+    def _to_dense(self) -> Tensor:
         with undisturbed(self.device):
             return self.scores.covariance()
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.totals import Shares, Totals, UnevenError
+from curvlinops_plus.risk.watch import refuse_outside_reads
 
 if TYPE_CHECKING:
     from curvlinops_plus.risk.risk import EmpiricalRisk
@@ -28,10 +29,14 @@ def one_pass(risk: EmpiricalRisk, gradient: bool) -> tuple[dict[str, Tensor], To
     totals, grads = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}
 
     def loop(model: nn.Module) -> None:
+        looked_at = not gradient or (risk.heads is None and risk.known_loss)
         for batch in risk.batches("gradient" if gradient else "loss"):
             with torch.set_grad_enabled(gradient), torch.compiler.set_stance("force_eager"):
                 f, y, class_axis = risk.run(batch, model)
                 _, _, part = risk.terms(f, y, batch, class_axis)
+            if not looked_at:
+                refuse_outside_reads(risk.objective(part), risk.params)
+                looked_at = True
             if gradient:
                 found = torch.autograd.grad(risk.objective(part), list(free.values()), allow_unused=True)
                 for total, g in zip(grads.values(), found):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ParameterReads"]
+__all__ = ["ParameterReads", "refuse_outside_reads"]
 
 
 class ParameterReads(TorchFunctionMode):
@@ -32,3 +32,35 @@ class ParameterReads(TorchFunctionMode):
             for read in {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)} & self.counts.keys():
                 self.counts[read] += 1
         return out
+
+
+def refuse_outside_reads(loss: Tensor, params: Mapping[str, Tensor]) -> None:
+    """Refuse a loss that reads parameters by itself: they are replaced inside the model only.
+
+    Args:
+        loss: A value of the loss.
+        params: The parameters in their own tensors, by key.
+
+    Raises:
+        ValueError: Naming the parameters.
+
+    Cost: a walk through the graph.
+    """
+    own = {id(p): key for key, p in params.items()}
+    read, seen, todo = set(), set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (key := own.get(id(getattr(node, "variable", None)))) is not None:
+            read.add(key)
+        todo += [child for child, _ in node.next_functions]
+    if read:
+        names = [key for key in params if key in read]
+        raise ValueError(
+            f"The loss reads the parameters {names[:5]}{' …' if len(names) > 5 else ''} past the model (a penalty?). "
+            "Derivatives are taken where the parameters are replaced inside the model, so that part would be left out. "
+            "Let the loss read them from the model, as in `for p in model.parameters()`, or add the curvature of the "
+            "penalty to the operator, as in `H + weight_decay * IdentityLinearOperator(...)`."
+        )

@@ -1,0 +1,160 @@
+"""What second derivatives need: operations that have them, and words for those that don't."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+
+__all__ = [
+    "PlainWeightNorm",
+    "naming_operations",
+    "plain_attention",
+    "refuse_asymmetry",
+    "refuse_once_differentiable",
+    "tried",
+]
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Attention by plain operations meanwhile: its fused kernels have neither forward mode nor second derivatives."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+_MISSING = re.compile(r"derivative for '?(?:aten::)?_*(\w+?)(?:_dense)?(?:_backward)?'? is not implemented")
+
+
+@contextmanager
+def naming_operations(forward: str | None = None) -> Iterator[None]:
+    """Say which operation of the model can't be differentiated twice, if that is why the body fails.
+
+    Args:
+        forward: Why forward mode, which was tried first, is not possible.
+
+    Raises:
+        UnsupportedError: Instead of PyTorch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        found = _MISSING.search(str(error))
+        if not found:
+            raise
+        raise UnsupportedError(
+            f"The model uses {found[1]}, which PyTorch can't differentiate twice. Write it with operations that it can "
+            "(cdist as (x[:, None] - y).norm(dim=-1), EmbeddingBag as an Embedding and a sum over its axis, attention "
+            f"as softmax(q kᵀ) v), or use an operator that goes back once, as KFACLinearOperator.{tried(forward)}"
+        ) from error
+
+
+def refuse_once_differentiable(output: Tensor) -> None:
+    """Refuse functions whose backward pass has no derivative although a graph goes through it: PyTorch takes it for 0.
+
+    Raises:
+        UnsupportedError: Naming the function.
+
+    Cost: a walk through the graph.
+    """
+    ours = torch.autograd.function.once_differentiable.__code__.co_filename
+    found, todo = set(), [output.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in found:
+            continue
+        found.add(node)
+        function = getattr(node, "_forward_cls", None)
+        backward = getattr(function, "backward", None)
+        code = getattr(backward, "__code__", None)
+        if function is not None and hasattr(backward, "__wrapped__") and code is not None and code.co_filename == ours:
+            raise UnsupportedError(
+                f"The backward pass of {function.__name__} is marked @once_differentiable, so second derivatives would "
+                "silently leave it out. Write it with operations that PyTorch can differentiate, or use an operator "
+                "that goes back once, as KFACLinearOperator."
+            )
+        todo += [child for child, _ in node.next_functions]
+
+
+def tried(why: str | None) -> str:
+    """A sentence on why forward mode was not possible, if it was tried."""
+    return f" Forward mode was tried first: {why}" if why else ""
+
+
+def refuse_asymmetry(product: Callable[[Tensor], Tensor], like: Tensor) -> None:
+    """Refuse second derivatives that are none: those of a function are symmetric.
+
+    Args:
+        product: Products [K, n] -> [K, n] with a Hessian.
+        like: A vector [n, *].
+
+    Raises:
+        UnsupportedError: If they are not symmetric in float64. In lower precisions only a `CurvatureWarning`: where
+            much cancels, rounding looks the same.
+
+    Cost: three products.
+    """
+    generator = torch.Generator().manual_seed(0)
+    V = torch.randn(3, like.shape[0], generator=generator, dtype=torch.float64).to(like)
+    HV = product(V)
+    inner, size = (V @ HV.T).double(), float(HV.double().norm())
+    away = float((inner - inner.T).abs().max()) / size if size > 0 else 0.0  # of about |H - Hᵀ| / |H|
+    if not away > (1e-5 if like.dtype == torch.float64 else 0.01):  # NaN is somebody else's problem
+        return
+    said = f"Products with the Hessian are not symmetric (by {away:.0e} of their length), as second derivatives are: "
+    wrong = (
+        "an operation of the model or the loss has a wrong second derivative in PyTorch, or a backward pass written by "
+        "hand is not a function of its inputs alone. Find it with torch.autograd.gradgradcheck, layer by layer."
+    )
+    if like.dtype == torch.float64:
+        raise UnsupportedError(said + wrong)
+    warnings.warn(
+        f"{said}either little is left of {like.dtype} numbers, as in networks that fit their data; or {wrong} In "
+        "float64 the two can be told apart.",
+        CurvatureWarning,
+        stacklevel=2,
+    )
+
+
+class PlainWeightNorm(TorchFunctionMode):
+    """Weight norm by plain operations meanwhile: the second derivative of its fused kernel is wrong.
+
+    Attributes:
+        largest: Numbers in the largest result of all operations.
+        used: Whether a weight was normalised.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.used = 1, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._weight_norm:  # pyright: ignore[reportPrivateImportUsage]
+            self.used = True
+            return _weight_norm(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                self.largest = max(self.largest, t.numel())
+        return out
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`g v / |v|`, with a norm for each entry of the axis, or a single one if that is -1."""
+    others = [axis for axis in range(v.ndim) if dim == -1 or axis != dim % v.ndim]
+    return v * (g / v.square().sum(others, keepdim=dim != -1).sqrt())
