@@ -268,10 +268,15 @@ class GGNLinearOperator(_JacobianSandwich):
             F = F.detach()
             return lambda V: likelihood.hessian_product(F, Y, V)
         # Any other loss: its Hessian with respect to the output, by double backward.
-        (gradient,) = torch.autograd.grad(loss, F, create_graph=True)
-        if not gradient.requires_grad:
+        (gradient,) = torch.autograd.grad(loss, F, create_graph=True, allow_unused=True)
+        if gradient is None or not gradient.requires_grad:
             return torch.zeros_like
-        return lambda V: torch.autograd.grad(gradient, F, V, retain_graph=True, is_grads_batched=True)[0]
+
+        def product(V: Tensor) -> Tensor:
+            with naming_operations():
+                return torch.autograd.grad(gradient, F, V, retain_graph=True, is_grads_batched=True)[0]
+
+        return product
 
 
 class EFLinearOperator(_JacobianSandwich):

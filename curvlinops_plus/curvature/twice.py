@@ -58,8 +58,8 @@ def naming_operations(forward: str | None = None) -> Iterator[None]:
         if not found:
             raise
         raise UnsupportedError(
-            f"The model uses {found[1]}, which PyTorch can't differentiate twice. Write it with operations that it can "
-            "(cdist as (x[:, None] - y).norm(dim=-1), EmbeddingBag as an Embedding and a sum over its axis, attention "
+            f"The model or the loss uses {found[1]}, which PyTorch can't differentiate twice. Write it with operations "
+            "that it can (cdist as (x[:, None] - y).norm(dim=-1), EmbeddingBag as an Embedding and a sum over its axis, attention "
             f"as softmax(q kᵀ) v), or use an operator that goes back once, as KFACLinearOperator.{tried(forward)}"
         ) from error
 

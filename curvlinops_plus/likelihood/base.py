@@ -19,8 +19,10 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.draws import normals, number
@@ -121,6 +123,7 @@ class Likelihood(ABC):
                 the last one for all others. An output [M] is M terms of one number.
 
         Raises:
+            TypeError: If the target is no tensor.
             ValueError: If shapes or values of output and target don't fit the loss or each other.
 
         Example:
@@ -129,6 +132,8 @@ class Likelihood(ABC):
             >>> F.shape, Y.shape
             (torch.Size([2, 20, 10]), torch.Size([2, 20]))
         """
+        if not isinstance(y, Tensor):
+            raise TypeError(f"{self.name} needs a target that is a tensor, got a {type(y).__name__}. {_as_tensor(y)}")
         if not f.is_floating_point():
             raise ValueError(f"{self.name} needs a floating-point output of the model, got {f.dtype} {list(f.shape)}.")
         axis = self._class_axis(f.shape, num_examples, class_axis)
@@ -309,6 +314,20 @@ def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor)
     """
     pull = torch.func.vjp(torch.func.grad(function), F)[1]
     return torch.func.vmap(lambda v: pull(v)[0])(V.reshape(-1, *F.shape)).reshape(V.shape)
+
+
+def _as_tensor(y: Any) -> str:
+    """What to do about a target that is no tensor."""
+    if y is None:
+        return "Batches must be (X, y) with the target y, or mappings with 'labels' that are not None."
+    if isinstance(y, np.ndarray):
+        return "Convert it with torch.from_numpy, in the data set or in the collate function of the loader."
+    if any(isinstance(part, Tensor) for part in tree_leaves(y)):
+        return (
+            "One loss reads one target: give losses in the form of the targets, as {'a': loss_a, 'b': loss_b} or "
+            "(loss_a, loss_b), or batches (X, y) with one tensor y."
+        )
+    return "Convert it with torch.tensor, in the data set or in the collate function of the loader."
 
 
 def _terms(t: Tensor, num_examples: int, axis: int) -> Tensor:

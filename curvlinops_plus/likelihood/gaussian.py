@@ -13,6 +13,11 @@ from curvlinops_plus.likelihood.draws import normals, number
 
 __all__ = ["GaussianNLL"]
 
+_SIDE_BY_SIDE = (
+    "The output holds means, then variances, side by side on the last axis: for a model that returns (mean, variance), "
+    "of one shape, output=lambda o: torch.cat(o, -1)."
+)
+
 
 @register_likelihood(nn.GaussianNLLLoss)
 class GaussianNLL(DiagonalLikelihood):
@@ -40,9 +45,14 @@ class GaussianNLL(DiagonalLikelihood):
         if F.shape[-1] % 2:
             raise ValueError(
                 f"{self.name} needs an output with C means and C variances along axis {class_axis}, an even number; "
-                f"got shape {list(f_shape)}."
+                f"got shape {list(f_shape)}. {_SIDE_BY_SIDE}"
             )
         shape = torch.Size([*f_shape[:class_axis], F.shape[-1] // 2, *f_shape[class_axis + 1 :]])
+        if y.shape != shape:
+            raise ValueError(
+                f"{self.name} needs a target of half the output along axis {class_axis}, {list(shape)} for the output "
+                f"{list(f_shape)}, got {list(y.shape)}. {_SIDE_BY_SIDE}"
+            )
         Y = super().canonical_target(y, F, shape, class_axis)
         if (F[..., Y.shape[-1] :] < 0).any():
             raise UnsupportedError(f"{self.name}: the output holds a negative variance; make it positive, as by exp.")

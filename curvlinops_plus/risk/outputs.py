@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import Dataset, IterableDataset
 
-__all__ = ["Batch", "naming_dtypes", "read_batch", "select_output", "to_device"]
+__all__ = ["Batch", "check_data", "naming_dtypes", "read_batch", "scalar_loss", "select_output", "to_device"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,29 @@ class Batch:
     y: Any
     num_examples: int
     unpack: bool = False
+
+
+def check_data(data: Any) -> None:
+    """Refuse what can't be an iterable of batches; nothing is read.
+
+    A `Dataset` of examples would pass where an example looks like a batch: a sequence [T, C] with targets [T] like T
+    examples. So no look at its items could tell, and the caller has to say what they are.
+
+    Raises:
+        TypeError: If it can't be iterated over, or is a map-style `Dataset` that doesn't say itself how.
+    """
+    kind = type(data)
+    if not hasattr(kind, "__iter__") and not hasattr(kind, "__getitem__"):
+        raise TypeError(
+            f"`data` is a {kind.__name__}; expected an iterable of batches (X, y): a DataLoader, or for one batch "
+            "data=[(X, y)]."
+        )
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not hasattr(kind, "__iter__"):
+        raise TypeError(
+            f"`data` is a {kind.__name__}, a Dataset, whose items are single examples; expected an iterable of batches "
+            "(X, y). Wrap it: DataLoader(dataset, batch_size=...). If its items are batches already: "
+            "DataLoader(dataset, batch_size=None)."
+        )
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
@@ -58,6 +83,7 @@ def read_batch(item: Any, index: int, device: torch.device, batch_size_fn: Calla
     """Split what the data loader gave into inputs and targets, and count its examples.
 
     Raises:
+        TypeError: If the input is made of NumPy arrays.
         ValueError: If it is neither a pair nor a mapping with `labels`, or its examples can't be counted.
     """
     unpack = False
@@ -93,12 +119,58 @@ def count_examples(X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], in
         return y.shape[0]
     sizes = {t.shape[0] for t in (X.values() if isinstance(X, Mapping) else ()) if isinstance(t, Tensor) and t.ndim}
     if len(sizes) != 1:
+        if _has_arrays(X):
+            raise TypeError(f"The input of batch {index} is {_ARRAYS}")
         raise ValueError(
             f"Can't tell how many examples batch {index} has: its input is a {type(X).__name__}. Pass "
             "`batch_size_fn`, a function of X that returns "
-            f"the number, for instance `batch_size_fn=lambda X: len(X['x'])`."
+            f"the number, for instance `batch_size_fn=lambda X: {_length_of(X)}`."
         )
     return sizes.pop()
+
+
+_ARRAYS = (
+    "a NumPy array, or holds some; expected tensors. Convert them with torch.from_numpy, in the data set or in the "
+    "collate function of the loader (DataLoader's own default does)."
+)
+
+
+def _has_arrays(X: Any) -> bool:
+    return any(isinstance(leaf, np.ndarray) for leaf in tree_leaves(_plain(X)))
+
+
+def _length_of(X: Any) -> str:
+    """Words for the number of examples of an input."""
+    if isinstance(X, Mapping):
+        return f"len(X[{next((k for k, t in X.items() if isinstance(t, Tensor) and t.ndim), 'x')!r}])"
+    parts = isinstance(X, (tuple, list)) and any(isinstance(part, Tensor) for part in X)
+    return "len(X[0])" if parts else "len(X)"
+
+
+def scalar_loss(value: Any, f: Tensor, loss: Any) -> Tensor:
+    """What a loss returned for output `f`, if that can be differentiated.
+
+    Raises:
+        TypeError: If it is no tensor.
+        ValueError: If it is no single number, or does not depend on the output.
+    """
+    name = f"The loss {getattr(loss, '__name__', type(loss).__name__)}"
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} returned a {type(value).__name__}; expected a 0-d tensor that is differentiable in the model's "
+            "output. Compute it with torch's functions, without .item() or float()."
+        )
+    if value.numel() != 1:
+        raise ValueError(
+            f"{name} returned a tensor of shape {list(value.shape)}; expected a single number for the batch, a 0-d "
+            'tensor. Average its entries (reduction="mean") or add them up (EmpiricalRisk(..., reduction="sum")).'
+        )
+    if torch.is_grad_enabled() and f.requires_grad and not value.requires_grad:
+        raise ValueError(
+            f"{name} does not depend on the model's output in a differentiable way, so it has no curvature. Does it "
+            "detach the output, convert it (.item(), .numpy()), round it, or compute under torch.no_grad()?"
+        )
+    return value
 
 
 def select_output(out: Any, selector: Callable[[Any], Any] | None) -> tuple[Tensor, bool]:
@@ -116,7 +188,7 @@ def select_output(out: Any, selector: Callable[[Any], Any] | None) -> tuple[Tens
             raise ValueError(f"`output` selected a {type(chosen).__name__}; expected the tensor that the loss reads.")
         raise ValueError(
             f"The model returned a {type(out).__name__}{_parts(out)}. Say which tensor the loss reads, for "
-            f"instance `output=lambda o: {_hint(out)}`."
+            f"instance `output=lambda o: {_hint(out)}`.{_pair_hint(out)}"
         )
     return chosen, chosen is logits
 
@@ -135,11 +207,26 @@ def _hint(out: Any) -> str:
     return "o[0]" if isinstance(out, (tuple, list)) else "o.logits"
 
 
+def _pair_hint(out: Any) -> str:
+    """Two tensors of one shape may be means and variances, which `GaussianNLLLoss` reads both."""
+    parts = [*out] if isinstance(out, (tuple, list)) else []
+    if len(parts) != 2 or not all(isinstance(t, Tensor) for t in parts) or parts[0].shape != parts[1].shape:
+        return ""
+    return (
+        " GaussianNLLLoss reads means, then variances, side by side on the last axis: "
+        "`output=lambda o: torch.cat(o, -1)`."
+    )
+
+
 @contextmanager
 def naming_dtypes(batch: Batch, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """If a forward pass fails and inputs and parameters have different dtypes, say so beside the model's own error."""
+    """If a forward pass fails on an input of another dtype or form than it expects, say so beside its own error."""
     try:
         yield
+    except (AttributeError, KeyError, TypeError) as error:
+        if advice := _form(batch):
+            raise TypeError(f"{advice} Its own message: {type(error).__name__}: {error}") from error
+        raise
     except RuntimeError as error:
         given = {t.dtype for t in tree_leaves(_plain(batch.X)) if isinstance(t, Tensor) and t.is_floating_point()}
         own = {p.dtype for p in params.values()}
@@ -149,6 +236,26 @@ def naming_dtypes(batch: Batch, params: Mapping[str, Tensor]) -> Iterator[None]:
                 f"the data or the model. Its own message: {error}"
             ) from error
         raise
+
+
+def _form(batch: Batch) -> str:
+    """What to do about a model that failed on the form of its input, "" for a plain tensor."""
+    X = batch.X
+    if _has_arrays(X):
+        return f"The model failed on an input that is {_ARRAYS}"
+    if isinstance(X, Mapping):
+        called = "keywords, model(**X)" if batch.unpack else "one argument, model(X)"
+        return (
+            f"The model failed on a mapping with keys {list(X)}, which it got as {called}. A batch that is a mapping "
+            "with 'labels' is unpacked into keywords (Hugging Face models); of a pair (mapping, y) the mapping is "
+            "passed as one argument. Give batches in the form that the model takes."
+        )
+    if isinstance(X, (tuple, list)):
+        return (
+            f"The model failed on a {type(X).__name__} of length {len(X)}, which it got as one argument, model(X). "
+            "Wrap a model of several arguments in a module whose forward(X) calls model(*X)."
+        )
+    return ""
 
 
 def _plain(X: Any) -> Any:

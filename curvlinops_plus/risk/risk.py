@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from itertools import islice
+from numbers import Real
 from typing import Any, TypeVar
 from warnings import warn
 
@@ -21,7 +22,7 @@ from curvlinops_plus.risk.evaluate import count_terms, first_nonfinite, one_pass
 from curvlinops_plus.risk.guard import untouched
 from curvlinops_plus.risk.heads import Heads, Round
 from curvlinops_plus.risk.layers import Layer, example_axes, find_layers, named_params
-from curvlinops_plus.risk.outputs import Batch, naming_dtypes, read_batch, select_output
+from curvlinops_plus.risk.outputs import Batch, check_data, naming_dtypes, read_batch, scalar_loss, select_output
 from curvlinops_plus.risk.record import Consumer, Recorder
 from curvlinops_plus.risk.totals import Shares, Totals
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
@@ -57,10 +58,12 @@ class EmpiricalRisk:
         shift_labels: Language models: the output at position t is compared with the label at t + 1.
         progressbar: Show a bar on every loop over the data.
         reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
-            examples, "sum" adds them up. Default: the loss's own attribute, else "mean".
+            examples, "sum" adds them up. Default: the loss's own attribute ("batchmean" is "mean"), else "mean".
 
     Raises:
-        ValueError: If a parameter is not the model's, or a weight of a loss is no positive finite number.
+        TypeError: If the loss is a class or not callable, or `data` is no iterable of batches (a `Dataset` is none).
+        ValueError: If a parameter is not the model's, or `num_data`, `num_per_example_loss_terms` or the weight of a
+            loss is no positive finite number.
 
     Example:
         >>> import torch
@@ -92,7 +95,12 @@ class EmpiricalRisk:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` is a {type(model).__name__}; layers can only be recorded in a torch.nn.Module.")
+        check_data(data)
+        _check_number("num_data", num_data, "examples")
+        _check_number("num_per_example_loss_terms", num_per_example_loss_terms, "loss terms per example")
         self.heads = Heads(loss, reduction) if isinstance(loss, (Mapping, tuple, list)) else None
+        for one in [loss] if self.heads is None else [head.loss for head in self.heads]:
+            _check_loss(one)
         self.model, self.data = model, data
         self.loss_func: Any = loss if self.heads is None else self.heads.losses
         self.params, self.given_params = named_params(model, params)
@@ -172,6 +180,8 @@ class EmpiricalRisk:
         if self.known_loss:
             return self.likelihood.reduction
         reduction = self._reduction or getattr(self.loss_func, "reduction", "mean")
+        if reduction == "batchmean":  # nn.KLDivLoss: the sum over the batch, divided by the number of its examples
+            return "mean"
         if reduction not in ("mean", "sum"):
             name = getattr(type(self.loss_func), "__name__", "the loss")
             raise UnsupportedError(
@@ -277,7 +287,8 @@ class EmpiricalRisk:
             loss, count = self.likelihood.nll(F, Y).sum(), self.likelihood.count(F, Y)
             return F, Y, Totals(N, N * F.shape[1], count, loss)
         mean = self.reduction == "mean"
-        return f, y, Totals(N, N, float(N), self.loss_func(f, y) * (N if mean else 1))
+        loss = scalar_loss(self.loss_func(f, y), f, self.loss_func)
+        return f, y, Totals(N, N, float(N), loss * (N if mean else 1))
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
@@ -579,6 +590,26 @@ class EmpiricalRisk:
     def first_nonfinite(self) -> str | None:
         """Where NaN or inf first appears in a forward pass: words naming layer and batch, None if nowhere."""
         return first_nonfinite(self)
+
+
+def _check_loss(loss: Any) -> None:
+    if isinstance(loss, type):
+        raise TypeError(f"The loss is the class {loss.__name__}; expected an instance. Call it: {loss.__name__}(...).")
+    if not callable(loss) and not isinstance(loss, Likelihood):
+        came = repr(loss) if isinstance(loss, (str, int, float)) else f"a {type(loss).__name__}"
+        raise TypeError(
+            f"The loss is {came}; expected one as nn.MSELoss() or nn.CrossEntropyLoss(), a function of output and "
+            "target that returns a 0-d tensor, or a dict or tuple of losses for a model with several outputs."
+        )
+
+
+def _check_number(name: str, number: Any, what: str) -> None:
+    if number is None:
+        return
+    if not isinstance(number, Real) or isinstance(number, bool):
+        raise TypeError(f"{name} is a {type(number).__name__}; expected the number of {what}, or None to count them.")
+    if not 0 < float(number) < float("inf"):
+        raise ValueError(f"{name}={number} must be positive: it is the number of {what}. None counts them.")
 
 
 def _only(f: Tensor, n: int, N: int) -> Tensor:

@@ -67,8 +67,11 @@ def corrected(library: ModuleType, work: Workload) -> Task:
         K = library.EKFACLinearOperator(
             work.model, work.loss, work.params, work.data, check_deterministic=False, separate_weight_and_bias=False
         )
-        K.compute_kronecker_factors()
-        K.compute_eigenvalue_correction()
+        if library is curvlinops_plus:
+            K.compute()
+        else:
+            K.compute_kronecker_factors()
+            K.compute_eigenvalue_correction()
 
     return run
 

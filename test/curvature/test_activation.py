@@ -334,5 +334,5 @@ def test_operation_without_second_derivative() -> None:
         )
     model = Block(nn.Linear(3, 3), Distances()).double()
     _, data = make("mlp", 3)
-    with pytest.raises(UnsupportedError, match="The model uses cdist, which PyTorch can't differentiate twice"):
+    with pytest.raises(UnsupportedError, match="uses cdist, which PyTorch can't differentiate twice"):
         ActivationHessianLinearOperator(model, nn.CrossEntropyLoss(), ("head", "output", 0), data)

@@ -229,3 +229,14 @@ def test_rows_of_sequences_of_different_length() -> None:
     rows = torch.cat([X.flatten(0, 1) for X, _ in batches])
     weight = torch.einsum("ni,oq->noqi", rows, torch.eye(2, dtype=F64)).flatten(0, 1).flatten(1)
     close(J.to_dense(), torch.cat([weight, torch.eye(2, dtype=F64).repeat(len(rows), 1)], 1))
+
+
+@pytest.mark.parametrize("kind", [HessianLinearOperator, GGNLinearOperator])
+def test_losses_without_a_second_derivative(kind: Any) -> None:
+    model = net()
+    A = kind(model, nn.MultiMarginLoss(), list(model.parameters()), data())
+    with (
+        unchanged(model),
+        pytest.raises(UnsupportedError, match="loss uses multi_margin_loss, which PyTorch can't diff"),
+    ):
+        A.to_dense()

@@ -325,7 +325,9 @@ def test_gaussian_nll_refuses() -> None:
     likelihood = likelihood_of(nn.GaussianNLLLoss())
     with pytest.raises(ValueError, match=r"C means and C variances along axis 1, an even number; got shape \[2, 3\]"):
         likelihood.canonical(torch.ones(2, 3), torch.ones(2, 3), 2)
-    with pytest.raises(ValueError, match=r"output's shape \[2, 2\], got \[2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"half the output along axis 1, \[2, 2\] for the output \[2, 4\], got \[2, 4\]"
+    ):
         likelihood.canonical(torch.ones(2, 4), torch.ones(2, 4), 2)
     with pytest.raises(UnsupportedError, match="negative variance"):
         likelihood.canonical(-torch.ones(2, 4), torch.ones(2, 2), 2)
