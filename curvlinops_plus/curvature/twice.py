@@ -58,9 +58,10 @@ def naming_operations(forward: str | None = None) -> Iterator[None]:
         if not found:
             raise
         raise UnsupportedError(
-            f"The model or the loss uses {found[1]}, which PyTorch can't differentiate twice. Write it with operations "
-            "that it can (cdist as (x[:, None] - y).norm(dim=-1), EmbeddingBag as an Embedding and a sum over its axis, attention "
-            f"as softmax(q kᵀ) v), or use an operator that goes back once, as KFACLinearOperator.{tried(forward)}"
+            f"The model or the loss uses {found[1]}, which PyTorch can't differentiate twice. Write it with "
+            "operations that it can (cdist as (x[:, None] - y).norm(dim=-1), EmbeddingBag as an Embedding and a sum "
+            "over its axis, attention as softmax(q kᵀ) v), or use an operator that goes back once, as "
+            f"KFACLinearOperator.{tried(forward)}"
         ) from error
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
-from curvlinops_plus.risk.outputs import Batch
+from curvlinops_plus.risk.outputs import Batch, scalar_loss
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.vectors import Draws, Vectors
 
@@ -113,6 +113,7 @@ class Head:
         if self.known:
             return self.likelihood.reduction
         reduction = getattr(self.loss, "reduction", self.default_reduction or "mean")
+        reduction = "mean" if reduction == "batchmean" else reduction
         if reduction not in ("mean", "sum"):
             raise UnsupportedError(
                 f'{self.title}: reduction={reduction!r} is no scalar loss, so it has no curvature; use "mean" or "sum".'
@@ -122,12 +123,12 @@ class Head:
     def terms(self, f: Tensor, y: Any, N: int, class_axis: int | None) -> tuple[Tensor, Any, Tensor | float, Tensor]:
         """Output and target as the loss's rules want them, what "mean" divides by, and the sum of all terms."""
         if not self.known:
-            return f, y, float(N), self.loss(f, y) * (N if self.reduction == "mean" else 1)
+            return f, y, float(N), scalar_loss(self.loss(f, y), f, self.loss) * (N if self.reduction == "mean" else 1)
         if isinstance(y, Tensor) and y.dtype != f.dtype and y.is_floating_point():
             y = y.to(f.dtype)
         try:
             F, Y = self.likelihood.canonical(f, y, N, class_axis)
-        except (UnsupportedError, ValueError) as error:
+        except (UnsupportedError, ValueError, TypeError) as error:
             raise type(error)(f"output {self.key!r}: {error}") from error
         return F, Y, self.likelihood.count(F, Y), self.likelihood.nll(F, Y).sum()
 

@@ -379,3 +379,23 @@ def test_the_check_names_them() -> None:
 def test_shapes_are_checked_by_the_likelihood_itself() -> None:
     with pytest.raises(TypeError, match="MSELoss needs a target that is a tensor, got a float"):
         likelihood_of(nn.MSELoss()).canonical(torch.zeros(2, 1), 0.0, 2)  # type: ignore[arg-type]
+
+
+def test_messages_of_several_losses_name_the_output() -> None:
+    """What is said of one loss is said of each of several."""
+    model = nn.Linear(3, 4).double()
+    X, y = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    params, two = list(model.parameters()), nn.MSELoss()
+
+    def risk(loss: Any, target: Any) -> EmpiricalRisk:
+        split = lambda f: {"a": f[:, :2], "b": f[:, 2:]}  # noqa: E731
+        return EmpiricalRisk(model, {"a": loss, "b": two}, [(X, {"a": target, "b": y[:, 2:]})], params, output=split)
+
+    with pytest.raises(TypeError, match="output 'a': MSELoss needs a target that is a tensor, got a list"):
+        risk(two, y[:, :2].tolist()).gradient()
+    with pytest.raises(ValueError, match=r"returned a tensor of shape \[6, 2\]; expected a single number"):
+        risk(lambda f, t: f - t, y[:, :2]).gradient()
+    probabilities = y[:, :2].softmax(-1)
+    batch = risk(nn.KLDivLoss(reduction="batchmean"), probabilities).loss()
+    whole = risk(lambda f, t: nn.functional.kl_div(f, t, reduction="sum") / 6, probabilities).loss()
+    torch.testing.assert_close(batch, whole)
