@@ -31,8 +31,12 @@ def approximate_boundaries(
         progressbar: Show a bar that counts products.
 
     Raises:
-        ValueError: If `A` is not square or not symmetric, or known boundaries are in the wrong order.
+        ValueError: If `A` is not square or not symmetric, its products differ for the same vector, or known
+            boundaries are in the wrong order.
         NumericsError: If products are NaN or infinite.
+
+    Warns:
+        CurvatureWarning: If rounding makes products less symmetric than their dtype leads to expect; says how much.
 
     Cost: a Lanczos run of some ten products for a tolerance of 1e-2, more for clustered ends.
 

@@ -55,7 +55,7 @@ def hutchinson_diag(
         for size in M.blocks(num_matvecs):
             V = random_vectors(size, M.shape[0], distribution, generator, M.zero)
             diagonal.update(V * M.matmat(V))
-    return (diagonal.value, diagonal.error) if return_error else diagonal.value
+    return (M.undo(diagonal.value), M.undo(diagonal.error)) if return_error else M.undo(diagonal.value)
 
 
 @overload
@@ -123,4 +123,4 @@ def xdiag(
         C = C - S * (S * C).sum(0)
         diagonal = Mean()
         diagonal.update(inside + V * (AV - Q @ C))
-    return (diagonal.value, diagonal.error) if return_error else diagonal.value
+    return (M.undo(diagonal.value), M.undo(diagonal.error)) if return_error else M.undo(diagonal.value)

@@ -16,8 +16,8 @@ from torch import Generator, Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.estimate.columns import inner, length, orthonormal
-from curvlinops_plus.estimate.lanczos import check_symmetric
-from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, multiplying
+from curvlinops_plus.estimate.lanczos import check_symmetric, warn_of_rounding
+from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, check_whole, multiplying
 from curvlinops_plus.estimate.probes import random_vectors
 from curvlinops_plus.linalg.numerics import eigh
 
@@ -71,12 +71,14 @@ def top_eigenpairs(
         A named tuple `(eigenvalues [k], eigenvectors [n, k], residuals [k], converged)`.
 
     Raises:
-        ValueError: If `A` is not square or not symmetric, or `k` is not between 1 and `n`.
+        ValueError: If `A` is not square or not symmetric, its products differ for the same vector, or `k` is not
+            between 1 and `n`.
         NumericsError: If products are NaN or infinite.
-        TypeError: If `A` is no matrix of real floating-point numbers.
+        TypeError: If `A` is no matrix of real floating-point numbers, or `k` no integer.
 
     Warns:
-        CurvatureWarning: If the tolerance was not met; says what was reached.
+        CurvatureWarning: If the tolerance was not met; says what was reached. Or if rounding makes products less
+            symmetric than their dtype leads to expect; says how much. Then the iteration stops at that accuracy.
 
     Cost: products as needed; for one eigenvalue as many as SciPy's `eigsh`, for several up to twice as many, but `k`
     at once; memory of 42 vectors for `k = 1`, else of `2 (k + max(40, 2 k))`.
@@ -87,11 +89,12 @@ def top_eigenpairs(
         (tensor([49., 48.]), True)
     """
     with multiplying(A, "eigenvalues", None, chunk_size=chunk_size, progressbar=progressbar) as M:
+        check_whole(k=k)
         if not 1 <= k <= M.shape[0]:
             raise ValueError(f"k ({k}) must be between 1 and A's size ({M.shape[0]}).")
         which = "largest" if largest else "smallest"
         pairs = extreme_eigenpairs(M, k, which, tolerance, max_iter, generator)
-        _warn_unless(pairs.converged, f"The {k} {which} eigenvalues of {M.label}", pairs, max_iter)
+        _warn_unless(pairs, f"The {k} {which} eigenvalues of {M.label}", max_iter)
     return pairs
 
 
@@ -155,10 +158,10 @@ def spectral_norm(
         which = "largest magnitude" if symmetric else "largest"
         G = M if symmetric else M.gram()
         pairs = extreme_eigenpairs(G, 1, which, tolerance, max_iter, generator)
-        _warn_unless(pairs.converged, f"The spectral norm of {M.label}", pairs, max_iter)
+        _warn_unless(pairs, f"The spectral norm of {M.label}", max_iter, _unit(M, symmetric))
         value, residual = pairs.eigenvalues[0].abs(), pairs.residuals[0]
         if not symmetric:
-            value, residual = value.sqrt(), (value + residual).sqrt() - value.sqrt()
+            value, residual = M.undo(value.sqrt()), M.undo((value + residual).sqrt() - value.sqrt())
     return (value, residual) if return_error else value
 
 
@@ -227,12 +230,13 @@ def condition_number(
         G = M if symmetric else M.gram()
         top = extreme_eigenpairs(G, 1, "largest magnitude", tolerance, max_iter, generator)
         end = extreme_eigenpairs(G, 1, "smallest magnitude", tolerance, max_iter, generator)
-        _warn_unless(top.converged, f"The largest eigenvalue for the condition number of {G.label}", top, max_iter)
-        _warn_unless(end.converged, f"The smallest eigenvalue for the condition number of {G.label}", end, max_iter)
+        unit = _unit(M, symmetric)
+        _warn_unless(top, f"The largest eigenvalue for the condition number of {G.label}", max_iter, unit)
+        _warn_unless(end, f"The smallest eigenvalue for the condition number of {G.label}", max_iter, unit)
         large, large_by = top.eigenvalues[0].abs(), top.residuals[0]
         nearest, small_by = end.eigenvalues[0].abs(), end.residuals[0]
         small = torch.hypot(nearest, small_by)  # |A x|, never below the smallest singular value
-        rounding = M.rounding(20) * large
+        rounding = G.rounding(20) * large
         value = large / small if small > rounding else torch.full_like(large, inf)
         bound = (large + large_by) / (nearest - small_by).clamp(min=0)
         if not symmetric:
@@ -290,13 +294,14 @@ def extreme_eigenpairs(
         if new.shape[1] == 0:  # the residuals are rounding errors
             break
         V, AV = torch.cat([V, new], 1), torch.cat([AV, A.matmat(new)], 1)
-    return Eigenpairs(values, X, residuals, V.shape[1] == n or not bool(missing.any()))
+    warn_of_rounding(A)
+    return Eigenpairs(A.undo(values), X, A.undo(residuals), V.shape[1] == n or not bool(missing.any()))
 
 
 def _small_problem(V: Tensor, AV: Tensor, which: Which, A: Matrix) -> tuple[Tensor, Tensor]:
     """Approximations from the span of `V`, best first, as columns `S`; and `(V S)ᵀ A (V S)`."""
     H = inner(V, AV)
-    check_symmetric(H, H.T, AV, A)
+    check_symmetric(H, H.T, AV, V, A)
     H = (H + H.T) / 2
     if which == "smallest magnitude":
         # Of all x = V s of length 1 the one with the shortest A x: Rayleigh quotients near 0 may be mixtures instead.
@@ -324,13 +329,18 @@ def _apart_from(V: Tensor, R: Tensor) -> Tensor:
     return Q
 
 
-def _warn_unless(converged: bool, what: str, pairs: Eigenpairs, max_iter: int) -> None:
-    if not converged:
-        residuals = ", ".join(f"{r:.1e}" for r in pairs.residuals.tolist())
+def _unit(A: Matrix, symmetric: bool) -> float:
+    """Of the eigenvalues that were found: those of a Gram matrix are in the square of the products' unit."""
+    return 1.0 if symmetric or A.unit is None else A.unit * A.unit
+
+
+def _warn_unless(pairs: Eigenpairs, what: str, max_iter: int, unit: float = 1.0) -> None:
+    if not pairs.converged:
+        residuals = ", ".join(f"{r * unit:.1e}" for r in pairs.residuals.tolist())
+        values = ", ".join(f"{v * unit:.3e}" for v in pairs.eigenvalues.tolist())
         warnings.warn(
-            f"{what} did not converge: residuals {residuals} for eigenvalues "
-            f"{', '.join(f'{v:.3e}' for v in pairs.eigenvalues.tolist())}. Take more than max_iter={max_iter} products "
-            "or a larger tolerance.",
+            f"{what} did not converge: residuals {residuals} for eigenvalues {values}. Take more than "
+            f"max_iter={max_iter} products or a larger tolerance.",
             CurvatureWarning,
             stacklevel=3,
         )

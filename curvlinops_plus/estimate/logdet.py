@@ -76,11 +76,12 @@ def logdet(
 
     Raises:
         ValueError: If `A` is not square or not symmetric, has a negative eigenvalue, or a number is too small.
-        TypeError: If `A` is no matrix of real floating-point numbers.
+        TypeError: If `A` is no matrix of real floating-point numbers, or a count no integer.
 
     Warns:
         CurvatureWarning: If the quadrature has not converged: the last quarter of the steps changed the estimate by
-            more than its standard error. Or if an eigenvalue counts as zero.
+            more than its standard error. Or if an eigenvalue counts as zero; or if rounding makes products less
+            symmetric than their dtype leads to expect.
 
     Cost: `num_probes * num_steps` products; memory of `num_steps + 4` vectors for each random vector treated at once.
 
@@ -95,7 +96,7 @@ def logdet(
     values, rough = [], []
     with multiplying(A, "log-determinant", None, chunk_size=chunk_size, progressbar=progressbar) as M:
         n = M.shape[0]
-        steps = min(num_steps, n)
+        steps = int(min(num_steps, n))
         for size in M.blocks(num_probes, copies=steps + 4):
             V = random_vectors(size, n, distribution, generator, M.zero)
             T = lanczos(M, V, steps, reorthogonalize=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import frexp
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = ["Matrix", "MatrixLike", "as_matrix", "check_at_least", "multiplying"]
+__all__ = ["Matrix", "MatrixLike", "as_matrix", "check_at_least", "check_whole", "multiplying"]
 
 BLOCK_BYTES = 2**27  # of the columns that are multiplied at once, unless the caller says how many
 _HALF = (torch.float16, torch.bfloat16)
@@ -40,12 +41,14 @@ class MatrixLike(Protocol):
 class Matrix:
     """A matrix `[m, n]` with its products `[n, K] -> [m, K]`, made by `as_matrix`.
 
-    `dtype` is what estimators compute in: float32 if the matrix itself is in half precision.
+    `dtype` is what estimators compute in: float32 if the matrix itself is in half precision. Products are divided by
+    `unit`, a power of two near the largest entry of the first one, so that their squares neither overflow nor vanish;
+    estimators multiply their result by it.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    eps: float  # relative rounding error of a product's entries: that of the matrix's own dtype
+    eps: float  # relative rounding error of products: that of the matrix's dtype, or more if `check_symmetric` saw more
     device: torch.device
     label: str
     product: Callable[[Tensor], Tensor]
@@ -53,6 +56,8 @@ class Matrix:
     looks_symmetric: Callable[[], bool]
     columns: int | None = None  # to multiply at once
     bar: Any = field(default=None, repr=False)
+    unit: float | None = None  # of products, once there was one that is not 0; 1 for those that need none
+    repeated: float | None = field(default=None, repr=False)  # what `repeat_by` found
 
     @property
     def zero(self) -> Tensor:
@@ -69,16 +74,26 @@ class Matrix:
         for start in range(0, total, size):
             yield min(size, total - start)
 
+    def undo(self, value: Tensor) -> Tensor:
+        """A value that is linear in the products, in the units of the matrix."""
+        return value if self.unit is None else value * self.unit
+
+    def repeat_by(self, v: Tensor) -> float:  # [n, 1]
+        """The length of the difference of two products with the same vector; measured once."""
+        if self.repeated is None:
+            self.repeated = float(torch.linalg.vector_norm(self.matmat(v) - self.matmat(v)))
+        return self.repeated
+
     def matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [m, K]
-        """`A @ X`, in blocks of columns."""
+        """`A @ X`, divided by `unit`, in blocks of columns."""
         return self._in_blocks(self.product, X, self.shape[0])
 
     def rmatmat(self, X: Tensor) -> Tensor:  # [m, K] -> [n, K]
-        """`Aᵀ @ X`, in blocks of columns."""
+        """`Aᵀ @ X`, divided by `unit`, in blocks of columns."""
         return self._in_blocks(self.adjoint_product, X, self.shape[1])
 
     def gram(self) -> Matrix:
-        """`AᵀA` or `AAᵀ`, whichever is smaller, as a matrix that costs two products."""
+        """`AᵀA` or `AAᵀ`, whichever is smaller, as a matrix that costs two products; in the square of `unit`."""
         first, then = (self.rmatmat, self.matmat) if self.shape[0] < self.shape[1] else (self.matmat, self.rmatmat)
         d = min(self.shape)
 
@@ -86,22 +101,32 @@ class Matrix:
             return then(first(X))
 
         label = f"Gram matrix of {self.label}"
-        return Matrix((d, d), self.dtype, self.eps, self.device, label, product, product, lambda: True)
+        return Matrix((d, d), self.dtype, self.eps, self.device, label, product, product, lambda: True, unit=1.0)
 
     def _in_blocks(self, product: Callable[[Tensor], Tensor], X: Tensor, rows: int) -> Tensor:
         if X.shape[1] == 0:
             return X.new_zeros((rows, 0))
-        results = []
+        results: list[Tensor] = []
         for block in X.split(list(self.blocks(X.shape[1])), dim=1):
-            results.append(product(block))
-            if not bool(torch.isfinite(results[-1]).all()):
+            result = product(block)
+            if not bool(torch.isfinite(result).all()):
                 raise NumericsError(
                     f"A product with {self.label} has NaN or infinite entries; look for them in the matrix, or in the "
                     "model and the data that it comes from."
                 )
+            if self.unit is None:
+                self.unit = _unit(result)
+            results.append(result if self.unit in (None, 1.0) else result / self.unit)
             if self.bar is not None:
                 self.bar.update(block.shape[1])
         return results[0] if len(results) == 1 else torch.cat(results, dim=1)
+
+
+def _unit(result: Tensor) -> float | None:
+    """The largest power of two not above the largest entry, None if all are 0."""
+    largest = float(result.detach().abs().amax())
+    limit = 64 * torch.finfo(result.dtype).tiny  # its inverse is still a number of this dtype
+    return min(max(2.0 ** (frexp(largest)[1] - 1), limit), 1 / limit) if largest else None
 
 
 def as_matrix(A: Any) -> Matrix:
@@ -245,10 +270,29 @@ def multiplying(
         yield matrix
 
 
+def check_whole(**numbers: Any) -> None:
+    """Refuse counts that are no integers of Python or NumPy, by name.
+
+    Raises:
+        TypeError: If a number is none, or True or False.
+
+    Example:
+        >>> check_whole(k=2.0)
+        Traceback (most recent call last):
+        TypeError: k (2.0) must be an integer, got float; take k=2.
+    """
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+            real = isinstance(number, (float, np.floating)) and np.isfinite(number)
+            advice = f"; take {name}={int(number)}" if real else ""
+            raise TypeError(f"{name} ({number!r}) must be an integer, got {_kind(number)}{advice}.")
+
+
 def check_at_least(smallest: int, **numbers: int) -> None:
     """Refuse counts that are too small, by name.
 
     Raises:
+        TypeError: If a number is no integer.
         ValueError: If a number is below `smallest`.
 
     Example:
@@ -256,6 +300,7 @@ def check_at_least(smallest: int, **numbers: int) -> None:
         Traceback (most recent call last):
         ValueError: num_probes (0) must be at least 1.
     """
+    check_whole(**numbers)
     for name, number in numbers.items():
         if number < smallest:
             raise ValueError(f"{name} ({number}) must be at least {smallest}.")

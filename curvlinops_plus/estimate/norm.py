@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Generator, Tensor
 
-from curvlinops_plus.estimate.matrix import MatrixLike, multiplying
+from curvlinops_plus.estimate.matrix import MatrixLike, check_whole, multiplying
 from curvlinops_plus.estimate.probes import (
     Mean,
     check_distribution,
@@ -52,6 +52,7 @@ def hutchinson_squared_fro(
     with multiplying(
         A, "squared Frobenius norm", num_matvecs, chunk_size=chunk_size, progressbar=progressbar, square=False
     ) as M:
+        check_whole(num_matvecs=num_matvecs)
         m, n = M.shape
         if num_matvecs >= min(m, n):
             raise ValueError(
@@ -65,4 +66,5 @@ def hutchinson_squared_fro(
         for size in M.blocks(num_matvecs):
             V = random_vectors(size, min(m, n), distribution, generator, M.zero)
             square.update(multiply(V).square().sum(0))
-    return (square.value, square.error) if return_error else square.value
+    value = M.undo(M.undo(square.value))  # twice: it is quadratic in the products
+    return (value, M.undo(M.undo(square.error))) if return_error else value

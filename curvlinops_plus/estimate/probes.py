@@ -67,12 +67,14 @@ def random_vector(
             numbers are those of `Tensor.bernoulli_` and `torch.randn` from the global generator of the device.
 
     Raises:
-        ValueError: If the distribution is unknown.
+        ValueError: If the distribution is unknown or `dim` is negative.
+        TypeError: If `dim` is no integer, or the generator is none of PyTorch's.
 
     Example:
         >>> random_vector(3, generator=torch.Generator().manual_seed(0)).square()
         tensor([1., 1., 1.])
     """
+    check_at_least(0, dim=dim)
     return random_vectors(1, dim, distribution, generator, torch.zeros((), device=device, dtype=dtype))[:, 0]
 
 
@@ -81,12 +83,18 @@ def random_vectors(num: int, dim: int, distribution: str, generator: Generator |
 
     Raises:
         ValueError: If the distribution is unknown.
+        TypeError: If the generator is none of PyTorch's.
 
     Example:
         >>> random_vectors(2, 3, "rademacher", torch.Generator().manual_seed(0), torch.zeros(())).abs().sum()
         tensor(6.)
     """
     check_distribution(distribution)
+    if generator is not None and not isinstance(generator, Generator):
+        raise TypeError(
+            f"Expected generator to be a torch.Generator or None, got {generator!r} of type "
+            f"{type(generator).__name__}; for a seed take torch.Generator().manual_seed(seed)."
+        )
     signs = distribution == "rademacher"
     columns = like.new_empty(num, dim)
     for column in columns:  # each by a call of its own: what one call gives first depends on how much it gives
@@ -143,6 +151,7 @@ def check_num_matvecs(num_matvecs: int, limit: int, divisor: int = 1) -> int:
     """The number of draws, `num_matvecs / divisor`.
 
     Raises:
+        TypeError: If it is no integer.
         ValueError: If there are none, if they don't divide, or if the exact answer would cost no more.
     """
     check_at_least(1, num_matvecs=num_matvecs)

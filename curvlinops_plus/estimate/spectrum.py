@@ -62,9 +62,13 @@ def lanczos_approximate_spectrum(
         integral 1 (what the margin cuts off aside).
 
     Raises:
-        ValueError: If `A` is not square or not symmetric, or an argument is out of its range.
+        ValueError: If `A` is not square or not symmetric, its products differ for the same vector, or an argument is
+            out of its range.
         NumericsError: If products are NaN or infinite.
-        TypeError: If `A` is no matrix of real floating-point numbers.
+        TypeError: If `A` is no matrix of real floating-point numbers, or a count no integer.
+
+    Warns:
+        CurvatureWarning: If rounding makes products less symmetric than their dtype leads to expect; says how much.
 
     Cost: `ncv * num_repeats` products, and some tens for the boundaries; memory of 42 vectors.
 

@@ -50,7 +50,8 @@ def hutchinson_trace(
     Raises:
         ValueError: If `A` is not square, `num_matvecs` is below 1 (below 2 for a standard error) or not below `n`, or
             the distribution is unknown.
-        TypeError: If `A` is no matrix of real floating-point numbers.
+        TypeError: If `A` is no matrix of real floating-point numbers, a count no integer, or the generator none of
+            PyTorch's.
 
     Cost: `num_matvecs` products; memory of the columns multiplied at once.
 
@@ -72,7 +73,7 @@ def hutchinson_trace(
         for size in M.blocks(num_matvecs):
             V = random_vectors(size, M.shape[0], distribution, generator, M.zero)
             trace.update((V * M.matmat(V)).sum(0))
-    return (trace.value, trace.error) if return_error else trace.value
+    return (M.undo(trace.value), M.undo(trace.error)) if return_error else M.undo(trace.value)
 
 
 @estimator
@@ -120,8 +121,8 @@ def hutchpp_trace(
         AP = M.matmat(probes)
         rest = Mean()
         rest.update((probes * (AP - Q @ inner(Q, AP))).sum(0))
-    trace = inside + rest.value
-    return (trace, rest.error) if return_error else trace
+    trace = M.undo(inside + rest.value)
+    return (trace, M.undo(rest.error)) if return_error else trace
 
 
 @estimator
@@ -177,4 +178,4 @@ def xtrace(
             outside = outside * (M.shape[0] - Q.shape[1] + S.square().sum(0)) / V.square().sum(0)
         trace = Mean()
         trace.update(inside + outside)
-    return (trace.value, trace.error) if return_error else trace.value
+    return (M.undo(trace.value), M.undo(trace.error)) if return_error else M.undo(trace.value)

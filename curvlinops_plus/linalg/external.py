@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.sparse import issparse
 from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
 from scipy.sparse.linalg import aslinearoperator
 from torch import Tensor
@@ -92,7 +93,7 @@ def from_scipy(
         structure: What is known about the matrix; not checked, except that symmetric matrices are square.
 
     Raises:
-        TypeError: If `op` is not one of these, or complex.
+        TypeError: If `op` is not one of these, or complex, or `dtype` is no floating-point dtype of PyTorch.
         ValueError: If a symmetric matrix is not square.
 
     Example:
@@ -105,6 +106,13 @@ def from_scipy(
         raise TypeError("Expected a SciPy operator, sparse matrix or NumPy array, got a tensor; use Dense(op).")
     if isinstance(op, LinearOperator):
         raise TypeError(f"Expected a SciPy operator, got {op.label}, which is one of ours already.")
+    if not (issparse(op) or (hasattr(op, "shape") and any(hasattr(op, n) for n in ("dtype", "matvec", "matmat")))):
+        raise TypeError(
+            f"Expected a SciPy operator, sparse matrix or NumPy array, got {op!r} of type {type(op).__name__}; make it "
+            "an array, as by np.array(op, dtype=float)."
+        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"Expected dtype to be a floating-point torch.dtype such as torch.float32, got {dtype!r}.")
     given = np.dtype(getattr(op, "dtype", None) or np.float64)
     if given.kind not in "fiub":
         raise TypeError(f"Expected a matrix of real numbers, got dtype {given}; take its real part.")

@@ -11,6 +11,14 @@ from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
 __all__ = ["to_scipy"]
 
 
+_OF_TORCH = {
+    torch.float64: np.dtype(np.float64),
+    torch.float32: np.dtype(np.float32),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(np.float32),
+}
+
+
 class HasProducts(Protocol):
     """What an operator needs to become a SciPy operator."""
 
@@ -45,7 +53,11 @@ def to_scipy(A: HasProducts, dtype: Any = None) -> SciPyLinearOperator:
 
     Args:
         A: The operator.
-        dtype: NumPy dtype of the results; by default the operator's own, and float32 for half precision.
+        dtype: NumPy's or PyTorch's dtype of the results; by default the operator's own, and float32 for half precision.
+            NumPy has no bfloat16: it becomes float32.
+
+    Raises:
+        TypeError: If the dtype is not one of real floating-point numbers.
 
     Example:
         >>> from scipy.sparse.linalg import eigsh
@@ -54,5 +66,17 @@ def to_scipy(A: HasProducts, dtype: Any = None) -> SciPyLinearOperator:
         >>> print(eigsh(A, k=1, return_eigenvectors=False).round(6))
         [4.]
     """
-    own = np.float64 if A.dtype == torch.float64 else np.float32
-    return _SciPyOperator(A, np.dtype(own if dtype is None else dtype))
+    if dtype is None:
+        wanted = np.dtype(np.float64 if A.dtype == torch.float64 else np.float32)
+    elif isinstance(dtype, torch.dtype):
+        wanted = _OF_TORCH.get(dtype)
+    else:
+        try:
+            wanted = np.dtype(dtype)
+        except TypeError:
+            wanted = None
+    if wanted is None or wanted.kind != "f":
+        raise TypeError(
+            f"Expected dtype to be a floating-point one of NumPy or PyTorch, got {dtype!r}; take 'float64'."
+        )
+    return _SciPyOperator(A, wanted)

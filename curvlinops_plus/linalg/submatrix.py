@@ -122,6 +122,7 @@ class SubmatrixLinearOperator(Wrapper):
         col_idxs: Which columns.
 
     Raises:
+        TypeError: If `A` is no operator of this package.
         ValueError: If integers repeat or are out of bounds, or a name is unknown.
 
     Example:
@@ -153,9 +154,13 @@ class SubmatrixLinearOperator(Wrapper):
         return self.A.structure if self._principal else Structure.GENERAL
 
     def _matmat(self, X: Tensor) -> Tensor:
+        if X.shape[1] == 0:  # also when no column was picked: `A` need not know products without columns
+            return X.new_zeros(self.shape[0], 0)
         return self.rows.gather(self.A._matmat(self.cols.scatter(X)))
 
     def _rmatmat(self, X: Tensor) -> Tensor:
+        if X.shape[1] == 0:
+            return X.new_zeros(self.shape[1], 0)
         return self.cols.gather(self.A._rmatmat(self.rows.scatter(X)))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
@@ -180,6 +185,7 @@ class ProjectedLinearOperator(Wrapper):
         idxs: What stays: integers, a boolean mask, a slice, or names of parameters; see `submatrix.py`.
 
     Raises:
+        TypeError: If `A` is no operator of this package.
         ValueError: If `A` is not square, integers repeat or are out of bounds, or a name is unknown.
 
     Example:
@@ -190,6 +196,7 @@ class ProjectedLinearOperator(Wrapper):
     """
 
     def __init__(self, A: LinearOperator, idxs: Any) -> None:
+        _check_operator(A)
         if A.shape[0] != A.shape[1]:
             raise ValueError(f"Only a square matrix can be projected from both sides, got {A.label}.")
         self.A, self.kept = A, select(idxs, A.in_space, A.device, "row")
@@ -231,6 +238,7 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
         cols: The same.
 
     Raises:
+        TypeError: If `A` is no operator of this package.
         ValueError: If integers repeat or are out of bounds, or a name is unknown.
 
     Example:
@@ -253,7 +261,14 @@ def _getitem(self: LinearOperator, key: tuple[Any, Any]) -> LinearOperator:
 LinearOperator.__getitem__ = _getitem
 
 
+def _check_operator(A: Any) -> None:
+    if not isinstance(A, LinearOperator):
+        advice = "use Dense(A), or index it as it is" if isinstance(A, Tensor) else "use from_scipy(A) or Dense(A)"
+        raise TypeError(f"Expected A to be a LinearOperator, got {type(A).__name__}; {advice}.")
+
+
 def _both(A: LinearOperator, rows: Any, cols: Any) -> tuple[Selection, Selection]:
+    _check_operator(A)
     return select(rows, A.out_space, A.device, "row"), select(cols, A.in_space, A.device, "column")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.estimate.boundaries import approximate_boundaries
 from curvlinops_plus.estimate.columns import inner, orthonormal
 from curvlinops_plus.estimate.eigen import (
     condition_number,
@@ -18,7 +21,10 @@ from curvlinops_plus.estimate.eigen import (
     spectral_norm,
     top_eigenpairs,
 )
+from curvlinops_plus.estimate.lanczos import lanczos
+from curvlinops_plus.estimate.logdet import logdet
 from curvlinops_plus.estimate.matrix import as_matrix
+from curvlinops_plus.estimate.spectrum import lanczos_approximate_spectrum
 from curvlinops_plus.linalg import Dense, Diagonal, Structure
 
 F64 = torch.float64
@@ -213,7 +219,9 @@ def test_numbers_of_eigenpairs(k: int) -> None:
 
 def test_matrices_that_are_not_symmetric() -> None:
     A = torch.randn(30, 30, dtype=F64, generator=seeded())
-    with pytest.raises(ValueError, match=r"Tensor\(30 x 30, .*is not symmetric.*take `A.T @ A` or.*look for dropout"):
+    with pytest.raises(
+        ValueError, match=r"Tensor\(30 x 30, .*is not symmetric.*take `A.T @ A` or.*neither rounding.*nor randomness"
+    ):
         top_eigenpairs(A, 2)
 
     class Noisy:
@@ -223,5 +231,63 @@ def test_matrices_that_are_not_symmetric() -> None:
             return X + 1e-3 * torch.randn(X.shape, dtype=F64, generator=noise)
 
     noise = seeded()
-    with pytest.raises(ValueError, match="its products are not reproducible"):
+    with pytest.raises(
+        ValueError,
+        match=r"Its products are not reproducible: two with the same vector differ by .*Look for dropout, a shuffled",
+    ):
         top_eigenpairs(Noisy(), 2)
+    for estimate in (logdet, lambda A: lanczos_approximate_spectrum(A, 5, boundaries=(0, 2))):
+        with pytest.raises(ValueError, match="Its products are not reproducible"):
+            estimate(Noisy())
+
+
+NOISE = {"dense": torch.randn(300, 300, dtype=F64, generator=seeded(1)) / 300**0.5}
+NOISE["low rank"] = torch.outer(*torch.linalg.qr(NOISE["dense"])[0][:, :2].T)
+
+
+@pytest.mark.parametrize(("noise", "size"), [("dense", 5e-3), ("dense", 3e-2), ("low rank", 3e-2)])
+def test_asymmetry_that_may_be_rounding(noise: str, size: float) -> None:
+    """Products of a float32 model in which terms cancel: a warning says how accurate results are, and they are."""
+    exact = with_eigenvalues(torch.logspace(-4, 0, 300))
+    A = (exact + size * NOISE[noise]).float()
+    message = r"is symmetric only up to .e-0., relative to .*counts as rounding.*that accurate.*compute in float64"
+    for estimate in (
+        lambda: top_eigenpairs(A, 3, generator=seeded()),
+        lambda: spectral_norm(Dense(A, Structure.SYMMETRIC), generator=seeded()),
+        lambda: approximate_boundaries(A, generator=seeded()),
+    ):
+        with pytest.warns(CurvatureWarning, match=message) as caught:
+            found = estimate()
+        said = max(float(re.findall(r"up to (\de-\d\d), relative", str(w.message))[0]) for w in caught)
+        assert size / 100 < said < 2 * size
+        assert not any("did not converge" in str(w.message) for w in caught)  # it stops where rounding is
+        if isinstance(found, tuple) and len(found) == 2:
+            assert abs(found[1] - 1) < 2 * said + 1e-2
+        elif isinstance(found, Tensor):
+            assert abs(found - 1) < 2 * said
+        else:
+            largest = torch.linalg.eigvalsh(exact).flip(0)[:3]
+            assert (found.eigenvalues - largest).abs().max() < 2 * said
+            assert found.residuals.max() < 2 * size
+
+
+def test_more_products_are_spent_only_where_asymmetry_is_seen() -> None:
+    class Counted:
+        shape, dtype, device = (300, 300), torch.float32, torch.device("cpu")
+
+        def __init__(self, matrix: Tensor) -> None:
+            self.matrix, self.products = matrix.float(), 0
+
+        def __matmul__(self, X: Tensor) -> Tensor:
+            self.products += X.shape[1]
+            return self.matrix @ X
+
+    clean = with_eigenvalues(torch.logspace(-4, 0, 300))
+    V = torch.eye(300)[:, :4]
+    for noise, expected in ((0.0, 20), (0.02, 22)):
+        A = Counted(clean + noise * NOISE["dense"])
+        M = as_matrix(A)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lanczos(M, V, 5, reorthogonalize=True)
+        assert (A.products, len(caught)) == (expected, int(noise > 0))

@@ -21,6 +21,7 @@ from curvlinops_plus.estimate.eigen import condition_number, spectral_norm, top_
 from curvlinops_plus.estimate.logdet import logdet
 from curvlinops_plus.estimate.matrix import as_matrix
 from curvlinops_plus.estimate.norm import hutchinson_squared_fro
+from curvlinops_plus.estimate.probes import random_vector
 from curvlinops_plus.estimate.spectrum import lanczos_approximate_log_spectrum, lanczos_approximate_spectrum
 from curvlinops_plus.estimate.trace import hutchinson_trace, hutchpp_trace, xtrace
 from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
@@ -142,7 +143,7 @@ def test_nothing_of_the_user_s_changes(call: str) -> None:
 
 def test_integers_of_numpy_are_read_in_double_precision() -> None:
     whole = np.arange(16).reshape(4, 4)
-    torch.testing.assert_close(as_matrix(whole).matmat(torch.eye(4, dtype=F64)), torch.from_numpy(whole).double())
+    torch.testing.assert_close(as_matrix(whole).product(torch.eye(4, dtype=F64)), torch.from_numpy(whole).double())
     found = hutchinson_trace(scipy.sparse.csr_array(np.diag([1, 2, 3])), 2)
     torch.testing.assert_close(found, torch.tensor(6.0, dtype=F64))
 
@@ -273,6 +274,57 @@ def test_numbers_of_products(estimate: Callable) -> None:
     if estimate is not xdiag:
         with pytest.raises(ValueError, match=r"'gauss'. Expected 'rademacher', 'normal' or 'sphere'"):
             estimate(square, 6, "gauss")
+
+
+@pytest.mark.parametrize("estimate", ESTIMATORS)
+def test_counts_are_integers(estimate: Callable) -> None:
+    square = torch.eye(12)
+    with pytest.raises(TypeError, match=r"num_matvecs \(6.0\) must be an integer, got float; take num_matvecs=6\."):
+        estimate(square, 6.0)
+    with pytest.raises(TypeError, match=r"num_matvecs \(True\) must be an integer, got bool\."):
+        estimate(square, True)
+    with pytest.raises(TypeError, match=r"chunk_size \('2'\) must be an integer, got str\."):
+        estimate(square, 6, chunk_size="2")
+    expected = estimate(square, 6, chunk_size=4, generator=seeded())
+    assert torch.equal(estimate(square, np.int64(6), chunk_size=np.int32(4), generator=seeded()), expected)
+
+
+def test_other_counts_are_integers() -> None:
+    square: Any = torch.eye(12)
+    for call, name in (
+        (lambda x: top_eigenpairs(square, k=x), "k"),
+        (lambda x: top_eigenpairs(square, max_iter=x), "max_iter"),
+        (lambda x: logdet(square, num_steps=x), "num_steps"),
+        (lambda x: logdet(square, num_probes=x), "num_probes"),
+        (lambda x: lanczos_approximate_spectrum(square, x, boundaries=(0, 2)), "ncv"),
+        (lambda x: lanczos_approximate_spectrum(square, 5, num_points=x), "num_points"),
+        (lambda x: lanczos_approximate_spectrum(square, 5, num_repeats=x), "num_repeats"),
+        (lambda x: random_vector(x), "dim"),
+    ):
+        with pytest.raises(TypeError, match=rf"{name} \(2.0\) must be an integer, got float; take {name}=2\."):
+            call(2.0)
+        with pytest.raises(TypeError, match=rf"{name} \(.*nan.*\) must be an integer, got float\."):
+            call(float("nan"))
+        for flag in (True, np.True_):
+            with pytest.raises(TypeError, match=rf"{name} \(.*True.*\) must be an integer, got bool"):
+                call(flag)
+        call(np.int64(2))
+
+
+@pytest.mark.parametrize("seed", [0, np.random.default_rng(0)])
+def test_generators_are_pytorch_s(seed: Any) -> None:
+    square = torch.eye(12)
+    for call in (
+        *(lambda f=f: f(square, 6, generator=seed) for f in ESTIMATORS),
+        lambda: logdet(square, generator=seed),
+        lambda: top_eigenpairs(square, generator=seed),
+        lambda: lanczos_approximate_spectrum(square, 5, generator=seed),
+        lambda: random_vector(3, "normal", generator=seed),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"torch.Generator or None, got .* of type {type(seed).__name__}; for a se"
+        ):
+            call()
 
 
 def test_divisible_numbers() -> None:

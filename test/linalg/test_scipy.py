@@ -145,6 +145,25 @@ def test_dtypes_follow_the_source() -> None:
     assert from_scipy(np.eye(2, dtype=np.float16)).dtype == F32
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (torch.float64, np.float64),
+        (torch.float32, np.float32),
+        (torch.float16, np.float16),
+        (torch.bfloat16, np.float32),
+        ("float32", np.float32),
+        (float, np.float64),
+        (np.dtype("f8"), np.float64),
+        (None, np.float64),
+    ],
+)
+def test_to_scipy_takes_dtypes_of_both(given: Any, expected: Any) -> None:
+    S = Dense(torch.from_numpy(MATRIX)).to_scipy(given)
+    assert S.dtype == (S @ np.ones(6)).dtype == expected
+    np.testing.assert_allclose(S @ np.ones(6), MATRIX.sum(1), rtol=1e-2)
+
+
 def test_an_array_is_copied() -> None:
     M = np.eye(2)
     A = from_scipy(M, structure=PSD)
@@ -180,7 +199,25 @@ def test_an_operator_without_adjoint() -> None:
         (lambda: from_scipy(torch.eye(2)), TypeError, r"got a tensor; use Dense\(op\)"),
         (lambda: from_scipy(Dense(torch.eye(2))), TypeError, "which is one of ours already"),
         (lambda: from_scipy(np.eye(2) * 1j), TypeError, "real numbers, got dtype complex128"),
-        (lambda: from_scipy("matrix"), TypeError, "type not understood"),
+        (
+            lambda: from_scipy("matrix"),
+            TypeError,
+            "sparse matrix or NumPy array, got 'matrix' of type str; make it an a",
+        ),
+        (lambda: from_scipy([[1, 2], [3, 4]]), TypeError, r"got \[\[1, 2\], \[3, 4\]\] of type list; .*np.array\(op"),
+        (lambda: from_scipy(MATRIX, dtype="float32"), TypeError, "torch.dtype such as torch.float32, got 'float32'"),  # type: ignore[arg-type]
+        (lambda: from_scipy(MATRIX, dtype=torch.int64), TypeError, "floating-point torch.dtype .* got torch.int64"),
+        (
+            lambda: Dense(torch.eye(2)).to_scipy(torch.int32),
+            TypeError,
+            "of NumPy or PyTorch, got torch.int32; take 'fl",
+        ),
+        (
+            lambda: Dense(torch.eye(2)).to_scipy("single!"),
+            TypeError,
+            "floating-point one of .*, got 'single!'; take 'fl",
+        ),
+        (lambda: Dense(torch.eye(2)).to_scipy(complex), TypeError, "got <class 'complex'>"),
         (lambda: from_scipy(MATRIX, structure=PSD), ValueError, r"expected a PSD matrix to be square, got \[4, 6\]"),
         (
             lambda: from_scipy(scipy.sparse.csr_array(MATRIX), structure=SYMMETRIC),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from curvlinops_plus import GGNLinearOperator, KFACLinearOperator
+from curvlinops_plus import GGNFactorLinearOperator, GGNLinearOperator, KFACLinearOperator
 from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg import (
     BlockDiagonal,
@@ -204,6 +204,36 @@ def test_layers_of_a_network() -> None:
     G = GGNLinearOperator(model, nn.MSELoss(), params, data)
     close(G[names, "0.bias"].to_dense(), G.to_dense()[16:, 12:16])
     close(G["0.bias", "0.bias"].to_dense(), G.to_dense()[12:16, 12:16])
+
+
+def test_nothing_picked_of_a_curvature_matrix() -> None:
+    model = nn.Linear(3, 2).double()
+    data = [(torch.randn(7, 3, dtype=F64), torch.randn(7, 2, dtype=F64))]
+    params = list(model.parameters())
+    for A in (
+        GGNLinearOperator(model, nn.MSELoss(), params, data),
+        GGNFactorLinearOperator(model, nn.MSELoss(), params, data),
+    ):
+        for rows, cols in (([0], []), ([], [0]), ([], [])):
+            shape = (len(rows), len(cols))
+            for S in (SubmatrixLinearOperator(A, rows, cols), A[rows, cols]):
+                assert S.to_dense().shape == shape
+                assert S.T.to_dense().shape == shape[::-1]
+                close(S @ torch.ones(len(cols), dtype=F64), torch.zeros(len(rows), dtype=F64))
+                assert (S @ torch.ones(len(cols), 0, dtype=F64)).shape == (len(rows), 0)
+                assert (torch.ones(0, len(rows), dtype=F64) @ S).shape == (0, len(cols))
+
+
+def test_only_operators() -> None:
+    for call in (
+        lambda A: SubmatrixLinearOperator(A, [0], [0]),
+        lambda A: submatrix(A, [0], [0]),
+        lambda A: ProjectedLinearOperator(A, [0]),
+    ):
+        with pytest.raises(TypeError, match=r"Expected A to be a LinearOperator, got Tensor; use Dense\(A\), or index"):
+            call(torch.eye(2))
+        with pytest.raises(TypeError, match=r"got ndarray; use from_scipy\(A\) or Dense\(A\)"):
+            call(np.eye(2))
 
 
 def test_another_submatrix() -> None:
