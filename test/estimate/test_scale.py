@@ -65,9 +65,8 @@ def test_linear_in_the_matrix(call: str, c: float, dtype: torch.dtype) -> None:
     A = matrix()
     expected = LINEAR[call](A.to(dtype))
     for left, right in zip(LINEAR[call]((A * c).to(dtype)), expected):
-        torch.testing.assert_close(
-            left.double() / c, right.double(), rtol=1e-4, atol=1e-5 if call == "residuals" else 0
-        )
+        atol = 1e-5 if call == "residuals" or call.startswith("spectral_norm") else 0  # errors may be rounding
+        torch.testing.assert_close(left.double() / c, right.double(), rtol=1e-4, atol=atol)
 
 
 @each_scale
