@@ -92,6 +92,8 @@ def minres(
     """Minimal residual method for a symmetric `A`, also an indefinite one such as a Hessian.
 
     If `A` is singular and `b` not in its range, the iteration ends at the smallest residual there is, with a warning.
+    (With a preconditioner it is the smallest in the norm of that, `<r, M r>`.) True residuals are computed
+    every 50 iterations, and when the recurrence claims to be done or its steps become roundings.
 
     Args:
         A: The matrix [n, n]; that it is symmetric is not checked.

@@ -91,6 +91,12 @@ class CG(Relative):
 class MINRES(Relative):
     """State: Lanczos vectors `V0 V1` with norms `g0 g1` and `Z = M V1`; directions `W0 W1`; the last two rotations
     `c0 s0 c1 s1`; `eta`, the residual in the norm of `M`, with a sign; `beta`, the last entry beside the diagonal.
+
+    Of a singular `A` and `b` outside its range, the residual falls to its least, then steps go off along the null
+    space: they reduce the residual of the recurrence by about as much as `A` makes roundings of them, and soon the true
+    one grows. The first such step is `owed`: it waits for a look at the true residual, which keeps the solution. From
+    there on the column is `doubted` (and was so for `ever`), until the residual has fallen by 5 %, or steps of length
+    `growth` in all gained no more than their roundings. `spread` is `‖A‖` of a preconditioned system.
     """
 
     trust = 2.0  # its recurrence loses more than that of CG
@@ -102,7 +108,26 @@ class MINRES(Relative):
         s.W0, s.W1 = torch.zeros_like(X), torch.zeros_like(X)
         s.g0, s.g1, s.eta, s.c0, s.s0, s.c1, s.s1 = one, g, g, one, zero, one, zero
         s.beta = zero
+        s.spread = zero
+        s.doubted = s.ever = torch.zeros_like(s.claim)
+        s.look, s.r_doubted, s.growth, s.owed = s.doubted, s.r, zero, zero
         return s
+
+    def asks(self, s: State) -> Tensor:
+        return super().asks(s) | s.look
+
+    def saves(self, s: State) -> Tensor:
+        return s.ever
+
+    def improves(self, s: State, distance: Tensor, best: Tensor) -> Tensor:
+        less = torch.where(s.doubted & ~s.look, 0.95, 1 - self.system.eps**0.5)
+        # Of ill-conditioned systems the error falls on while roundings of x make the residual larger.
+        return distance < torch.where(s.ever, less, 1.0 if self.system.guessed else 10.0) * best
+
+    def proceed(self, s: State, chosen: Tensor) -> None:
+        owed = s.owed.index_select(0, chosen)
+        s.X.index_add_(1, chosen, times(owed, s.W1.index_select(1, chosen)))
+        s.owed = s.owed.index_fill(0, chosen, 0.0)
 
     def step(self, s: State) -> None:
         # Lanczos: the next column (g1, delta, g2) of the tridiagonal matrix.
@@ -125,13 +150,32 @@ class MINRES(Relative):
         good_M = (g2_squared >= 0) & torch.isfinite(g2_squared)
         fine = finite & good_M & ~flat
         W = add(scale(s.W0, torch.where(fine, -above, 0.0)).add_(Z), torch.where(fine, -left, 0.0), s.W1)
+        whole = s.eta.abs() * dot(W, W).sqrt() / pivot
         scale(W, torch.where(fine, 1 / pivot, 0.0))
-        add(s.X, torch.where(fine, c * s.eta, 0.0), W)
+        norm_A = s.norm_A
+        if self.system.preconditioned:  # that was the norm with M on both sides
+            norm_A = s.spread = torch.maximum(s.spread, norm(Q) / norm(Z))
+        # By a step of length c `whole` the residual falls by c² / 2, and `A` makes roundings c `noise`, relative to it.
+        noise = self.system.eps * norm_A * whole / s.r
+        flat |= noise > 1
+        fine &= ~flat
         eta = -sine * s.eta
         add(scale(s.R, sine.square()), torch.where(g2 > 0, eta * c / g2, 0.0), V)
-        s.r = dot(s.R, s.R).sqrt()
-        s.claim = fine & (s.r <= s.goal)
-        s.stop = torch.where(flat, Stop.LEAST_SQUARES.value, Stop.RUNNING.value)
+        r = dot(s.R, s.R).sqrt()
+        s.claim = fine & (r <= s.goal)
+        cosine = c.abs()
+        s.look = fine & ~s.claim & ~s.doubted & (torch.maximum(cosine, s.c1.abs()) <= 4 * noise)
+        step = torch.where(fine, c * s.eta, 0.0)
+        s.owed = torch.where(s.look, step, 0.0)
+        add(s.X, step - s.owed, W)
+        s.ever = s.ever | s.look
+        s.r_doubted = torch.where(s.look, s.r, s.r_doubted)
+        s.growth = torch.where(s.doubted | s.look, s.growth + cosine * whole, 0.0)
+        s.doubted = (s.doubted | s.look) & ((r > 0.95 * s.r_doubted) | ~fine)
+        drift = self.system.eps * norm_A * s.growth
+        lost = s.doubted & (drift > 0.01 * s.r_doubted) & (s.r_doubted - r <= 4 * drift)
+        s.r = r
+        s.stop = torch.where(flat | lost, Stop.LEAST_SQUARES.value, Stop.RUNNING.value)
         s.stop = torch.where(good_M, s.stop, Stop.BAD_PRECONDITIONER.value)
         s.stop = torch.where(finite, s.stop, Stop.NOT_FINITE.value)
         s.V0, s.V1, s.Z, s.W0, s.W1 = s.V1, V, Z_next, s.W1, W

@@ -13,6 +13,10 @@ too. Of ill-conditioned float32 systems the error came out up to 7 times larger 
 drifts is left alone until it claims something, and a restarted solution that misses the tolerance too must have a
 tenth of the residual to be preferred (of MINRES, half).
 
+MINRES asks for a look before the first step that makes more roundings than it removes of the residual: where `b` is
+outside the range of `A`, all steps from there on go off along the null space. From then on the solution with the
+smallest residual of those looked at is kept.
+
 Right-hand sides are divided by their largest entry first, so that tiny and huge ones neither under- nor overflow, and
 scalars are kept in float64. Per iteration the host asks the device once: did any column end?
 """
@@ -224,6 +228,22 @@ class Method(ABC):
     def resume(self, s: State, chosen: Tensor, R: Tensor, columns: Tensor) -> None:
         """Go on with chosen columns whose recurrence was wrong; their true residuals are `R`."""
 
+    def asks(self, s: State) -> Tensor:
+        """Whether the true residual must be looked at now, [k]."""
+        return s.claim | (s.stop != Stop.RUNNING)
+
+    def improves(self, s: State, distance: Tensor, best: Tensor) -> Tensor:
+        """Whether a solution replaces the last one before anything was claimed wrongly, [k]."""
+        return torch.isfinite(distance)
+
+    def saves(self, s: State) -> Tensor:
+        """Whether solutions are kept at every look if they are better, not only at claims and at the end, [k]."""
+        return torch.zeros_like(s.claim)
+
+    def proceed(self, s: State, chosen: Tensor) -> None:
+        """Called after a look at chosen columns."""
+        return
+
     def log(self, iteration: int, s: State) -> None:
         """Called before every step."""
         return
@@ -258,7 +278,7 @@ def _iterate(method: Method, max_iter: int) -> tuple[Tensor, Tensor, Tensor, int
     claimed = torch.zeros_like(system.zero)
     iteration = 0
     while True:
-        ended = s.claim | (s.stop != Stop.RUNNING)
+        ended = method.asks(s)
         everything = iteration >= max_iter or (iteration > 0 and iteration % _LOOK_EVERY == 0)
         if everything or bool(ended.any()):  # the one question to the device
             chosen = torch.arange(len(columns), device=X.device) if everything else ended.nonzero()[:, 0]
@@ -269,8 +289,9 @@ def _iterate(method: Method, max_iter: int) -> tuple[Tensor, Tensor, Tensor, int
             wrong = able & part.claim & ~met
             gains = (distance < 0.5 * last[which]) & ~method.at_floor(part, R)
             goes_on = ~met & able & (~wrong | gains) & (iteration < max_iter)
-            keep = torch.where(claimed[which], method.prefers(distance, best[which]), torch.isfinite(distance))
-            keep = met | (keep & (wrong | ~goes_on))
+            first = method.improves(part, distance, best[which])
+            keep = torch.where(claimed[which], method.prefers(distance, best[which]), first)
+            keep = met | (keep & (wrong | ~goes_on | method.saves(part)))
             X[:, which] = torch.where(keep, part.X, X[:, which])
             residual[which] = torch.where(keep, norm(R) / system.norm_b[which], residual[which])
             why = torch.where(wrong, Stop.STAGNATED.value, Stop.LIMIT.value)
@@ -281,6 +302,7 @@ def _iterate(method: Method, max_iter: int) -> tuple[Tensor, Tensor, Tensor, int
             if bool((again := goes_on & wrong).any()):
                 retry = again.nonzero()[:, 0]
                 method.resume(s, chosen[retry], R.index_select(1, retry), which[retry])
+            method.proceed(s, chosen)
             stays = torch.ones(len(columns), dtype=torch.bool, device=X.device)
             stays[chosen] = goes_on
             stays = stays.nonzero()[:, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from curvlinops_plus import EKFACLinearOperator, FisherType, GGNLinearOperator
+from curvlinops_plus import EKFACLinearOperator, FisherType, GGNLinearOperator, HessianLinearOperator
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, LinearOperator, Space, Structure
 from curvlinops_plus.linalg.iterative import (
@@ -437,6 +438,83 @@ def test_minres_ends_at_the_least_squares_solution() -> None:
     assert info.iterations <= 10
     best = torch.linalg.lstsq(M, b[:, None], driver="gelsd").solution[:, 0]
     torch.testing.assert_close(torch.linalg.vector_norm(b - M @ x), torch.linalg.vector_norm(b - M @ best))
+
+
+SOFTMAX = nn.CrossEntropyLoss()
+
+
+def _classifier(kind: type, *sizes: int, seed: int = 0) -> Tensor:
+    """The dense Hessian or GGN of a softmax classifier, singular because scores can be shifted."""
+    torch.manual_seed(seed)
+    layers = [part for m, n in pairwise(sizes) for part in (nn.Linear(m, n), nn.Tanh())][:-1]
+    model = nn.Sequential(*layers).double()
+    data = [(torch.randn(60, sizes[0], dtype=F64), torch.randint(sizes[-1], (60,)))]
+    M = kind(model, SOFTMAX, list(model.parameters()), data).to_dense()
+    return (M + M.T) / 2
+
+
+SINGULAR: dict[str, Callable[[], Tensor]] = {
+    "zeros on the diagonal": lambda: torch.diag(torch.cat([torch.zeros(5), torch.linspace(1, 2, 35)]).double()),
+    "indefinite": lambda: with_eigenvalues(
+        torch.cat([torch.zeros(5, dtype=F64), spread(18, 1e2), -0.9 * spread(17, 1e2)])
+    ),
+    "softmax regression": lambda: _classifier(HessianLinearOperator, 8, 4),
+    "GGN": lambda: _classifier(GGNLinearOperator, 4, 4, 3),
+    "Hessian": lambda: _classifier(HessianLinearOperator, 4, 4, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("make", SINGULAR.values(), ids=SINGULAR)
+def test_minres_of_singular_systems(make: Callable[[], Tensor], dtype: torch.dtype) -> None:
+    """The residual is the least there is, and `x` no larger than solutions for such `b` are."""
+    M = make()
+    n, A = len(M), Dense(M.to(dtype), SYMMETRIC)
+    b = normal(n, 3, seed=1).to(dtype)
+    b[:, 1] = (M @ M @ b[:, 1].double()).to(dtype)  # this one in the range
+    inverse = torch.linalg.pinv(M, rtol=1e-10, hermitian=True)
+    least = inverse @ b.double()
+    x, info = quietly(minres, A, b, max_iter=2000)
+    reached, best = residual(M, x, b), residual(M, least, b)
+    assert info.converged.tolist() == [False, True, False]
+    assert "(columns 1); A is singular in" in info.reason
+    assert "and b not in its range: x minimizes the residual; add a damping (columns 0, 2)" in info.reason
+    assert (reached[[0, 2]] <= (1.1 if dtype == F64 else 2.0) * best[[0, 2]]).all()
+    torch.testing.assert_close(info.relative_residual, reached, rtol=1e-2, atol=1e-5)
+    assert (x.double().norm(dim=0) <= 10 * torch.linalg.matrix_norm(inverse, 2) * b.double().norm(dim=0)).all()
+    inverted = MINRESInverseLinearOperator(A, max_iter=2000)
+    torch.testing.assert_close(quietly(lambda: inverted @ b), x)
+    assert inverted.info is not None
+    assert inverted.info.reason == info.reason
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("make", SINGULAR.values(), ids=SINGULAR)
+def test_minres_of_singular_systems_preconditioned(make: Callable[[], Tensor], dtype: torch.dtype) -> None:
+    """The least residual in the norm of the preconditioner."""
+    M = make()
+    P = torch.linspace(0.5, 2, len(M), dtype=F64)
+    root, b = P.sqrt(), normal(len(M), seed=1).to(dtype)
+    least = root * (torch.linalg.pinv(root[:, None] * M * root, rtol=1e-10, hermitian=True) @ (root * b.double()))
+    options = {"preconditioner": Diagonal(P.to(dtype)), "max_iter": 2000}
+    x, info = quietly(minres, Dense(M.to(dtype), SYMMETRIC), b, **options)
+    reached, best = ((root * (b.double() - M @ y.double())).norm() for y in (x, least))
+    assert "A is singular in" in info.reason
+    assert reached <= (1.1 if dtype == F64 else 2.0) * best
+    assert x.double().norm() <= 20 * least.norm()
+
+
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_minres_never_makes_a_first_guess_worse(dtype: torch.dtype) -> None:
+    """Whatever the iteration limit."""
+    for M in (SINGULAR["indefinite"](), SINGULAR["GGN"](), with_eigenvalues(spread(40, 1e2))):
+        A, b = Dense(M.to(dtype), SYMMETRIC), normal(len(M), 2, seed=2).to(dtype)
+        guess = (torch.linalg.pinv(M, rtol=1e-4, hermitian=True) @ b.double()).to(dtype)
+        for limit in (1, 7, 60, 400):
+            x, _ = quietly(minres, A, b, x0=guess, tol=1e-14, max_iter=limit)
+            assert (residual(M, x, b) <= residual(M, guess, b) * 1.001 + 10 * torch.finfo(dtype).eps).all()
+            x, _ = quietly(minres, A, b, tol=1e-14, max_iter=limit)
+            assert (residual(M, x, b) <= 1.5).all()
 
 
 @pytest.mark.parametrize("condition", [10.0, 1e3])
