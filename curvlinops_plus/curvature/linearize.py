@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call
 from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -27,7 +26,6 @@ from curvlinops_plus.curvature.twice import naming_operations, plain_attention, 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.outputs import Batch
-from curvlinops_plus.risk.risk import _Inside
 
 __all__ = [
     "CHUNK_BYTES",
@@ -98,14 +96,6 @@ class Linearizer:
             raise ValueError(f"chunk_size={chunk_size} must be at least 1, the number of columns computed together.")
         self.risk, self.read, self.chunk_size = risk, read, chunk_size
         self.keys = list(risk.params)
-        own = {id(p): key for key, p in risk.params.items()}
-        # Every place that holds a parameter once: a module may have two names, and a parameter two modules.
-        self._slots = {
-            f"model.{name}.{local}" if name else f"model.{local}": own[id(p)]
-            for name, module in risk.model.named_modules()
-            for local, p in module._parameters.items()
-            if id(p) in own
-        }
         self._largest = 0  # numbers in the largest intermediate result; 0 asks to watch the next forward pass
         self._stopped = False  # whether a tangent came out of an operation under `no_grad` then
         self._padded = False  # whether a table with `padding_idx` was read
@@ -232,9 +222,7 @@ class Linearizer:
 
     def _call(self, values: Sequence[Tensor], function: Callable[[nn.Module], T]) -> T:
         """`function(model)` with other values of the parameters."""
-        by_key = dict(zip(self.keys, values, strict=True))
-        replaced = {slot: by_key[key] for slot, key in self._slots.items()}
-        return functional_call(_Inside(self.risk.model, function), replaced, (), tie_weights=False)
+        return self.risk.at(dict(zip(self.keys, values, strict=True)), function)
 
     def _run(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
         with torch.compiler.set_stance("force_eager"):

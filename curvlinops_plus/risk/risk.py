@@ -577,15 +577,22 @@ class EmpiricalRisk:
 
         Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
         """
+        replaced = {slot: values[key] for slot, key in self._slots.items()}
+        return functional_call(_Inside(self.model, function), replaced, (), tie_weights=False)
+
+    @cached_property
+    def _slots(self) -> dict[str, str]:
+        """Every place that holds a parameter, once, to its key: a module may have two names, a parameter two modules.
+
+        Found before the first call of `at`, because these calls may be nested.
+        """
         keys = {id(p): key for key, p in self.params.items()}
-        # Each place that holds a parameter once: a module may have two names, and a parameter two modules.
-        replaced = {
-            f"model.{name}.{local}" if name else f"model.{local}": values[keys[id(p)]]
+        return {
+            f"model.{name}.{local}" if name else f"model.{local}": keys[id(p)]
             for name, module in self.model.named_modules()
             for local, p in module._parameters.items()
             if id(p) in keys
         }
-        return functional_call(_Inside(self.model, function), replaced, (), tie_weights=False)
 
     def first_nonfinite(self) -> str | None:
         """Where NaN or inf first appears in a forward pass: words naming layer and batch, None if nowhere."""
