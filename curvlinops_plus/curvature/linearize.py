@@ -32,6 +32,7 @@ __all__ = [
     "FunctionModule",
     "Linearizer",
     "Outputs",
+    "checked_chunk_size",
     "pull",
     "random_state",
     "set_random_state",
@@ -92,9 +93,7 @@ class Linearizer:
     """
 
     def __init__(self, risk: EmpiricalRisk, read: Read, chunk_size: int | None = None) -> None:
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} must be at least 1, the number of columns computed together.")
-        self.risk, self.read, self.chunk_size = risk, read, chunk_size
+        self.risk, self.read, self.chunk_size = risk, read, checked_chunk_size(chunk_size)
         self.keys = list(risk.params)
         self._largest = 0  # numbers in the largest intermediate result; 0 asks to watch the next forward pass
         self._stopped = False  # whether a tangent came out of an operation under `no_grad` then
@@ -382,6 +381,20 @@ class Linearizer:
         """Columns that are computed together."""
         # Forward mode and backward pass hold a few results of each column at a time.
         return self.chunk_size or max(1, CHUNK_BYTES // (8 * (self.risk.space.dim + 4 * self._largest)))
+
+
+def checked_chunk_size(chunk_size: int | None) -> int | None:
+    """The number of columns that are computed together, if it is one.
+
+    Raises:
+        ValueError: If not.
+    """
+    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
+    if chunk_size is not None and not (whole and chunk_size >= 1):
+        raise ValueError(
+            f"chunk_size={chunk_size!r} must be an integer of at least 1, the number of columns computed together."
+        )
+    return chunk_size
 
 
 def _tangents(outputs: Outputs) -> list[Tensor]:

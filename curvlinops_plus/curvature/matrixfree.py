@@ -21,6 +21,7 @@ from curvlinops_plus.curvature.linearize import (
     FunctionModule,
     Linearizer,
     Outputs,
+    checked_chunk_size,
     pull,
 )
 from curvlinops_plus.curvature.twice import (
@@ -63,9 +64,7 @@ class _RiskOperator(LinearOperator):
         chunk_size: int | None = None,
         **risk_options: Any,
     ) -> None:
-        if chunk_size is not None and chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} must be at least 1, the number of columns computed together.")
-        self.chunk_size = chunk_size
+        self.chunk_size = checked_chunk_size(chunk_size)
         model = model_func if isinstance(model_func, nn.Module) else FunctionModule(model_func, params)
         self.risk = EmpiricalRisk(
             model,
@@ -86,6 +85,8 @@ class _RiskOperator(LinearOperator):
     def _checked(self, block_sizes: Sequence[int] | None) -> list[int]:
         """Numbers of parameters per block."""
         count = len(self.risk.params)
+        if isinstance(block_sizes, int):
+            raise TypeError(f"block_sizes={block_sizes} must be a list, how many parameters each block has.")
         if block_sizes is None:
             return [count]
         if not self._any_blocks:
@@ -316,6 +317,9 @@ class FisherMCLinearOperator(_JacobianSandwich):
         mc_samples: Draws per example.
         risk_options: `chunk_size` as for `GGNLinearOperator`, and keyword options of `EmpiricalRisk`.
 
+    Raises:
+        ValueError: If `mc_samples` is no integer of at least one.
+
     Example:
         >>> import torch
         >>> from torch import nn
@@ -340,6 +344,8 @@ class FisherMCLinearOperator(_JacobianSandwich):
         batch_size_fn: Callable[[Any], int] | None = None,
         **risk_options: Any,
     ) -> None:
+        if isinstance(mc_samples, bool) or not isinstance(mc_samples, int) or mc_samples < 1:
+            raise ValueError(f"mc_samples={mc_samples!r} must be an integer of at least 1, the draws per example.")
         self._seed, self._mc_samples = seed, mc_samples
         super().__init__(
             model_func,

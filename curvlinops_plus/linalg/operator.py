@@ -49,8 +49,8 @@ class LinearOperator(ClosedForms):
             NotImplementedError: If the matrix is not made of tensors of its own.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} owns no tensors that could be moved; build it again from a model and data with "
-            f"device={device}, dtype={dtype}."
+            f"{type(self).__name__} owns no tensors that could be moved; build it again from a model and data on the "
+            f"device and in the dtype that you want (device={device}, dtype={dtype})."
         )
 
     def adjoint(self) -> LinearOperator:

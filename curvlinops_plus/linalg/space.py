@@ -339,7 +339,9 @@ def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device, what: str
         return tensor
     if tensor.dtype in _HALF:
         return tensor.to(dtype)
+    other = ""
+    if tensor.is_floating_point():
+        other = f", or have the operator in {tensor.dtype} (operator.to, or a model and data in that dtype)"
     raise TypeError(
-        f"Expected {what} in {dtype}, the dtype of the operator, got {tensor.dtype}; "
-        f"convert one of them: X.to({dtype}) or operator.to(dtype={tensor.dtype})."
+        f"Expected {what} in {dtype}, the dtype of the operator, got {tensor.dtype}; convert it: X.to({dtype}){other}."
     )

@@ -240,3 +240,24 @@ def test_losses_without_a_second_derivative(kind: Any) -> None:
         pytest.raises(UnsupportedError, match="loss uses multi_margin_loss, which PyTorch can't diff"),
     ):
         A.to_dense()
+
+
+def test_arguments_that_are_none() -> None:
+    model, options = net(), {"check_deterministic": False}
+    params, loss = list(model.parameters()), nn.CrossEntropyLoss()
+    for number in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match=f"mc_samples={number} must be an integer of at least 1"):
+            FisherMCLinearOperator(model, loss, params, data(), mc_samples=number, **options)
+    for size in (0, 2.5, True):
+        for kind in KINDS:
+            with pytest.raises(ValueError, match=f"chunk_size={size} must be an integer of at least 1"):
+                operator(kind, model, data(), chunk_size=size, **options)
+    with pytest.raises(TypeError, match="block_sizes=2 must be a list"):
+        HessianLinearOperator(model, loss, params, data(), block_sizes=2, **options)
+    H = HessianLinearOperator(model, loss, params, data(), **options)
+    with pytest.raises(
+        TypeError, match=r"got torch.float32; convert it: X.to\(torch.float64\), or have the operator in"
+    ):
+        H @ torch.ones(31)
+    with pytest.raises(TypeError, match=r"got torch.int64; convert it: X.to\(torch.float64\)\.$"):
+        H @ torch.ones(31, dtype=torch.int64)

@@ -88,7 +88,7 @@ REFUSED = [
     ([(2, 2)], {"w": torch.zeros(2, 2)}, ValueError, r"named \['0'\]; missing \['0'\], unexpected \['w'\]"),
     ([(2,), (1,)], [torch.zeros(2, 3), torch.zeros(1, 2)], ValueError, "same number of columns"),
     ([(2,), (1,)], [torch.zeros(2, 3), torch.zeros(1)], ValueError, "same number of columns"),
-    ([(2, 2)], torch.zeros(4, dtype=F64), TypeError, r"in torch.float32.* got torch.float64; convert one .*\.to\("),
+    ([(2, 2)], torch.zeros(4, dtype=F64), TypeError, r"in torch.float32.* got torch.float64; convert it: X\.to\("),
     ([(2, 2)], torch.zeros(4, dtype=torch.int64), TypeError, "got torch.int64"),
     ([(2, 2)], [torch.zeros(2, 2, dtype=F64)], TypeError, 'Expected tensor "0" in torch.float32'),
     ([(2, 2)], torch.zeros(4, device="meta"), TypeError, "on cpu, where the operator is, got meta"),
