@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
 
 from curvlinops_plus.risk import LayerBatch, Totals
 
@@ -61,10 +62,18 @@ class Kept:
             return False
         return set(layers) <= {index for index, _ in self._seen}
 
-    def replay(self, consume: Callable[[int, LayerBatch], None], after_batch: Callable[[Totals], None]) -> None:
-        """Show everything once more, as the sweep did."""
+    def replay(
+        self, consume: Callable[[int, LayerBatch], None], after_batch: Callable[[Totals], None], desc: str | None
+    ) -> None:
+        """Show everything once more, as the sweep did.
+
+        Args:
+            consume: Called with a layer's number and what it saw.
+            after_batch: Called with the totals of each batch.
+            desc: Text of a progress bar over what was kept; None for no bar.
+        """
         assert self._seen is not None
-        for index, seen in self._seen:
+        for index, seen in tqdm(self._seen, desc=desc, disable=desc is None):
             device = seen.layer.device
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
                 consume(index, replace(seen, calls=[replace(call) for call in seen.calls], _shared={}))

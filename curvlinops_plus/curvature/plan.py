@@ -186,7 +186,8 @@ class Sums:
             self._kept.end_of_batch(part)
 
         if self._kept.has(active):
-            self._kept.replay(lambda index, seen: update(index, seen) if index in active else None, count)
+            bar = f"{desc} (kept)" if self.risk.progressbar else None
+            self._kept.replay(lambda index, seen: update(index, seen) if index in active else None, count, bar)
             return
         self._kept = Kept(self._kept.max_bytes)
         totals = self.risk.sweep(layers, self.vectors, consume, after_batch, desc)

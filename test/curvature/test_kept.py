@@ -84,3 +84,12 @@ def test_what_changes_between_calls_is_seen() -> None:
     fresh = curvature(risk, EKFAC).to_dense()
     assert torch.equal(K.to_dense(), fresh)
     assert not torch.allclose(before, fresh)
+
+
+@pytest.mark.parametrize("progressbar", [False, True])
+def test_bars(progressbar: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """One for each time that something is looked at, if wanted."""
+    p = problem("mlp")
+    curvature(p.risk(progressbar=progressbar), EKFAC).compute()
+    bars = capfd.readouterr().err
+    assert ("sweep 1 (on" in bars, "sweep 2 (kept)" in bars) == (progressbar, progressbar)
