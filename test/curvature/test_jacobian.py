@@ -450,7 +450,7 @@ def test_vectors_without_columns() -> None:
 
 def test_chunk_size() -> None:
     model = _mlp()
-    with pytest.raises(ValueError, match="chunk_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match="chunk_size=0 must be an integer of at least 1"):
         JacobianLinearOperator(model, list(model.parameters()), _loader(shuffle=False), chunk_size=0)
 
 

@@ -77,7 +77,7 @@ def test_columns_in_chunks(kind: Any) -> None:
     whole, chunked = (kind(p.model, p.loss, p.params, p.data, **o) for o in ({}, {"chunk_size": 2}))
     V = numbers(whole.shape[1], 5)
     close(chunked @ V, whole @ V)
-    with pytest.raises(ValueError, match="chunk_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match="chunk_size=0 must be an integer of at least 1"):
         kind(p.model, p.loss, p.params, p.data, chunk_size=0)
 
 
