@@ -30,7 +30,8 @@ class Kept:
         self.max_bytes = max_bytes
         self._seen: list[tuple[int, LayerBatch]] | None = []
         self._parts: list[Totals] = []
-        self._storages: dict[int, int] = {}  # address to bytes
+        self._storages: set[int] = set()  # their addresses
+        self._bytes = 0
         self._versions: list[tuple[Tensor, int]] = []
 
     def add(self, index: int, seen: LayerBatch) -> None:
@@ -42,19 +43,22 @@ class Kept:
         for t in tensors:
             if isinstance(t, Tensor):
                 storage = t.untyped_storage()
-                self._storages[storage.data_ptr()] = storage.nbytes()
+                if storage.data_ptr() not in self._storages:
+                    self._storages.add(storage.data_ptr())
+                    self._bytes += storage.nbytes()
                 self._versions.append((t, t._version))
         self._seen.append((index, replace(seen, calls=calls, _shared={})))
-        if sum(self._storages.values()) > self.max_bytes:
+        if self._bytes > self.max_bytes:
             self.drop()
 
     def end_of_batch(self, part: Totals) -> None:
         """Note the totals of a batch."""
-        self._parts.append(part)
+        if self._seen is not None:
+            self._parts.append(part)
 
     def drop(self) -> None:
         """Keep nothing any more."""
-        self._seen, self._parts, self._storages, self._versions = None, [], {}, []
+        self._seen, self._parts, self._storages, self._versions = None, [], set(), []
 
     def has(self, layers: Iterable[int]) -> bool:
         """Whether all that these layers saw is here, as it was."""
