@@ -4,36 +4,30 @@ The classic door: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperato
 `curvature(EmpiricalRisk(model, loss, data), {layer: approximation})`.
 """
 
-from curvlinops_plus.curvature import (
+from curvlinops_plus.blocks import (
     EKFAC,
     KFAC,
     TNT,
     Accumulator,
-    ActivationHessianLinearOperator,
     BlockwiseLinearOperator,
     CurvatureEstimator,
     DiagonalBlock,
-    EFLinearOperator,
-    EKFACLinearOperator,
-    FisherMCLinearOperator,
-    FisherType,
     FullBlock,
-    GGNDiagonalLinearOperator,
-    GGNFactorLinearOperator,
-    GGNLinearOperator,
-    HessianLinearOperator,
-    JacobianLinearOperator,
-    KFACInverseLinearOperator,
-    KFACLinearOperator,
-    KFACType,
-    KFOCLinearOperator,
     NearestKronecker,
     ScaledIdentity,
-    TransposedJacobianLinearOperator,
     compute_eigenvalue_correction_linear_weight_sharing,
     curvature,
     load,
     save,
+)
+from curvlinops_plus.classic import (
+    EKFACLinearOperator,
+    FisherType,
+    GGNDiagonalLinearOperator,
+    KFACInverseLinearOperator,
+    KFACLinearOperator,
+    KFACType,
+    KFOCLinearOperator,
 )
 from curvlinops_plus.errors import (
     CurvatureWarning,
@@ -62,6 +56,16 @@ from curvlinops_plus.estimate import (
     top_eigenpairs,
     xdiag,
     xtrace,
+)
+from curvlinops_plus.exact import (
+    ActivationHessianLinearOperator,
+    EFLinearOperator,
+    FisherMCLinearOperator,
+    GGNFactorLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    JacobianLinearOperator,
+    TransposedJacobianLinearOperator,
 )
 from curvlinops_plus.layer import AffineRule, LayerRule, SparseRows, check_rule, register_rule
 from curvlinops_plus.likelihood import FromDistribution, Likelihood, register_likelihood

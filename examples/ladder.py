@@ -14,8 +14,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from curvlinops_plus import EKFAC, KFAC, DiagonalBlock, EmpiricalRisk, FullBlock, curvature
-from curvlinops_plus.curvature import TNT, NearestKronecker
+from curvlinops_plus import EKFAC, KFAC, TNT, DiagonalBlock, EmpiricalRisk, FullBlock, NearestKronecker, curvature
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # more threads gain nothing on tensors of this size

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from curvlinops_plus import (
     EKFAC,
     KFAC,
+    TNT,
     CurvatureWarning,
     DiagonalBlock,
     Empirical,
@@ -38,9 +39,10 @@ from curvlinops_plus import (
     ForwardOnly,
     FullBlock,
     MonteCarlo,
+    NearestKronecker,
+    ScaledIdentity,
     curvature,
 )
-from curvlinops_plus.curvature import TNT, NearestKronecker, ScaledIdentity
 
 try:
     from transformers.pytorch_utils import Conv1D  # type: ignore[import-not-found]

@@ -18,7 +18,9 @@ FLOORS = {
     "likelihood": 2,
     "layer": 2,
     "risk": 3,
-    "curvature": 4,
+    "exact": 4,
+    "blocks": 4,
+    "classic": 4,
     "optim": 5,
     "integrations": 5,
 }

@@ -7,7 +7,7 @@ answers with tensors in its dtype and on its device.
 from curvlinops_plus.estimate.boundaries import approximate_boundaries, approximate_boundaries_abs
 from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
 from curvlinops_plus.estimate.eigen import condition_number, spectral_norm, top_eigenpairs
-from curvlinops_plus.estimate.logdet import logdet
+from curvlinops_plus.estimate.log_determinant import logdet
 from curvlinops_plus.estimate.norm import hutchinson_squared_fro
 from curvlinops_plus.estimate.plot import plot_spectrum
 from curvlinops_plus.estimate.probes import random_vector

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from curvlinops_plus.layer.attention import AttentionRule
 from curvlinops_plus.layer.bilinear import BilinearRule
-from curvlinops_plus.layer.check import check_rule
 from curvlinops_plus.layer.conv import ConvRule
 from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
 from curvlinops_plus.layer.huggingface import Conv1DRule
@@ -15,6 +14,7 @@ from curvlinops_plus.layer.recurrent import RecurrentRule
 from curvlinops_plus.layer.replay import at_least_float32, differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import RULES, AffineRule, LayerRule, register_rule, rule_of, why_generic
+from curvlinops_plus.layer.rule_check import check_rule
 from curvlinops_plus.layer.transposed import TransposedConvRule
 
 __all__ = [

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.base import Likelihood
 from curvlinops_plus.likelihood.bce import BCE, BCEWithLogits
 from curvlinops_plus.likelihood.cross_entropy import NLL, CrossEntropy
 from curvlinops_plus.likelihood.gaussian import GaussianNLL
+from curvlinops_plus.likelihood.likelihood import Likelihood
 from curvlinops_plus.likelihood.mse import MSE
 from curvlinops_plus.likelihood.poisson import PoissonNLL
 

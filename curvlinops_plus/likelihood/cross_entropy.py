@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.base import Likelihood, Uniform, register_likelihood
-from curvlinops_plus.likelihood.draws import categories, number, wide_dtype
+from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, register_likelihood
+from curvlinops_plus.likelihood.sampling import categories, number, wide_dtype
 
 __all__ = ["NLL", "CrossEntropy"]
 

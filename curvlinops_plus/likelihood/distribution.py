@@ -11,8 +11,8 @@ from torch import Tensor, distributions
 from torch.distributions import Distribution, kl_divergence
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.base import Likelihood, Uniform, hessian_products
-from curvlinops_plus.likelihood.draws import categories, counts, inside, number, wide_dtype
+from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, hessian_products
+from curvlinops_plus.likelihood.sampling import categories, counts, inside, number, wide_dtype
 
 __all__ = ["FromDistribution"]
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.base import Uniform, register_likelihood
-from curvlinops_plus.likelihood.diagonal import DiagonalLikelihood
-from curvlinops_plus.likelihood.draws import normals, number
+from curvlinops_plus.likelihood.elementwise import DiagonalLikelihood
+from curvlinops_plus.likelihood.likelihood import Uniform, register_likelihood
+from curvlinops_plus.likelihood.sampling import normals, number
 
 __all__ = ["GaussianNLL"]
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from curvlinops_plus.likelihood.base import Uniform, register_likelihood
-from curvlinops_plus.likelihood.diagonal import DiagonalLikelihood
-from curvlinops_plus.likelihood.draws import normals
+from curvlinops_plus.likelihood.elementwise import DiagonalLikelihood
+from curvlinops_plus.likelihood.likelihood import Uniform, register_likelihood
+from curvlinops_plus.likelihood.sampling import normals
 
 __all__ = ["MSE"]
 

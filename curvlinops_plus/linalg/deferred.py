@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from curvlinops_plus.linalg.inverse import Damping, Scalar
+from curvlinops_plus.linalg.damping import Damping, Scalar
 from curvlinops_plus.linalg.operator import LinearOperator
 
 __all__ = ["Deferred"]

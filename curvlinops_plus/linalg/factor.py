@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.inverse import Scalar
+from curvlinops_plus.linalg.damping import Scalar
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Space
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.closed import naming
+from curvlinops_plus.linalg.closed_forms import naming
+from curvlinops_plus.linalg.damping import Scalar, heuristic_damping, is_zero, resolve
 from curvlinops_plus.linalg.factor import Factor
-from curvlinops_plus.linalg.inverse import Scalar, heuristic_damping, is_zero, resolve
 from curvlinops_plus.linalg.numerics import powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Space

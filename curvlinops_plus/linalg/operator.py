@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
-from curvlinops_plus.linalg.closed import ClosedForms
-from curvlinops_plus.linalg.inverse import Damping, Scalar, is_zero, scalar
+from curvlinops_plus.linalg.closed_forms import ClosedForms
+from curvlinops_plus.linalg.damping import Damping, Scalar, is_zero, scalar
 from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure

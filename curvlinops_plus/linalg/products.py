@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.scipy import to_scipy
+from curvlinops_plus.linalg.scipy_export import to_scipy
 from curvlinops_plus.linalg.space import Form, Space
 from curvlinops_plus.linalg.structure import Structure
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import SingularMatrixError
+from curvlinops_plus.linalg.damping import Scalar, is_zero
 from curvlinops_plus.linalg.factor import Factor, OneTensor
-from curvlinops_plus.linalg.inverse import Scalar, is_zero
 from curvlinops_plus.linalg.numerics import add_to_diagonal, damped_cholesky, eigh, powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Space

@@ -1,6 +1,6 @@
 """Floor 3: model + loss + data, seen through module hooks."""
 
-from curvlinops_plus.risk.batch import Call, LayerBatch
+from curvlinops_plus.risk.layer_batch import Call, LayerBatch
 from curvlinops_plus.risk.layers import Group, Layer, Use, find_layers, named_params
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.risk.outputs import Batch
+from curvlinops_plus.risk.reading import Batch
 
 __all__ = ["take_examples"]
 

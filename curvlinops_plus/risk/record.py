@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
-from curvlinops_plus.risk.batch import LayerBatch
-from curvlinops_plus.risk.event import Event, Port, connect, isolate, make_event
-from curvlinops_plus.risk.functional import FunctionCalls, rows_of
+from curvlinops_plus.risk.function_calls import FunctionCalls, rows_of
+from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer, Use, title
-from curvlinops_plus.risk.watch import ParameterReads
+from curvlinops_plus.risk.parameter_reads import ParameterReads
+from curvlinops_plus.risk.recorded_call import Event, Port, connect, isolate, make_event
 
 __all__ = ["Recorder"]
 

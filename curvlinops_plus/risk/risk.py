@@ -18,11 +18,11 @@ from tqdm import tqdm
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of
 from curvlinops_plus.linalg import Space
-from curvlinops_plus.risk.evaluate import count_terms, first_nonfinite, one_pass, settled
-from curvlinops_plus.risk.guard import untouched
-from curvlinops_plus.risk.heads import Heads, Round
+from curvlinops_plus.risk.first_order import count_terms, first_nonfinite, one_pass, settled
 from curvlinops_plus.risk.layers import Layer, example_axes, find_layers, named_params
-from curvlinops_plus.risk.outputs import Batch, check_data, naming_dtypes, read_batch, scalar_loss, select_output
+from curvlinops_plus.risk.losses import Heads, Round
+from curvlinops_plus.risk.preserve import untouched
+from curvlinops_plus.risk.reading import Batch, check_data, naming_dtypes, read_batch, scalar_loss, select_output
 from curvlinops_plus.risk.record import Consumer, Recorder
 from curvlinops_plus.risk.totals import Shares, Totals
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from curvlinops_plus.risk.heads import Heads
+    from curvlinops_plus.risk.losses import Heads
 
 __all__ = ["Shares", "Totals", "UnevenError"]
 

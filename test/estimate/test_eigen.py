@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.estimate import logdet
 from curvlinops_plus.estimate.boundaries import approximate_boundaries, approximate_boundaries_abs
 from curvlinops_plus.estimate.columns import inner, orthonormal
 from curvlinops_plus.estimate.eigen import (
@@ -22,7 +23,6 @@ from curvlinops_plus.estimate.eigen import (
     top_eigenpairs,
 )
 from curvlinops_plus.estimate.lanczos import lanczos
-from curvlinops_plus.estimate.logdet import logdet
 from curvlinops_plus.estimate.matrix import as_matrix
 from curvlinops_plus.estimate.spectrum import lanczos_approximate_spectrum
 from curvlinops_plus.linalg import Dense, Diagonal, Structure

@@ -16,9 +16,9 @@ from scipy.sparse.linalg import aslinearoperator
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.estimate import logdet
 from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
 from curvlinops_plus.estimate.eigen import condition_number, spectral_norm, top_eigenpairs
-from curvlinops_plus.estimate.logdet import logdet
 from curvlinops_plus.estimate.matrix import as_matrix
 from curvlinops_plus.estimate.norm import hutchinson_squared_fro
 from curvlinops_plus.estimate.probes import random_vector

@@ -9,8 +9,8 @@ import torch
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.estimate import logdet
 from curvlinops_plus.estimate.lanczos import lanczos
-from curvlinops_plus.estimate.logdet import logdet
 from curvlinops_plus.estimate.matrix import as_matrix
 from curvlinops_plus.linalg import Dense, Structure
 

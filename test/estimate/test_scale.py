@@ -11,10 +11,10 @@ import torch
 from torch import Generator, Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.estimate import logdet
 from curvlinops_plus.estimate.boundaries import approximate_boundaries, approximate_boundaries_abs
 from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
 from curvlinops_plus.estimate.eigen import condition_number, spectral_norm, top_eigenpairs
-from curvlinops_plus.estimate.logdet import logdet
 from curvlinops_plus.estimate.matrix import as_matrix
 from curvlinops_plus.estimate.norm import hutchinson_squared_fro
 from curvlinops_plus.estimate.spectrum import lanczos_approximate_log_spectrum, lanczos_approximate_spectrum

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from curvlinops_plus.errors import UnsupportedError, VerificationError
 from curvlinops_plus.layer import RULES, AffineRule, ConvRule, LayerRule, LinearRule, SparseRows, register_rule
-from curvlinops_plus.layer.check import RuleCheck, check_rule
+from curvlinops_plus.layer.rule_check import RuleCheck, check_rule
 
 B, T, i, o = 4, 3, 5, 2
 

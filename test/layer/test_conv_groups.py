@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import LayerRule, rule_of, why_generic
-from curvlinops_plus.layer import gram as grams
+from curvlinops_plus.layer import convolution_gram as grams
 from curvlinops_plus.layer.conv import ConvRule
 from curvlinops_plus.layer.patches import Geometry
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from curvlinops_plus.layer import gram as grams
+from curvlinops_plus.layer import convolution_gram as grams
 from curvlinops_plus.layer.patches import Geometry
 
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import LayerRule, RecurrentRule, replay, rule_of
-from curvlinops_plus.layer.check import check_rule
 from curvlinops_plus.layer.recurrent import CellRule
+from curvlinops_plus.layer.rule_check import check_rule
 
 V, B, T, i, h = 2, 3, 5, 4, 2
 

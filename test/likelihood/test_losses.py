@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.likelihood import Likelihood, likelihood_of, rebuild_loss
 from curvlinops_plus.likelihood.builtin import BUILTIN
-from curvlinops_plus.likelihood.draws import counts
+from curvlinops_plus.likelihood.sampling import counts
 
 N = 4
 F64, F32 = torch.float64, torch.float32

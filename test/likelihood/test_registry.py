@@ -14,16 +14,16 @@ from curvlinops_plus.likelihood import (
     MSE,
     CrossEntropy,
     Likelihood,
-    base,
     likelihood_of,
     rebuild_loss,
     register_likelihood,
 )
+from curvlinops_plus.likelihood import likelihood as likelihood_file
 
 
 @pytest.fixture(autouse=True)
 def _registry_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "_MAKERS", dict(base._MAKERS))
+    monkeypatch.setattr(likelihood_file, "_MAKERS", dict(likelihood_file._MAKERS))
 
 
 class Huber(Likelihood):

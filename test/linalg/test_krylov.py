@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from curvlinops_plus import EKFACLinearOperator, FisherType, GGNLinearOperator, HessianLinearOperator
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, LinearOperator, Space, Structure
-from curvlinops_plus.linalg.iterative import (
+from curvlinops_plus.linalg.iterative_inverse import (
     CGInverseLinearOperator,
     LSMRInverseLinearOperator,
     MINRESInverseLinearOperator,

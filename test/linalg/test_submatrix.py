@@ -22,7 +22,7 @@ from curvlinops_plus.linalg import (
     Space,
     Structure,
 )
-from curvlinops_plus.linalg.submatrix import ProjectedLinearOperator, SubmatrixLinearOperator, submatrix
+from curvlinops_plus.linalg.submatrices import ProjectedLinearOperator, SubmatrixLinearOperator, submatrix
 
 from .cases import CASES, F64, Case, OnlyProducts, block_diagonal, normal, psd
 from .test_laws import close

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.optim import StochasticReconfiguration, stochastic_reconfiguration
-from curvlinops_plus.optim.amplitude import LogAmplitude
+from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
 
 from .amplitudes import C128, F64, PROBLEMS, Net, close, dense, flat, normal, rbm, real_net
 

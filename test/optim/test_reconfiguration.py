@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError, UnsupportedError
 from curvlinops_plus.optim import fisher_inverse, stochastic_reconfiguration
-from curvlinops_plus.optim.amplitude import LogAmplitude
-from curvlinops_plus.optim.ensemble import Ensemble
-from curvlinops_plus.optim.solve import System, _smooth
+from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
+from curvlinops_plus.optim.reconfiguration.damped_solve import System, _smooth
+from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 
 from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, real_net
 
@@ -297,10 +297,10 @@ def test_auto_by_sizes(n: int, width: int, mode: str, monkeypatch: pytest.Monkey
     assert reconfigure(problem).report.mode == mode
     assert reconfigure(problem, solver="lsmr").report.mode == "dense"
     assert reconfigure(problem, solver="cg").report.mode == mode
-    monkeypatch.setattr("curvlinops_plus.optim.solve._LARGEST", 5)
+    monkeypatch.setattr("curvlinops_plus.optim.reconfiguration.damped_solve._LARGEST", 5)
     assert reconfigure(problem).report.mode == "lazy"
     monkeypatch.undo()
-    monkeypatch.setattr("curvlinops_plus.optim.solve._STORED_BYTES", 10)
+    monkeypatch.setattr("curvlinops_plus.optim.reconfiguration.damped_solve._STORED_BYTES", 10)
     assert reconfigure(problem).report.mode == ("kernel" if n == 9 else "lazy")  # layers need no Jacobian
     assert reconfigure(problem, solver="lsmr").report.mode == "lazy"
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.optim import CenteredFisherLinearOperator, stochastic_reconfiguration
-from curvlinops_plus.optim.amplitude import LogAmplitude
-from curvlinops_plus.optim.ensemble import Ensemble
-from curvlinops_plus.optim.kernel import captured_kernel
-from curvlinops_plus.optim.scores import MatrixFreeScores, StoredScores
+from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
+from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
+from curvlinops_plus.optim.reconfiguration.sample_kernel import captured_kernel
+from curvlinops_plus.optim.reconfiguration.scores import MatrixFreeScores, StoredScores
 
 from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, real_net
 
@@ -266,7 +266,7 @@ def test_kernel_from_layers_is_checked_against_autograd() -> None:
 
 def test_kernel_from_layers_stores_no_jacobian(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers give inputs and gradients: the largest tensor kept has n·(i + o) numbers, not n·i·o."""
-    import curvlinops_plus.optim.kernel as module
+    import curvlinops_plus.optim.reconfiguration.sample_kernel as module
 
     kept: list[int] = []
     original = module._pieces

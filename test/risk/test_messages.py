@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from curvlinops_plus.curvature import (
+from curvlinops_plus import (
     EFLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
     JacobianLinearOperator,
     KFACLinearOperator,
 )
-from curvlinops_plus.curvature.determinism import training_modules
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import likelihood_of
 from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk.determinism import training_modules
 
 KINDS = (HessianLinearOperator, GGNLinearOperator, EFLinearOperator, KFACLinearOperator)
 CE = nn.CrossEntropyLoss()

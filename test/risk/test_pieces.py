@@ -10,7 +10,7 @@ from cases import FEW, close, problem
 
 from curvlinops_plus import EKFAC, DiagonalBlock, MonteCarlo
 from curvlinops_plus.risk import LayerBatch
-from curvlinops_plus.risk import batch as batch_file
+from curvlinops_plus.risk import layer_batch as batch_file
 
 NETS = [*FEW, "grouped cnn", "transposed convolution", "transposed convolution in groups", "encoder layer", "lstm"]
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from curvlinops_plus import KFAC, EmpiricalRisk, FromDistribution, FullBlock, curvature
-from curvlinops_plus.curvature import FisherType
+from curvlinops_plus import KFAC, EmpiricalRisk, FisherType, FromDistribution, FullBlock, curvature
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, likelihood_of
 from curvlinops_plus.risk.vectors import (

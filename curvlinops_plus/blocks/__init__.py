@@ -1,0 +1,30 @@
+"""Floor 4: block-diagonal curvature, a block or a few for each layer, from sums over the data."""
+
+from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
+from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, curvature
+from curvlinops_plus.blocks.estimator import CurvatureEstimator
+from curvlinops_plus.blocks.kfac import EKFAC, KFAC, compute_eigenvalue_correction_linear_weight_sharing
+from curvlinops_plus.blocks.nearest import NearestKronecker
+from curvlinops_plus.blocks.per_example import DiagonalBlock, FullBlock, ScaledIdentity
+from curvlinops_plus.blocks.serialization import load, save
+from curvlinops_plus.blocks.tnt import TNT
+from curvlinops_plus.blocks.verify import Verification
+
+__all__ = [
+    "EKFAC",
+    "KFAC",
+    "TNT",
+    "Accumulator",
+    "Approximation",
+    "BlockwiseLinearOperator",
+    "CurvatureEstimator",
+    "DiagonalBlock",
+    "FullBlock",
+    "NearestKronecker",
+    "ScaledIdentity",
+    "Verification",
+    "compute_eigenvalue_correction_linear_weight_sharing",
+    "curvature",
+    "load",
+    "save",
+]

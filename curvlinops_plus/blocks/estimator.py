@@ -1,0 +1,464 @@
+"""Curvature that is kept up batch by batch: a listener for people with their own training loop."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.blocks.accumulator import Accumulator
+from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
+from curvlinops_plus.blocks.kfac import KFAC
+from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
+from curvlinops_plus.risk.reading import Batch, read_batch
+
+__all__ = ["CurvatureEstimator"]
+
+FORMAT = "curvlinops_plus.estimator"
+
+# Of one layer: for each sweep that its approximation needs, block names to accumulators.
+Stages = list[dict[str, Accumulator]]
+# Shows a batch to a consumer, once per call, with the same random numbers each time.
+Show = Callable[[Callable[[LayerBatch], None], Draws], Totals]
+
+
+class CurvatureEstimator:
+    """A running estimate of a risk's block-diagonal curvature that takes one batch at a time.
+
+    Statistics are sums, so batches add up to the data set that they make: after a pass over the data, `operator` is
+    what `curvature(risk, ...)` computes from it (at fixed parameters; and except for EKFAC, see below). With `decay`
+    ρ < 1 they are exponential moving averages with normalised weights, `Σ_k ρ^{t-k} x_k / Σ_k ρ^{t-k}`: the first
+    update returns the statistic itself, and no bias needs correcting.
+
+    EKFAC needs eigenvectors before it can sum eigenvalues. It takes those of its first batch, which is sent twice;
+    later eigenvalues are summed in this basis until `refresh`, which takes the eigenvectors of the factors of then, and
+    carries the eigenvalues over as the diagonal of the old block in the new basis. Approximations that need several
+    sweeps over the same data are refused.
+
+    The inverse belongs to the statistics of the last `refresh`, and to the damping given there. It does not change in
+    between, whatever is added.
+
+    Args:
+        risk: Model, loss and options; its `data` is not read and may be empty: `EmpiricalRisk(model, loss, ())`.
+        approximation: As for `curvature`.
+        default: As for `curvature`.
+        vectors: As for `curvature`; random ones draw new numbers for every batch.
+        separate_weight_and_bias: Give every parameter its own block.
+        decay: ρ, in (0, 1]. With `reduction="sum"`, 1 adds batches up, and less averages them.
+        damping: Of the inverse; anything that `K.inverse(damping)` takes.
+
+    Raises:
+        ValueError: If `decay` is not in (0, 1].
+
+    Cost: `update` is a forward pass and a backward pass per vector to the layers' outputs; `listen` saves the forward
+    pass. Memory: the statistics, and while a batch is added once more; they do not grow with the number of updates.
+
+    Source: moving averages and half-fresh inverses as in Martens & Grosse 2015, sections 5 and 8; George et al. 2018,
+    section 3.2 (EKFAC with running averages).
+
+    Example:
+        >>> from torch import nn
+        >>> _ = torch.manual_seed(0)
+        >>> model, loss = nn.Linear(3, 2), nn.MSELoss()
+        >>> estimator = CurvatureEstimator(EmpiricalRisk(model, loss, ()), decay=0.95, damping=1e-3)
+        >>> for step in range(4):
+        ...     X, y = torch.rand(8, 3), torch.rand(8, 2)
+        ...     with estimator.listen((X, y)):
+        ...         value = loss(model(X), y)
+        ...     value.backward()
+        ...     if step % 2 == 0:
+        ...         estimator.refresh()
+        >>> direction = estimator.inverse() @ [p.grad for p in model.parameters()]
+        >>> [list(d.shape) for d in direction], estimator.updates
+        ([[2, 3], [2]], 4)
+    """
+
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        approximation: Any = KFAC,
+        *,
+        default: Any = KFAC,
+        vectors: Vectors | str | None = None,
+        separate_weight_and_bias: bool = False,
+        decay: float = 1.0,
+        damping: Any = 0.0,
+    ) -> None:
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")
+        self.risk, self.decay, self.damping = risk, decay, damping
+        self._blank = BlockwiseLinearOperator(
+            risk, approximation, default=default, vectors=vectors, separate_weight_and_bias=separate_weight_and_bias
+        )
+        self.vectors, self.plan = self._blank.vectors, self._blank.plan
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, and start the random numbers anew."""
+        self._stages: list[Stages] = [[self._accumulators(entry)] for entry in self.plan]
+        self._draws = Draws(0 if self.vectors.seed is None else self.vectors.seed)
+        self._snapshot: BlockwiseLinearOperator | None = None
+        self._inverse: LinearOperator | None = None
+        #: Updates so far, examples in them, and the sum of their weights.
+        self.updates, self.examples, self.weight = 0, 0, 0.0
+
+    def _accumulators(self, entry: Any) -> dict[str, Accumulator]:
+        made = entry.accumulators(self.risk)
+        for accumulator in made.values():
+            accumulator.scale = self._scale
+        return made
+
+    def _scale(self, totals: Totals) -> Tensor | float:
+        c = self.risk.scale(totals)
+        return c / self.weight if self.risk.reduction == "sum" and self.decay < 1 and self.weight else c
+
+    # ------------------------------------------------------------------------------------------------------ updating
+    def update(self, batch: Any, decay: float | None = None) -> None:
+        """Add one batch, with a forward pass of our own. The model is left as it was, buffers and random state too.
+
+        Args:
+            batch: What the risk's data would yield: `(X, y)`, or a mapping with "labels".
+            decay: For this update, instead of the estimator's. With 1 during the first steps these weigh alike.
+
+        Raises:
+            ValueError: If the batch has no examples, or can't be read.
+        """
+        found, random = self._read(batch), torch.get_rng_state()
+        with self.risk.untouched(), self.risk.recorder(self._layers, self.vectors) as recorder:
+
+            def show(consume: Callable[[LayerBatch], None], draws: Draws) -> Totals:
+                torch.set_rng_state(random)  # a batch that is shown twice has the same dropout
+                return self.risk.observe(recorder, found, self.vectors, draws, consume)
+
+            self._add(show, decay)
+
+    @contextmanager
+    def listen(self, batch: Any, decay: float | None = None) -> Iterator[None]:
+        """Add one batch from the forward pass that happens inside: call the model once, and go backward afterwards.
+
+        Vectors are sent through the model's own graph when the context ends, which keeps it for the loss's backward
+        pass. Nothing is added if the block raises.
+
+        Args:
+            batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
+            decay: For this update, instead of the estimator's.
+
+        Raises:
+            ValueError: If the model was not called exactly once, or its graph is gone.
+
+        Cost: a backward pass per vector to the layers' outputs.
+        """
+        risk, found = self.risk, self._read(batch)
+        outputs: list[Any] = []
+        random = torch.get_rng_state()
+        handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out))
+        try:
+            with risk.recorder(self._layers, self.vectors, ours=False) as recorder:
+                with torch.compiler.set_stance("force_eager"), recorder.recording(found.num_examples):
+                    yield
+                handle.remove()
+                if len(outputs) != 1:
+                    raise ValueError(
+                        f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that "
+                        "`listen` was given. Call it once there; evaluate outside."
+                    )
+                read = risk.read_output(outputs[0], found)
+                if recorder.expanded:
+                    with risk.untouched():
+                        risk.check_rows(recorder, found, read[0], random)
+                if self.vectors.backward and not read[0].requires_grad and any(p.requires_grad for p in self._params):
+                    raise ValueError(
+                        "The output of the model has no graph, so no gradient can be sent back from it. Is there a "
+                        "`.detach()` in the model?"
+                    )
+                try:
+                    self._add(
+                        lambda consume, draws: risk.send(
+                            recorder, found, read, self.vectors, draws, consume, keep=True
+                        ),
+                        decay,
+                    )
+                except RuntimeError as error:
+                    if "backward through the graph a second time" not in str(error):
+                        raise
+                    raise ValueError(
+                        "The graph of the model's output is gone. Call `loss.backward()` after the block, not inside."
+                    ) from error
+        finally:
+            handle.remove()
+
+    @property
+    def _layers(self) -> list[Any]:
+        return [entry.layer for entry in self.plan]
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return list(self.risk.params.values())
+
+    def _read(self, batch: Any) -> Batch:
+        found = read_batch(batch, self.updates, self.risk.device, self.risk.batch_size_fn)
+        if not found.num_examples:
+            raise ValueError("The batch has no examples.")
+        return found
+
+    def _add(self, show: Show, decay: float | None) -> None:
+        """Sum one batch by itself, then add it to what there is: an error on the way changes nothing."""
+        decay = self.decay if decay is None else decay
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay={decay} is outside of (0, 1].")
+        fresh: list[Stages] = [
+            [{n: a.empty() for n, a in stage.items()} for stage in stages] for stages in self._stages
+        ]
+        totals, after = self._show(show, fresh)
+        opening = [not _seen(old) and _seen(new) for old, new in zip(self._stages, fresh, strict=True)]
+        # Approximations of several sweeps find their next accumulators in the first batch that their layer sees.
+        while any(
+            new := [_following(stages[-1]) if opens else {} for stages, opens in zip(fresh, opening, strict=True)]
+        ):
+            self._show(show, [[stage] for stage in new])
+            for stages, stage in zip(fresh, new, strict=True):
+                stages += [stage] if stage else []
+        if problem := self._clash(fresh):
+            raise ValueError(problem)
+        for index, stages in enumerate(fresh):
+            for number, stage in enumerate(stages):
+                if number == len(self._stages[index]):
+                    self._stages[index].append(stage)
+                    continue
+                for name, accumulator in stage.items():
+                    mine = self._stages[index][number][name]
+                    if decay != 1:
+                        mine.decay(decay)
+                    mine.merge(accumulator)
+        self._draws = after
+        self.updates, self.examples = self.updates + 1, self.examples + totals.examples
+        self.weight = decay * self.weight + 1
+
+    def _clash(self, fresh: list[Stages]) -> str | None:
+        """Why a batch can't be added to what there is."""
+        for before, stages in zip(self._stages, fresh, strict=True):
+            for name, accumulator in stages[0].items():
+                if problem := before[0][name].totals.clash(accumulator.totals):
+                    return problem
+        return None
+
+    def _show(self, show: Show, stages: list[Stages]) -> tuple[Totals, Draws]:
+        """Show a batch to accumulators; the totals, and the random numbers after it."""
+        position = {id(entry.layer): index for index, entry in enumerate(self.plan)}
+
+        def consume(seen: LayerBatch) -> None:
+            for stage in stages[position[id(seen.layer)]]:
+                for name, accumulator in stage.items():
+                    if accumulator.per_group:
+                        group = next(group for group in seen.layer.groups if group.name == name)
+                        accumulator.update(seen.restrict(group))
+                    else:
+                        accumulator.update(seen)
+
+        draws = Draws(0)
+        draws.generator.set_state(self._draws.generator.get_state())
+        totals = show(consume, draws).detached()
+        for of_layer in stages:
+            for stage in of_layer:
+                for accumulator in stage.values():
+                    accumulator.count(totals)
+        return totals, draws
+
+    # ------------------------------------------------------------------------------------------------------- reading
+    @property
+    def operator(self) -> BlockwiseLinearOperator:
+        """The curvature of what was seen until now, like that of `curvature`; later updates don't change it.
+
+        Raises:
+            ValueError: If nothing was added yet, or a layer never ran.
+        """
+        self._require_updates()
+        blocks: dict[str, LinearOperator] = {}
+        for entry, stages in zip(self.plan, self._stages, strict=True):
+            for name, accumulator in stages[-1].items():
+                try:
+                    result = accumulator.finish()
+                except KeyError as error:
+                    raise ValueError(
+                        f"{entry.layer.title} was never called in {self.updates} updates, so its parameters "
+                        f"{list(entry.layer.params)} have no curvature yet."
+                    ) from error
+                assert not isinstance(result, Accumulator)
+                blocks.update(result if isinstance(result, Mapping) else {name: result})
+        K = copy.copy(self._blank)
+        K._install(blocks, self.examples)
+        return K
+
+    def refresh(self, damping: Any = None) -> None:
+        """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now.
+
+        Args:
+            damping: Of the inverse from now on. Default: as before.
+
+        Raises:
+            ValueError: If nothing was added yet.
+            SingularMatrixError: If a block is singular and the damping is 0; names the block.
+        """
+        self._require_updates()
+        turned: list[Stages] = []
+        for stages in self._stages:
+            new = stages[:1]
+            for stage in stages[1:]:
+                following = _following(new[-1])
+                for name, accumulator in following.items():
+                    accumulator.carry(stage[name])
+                new.append(following)
+            turned.append(new)
+        before, self._stages = self._stages, turned
+        damping = self.damping if damping is None else damping
+        try:
+            snapshot = self.operator
+            inverse = snapshot.inverse(damping)
+        except Exception:
+            self._stages = before
+            raise
+        self._snapshot, self._inverse, self.damping = snapshot, inverse, damping
+
+    def inverse(self, damping: Any = None) -> LinearOperator:
+        """`(K + damping·I)⁻¹` at the last `refresh`; the first call refreshes.
+
+        Args:
+            damping: Default: that of the last refresh, whose decompositions are kept. With another one the statistics
+                of the last refresh are decomposed again, and nothing is kept.
+        """
+        if self._snapshot is None:
+            self.refresh()
+        assert self._snapshot is not None
+        if damping is not None and damping is not self.damping and damping != self.damping:
+            return self._snapshot.inverse(damping)
+        if self._inverse is None:
+            self._inverse = self._snapshot.inverse(self.damping)
+        return self._inverse
+
+    def _require_updates(self) -> None:
+        if not self.updates:
+            raise ValueError("The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, first.")
+
+    # --------------------------------------------------------------------------------------------- merging and saving
+    def merge(self, other: CurvatureEstimator) -> None:
+        """Add what another estimator of the same network has seen: at ρ = 1 the union of two data sets.
+
+        Random numbers go on from this estimator's; the inverse stays that of its last refresh.
+
+        Raises:
+            ValueError: If the two approximate differently, or EKFAC's eigenvalues are in different bases. Nothing has
+                changed then.
+        """
+        if not other.updates:
+            return
+        mine, theirs = ([(e.layer.name, repr(e.approximation)) for e in x.plan] for x in (self, other))
+        if mine != theirs or self.decay != other.decay or repr(self.vectors) != repr(other.vectors):
+            raise ValueError(
+                "Can't merge estimators that differ in layers, approximations, vectors or decay: "
+                f"{mine}, {self.vectors}, {self.decay} and {theirs}, {other.vectors}, {other.decay}."
+            )
+        merged: list[Stages] = []
+        for stages, others in zip(self._stages, other._stages, strict=True):
+            if not self.updates:
+                stages = [{n: a.empty() for n, a in stage.items()} for stage in others]
+            merged.append([{n: _sum(a, extra[n]) for n, a in stage.items()} for stage, extra in zip(stages, others)])
+        self._stages = merged
+        self.updates += other.updates
+        self.examples += other.examples
+        self.weight += other.weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that going on needs, in tensors and plain Python: sums, bases, random state, the last refresh.
+
+        `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors).
+        """
+        stored = self.damping if isinstance(self.damping, (int, float, Tensor)) else None
+        return {
+            "format": FORMAT,
+            "about": self._blank.state_dict(),
+            "decay": self.decay,
+            "updates": self.updates,
+            "examples": self.examples,
+            "weight": self.weight,
+            "draws": self._draws.generator.get_state(),
+            "damping": stored,
+            "sums": {
+                f"{index}": {f"{k}": {n: a.state_dict() for n, a in stage.items()} for k, stage in enumerate(stages)}
+                for index, stages in enumerate(self._stages)
+            },
+            "refreshed": None if self._snapshot is None else self._snapshot.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another estimator stopped; random numbers, bases and the inverse are as they were there.
+
+        Damping that is neither number nor tensor is not in the state: this estimator's own is used.
+
+        Raises:
+            ValueError: If the state is cut off or foreign, or of another network or other approximations. Nothing has
+                changed then.
+        """
+        keys = {"about", "decay", "updates", "examples", "weight", "draws", "damping", "sums", "refreshed"}
+        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+            raise ValueError("This is not the state of a CurvatureEstimator: the key 'format' is missing or foreign.")
+        if missing := keys - set(state):
+            raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
+        if state["decay"] != self.decay:
+            raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {self.decay}.")
+        with warnings.catch_warnings():  # in training, parameters are meant to change
+            warnings.simplefilter("ignore", CurvatureWarning)
+            blank, snapshot = copy.copy(self._blank), None
+            blank.load_state_dict(state["about"])
+            if state["refreshed"] is not None:
+                snapshot = copy.copy(self._blank)
+                snapshot.load_state_dict(state["refreshed"])
+        loaded: list[Stages] = []
+        for index, entry in enumerate(self.plan):
+            stages: Stages = []
+            for number in range(len(state["sums"][f"{index}"])):
+                stage = self._accumulators(entry) if number == 0 else _following(stages[-1])
+                for name, accumulator in stage.items():
+                    accumulator.load_state_dict(state["sums"][f"{index}"][f"{number}"][name])
+                stages.append(stage)
+            loaded.append(stages)
+        self._stages, self._snapshot, self._inverse = loaded, snapshot, None
+        self._draws.generator.set_state(state["draws"].cpu())
+        self.updates, self.examples, self.weight = state["updates"], state["examples"], state["weight"]
+        self.damping = self.damping if state["damping"] is None else state["damping"]
+
+    def __repr__(self) -> str:
+        table = repr(self._blank).split("\n", 1)[1]
+        return f"CurvatureEstimator, {self.updates} updates, {self.examples} examples, decay {self.decay}\n{table}"
+
+
+def _seen(stages: Stages) -> bool:
+    """Whether a layer has added anything."""
+    return any(accumulator.sums for accumulator in stages[0].values())
+
+
+def _following(stage: Mapping[str, Accumulator]) -> dict[str, Accumulator]:
+    """The accumulators of the next sweep, of those that want one.
+
+    Raises:
+        UnsupportedError: If they can't take over what others of their kind have summed.
+    """
+    finished = {name: accumulator.finish() for name, accumulator in stage.items()}
+    found = {name: result for name, result in finished.items() if isinstance(result, Accumulator)}
+    for accumulator in found.values():
+        if not accumulator.carries:
+            accumulator.carry(accumulator)  # says why not
+    return found
+
+
+def _sum(one: Accumulator, other: Accumulator) -> Accumulator:
+    total = one.empty()
+    total.merge(one)
+    total.merge(other)
+    return total

@@ -1,0 +1,337 @@
+"""KFAC and EKFAC: one Kronecker product per affine layer.
+
+For a layer with rows `a_{n,s}` and gradients `g_{v,n,s}` of the un-reduced loss:
+
+* expand: `A = 1/(N·S) Σ_{n,s} a aᵀ`, `G = c Σ_{v,n,s} g gᵀ`;
+* reduce: `A = 1/N Σ_n ā āᵀ` with `ā_n = mean_s a`, `G = c Σ_{v,n} ĝ ĝᵀ` with `ĝ_n = Σ_s g`;
+
+the block is `G ⊗ A` on the row-major vector of the weight, `W ↦ G W A`. EKFAC keeps the eigenvectors of both factors
+and replaces the eigenvalues by `Λ = c Σ_{v,n} (Q_Gᵀ J_{v,n} Q_A)²`, the diagonal of the exact block in that basis.
+
+Sources: Martens & Grosse 2015 (KFAC), Grosse & Martens 2016 (convolutions), Eschenhagen et al. 2023 (expand and
+reduce), George et al. 2018 (EKFAC).
+
+Beyond one matrix per layer: groups of a convolution have a pair of factors each; the input factor of an embedding is a
+diagonal, `A = diag(how often / rows)`, since a row of it is one-hot; and for a weight that is read in two roles (an
+embedding and the head tied to it) the block is the Kronecker product nearest to the sum over roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.blocks.accumulator import Accumulator, needs_gradients
+from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.layer.squares import squared_gradients
+from curvlinops_plus.linalg import (
+    Dense,
+    Diagonal,
+    Eigendecomposed,
+    IdentityLinearOperator,
+    Kronecker,
+    LinearOperator,
+    Structure,
+    nearest_kronecker,
+)
+from curvlinops_plus.linalg.numerics import eigh
+from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
+
+__all__ = ["EKFAC", "KFAC", "compute_eigenvalue_correction_linear_weight_sharing"]
+
+
+class KFAC(Accumulator):
+    """Kronecker-factored approximate curvature of an affine layer. Arguments as for `Accumulator`, and:
+
+    Args:
+        kfac_approx: "expand" treats positions that share the weight as examples of their own; "reduce" averages inputs
+            and sums gradients over them first. Of an embedding's input factor only the diagonal is kept in both.
+        max_bytes: The largest factor that is built, 2 GiB by default.
+
+    Raises:
+        ValueError: If `kfac_approx` is neither.
+        UnsupportedError: If a factor would be larger than `max_bytes`.
+
+    Cost: one sweep, two small Gram matrices per layer and batch.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops_plus import EmpiricalRisk, curvature
+        >>> risk = EmpiricalRisk(nn.Linear(2, 1, bias=False), nn.MSELoss(), [(torch.eye(2), torch.zeros(2, 1))])
+        >>> curvature(risk, KFAC).to_dense().round(decimals=3)
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+
+    per_group = False
+    affine = True
+
+    def __init__(
+        self,
+        layer: Layer,
+        group: Group | None,
+        scale: Callable[[Totals], Tensor | float],
+        kfac_approx: str = "expand",
+        max_bytes: int = 2 * 2**30,
+    ) -> None:
+        super().__init__(layer, group, scale)
+        if kfac_approx not in ("expand", "reduce"):
+            raise ValueError(f"kfac_approx={kfac_approx!r} is unknown; expected 'expand' or 'reduce'.")
+        self.reduce = kfac_approx == "reduce"
+        #: The group that has the weight: its columns are those of A. None if only the bias is tracked.
+        self.weight_group = next((g for g in layer.groups if layer.weight in g.keys), None)
+        self._check_sizes(max_bytes)
+
+    def _check_sizes(self, max_bytes: int) -> None:
+        for group in self.layer.groups:
+            *batch, o, i = group.layout.matrix_shape
+            for name, size in (("G", o), ("A", 0 if self.layer.sparse or group is not self.weight_group else i)):
+                numbers = (batch[0] if batch else 1) * size**2
+                if (needed := numbers * self.layer.accumulation_dtype.itemsize) > max_bytes:
+                    raise UnsupportedError(
+                        f"{self.layer.title}: its factor {name} is {size} x {size}, {needed / 2**30:.1f} GiB, above "
+                        f"max_bytes={max_bytes}. Use DiagonalBlock for this layer, leave its parameters "
+                        f"{list(self.layer.params)} out of `params`, or say {type(self).__name__}.using(max_bytes=...)."
+                    )
+
+    def update(self, seen: LayerBatch) -> None:
+        for number, part in enumerate(seen.roles()):
+            if not part.calls:
+                continue
+            if seen.first and self.weight_group is not None:
+                name, weights = _numbered("A", number), part.restrict(self.weight_group)
+                if (rows := weights.input_rows(self.reduce)) is not None:
+                    self.add_rows(name, rows, rows.shape[1] < weights.columns, float(len(rows)))
+                else:
+                    self.add(name, *weights.input_gram(self.reduce))
+            if seen.num_vectors:
+                name = _numbered("G", number)
+                if (rows := part.grad_rows(self.reduce)) is not None:
+                    self.add_rows(name, rows)
+                else:
+                    self.add(name, part.grad_gram(self.reduce))
+
+    def factors(self) -> tuple[Tensor | None, Tensor]:
+        """`A` (None if the weight is not tracked) and `G` (the identity if nothing was sent back).
+
+        `A` of sparse rows is the diagonal.
+        """
+        if len(self.layer.roles) == 1 or self.weight_group is None:
+            return self._role_factors(0)
+        pairs = [self._role_factors(n) for n in range(len(self.layer.roles)) if self._seen(n)]
+        group = self.weight_group.layout.matrix_shape
+        framed = []
+        for number, (A, G) in zip((n for n in range(len(self.layer.roles)) if self._seen(n)), pairs, strict=True):
+            assert A is not None
+            role = self.layer.roles[number]
+            rows, columns = (A, G) if role.transposed else (G, A)
+            framed.append((_dense(rows, group[-2]), _dense(columns, group[-1])))
+        G, A = nearest_kronecker(framed)
+        return A, G
+
+    def _seen(self, number: int) -> bool:
+        return any(_numbered(name, number) in self.sums for name in ("A", "G"))
+
+    def _role_factors(self, number: int) -> tuple[Tensor | None, Tensor]:
+        A = None if self.weight_group is None else self.value(_numbered("A", number))
+        if _numbered("G", number) in self.sums:
+            return A, self.value(_numbered("G", number))
+        key = self.layer.weight or self.layer.bias
+        group = next(g for g in self.layer.groups if key in g.keys)
+        *batch, o, i = group.layout.matrix_shape
+        size = i if self.layer.roles[number].transposed else o
+        one = torch.eye(size, dtype=self.layer.accumulation_dtype, device=self.layer.device)
+        return A, one.expand(*batch, size, size).clone()
+
+    def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
+        A, G = self.factors()
+        return kfac_blocks(self.layer, A, G)
+
+
+def _numbered(name: str, role: int) -> str:
+    """Name of a sum: of the first role, plain."""
+    return name if role == 0 else f"{name}{role}"
+
+
+def _dense(factor: Tensor, size: int) -> Tensor:
+    """A factor as a matrix of the layer's size; columns that its role does not have are zero."""
+    matrix = torch.diag(factor) if factor.ndim == 1 else factor
+    missing = size - len(matrix)
+    return torch.nn.functional.pad(matrix, (0, missing, 0, missing)) if missing else matrix
+
+
+def kfac_blocks(layer: Layer, A: Tensor | None, G: Tensor) -> dict[str, LinearOperator]:
+    """Blocks of a layer from its factors: `G ⊗ A` where the weight is, `G` for a bias apart. The tensors are shared."""
+    factor = Dense(G, Structure.PSD)  # one object for weight and bias: it is decomposed once
+    blocks: dict[str, LinearOperator] = {}
+    for group in layer.groups:
+        if layer.weight in group.keys:
+            assert A is not None
+            blocks[group.name] = Kronecker(factor, Diagonal(A) if layer.sparse else A)
+        else:
+            blocks[group.name] = factor
+    return blocks
+
+
+class EKFAC(KFAC):
+    """Eigenvalue-corrected KFAC: its trace is the exact block's, and it is never further from it than KFAC.
+
+    Arguments as for `Accumulator`, and:
+
+    Args:
+        kfac_approx: Which factors give the eigenvectors, "expand" or "reduce". The eigenvalues are exact in either
+            basis.
+
+    Cost: two sweeps, an eigendecomposition of each factor. While the inputs and gradients of all layers over the data
+    are less than 64 MiB, `curvature` and the operators keep them instead of making the second sweep.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops_plus import EmpiricalRisk, curvature
+        >>> risk = EmpiricalRisk(nn.Linear(2, 1), nn.MSELoss(), [(torch.eye(2), torch.zeros(2, 1))])
+        >>> round(float(curvature(risk, EKFAC).trace), 4)
+        4.0
+    """
+
+    @property
+    def more(self) -> bool:
+        return True
+
+    def update(self, seen: LayerBatch) -> None:
+        if seen.num_vectors == 0:
+            raise needs_gradients(self)
+        super().update(seen)
+
+    def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
+        A, G = self.factors()
+        return Correction(
+            self.layer,
+            self.scale,
+            eigenvectors(self.layer, "G", G),
+            None if A is None or self.layer.sparse else eigenvectors(self.layer, "A", A),
+        )
+
+
+class Correction(Accumulator):
+    """EKFAC's second sweep: the diagonal of the exact blocks in a Kronecker basis.
+
+    Args:
+        layer: The layer.
+        scale: As for every accumulator.
+        QG: Eigenvectors of the gradient factor.
+        QA: Eigenvectors of the input factor, None for the identity or if the weight is not tracked.
+    """
+
+    per_group = False
+    affine = True
+    carries = True
+    constants = ("QG", "QA")
+
+    def __init__(self, layer: Layer, scale: Callable[[Totals], Tensor | float], QG: Tensor, QA: Tensor | None) -> None:
+        super().__init__(layer, None, scale)
+        self.QG, self.QA = QG, QA
+
+    def update(self, seen: LayerBatch) -> None:
+        for group in self.layer.groups:
+            # A bias apart has one column, in which there is nothing to rotate.
+            QA = self.QA if self.layer.weight in group.keys else None
+            self.add(group.name, seen.restrict(group).squared_grads(self.QG, QA))
+
+    def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
+        values = {group.name: self.value(group.name).contiguous() for group in self.layer.groups}
+        return ekfac_blocks(self.layer, self.QG, self.QA, values)
+
+    def mismatch(self, other: Accumulator) -> str | None:
+        """Corrected eigenvalues belong to one basis."""
+        assert isinstance(other, Correction)
+        pairs = [(self.QG, other.QG), (self.QA, other.QA)]
+        if all(
+            mine is theirs or (mine is not None and theirs is not None and torch.equal(mine, theirs))
+            for mine, theirs in pairs
+        ):
+            return None
+        return (
+            "corrected eigenvalues of EKFAC can only be added in the same basis, and these were refreshed apart. Merge "
+            "before the first refresh, merge KFAC, or compute EKFAC on the union of the data."
+        )
+
+    def carry(self, before: Accumulator) -> None:
+        """The diagonal, in the new basis, of the block that the old basis and its eigenvalues make."""
+        assert isinstance(before, Correction)
+        turn_G = (self.QG.mT @ before.QG).square()
+        for group in self.layer.groups:
+            total = turn_G @ before.sums[group.name]
+            if self.QA is not None and before.QA is not None and self.layer.weight in group.keys:
+                total = total @ (before.QA.mT @ self.QA).square()
+            self.sums[group.name] = total
+        self.counts, self.totals = dict(before.counts), replace(before.totals)
+
+
+def ekfac_blocks(
+    layer: Layer, QG: Tensor, QA: Tensor | None, values: Mapping[str, Tensor]
+) -> dict[str, LinearOperator]:
+    """Blocks of a layer from eigenvectors and corrected eigenvalues. The tensors are shared, not copied."""
+    blocks: dict[str, LinearOperator] = {}
+    for group in layer.groups:
+        flat = values[group.name].reshape(-1)
+        if layer.weight in group.keys:
+            columns = group.layout.matrix_shape[-1]
+            right = IdentityLinearOperator([(columns,)], QG.device, QG.dtype) if QA is None else QA
+            blocks[group.name] = Eigendecomposed(Kronecker(QG, right, Structure.GENERAL), flat)
+        else:
+            blocks[group.name] = Eigendecomposed(Dense(QG), flat)
+    return blocks
+
+
+def eigenvectors(layer: Layer, name: str, factor: Tensor) -> Tensor:
+    """Eigenvectors of one factor; failures name the layer."""
+    try:
+        # Row by row in memory, as files keep them: products after loading round as before.
+        return eigh(factor)[1].contiguous()
+    except NumericsError as error:
+        raise NumericsError(f"{layer.title}, factor {name}: {error}") from error
+
+
+def compute_eigenvalue_correction_linear_weight_sharing(
+    g: Tensor, ggT_eigvecs: Tensor, a: Tensor | None, aaT_eigvecs: Tensor | None, _force_strategy: str | None = None
+) -> Tensor:
+    """Diagonal of the sum of per-example gradient outer products of a linear layer, in a Kronecker basis.
+
+    Args:
+        g: Output gradients [N, S, o], S positions that share the weight.
+        ggT_eigvecs: Basis of the rows [o, o].
+        a: Inputs [N, S, i]; not read if `aaT_eigvecs` is None.
+        aaT_eigvecs: Basis of the columns [i, i], or None for a bias.
+        _force_strategy: "gramian" never forms a gradient per example (S² (o + i) numbers each instead of o·i);
+            "per_example_gradients" does, in pieces; None decides by memory.
+
+    Returns:
+        [o, i], or [o] for a bias.
+
+    Raises:
+        ValueError: If the strategy is unknown.
+
+    Example:
+        >>> import torch
+        >>> g, a = torch.ones(1, 2, 1), torch.ones(1, 2, 3)
+        >>> compute_eigenvalue_correction_linear_weight_sharing(g, torch.eye(1), a, torch.eye(3))
+        tensor([[4., 4., 4.]])
+    """
+    strategies = ("gramian", "per_example_gradients", None)
+    if _force_strategy not in strategies:
+        raise ValueError(f"Invalid _force_strategy: {_force_strategy!r}. Supported: {strategies}.")
+    if aaT_eigvecs is None:
+        return (g.sum(1) @ ggT_eigvecs).square().sum(0)
+    assert a is not None
+    (_, S, o), i = g.shape, a.shape[2]
+    if _force_strategy == "gramian" or (_force_strategy is None and S > 1 and S**2 * (o + i) < o * i):
+        g, a = g @ ggT_eigvecs, a @ aaT_eigvecs
+        pairs_g = (g[:, :, None] * g[:, None]).flatten(0, 2)
+        pairs_a = (a[:, :, None] * a[:, None]).flatten(0, 2)
+        return pairs_g.T @ pairs_a
+    return squared_gradients(g, a, ggT_eigvecs, aaT_eigvecs)

@@ -1,0 +1,299 @@
+"""Checks that catch a wrong layer rule, a wrong loss or a misread example axis, on a few examples of the user's own
+data.
+
+Per layer: (a) the rule's per-example gradients against autograd on one example at a time, entry by entry; (b) the
+factors' fast paths against the plain Gram matrix of the rule's rows; (d) traces: the sum of the exact diagonal, and of
+EKFAC's eigenvalues, is the sum of squared gradient norms. Once: (c) the loss Hessian against double backward of the
+user's loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus.errors import NumericsError, VerificationError
+from curvlinops_plus.layer import SparseRows
+from curvlinops_plus.likelihood import GaussianNLL, Likelihood
+from curvlinops_plus.linalg.numerics import eigh, gram
+from curvlinops_plus.risk import EmpiricalRisk, Layer, LayerBatch, MonteCarlo
+from curvlinops_plus.risk.examples import take_examples
+from curvlinops_plus.risk.layers import title
+from curvlinops_plus.risk.losses import Head
+from curvlinops_plus.risk.reading import Batch
+
+if TYPE_CHECKING:
+    from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
+
+__all__ = ["Verification", "verify"]
+
+
+LOSS_CHECK = "(c) loss Hessian"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify()` found: a row per check with its relative error.
+
+    Attributes:
+        rows: (layer, check, relative error).
+        tolerance: Largest error that passes.
+    """
+
+    rows: tuple[tuple[str, str, float], ...]
+    tolerance: float
+
+    def __str__(self) -> str:
+        width = max(len(layer) for layer, _, _ in self.rows)
+        checks = max(len(check) for _, check, _ in self.rows)
+        lines = [f"{layer.ljust(width)}  {check.ljust(checks)}  {error:.1e}" for layer, check, error in self.rows]
+        return "\n".join([*lines, f"all {len(self.rows)} checks within {self.tolerance:g}"])
+
+
+def verify(K: BlockwiseLinearOperator, num_examples: int = 3) -> Verification:
+    """Run all checks on the first examples of the data.
+
+    Args:
+        K: The operator.
+        num_examples: How many examples of the first batch are looked at.
+
+    Returns:
+        A table; `print` it.
+
+    Raises:
+        VerificationError: Naming layer and check, if a relative error exceeds the tolerance (1e-8 for float64, 1e-3 for
+            float32, 5e-2 if a parameter has half precision).
+
+    Cost: a few forward and backward passes over `num_examples` examples, one at a time.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops_plus import EmpiricalRisk, curvature
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+        >>> data = [(torch.rand(5, 3).double(), torch.tensor([0, 1, 0, 1, 1]))]
+        >>> len(curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)).verify().rows)
+        11
+    """
+    risk = K.risk
+    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in risk.params.values())
+    tolerance = 5e-2 if half else 1e-8 if risk.dtype == torch.float64 else 1e-3
+    rows: list[tuple[str, str, float]] = []
+
+    def check(layer: str, name: str, got: Tensor, expected: Tensor, what: str) -> None:
+        got, expected = got.double(), expected.double()
+        size = float(expected.norm()) or 1.0
+        error = float((got - expected).norm()) / size
+        if not error <= tolerance:
+            loss = name == LOSS_CHECK
+            where = (layer or f"loss {type(risk.loss_func).__name__}") if loss else title(layer)
+            hint = (
+                "Is the registered likelihood that of this loss, with all its options?"
+                if loss
+                else "Is its rule right, does the axis taken carry the examples, and is each treated by itself?"
+            )
+            raise VerificationError(
+                f"{where}, check {name}: {what} differ from plain autodiff by {error:.1e} of their norm, more than "
+                f"{tolerance:g}. {hint}"
+            )
+        rows.append((layer or "(model)", name, error))
+
+    with risk.untouched(), torch.inference_mode(False), torch.autocast(risk.device.type, enabled=False):
+        batch = _first(risk, num_examples)
+        singles = [_some(batch, [n]) for n in range(batch.num_examples)]
+        layers = [entry.layer for entry in K.plan]
+        seen, vector = _recorded(risk, layers, batch)
+        reference = [_one_example(risk, one, [v[n : n + 1] for v in vector]) for n, one in enumerate(singles)]
+        for head, outputs in _outputs(risk, batch):
+            _check_loss(head, outputs, batch, check)
+        for layer, what in seen.items():
+            _check_layer(layer, what, reference, check)
+    return Verification(tuple(rows), tolerance)
+
+
+def _check_layer(layer: Layer, seen: _Seen, reference: list[dict[str, Tensor]], check: Any) -> None:
+    expected = {key: torch.stack([single[key] for single in reference]) for key in layer.params}
+    total = sum(t.double().square().sum() for t in expected.values())
+    assert isinstance(total, Tensor)
+    found = torch.cat([seen.grads[key].reshape(len(reference), -1) for key in layer.params], 1)
+    check(
+        layer.name,
+        "(a) gradients",
+        found,
+        torch.cat([expected[key].reshape(len(reference), -1) for key in layer.params], 1),
+        "per-example gradients",
+    )
+    for name, (fast, plain) in seen.grams.items():
+        check(layer.name, f"(b) {name}", fast, plain, "fast and plain statistics")
+    for name, trace in seen.traces.items():
+        check(layer.name, f"(d) {name}", trace, total, "the trace and the sum of squared gradient norms")
+
+
+@dataclass
+class _Seen:
+    """What a layer showed in the recorded pass."""
+
+    grads: dict[str, Tensor]
+    grams: dict[str, tuple[Tensor, Tensor]]
+    traces: dict[str, Tensor]
+
+
+def _first(risk: EmpiricalRisk, num_examples: int) -> Batch:
+    if risk.one_shot:
+        raise ValueError(
+            "`data` is an iterator, which can be read only once; `verify()` needs a few examples of its own. "
+            "Pass a list or a DataLoader."
+        )
+    batch = next(iter(risk.batches("verify")))
+    return _some(batch, list(range(min(num_examples, batch.num_examples))))
+
+
+def _some(batch: Batch, examples: list[int]) -> Batch:
+    """Some examples of a batch."""
+    return take_examples(batch, examples) or batch
+
+
+def _recorded(risk: EmpiricalRisk, layers: list[Layer], batch: Batch) -> tuple[dict[Layer, _Seen], list[Tensor]]:
+    """What the recorder and the rules give for a batch and a drawn vector, and that vector [N, R, C] of each loss."""
+    found: dict[int, _Seen] = {}
+    sent: dict[int, Tensor] = {}
+
+    class Once(MonteCarlo):
+        def send(self, likelihood: Any, F: Tensor, Y: Tensor, draws: Any) -> Any:
+            for v in super().send(likelihood, F, Y, draws):
+                sent[id(likelihood)] = v  # several losses are first asked how many random numbers they need
+                yield v
+
+    def consume(part: LayerBatch) -> None:
+        grads: dict[str, Tensor] = {}
+        for group in part.layer.groups:
+            J = part.restrict(group).per_example_grads[0].flatten(1)  # [N, rows * columns]
+            split = group.layout.split(J.T.contiguous())
+            grads.update({key: value.movedim(-1, 0) for key, value in split.items()})
+        found[id(part.layer)] = _Seen(grads, *_statistics(part))
+
+    single = _with_data(risk, batch)
+    totals = single.sweep(layers, Once(1, 0), consume)
+    if risk.heads is None:
+        vector = [sent[id(single.likelihood)]]
+    else:
+        factors = risk.heads.coefficients(totals.shares, of_loss=False)
+        vector = [a * sent[id(head.likelihood)] for head, a in zip(risk.heads, factors, strict=True)]
+    return {layer: found[id(layer)] for layer in layers if id(layer) in found}, vector
+
+
+def _statistics(part: LayerBatch) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    grams: dict[str, tuple[Tensor, Tensor]] = {}
+    traces: dict[str, Tensor] = {}
+    diagonal = part.layer.accumulation_dtype
+    total = torch.zeros((), dtype=diagonal, device=part.layer.device)
+    for group in part.layer.groups:
+        total = total + part.restrict(group).per_example_grads.square().sum()
+    traces["trace of the diagonal"] = total
+    if part.layer.affine:
+        for number, role in enumerate(part.roles()):
+            if role.calls:
+                grams |= {f"{name}{number or ''}": pair for name, pair in _grams(role).items()}
+    if len(part.layer.roles) == 1:
+        corrected = torch.zeros_like(total)
+        QG = eigh(grams["G"][0])[1]
+        for group in part.layer.groups:
+            has_weight = part.layer.weight in group.keys
+            QA = eigh(grams["A"][0])[1] if has_weight and not part.layer.sparse else None
+            corrected = corrected + part.restrict(group).squared_grads(QG, QA).sum()
+        traces["trace of EKFAC"] = corrected
+    return grams, traces
+
+
+def _grams(role: LayerBatch) -> dict[str, tuple[Tensor, Tensor]]:
+    """Factors by the fast paths and from the rows."""
+    grams = {"G": (role.grad_gram(), gram(role.grads.flatten(0, 2)))}
+    for group in role.layer.groups:
+        if role.layer.weight in group.keys:
+            mine = role.restrict(group)
+            a, (fast, _) = mine.inputs, mine.input_gram()
+            plain = a.to_dense().square().sum((0, 1)) if isinstance(a, SparseRows) else gram(a.flatten(0, 1))
+            grams["A"] = (fast, plain)
+    return grams
+
+
+def _with_data(risk: EmpiricalRisk, batch: Batch) -> EmpiricalRisk:
+    """The same risk over one batch."""
+    import copy
+
+    single = copy.copy(risk)
+    single.mask, single.progressbar = None, False
+    if risk.heads is not None:
+        single.heads = copy.copy(risk.heads)
+        single.heads.constant = True  # any weights will do, and a few examples may have no term of some loss
+    single._examples_checked = True  # that is what verify() itself does, number by number
+    single.batches = lambda desc: iter([batch])  # type: ignore[method-assign]
+    return single
+
+
+def _one_example(risk: EmpiricalRisk, single: Batch, vector: list[Tensor]) -> dict[str, Tensor]:
+    """Gradient of one example by plain autograd."""
+    free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
+
+    def backward(model: nn.Module) -> tuple[Tensor | None, ...]:
+        f, _, class_axis = risk.run(single, model)
+        if risk.heads is None:
+            parts = [(risk.likelihood, f, class_axis)]
+        else:
+            parts = [(head.likelihood, *part) for head, *part in zip(risk.heads, f, class_axis, strict=True)]
+        sent = [
+            (f, likelihood.restore(v, f.shape, 1, axis).to(f.dtype))
+            for (likelihood, f, axis), v in zip(parts, vector, strict=True)
+            if f.requires_grad
+        ]
+        return torch.autograd.grad([f for f, _ in sent], list(free.values()), [v for _, v in sent], allow_unused=True)
+
+    with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        found = risk.at(free, backward)
+    return {key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(free.items(), found)}
+
+
+def _outputs(risk: EmpiricalRisk, batch: Batch) -> list[tuple[Head, tuple[Tensor, Any, int | None]]]:
+    """Each loss with what it reads in this batch."""
+    with torch.no_grad():
+        outputs = risk.run(batch)
+    if risk.heads is None:
+        return [(Head("", risk.loss_func), outputs)]
+    return list(zip(risk.heads, zip(*outputs, strict=True), strict=True))
+
+
+def _check_loss(head: Head, outputs: tuple[Tensor, Any, int | None], batch: Batch, check: Any) -> None:
+    """(c): `H v` of the likelihood against double backward of the loss that the user gave."""
+    (f, y, class_axis), likelihood = outputs, head.likelihood
+    with torch.no_grad():
+        F, Y, *_ = head.terms(f, y, batch.num_examples, class_axis)
+    if isinstance(likelihood, GaussianNLL):  # a Fisher matrix stands in for its indefinite Hessian
+        return
+    direction = torch.linspace(-1, 1, F.numel(), dtype=F.dtype, device=F.device).view_as(F)
+    # Where the Fisher matrix stands in for the Hessian of the loss, what is left to check is the loss itself.
+    of_loss = likelihood.hessian_product
+    if likelihood.no_ggn is not None:
+        of_loss = partial(Likelihood.hessian_product, likelihood)
+    ours = of_loss(F, Y, direction[None])[0]
+    with torch.enable_grad():
+        free = f.detach().to(F.dtype).requires_grad_()
+        value = head.loss(*((free, y) if class_axis is None else (free.flatten(0, -2), y.flatten())))
+        if likelihood.reduction == "mean":
+            value = value * likelihood.count(F, Y)
+        along = likelihood.restore(direction, f.shape, batch.num_examples, class_axis)
+        (gradient,) = torch.autograd.grad(value, free, create_graph=True)
+        theirs = torch.autograd.grad(gradient, free, along)[0] if gradient.requires_grad else torch.zeros_like(free)
+    if not bool(theirs.isfinite().all()):
+        raise NumericsError("The Hessian of the loss with respect to the model's output is not finite.")
+    check(
+        head.title if head.key != "" else "",
+        LOSS_CHECK,
+        likelihood.restore(ours, f.shape, batch.num_examples, class_axis),
+        theirs,
+        "products with the loss Hessian",
+    )

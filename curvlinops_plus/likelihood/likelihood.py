@@ -1,0 +1,453 @@
+"""The rules of a loss: what it is of one batch, its Hessian with respect to the model's output, and random vectors.
+
+Shapes, here and in every file of this folder. A batch has `N` examples, each with `R` loss terms (tokens, pixels) that
+depend on `C` numbers of the output each:
+
+* `F [N, R, C]` is the model's output, at least in float32,
+* `Y [N, R, ...]` is the target: `[N, R]` class indices, `[N, R, C]` numbers, or what a likelihood's `canonical` makes,
+* `H [C, C]` of each term is the Hessian of its un-reduced loss, `B [C, K]` a root of it, `B Bᵀ = H`. Where that Hessian
+  is indefinite, or zero by the choice of the output, the Fisher matrix takes its place, and `no_ggn` says why.
+
+`canonical` and `restore` translate between these and a user's shapes. Nothing here knows `reduction` except `reduction`
+itself and `count`, what PyTorch's "mean" divides by: the factor belongs to the whole data set, not to a batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.likelihood.sampling import normals, number
+
+__all__ = ["Likelihood", "Uniform", "has_likelihood", "hessian_products", "likelihood_of", "register_likelihood"]
+
+# `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn example by example.
+Uniform = Callable[..., Tensor]
+
+_Maker = TypeVar("_Maker", bound=Callable[..., "Likelihood"])
+
+
+class Likelihood(ABC):
+    """What a loss says about one batch: loss terms, gradients, Hessians and Monte-Carlo vectors.
+
+    A subclass writes `nll`. The rest follows by automatic differentiation, and may be overwritten where a formula is
+    faster. `nll[n, r]` may depend on `F[n, r]` and `Y[n, r]` only. Gradients flow through every method: pass a
+    detached `F` where they are not wanted.
+
+    Args:
+        loss: The loss whose rules these are; its `reduction` is read, if it has one.
+        reduction: "mean" or "sum", for a loss that has no attribute `reduction`. Default: "mean".
+
+    Example:
+        >>> class Huber(Likelihood):
+        ...     def nll(self, F, Y):
+        ...         return torch.nn.functional.huber_loss(F, Y, reduction="none").sum(-1)
+        >>> F, Y = torch.tensor([[[0.0, 0.5]]]), torch.tensor([[[3.0, 0.0]]])
+        >>> Huber().hessian_product(F, Y, torch.ones(1, 1, 2))
+        tensor([[[0., 1.]]])
+    """
+
+    class_axis: int = -1
+    """Axis of the output that holds the `C` numbers of a loss term."""
+
+    loss_type: ClassVar[type | None] = None
+    """Class of PyTorch's own loss that these rules cover with every option, if it is one."""
+
+    option_names: ClassVar[tuple[str, ...]] = ("reduction",)
+    """Attributes of the loss that determine its value; together they rebuild it."""
+
+    def __init__(self, loss: Any = None, reduction: str = "mean") -> None:
+        self.loss = loss
+        self._default_reduction = reduction
+
+    @property
+    def name(self) -> str:
+        """Name of the loss, for messages."""
+        return type(self if self.loss is None else self.loss).__name__
+
+    @property
+    def reduction(self) -> str:
+        """How PyTorch reduces the terms of this loss, "mean" or "sum"; anything else raises `UnsupportedError`."""
+        reduction = getattr(self.loss, "reduction", self._default_reduction)
+        if reduction not in ("mean", "sum"):
+            raise UnsupportedError(
+                f'{self.name}(reduction={reduction!r}) is no scalar loss, so it has no curvature; use "mean" or "sum".'
+            )
+        return reduction
+
+    @property
+    def no_ggn(self) -> str | None:
+        """Why `H` is the Fisher matrix and not the Hessian of the loss, in words that follow the loss's name.
+
+        None where both are the same, or `H` is the Hessian.
+        """
+        return None
+
+    def options(self) -> dict[str, Any]:
+        """Everything that determines the loss, as plain Python and tensors, for a state that can be saved.
+
+        `rebuild_loss` makes the loss again from it, if the loss is one of PyTorch's that this package knows.
+
+        Example:
+            >>> likelihood_of(torch.nn.MSELoss(reduction="sum")).options()
+            {'loss': 'MSELoss', 'reduction': 'sum'}
+        """
+        options = {name: getattr(self.loss, name, None) for name in self.option_names} | {"reduction": self.reduction}
+        copies = {n: o.detach().clone() if isinstance(o, Tensor) else o for n, o in options.items()}
+        if self.loss_type is not None and _computes_like(self.loss, self.loss_type):
+            return {"loss": self.loss_type.__name__} | copies
+        kind = type(self if self.loss is None else self.loss)
+        return {"loss": f"{kind.__module__}.{kind.__qualname__}"} | copies
+
+    # ---------------------------------------------------------------------------------------------- shapes
+
+    def canonical(
+        self, f: Tensor, y: Tensor, num_examples: int, class_axis: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Output and target of one batch as `F [N, R, C]` and `Y [N, R, ...]`.
+
+        Args:
+            f: Output [M, ...] of the model, with M = N or a multiple of it: positions of an example next to each other.
+                Half precision is raised to float32.
+            y: Target, in the shape that the loss expects beside `f`.
+            num_examples: N.
+            class_axis: Axis of `f` that holds the C numbers of a term. Default: the loss's own, 1 for cross-entropy and
+                the last one for all others. An output [M] is M terms of one number.
+
+        Raises:
+            TypeError: If the target is no tensor.
+            ValueError: If shapes or values of output and target don't fit the loss or each other.
+
+        Example:
+            >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
+            >>> F, Y = cross_entropy.canonical(torch.zeros(2, 10, 4, 5), torch.zeros(2, 4, 5, dtype=torch.long), 2)
+            >>> F.shape, Y.shape
+            (torch.Size([2, 20, 10]), torch.Size([2, 20]))
+        """
+        if not isinstance(y, Tensor):
+            raise TypeError(f"{self.name} needs a target that is a tensor, got a {type(y).__name__}. {_as_tensor(y)}")
+        if not f.is_floating_point():
+            raise ValueError(f"{self.name} needs a floating-point output of the model, got {f.dtype} {list(f.shape)}.")
+        axis = self._class_axis(f.shape, num_examples, class_axis)
+        F = _terms(f, num_examples, axis)
+        F = F.float() if F.dtype in (torch.float16, torch.bfloat16) else F
+        return F, self.canonical_target(y, F, f.shape, axis)
+
+    def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
+        """Target `Y [N, R, ...]` of the output `F`, which had shape `f_shape` and its terms along `class_axis`.
+
+        This default expects one number per number of the output.
+        """
+        if y.shape != f_shape:
+            raise ValueError(
+                f"{self.name} needs a target of the output's shape {list(f_shape)}, got {list(y.shape)}; "
+                "nothing is broadcast silently, so reshape one of them."
+            )
+        return _terms(y, len(F), class_axis).to(F.dtype)
+
+    def restore(
+        self, v: Tensor, f_shape: torch.Size | tuple[int, ...], num_examples: int, class_axis: int | None = None
+    ) -> Tensor:
+        """Vectors [*lead, N, R, C] in the output's own shape, [*lead, *f_shape]: the inverse of `canonical`.
+
+        Example:
+            >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
+            >>> cross_entropy.restore(torch.zeros(7, 2, 20, 10), (2, 10, 4, 5), num_examples=2).shape
+            torch.Size([7, 2, 10, 4, 5])
+        """
+        axis = self._class_axis(f_shape, num_examples, class_axis)
+        lead = v.shape[:-3]
+        if len(f_shape) == 1:
+            return v.reshape(*lead, *f_shape)
+        moved = [d for i, d in enumerate(f_shape) if i != axis] + [f_shape[axis]]
+        return v.reshape(*lead, *moved).movedim(-1, len(lead) + axis)
+
+    def _class_axis(self, f_shape: torch.Size | tuple[int, ...], num_examples: int, class_axis: int | None) -> int:
+        """The class axis counted from the front, after checks of the output's shape."""
+        if len(f_shape) == 0 or num_examples < 1 or f_shape[0] == 0 or f_shape[0] % num_examples:
+            raise ValueError(
+                f"the first axis of the output, of shape {list(f_shape)}, must hold the {num_examples} examples "
+                "(or a positive multiple: positions of one example next to each other)."
+            )
+        axis = self.class_axis if class_axis is None else class_axis
+        if len(f_shape) == 1 and axis in (0, -1):
+            return 0
+        front = axis + len(f_shape) if axis < 0 else axis
+        if not 1 <= front < len(f_shape):
+            raise ValueError(
+                f"{self.name}: axis {axis} of an output of shape {list(f_shape)} can't hold the numbers of a loss "
+                "term; the output needs examples along axis 0 and such an axis beside it."
+            )
+        return front
+
+    # ---------------------------------------------------------------------------------------------- the loss
+
+    @abstractmethod
+    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
+        """Un-reduced loss [N, R] of each term, with every option of the loss."""
+
+    def count(self, F: Tensor, Y: Tensor) -> Tensor:
+        """What PyTorch's "mean" divides the summed terms of this batch by, a 0-d float64 tensor; may be 0.
+
+        This default is one for every number of the output.
+        """
+        return number(F.numel(), F.device)
+
+    def grad(self, F: Tensor, Y: Tensor) -> Tensor:
+        """Gradient [N, R, C] of each un-reduced term. Cost of this default: one backward pass through `nll`."""
+        return torch.func.grad(lambda F: self.nll(F, Y).sum())(F)
+
+    # ---------------------------------------------------------------------------------------------- its Hessian
+
+    def scale(self, F: Tensor, Y: Tensor) -> Tensor:
+        """`h [N, R, 1 or C]`, the factor by which options and target multiply the Hessian of the plain loss."""
+        return torch.ones_like(F[..., :1])
+
+    def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
+        """Hessian of each term times vectors: V [*lead, N, R, C] -> [*lead, N, R, C].
+
+        Cost of this default: two backward passes through `nll` per vector, run together.
+        """
+        return hessian_products(lambda F: self.nll(F, Y).sum(), F, V)
+
+    def num_columns(self, F: Tensor) -> int:
+        """Number K of columns of `hessian_root`."""
+        return F.shape[-1]
+
+    def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
+        """Columns [K, N, R, C] of a root of each term's Hessian: `H = Σ_k b_k b_kᵀ`.
+
+        This default forms the Hessian [N, R, C, C] of every term and its eigendecomposition; `hessian_root_columns`
+        gives one column at a time. The result may be a view that must not be written to. Negative eigenvalues are
+        rounding, and set to zero, down to `-√eps` of the largest magnitude in the batch.
+
+        Raises:
+            UnsupportedError: If the Hessian has eigenvalues below that: the loss is not convex in the output and no
+                root exists.
+        """
+        C = F.shape[-1]
+        basis = torch.eye(C, dtype=F.dtype, device=F.device)[:, None, None].expand(C, *F.shape)
+        H = self.hessian_product(F, Y, basis).permute(1, 2, 0, 3)  # [N, R, C, C]
+        eigenvalues, Q = torch.linalg.eigh((H + H.mT) / 2)
+        eps = torch.finfo(F.dtype).eps
+        lowest, largest = eigenvalues.min(), eigenvalues.abs().max()
+        if lowest < -(eps**0.5 * largest + C * eps):
+            raise UnsupportedError(
+                f"the Hessian of {self.name} with respect to the model's output has the eigenvalue {lowest.item():.3g} "
+                f"(largest: {largest.item():.3g}): the loss is not convex there, so its Hessian has no root. Use an "
+                "empirical Fisher, the Hessian itself, or register a likelihood that returns a root of the Fisher."
+            )
+        return (Q * eigenvalues.clamp(min=0).sqrt()[..., None, :]).permute(3, 0, 1, 2)
+
+    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
+        """Column `k` of `hessian_root`, [N, R, C]. Cheap where the root has a formula, else a slice of all of it."""
+        return self.hessian_root(F, Y)[k]
+
+    def hessian_root_columns(self, F: Tensor, Y: Tensor) -> Iterator[Tensor]:
+        """Columns [N, R, C] of `hessian_root`, made one at a time where they have a formula."""
+        if type(self).hessian_root_column is Likelihood.hessian_root_column:
+            yield from self.hessian_root(F, Y)
+        else:
+            yield from (self.hessian_root_column(F, Y, k) for k in range(self.num_columns(F)))
+
+    def hessian_root_product(self, F: Tensor, Y: Tensor, U: Tensor) -> Tensor:
+        """Root of each term's Hessian times vectors, `B u`: U [*lead, N, R, K] -> [*lead, N, R, C].
+
+        Cost of this default: the root, one column at a time where columns have a formula.
+
+        Example:
+            >>> mse = likelihood_of(torch.nn.MSELoss())
+            >>> mse.hessian_root_product(torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
+            tensor([[[1.4142, 1.4142]]])
+        """
+        total = torch.zeros(*U.shape[:-1], F.shape[-1], dtype=F.dtype, device=F.device)
+        for k, column in enumerate(self.hessian_root_columns(F, Y)):
+            total = total + U[..., k : k + 1] * column
+        return total
+
+    def hessian_root_transpose_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
+        """Transposed root of each term's Hessian times vectors, `Bᵀ v`: V [*lead, N, R, C] -> [*lead, N, R, K].
+
+        Cost of this default: the root, one column at a time where columns have a formula.
+
+        Example:
+            >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
+            >>> F, Y = torch.tensor([[[0.0, 0.0]]]), torch.tensor([[1]])
+            >>> Bt_v = cross_entropy.hessian_root_transpose_product(F, Y, torch.tensor([[[1.0, 0.0]]]))
+            >>> cross_entropy.hessian_root_product(F, Y, Bt_v)  # B Bᵀ v = H v
+            tensor([[[ 0.2500, -0.2500]]])
+        """
+        return torch.stack([(column * V).sum(-1) for column in self.hessian_root_columns(F, Y)], -1)
+
+    # ---------------------------------------------------------------------------------------------- random vectors
+
+    def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
+        """Independent random vectors v [num, N, R, C] with `E[v vᵀ] = H` for each term.
+
+        Args:
+            F: Output.
+            Y: Target.
+            num: How many for each term. No factor 1/√num is applied.
+            uniform: `uniform(N, ...)` returns float64 numbers in [0, 1). It is called with the example axis first, so
+                that splitting a batch doesn't change the draws.
+
+        This default is a root of the Hessian times standard normal numbers.
+        """
+        noise = normals(uniform(*F.shape[:2], num, self.num_columns(F))).to(F)
+        return self.hessian_root_product(F, Y, noise.permute(2, 0, 1, 3))
+
+
+def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor) -> Tensor:
+    """Second derivative of a scalar function of `F` times vectors [*lead, *F.shape], run together.
+
+    Example:
+        >>> hessian_products(lambda F: (F**3).sum(), torch.tensor([2.0]), torch.ones(1))
+        tensor([12.])
+    """
+    pull = torch.func.vjp(torch.func.grad(function), F)[1]
+    return torch.func.vmap(lambda v: pull(v)[0])(V.reshape(-1, *F.shape)).reshape(V.shape)
+
+
+def _as_tensor(y: Any) -> str:
+    """What to do about a target that is no tensor."""
+    if y is None:
+        return "Batches must be (X, y) with the target y, or mappings with 'labels' that are not None."
+    if isinstance(y, np.ndarray):
+        return "Convert it with torch.from_numpy, in the data set or in the collate function of the loader."
+    if any(isinstance(part, Tensor) for part in tree_leaves(y)):
+        return (
+            "One loss reads one target: give losses in the form of the targets, as {'a': loss_a, 'b': loss_b} or "
+            "(loss_a, loss_b), or batches (X, y) with one tensor y."
+        )
+    return "Convert it with torch.tensor, in the data set or in the collate function of the loader."
+
+
+def _terms(t: Tensor, num_examples: int, axis: int) -> Tensor:
+    """Tensor [M, ...] with the numbers of a term along `axis`, as [N, R, C]."""
+    t = t[:, None] if t.ndim == 1 else t.movedim(axis, -1)
+    return t.reshape(num_examples, -1, t.shape[-1])
+
+
+_MAKERS: dict[type, Callable[[Any], Likelihood]] = {}
+
+
+def register_likelihood(loss_type: type) -> Callable[[_Maker], _Maker]:
+    """Decorator that teaches this package a loss: a `Likelihood` class, or a function `loss -> Likelihood`.
+
+    Instances of subclasses follow the same rules, unless they have a `forward` of their own.
+
+    Args:
+        loss_type: Class of the loss. An existing entry is replaced.
+
+    Example:
+        >>> from curvlinops_plus.likelihood import FromDistribution
+        >>> class MyPoissonLoss(torch.nn.PoissonNLLLoss):
+        ...     pass
+        >>> @register_likelihood(MyPoissonLoss)
+        ... def _(loss):
+        ...     return FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))
+        >>> likelihood_of(MyPoissonLoss(reduction="sum")).reduction
+        'sum'
+    """
+    if not isinstance(loss_type, type):
+        raise TypeError(f"register_likelihood expects the class of a loss, got {loss_type!r}.")
+
+    def register(make: _Maker) -> _Maker:
+        _MAKERS[loss_type] = make
+        return make
+
+    return register
+
+
+def likelihood_of(loss: Any) -> Likelihood:
+    """The rules of a loss.
+
+    Args:
+        loss: A loss whose class, or a base class with the same `forward`, is registered. A `Likelihood` is returned
+            as it is.
+
+    Raises:
+        UnsupportedError: If nothing is registered for the loss, or its reduction is neither "mean" nor "sum".
+
+    Example:
+        >>> type(likelihood_of(torch.nn.CrossEntropyLoss())).__name__
+        'CrossEntropy'
+    """
+    if isinstance(loss, Likelihood):
+        likelihood = loss
+    else:
+        likelihood = _maker_of(loss)(loss)
+        if likelihood.loss is None:
+            likelihood.loss = loss
+    _ = likelihood.reduction  # raises now, where the loss is in sight, if the loss is not reduced
+    return likelihood
+
+
+def has_likelihood(loss: Any) -> bool:
+    """Whether rules for a loss of this class are registered; they may still refuse one of its options.
+
+    Example:
+        >>> has_likelihood(torch.nn.MSELoss()), has_likelihood(torch.nn.HuberLoss())
+        (True, False)
+    """
+    parent = next((t for t in type(loss).__mro__ if t in _MAKERS), None)
+    return isinstance(loss, Likelihood) or (parent is not None and _computes_like(loss, parent))
+
+
+def _maker_of(loss: Any) -> Callable[[Any], Likelihood]:
+    kind = type(loss)
+    parent = next((t for t in kind.__mro__ if t in _MAKERS), None)
+    if parent is not None and _computes_like(loss, parent):
+        return _MAKERS[parent]
+    name = getattr(loss, "__name__", "a function") if isinstance(loss, (FunctionType, type)) else kind.__name__
+    why = f" It changes the forward of {parent.__name__}, whose rules may be wrong for it." if parent else _why(loss)
+    raise UnsupportedError(
+        f"no likelihood is registered for the loss {name}.{why} Known losses: "
+        f"{', '.join(sorted(t.__name__ for t in _MAKERS))}. To add yours (a class), say which distribution it is the "
+        f"negative log-likelihood of:\n\n    @register_likelihood({name})\n    def _(loss):\n"
+        "        return FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))\n\n"
+        "or decorate a subclass of Likelihood, which needs one method, nll."
+    )
+
+
+_ROBUST = (
+    " {name} has no curvature far from the target: its Hessian is 0 there, so what it says depends on which examples "
+    "happen to be fitted. GGNLinearOperator and HessianLinearOperator take it as it is; for all else choose a "
+    "distribution, as torch.distributions.Laplace(f, 1.0), whose Fisher matrix counts every example."
+)
+# What to do about losses of PyTorch that we don't take.
+_ADVICE: dict[type, str] = {
+    nn.L1Loss: _ROBUST,
+    nn.SmoothL1Loss: _ROBUST,
+    nn.HuberLoss: _ROBUST,
+    nn.KLDivLoss: (
+        " It reads log-probabilities, in which it is linear, so its Hessian is 0. Use nn.CrossEntropyLoss on the "
+        "logits, which takes class probabilities as targets and differs by a constant."
+    ),
+    nn.SoftMarginLoss: " It is nn.BCEWithLogitsLoss with targets (y + 1) / 2 in place of y = ±1: use that.",
+    nn.MultiLabelSoftMarginLoss: ' With reduction="mean" it is nn.BCEWithLogitsLoss: use that.',
+}
+
+
+def _why(loss: Any) -> str:
+    """Why a loss has no rules, and what to use instead, if we know."""
+    if isinstance(loss, type):
+        return f" This is a class, not a loss: call it, {loss.__name__}(...)."
+    if getattr(loss, "__module__", None) == nn.functional.__name__:
+        return " Losses are known by their class, which holds the options: pass the module of torch.nn instead."
+    kind = next((t for t in type(loss).__mro__ if t in _ADVICE), None)
+    return "" if kind is None else _ADVICE[kind].format(name=type(loss).__name__)
+
+
+def _computes_like(loss: Any, parent: type) -> bool:
+    """Whether calling the loss runs the same code as calling an instance of the registered class."""
+    same = all(getattr(type(loss), m, None) is getattr(parent, m, None) for m in ("forward", "__call__"))
+    return same and "forward" not in getattr(loss, "__dict__", {})

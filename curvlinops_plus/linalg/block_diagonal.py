@@ -1,0 +1,265 @@
+"""Block-diagonal matrices whose blocks are about groups of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.linalg.closed_forms import naming
+from curvlinops_plus.linalg.damping import Damping, Scalar
+from curvlinops_plus.linalg.layout import Layout
+from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.products import outside_autocast
+from curvlinops_plus.linalg.space import Space
+from curvlinops_plus.linalg.structure import Structure
+
+__all__ = ["BlockDiagonal"]
+
+T = TypeVar("T")
+
+
+class BlockDiagonal(LinearOperator):
+    """One operator per group of parameters; between groups the matrix is zero.
+
+    Everything with a closed form follows block by block, and inverses, powers, shifts and multiples are again
+    block-diagonal. `inverse`, `power` and `shift` take a damping as a number, a 1-d tensor with one number per block, a
+    mapping from block name to damping, or a rule that is asked for each block. Errors begin with the block's name.
+
+    Args:
+        blocks: Name to square operator.
+        layouts: The same names to how the parameters of a block make its vector.
+        space: All parameters, in the order of the whole vector. Each is in one layout.
+
+    Raises:
+        ValueError: If names, sizes, dtypes or devices do not fit.
+
+    Example:
+        >>> from curvlinops_plus.linalg import Diagonal, Kronecker
+        >>> space = Space.from_shapes({"W": (2, 3), "b": (2,), "scale": (4,)})
+        >>> fc = Layout({"W": "o i -> o i", "b": "o -> o 1"}, {"W": (2, 3), "b": (2,)})
+        >>> layouts = {"fc": fc, "scale": Layout({"scale": "d -> 1 d"}, {"scale": (4,)})}
+        >>> blocks = {"fc": Kronecker(torch.eye(2), 2 * torch.eye(4)), "scale": Diagonal(torch.ones(4))}
+        >>> K = BlockDiagonal(blocks, layouts, space)
+        >>> K.inverse(damping={"fc": 2.0, "scale": 1.0}).diagonal()
+        tensor([0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.2500, 0.5000,
+                0.5000, 0.5000, 0.5000])
+    """
+
+    def __init__(self, blocks: Mapping[str, LinearOperator], layouts: Mapping[str, Layout], space: Space) -> None:
+        if not blocks or blocks.keys() != layouts.keys():
+            raise ValueError(
+                f"Expected one layout per block and at least one block, got blocks {list(blocks)} "
+                f"and layouts {list(layouts)}."
+            )
+        self.blocks, self.layouts, self.space = dict(blocks), {name: layouts[name] for name in blocks}, space
+        self._check_spaces()
+        self._check_blocks()
+
+    def _check_spaces(self) -> None:
+        listed = [parameter for layout in self.layouts.values() for parameter in layout.names]
+        if sorted(listed) != sorted(self.space.names):
+            raise ValueError(f"Expected each of the parameters {self.space.names} in one layout, got {listed}.")
+        for name, layout in self.layouts.items():
+            for parameter, shape in layout.shapes.items():
+                if shape != self.space.shapes[parameter]:
+                    expected = list(self.space.shapes[parameter])
+                    raise ValueError(
+                        f'block "{name}": expected parameter "{parameter}" of shape {expected}, got {list(shape)}.'
+                    )
+
+    def _check_blocks(self) -> None:
+        for name, block in self.blocks.items():
+            dim = self.layouts[name].dim
+            if block.shape != (dim, dim):
+                raise ValueError(
+                    f'block "{name}": expected a {dim} x {dim} matrix for {self.layouts[name]}, got {block.label}.'
+                )
+            if block.dtype != self.dtype or block.device != self.device:
+                raise ValueError(
+                    f'block "{name}": expected {self.dtype} on {self.device} as the first block, got {block.label}.'
+                )
+
+    @property
+    def in_space(self) -> Space:
+        return self.space
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.blocks.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.blocks.values())).device
+
+    @property
+    def structure(self) -> Structure:
+        return min(block.structure for block in self.blocks.values())
+
+    # Products --------------------------------------------------------------------------------------------------------
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self._blockwise(X, lambda block, x: block._matmat(x))
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self._blockwise(X, lambda block, x: block._rmatmat(x))
+
+    def _root_matmat(self, X: Tensor) -> Tensor:
+        return self._blockwise(X, lambda block, x: block._root_matmat(x))
+
+    def _blockwise(self, X: Tensor, product: Callable[[LinearOperator, Tensor], Tensor]) -> Tensor:
+        """Multiply block by block, each result written straight to its place in `[n, K]`.
+
+        Columns are stored one after another, as `Kronecker` and `Layout.join` do: then a block's rows are moved in long
+        runs, and the whole is transposed once at most.
+        """
+        n, K = X.shape
+        tree = self.space.unflatten(X.T.contiguous().T)
+        Y = X.new_empty(K, n).T
+        for name, block in self.blocks.items():
+            layout = self.layouts[name]
+            with naming(f'block "{name}"'):
+                y = product(block, layout.join(tree))
+            for parameter, part in layout.split(y).items():
+                self.space.part(Y, parameter).copy_(part)
+        return Y
+
+    def split(self, v: Any) -> dict[str, Tensor]:
+        """A vector's parts, block by block: what each block is multiplied with.
+
+        Args:
+            v: What the operator may be multiplied with: a flat tensor, a list or dictionary of tensors, with or without
+                columns.
+
+        Returns:
+            Block name to `[dim]`, or `[dim, K]` of K columns: the row-major vector of the block's matrix.
+
+        Example:
+            >>> from curvlinops_plus.linalg import Diagonal, Layout
+            >>> space = Space.from_shapes({"w": (2,), "v": (1,)})
+            >>> layouts = {"b": Layout({"v": "d -> 1 d"}, {"v": (1,)}), "a": Layout({"w": "d -> 1 d"}, {"w": (2,)})}
+            >>> K = BlockDiagonal({"b": Diagonal(torch.ones(1)), "a": Diagonal(torch.ones(2))}, layouts, space)
+            >>> K.split(torch.tensor([1.0, 2.0, 3.0]))
+            {'b': tensor([3.]), 'a': tensor([1., 2.])}
+        """
+        X, form = self.space.read(v, self.dtype, self.device)
+        tree = self.space.unflatten(X)
+        parts = {name: layout.join(tree) for name, layout in self.layouts.items()}
+        return {name: part[:, 0] if form.columns is None else part for name, part in parts.items()}
+
+    def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The vector `[n]`, or `[n, K]`, of which `parts` are the blocks' parts: undoes `split`.
+
+        Raises:
+            ValueError: If a block's part is missing, is of no block, or has another size.
+        """
+        if parts.keys() != self.blocks.keys():
+            raise ValueError(f"Expected a part for each of the blocks {list(self.blocks)}, got {list(parts)}.")
+        tree: dict[str, Tensor] = {}
+        for name, layout in self.layouts.items():
+            part = parts[name]
+            if part.ndim not in (1, 2) or part.shape[0] != layout.dim:
+                raise ValueError(
+                    f'block "{name}": expected [{layout.dim}] or [{layout.dim}, K], got {list(part.shape)}.'
+                )
+            split = layout.split(part if part.ndim == 2 else part[:, None])
+            tree |= {key: t if part.ndim == 2 else t[..., 0] for key, t in split.items()}
+        return self.space.flatten(tree)
+
+    def adjoint(self) -> LinearOperator:
+        return self if self.structure >= Structure.SYMMETRIC else self._map(lambda block: block.adjoint())
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
+        return self._map(lambda block: block.to(device, dtype))
+
+    def _to_dense(self) -> Tensor:
+        dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        positions = self.space.unflatten(torch.arange(self.shape[0], device=self.device)[:, None])
+        for name, block in self.blocks.items():
+            at = self.layouts[name].join(positions)[:, 0]
+            with outside_autocast(self.device):
+                dense[at[:, None], at] = block.to_dense()
+        return dense
+
+    # Closed forms ----------------------------------------------------------------------------------------------------
+
+    @property
+    def trace(self) -> Tensor:
+        return torch.stack(self._each(lambda block: block.trace)).sum()
+
+    @property
+    def frobenius_norm(self) -> Tensor:
+        return torch.linalg.vector_norm(torch.stack(self._each(lambda block: block.frobenius_norm)))
+
+    def eigenvalues(self) -> Tensor:
+        return torch.cat(self._each(lambda block: block.eigenvalues()))
+
+    def diagonal(self) -> Tensor:
+        """The diagonal, `[n]`, in the order of the parameters."""
+        parts: dict[str, Tensor] = {}
+        for layout, d in zip(self.layouts.values(), self._each(lambda block: block.diagonal()), strict=True):
+            parts |= {parameter: t[..., 0] for parameter, t in layout.split(d[:, None]).items()}
+        return self.space.flatten(parts)
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        signs, logarithms = zip(*self._each(lambda block: block._slogdet()), strict=True)
+        return torch.stack(signs).prod(), torch.stack(logarithms).sum()
+
+    def _entrywise_square(self) -> BlockDiagonal:
+        return self._map(lambda block: block._entrywise_square())
+
+    def inverse(self, damping: Damping = 0.0, **options: Any) -> BlockDiagonal:
+        """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse` for the options."""
+        dampings = self.per_block(damping)
+        return self._map_named(lambda name, block: block.inverse(dampings[name], **options))
+
+    def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
+        """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
+        dampings = self.per_block(damping)
+        return self._map_named(lambda name, block: block.power(p, dampings[name], exact=exact))
+
+    def shift(self, delta: Damping) -> BlockDiagonal:
+        """`K + delta I`, block by block."""
+        deltas = self.per_block(delta)
+        return self._map_named(lambda name, block: block.shift(deltas[name]))
+
+    def _scale(self, c: Scalar) -> BlockDiagonal:
+        return self._map(lambda block: block._scale(c))
+
+    def _each(self, function: Callable[[LinearOperator], T]) -> list[T]:
+        results = []
+        for name, block in self.blocks.items():
+            with naming(f'block "{name}"'), outside_autocast(self.device):
+                results.append(function(block))
+        return results
+
+    def _map(self, function: Callable[[LinearOperator], LinearOperator]) -> BlockDiagonal:
+        return BlockDiagonal(dict(zip(self.blocks, self._each(function), strict=True)), self.layouts, self.space)
+
+    def _map_named(self, function: Callable[[str, LinearOperator], LinearOperator]) -> BlockDiagonal:
+        names = iter(self.blocks)
+        return self._map(lambda block: function(next(names), block))
+
+    def per_block(self, damping: Any) -> dict[str, Any]:
+        """The damping of each block."""
+        if isinstance(damping, Mapping):
+            if damping.keys() != self.blocks.keys():
+                missing, extra = (
+                    [n for n in self.blocks if n not in damping],
+                    [n for n in damping if n not in self.blocks],
+                )
+                raise ValueError(
+                    f"Expected one damping for each of the blocks {list(self.blocks)}; "
+                    f"missing {missing}, unexpected {extra}."
+                )
+            return dict(damping)
+        if isinstance(damping, Tensor) and damping.ndim > 0:
+            if damping.shape != (len(self.blocks),):
+                raise ValueError(
+                    f"Expected one number or one per block, [{len(self.blocks)}], "
+                    f"got a damping of shape {list(damping.shape)}."
+                )
+            return dict(zip(self.blocks, damping.unbind(), strict=True))
+        return dict.fromkeys(self.blocks, damping)

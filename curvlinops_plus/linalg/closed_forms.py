@@ -1,0 +1,219 @@
+"""What a matrix may know of itself without being formed: trace, determinant, eigenvalues, inverse, square root.
+
+Every operator has these members. Those whose structure gives the answer implement them; the others raise `NoClosedForm`
+and say what to use instead. Singular matrices follow the rule of `numerics.py`.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.errors import NoClosedForm, NumericsError
+from curvlinops_plus.linalg.damping import Damping, Scalar, resolve
+from curvlinops_plus.linalg.numerics import standard_normal
+from curvlinops_plus.linalg.products import Products, outside_autocast
+from curvlinops_plus.linalg.structure import Structure
+
+if TYPE_CHECKING:  # for annotations only: operators inherit from what is defined here
+    from curvlinops_plus.linalg.operator import LinearOperator
+
+__all__ = ["ClosedForms", "naming"]
+
+_ADVICE = {
+    "trace": "estimate it from products with random vectors: `xtrace(A, ...)` or `hutchinson_trace(A, ...)`",
+    "logdet": "estimate it from products by stochastic Lanczos quadrature: `curvlinops_plus.estimate.logdet(A, ...)`",
+    "frobenius_norm": "estimate its square from products with random vectors: `hutchinson_squared_fro(A, ...)`",
+    "eigenvalues": "compute the largest with `top_eigenpairs(A, k)` or scipy.sparse.linalg.eigsh(A.to_scipy())",
+    "diagonal": "estimate it from products with random vectors: `xdiag(A, ...)` or `hutchinson_diag(A, ...)`",
+    "inverse": "solve with `CGInverseLinearOperator(A)`, or MINRES if it is indefinite",
+    "power": "approximate its eigenvectors with scipy.sparse.linalg.eigsh(A.to_scipy())",
+    "sample": "approximate the matrix by a structured one, for example KFAC, and sample from that",
+}
+
+
+class ClosedForms(Products):
+    """The members that follow from structure, with defaults that tell what to do instead."""
+
+    @property
+    def trace(self) -> Tensor:
+        """Sum of the eigenvalues, a 0-d tensor."""
+        raise self._no_closed_form("trace")
+
+    @property
+    def det(self) -> Tensor:
+        """Product of the eigenvalues, a 0-d tensor; 0 if one counts as zero. Use `logdet` for large matrices."""
+        sign, logarithm = self._slogdet()
+        return sign * logarithm.exp()
+
+    @property
+    def logdet(self) -> Tensor:
+        """Logarithm of the determinant, 0-d: -inf if the matrix is singular, NaN if the determinant is negative.
+
+        `A.shift(delta).logdet` is differentiable in a tensor `delta`.
+        """
+        sign, logarithm = self._slogdet()
+        return torch.where(sign < 0, torch.full_like(logarithm, torch.nan), logarithm)
+
+    @property
+    def frobenius_norm(self) -> Tensor:
+        """Root of the sum of squared entries, a 0-d tensor."""
+        raise self._no_closed_form("frobenius_norm")
+
+    def eigenvalues(self) -> Tensor:
+        """All eigenvalues of a symmetric matrix, `[n]`, in the order of its blocks (not sorted)."""
+        raise self._no_closed_form("eigenvalues")
+
+    def diagonal(self) -> Tensor:
+        """The diagonal, `[n]`."""
+        raise self._no_closed_form("diagonal")
+
+    def inverse(
+        self,
+        damping: Damping = 0.0,
+        *,
+        use_heuristic_damping: bool = False,
+        min_damping: float = 1e-8,
+        retry_double_precision: bool = True,
+    ) -> LinearOperator:
+        """The matrix `(A + damping I)⁻¹` as an operator that has its own `logdet`, `trace`, `sample`.
+
+        Args:
+            damping: A number, a 0-d tensor (results are differentiable in it), a rule such as `RelativeDamping`; what
+                else a Kronecker product or a block-diagonal matrix takes is said in `inverse.py`.
+            use_heuristic_damping: Split the damping between the factors of a Kronecker product (`heuristic_damping`).
+                A matrix without factors takes it whole.
+            min_damping: Smallest part that this split may give.
+            retry_double_precision: Repeat a Cholesky decomposition that failed in float32 in float64, with a warning.
+
+        Raises:
+            NoClosedForm: If the structure does not give an inverse.
+            SingularMatrixError: If the matrix is singular and there is no damping.
+            ValueError: If the damping is negative or of a kind that does not fit the matrix.
+        """
+        if use_heuristic_damping:
+            if isinstance(damping, tuple):
+                raise ValueError("Heuristic and exact damping require a single damping value.")
+            damping = self._split_damping(resolve(damping, self), min_damping)
+        if isinstance(damping, tuple):
+            return self._inverse_by_factors(damping, retry_double_precision)
+        return self._inverse(resolve(damping, self), retry_double_precision)
+
+    def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
+        """The matrix `(A + damping I)ᵖ` of a positive semi-definite `A`, for any real `p`.
+
+        Args:
+            p: The exponent.
+            damping: A number, a 0-d tensor, a rule, or what else `inverse.py` says.
+            exact: False splits the damping between the factors of a Kronecker product (`heuristic_damping`), whose
+                power is then a product of powers, as in kfac_jax: nothing is decomposed together, the matrix dominates
+                the damped one. Where one factor is 1 x 1 or zero, the exact power costs nothing and is taken.
+                Without effect on matrices that are no Kronecker product.
+
+        Raises:
+            NoClosedForm: If the structure does not give powers.
+            SingularMatrixError: If `p < 0` and the matrix is singular and there is no damping.
+            ValueError: If the matrix is not positive semi-definite, or the damping negative.
+        """
+        if self.structure < Structure.PSD:
+            raise ValueError(
+                f"Expected a positive semi-definite matrix, got {self.label}; only those have real powers."
+            )
+        power = self._power if exact else self._power_by_factors
+        return power(float(p), resolve(damping, self))
+
+    def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
+        """Draws from N(0, A): one, `[n]`, or `num` of them, `[n, num]`.
+
+        Args:
+            generator: Where the random numbers come from, on the CPU or on the operator's device; the same generator
+                gives the same draws on every device and in every dtype. By default PyTorch's global one.
+            num: How many. More draws begin with the fewer ones.
+
+        Raises:
+            NoClosedForm: If the structure does not give a square root.
+            ValueError: If the matrix is not positive semi-definite.
+        """
+        if self.structure < Structure.PSD:
+            raise ValueError(f"Expected a positive semi-definite matrix, got {self.label}; only those are covariances.")
+        like = torch.empty((), dtype=self.dtype, device=self.device)
+        draws = self._root_matmat(standard_normal(1 if num is None else num, self.shape[1], generator, like))
+        return draws[:, 0] if num is None else draws
+
+    def quadratic_form(self, J: Any) -> Tensor:
+        """`J A Jᵀ`, `[..., m, m]`, of Jacobian-like rows; costs one product with as many columns as `J` has rows.
+
+        Args:
+            J: A tensor `[..., m, n]`, or a list or dictionary of tensors `[..., m, *shape]`.
+
+        Raises:
+            ValueError: If the shapes do not fit.
+        """
+        if isinstance(J, Tensor):
+            if J.ndim < 2 or J.shape[-1] != self.shape[1]:
+                raise ValueError(f"Expected J of shape [..., m, {self.shape[1]}], got {list(J.shape)}.")
+            rows = J
+        else:
+            rows = self.in_space.flatten_rows(J)
+        X, _ = self.in_space.read(rows.reshape(-1, self.shape[1]), self.dtype, self.device, columns_first=True)
+        with outside_autocast(self.device):
+            return X.T.view(rows.shape) @ self._matmat(X).T.reshape(rows.shape).mT
+
+    # What a structure implements; arguments are checked and dampings are numbers -------------------------------------
+
+    def _slogdet(self) -> tuple[Tensor, Tensor]:
+        """Sign of the determinant and logarithm of its absolute value."""
+        raise self._no_closed_form("logdet")
+
+    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
+        raise self._no_closed_form("inverse")
+
+    def _inverse_by_factors(self, damping: tuple[Any, Any], retry: bool) -> LinearOperator:
+        raise ValueError(
+            f"A pair of dampings (λ_A, λ_G) belongs to the two factors of a Kronecker product, got one for "
+            f"{self.label}; pass a single number."
+        )
+
+    def _split_damping(self, damping: Scalar, min_damping: float) -> Damping:
+        raise ValueError(
+            f"Heuristic damping is split between the two factors of a Kronecker product, which {self.label} is not; "
+            "pass a single number and use_heuristic_damping=False."
+        )
+
+    def _power(self, p: float, damping: Scalar) -> LinearOperator:
+        raise self._no_closed_form("power")
+
+    def _power_by_factors(self, p: float, damping: Scalar) -> LinearOperator:
+        return self._power(p, damping)
+
+    def _root_matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [n, K]
+        """`L X` for any `L` with `L Lᵀ = A`."""
+        raise self._no_closed_form("sample")
+
+    def _entrywise_square(self) -> LinearOperator:
+        """The matrix of the squared entries."""
+        raise self._no_closed_form("diagonal")
+
+    def _no_closed_form(self, member: str) -> NoClosedForm:
+        formed = (
+            f"Dense(A.to_dense(), A.structure).{member}" if self.structure >= Structure.SYMMETRIC else "A.to_dense()"
+        )
+        advice = f"if the matrix is small, use {formed}; otherwise {_ADVICE[member]}"
+        return NoClosedForm(f"{self.label} has no closed form of `{member}`: {advice}.")
+
+
+class naming:
+    """Errors of ours that happen inside begin with the name of the part of the matrix that they are about."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, (NumericsError, NotImplementedError, TypeError, ValueError)):
+            raise type(error)(f"{self.part}: {error}") from error

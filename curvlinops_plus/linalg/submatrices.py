@@ -1,0 +1,345 @@
+"""Some rows and columns of a matrix: `A[rows, cols]`, and the matrix with all others set to zero.
+
+What may be picked, for rows and columns alike:
+
+* positions: a list, range, tensor or array of different integers from 0, in any order,
+* a boolean mask with one entry per row (or column),
+* a slice; `:` picks everything and keeps names and shapes,
+* parameters: a name, or a list of names of the operator's space. The result keeps their names and shapes, and
+  multiplies lists and dictionaries of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
+from curvlinops_plus.linalg.deferred import Deferred
+from curvlinops_plus.linalg.operator import LinearOperator, Wrapper
+from curvlinops_plus.linalg.space import Space
+from curvlinops_plus.linalg.structure import Structure
+from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
+
+__all__ = ["ProjectedLinearOperator", "SubmatrixLinearOperator", "submatrix"]
+
+
+@dataclass(frozen=True, eq=False)
+class Selection:
+    """Some entries of a vector of size `dim`: their positions, and the space that they make."""
+
+    space: Space
+    positions: Tensor  # [k], on the operator's device
+    dim: int
+    names: tuple[str, ...] | None = None  # if whole parameters were picked
+
+    def gather(self, V: Tensor) -> Tensor:  # [dim, *K] -> [k, *K]
+        """The picked entries."""
+        return V.index_select(0, self.positions)
+
+    def scatter(self, X: Tensor) -> Tensor:  # [k, *K] -> [dim, *K]
+        """A vector that is zero elsewhere."""
+        return X.new_zeros(self.dim, *X.shape[1:]).index_copy_(0, self.positions, X)
+
+    def same(self, other: Selection) -> bool:
+        """Whether both pick the same entries in the same order."""
+        return self is other or (self.dim == other.dim and torch.equal(self.positions, other.positions))
+
+
+def select(which: Any, space: Space, device: torch.device, axis: str) -> Selection:
+    """Read what was picked from a vector of `space`; `axis` is "row" or "column", for messages.
+
+    Raises:
+        ValueError: If it is of no known kind, out of bounds, or has duplicates.
+    """
+    n = space.dim
+    if isinstance(which, slice):
+        positions = torch.arange(n, device=device)
+        if which == slice(None):
+            return Selection(space, positions, n, tuple(space.names))
+        picked = range(n)[which]
+        return _of_positions(torch.tensor(picked, dtype=torch.long), n, device)
+    if isinstance(which, str):
+        which = [which]
+    if isinstance(which, Sequence) and len(which) and all(isinstance(name, str) for name in which):
+        return _of_names(list(which), space, device, axis)
+    if isinstance(which, (Tensor, np.ndarray)):
+        picked = which if isinstance(which, Tensor) else torch.from_numpy(np.array(which))
+        integral = not picked.is_floating_point() and not picked.is_complex()
+    else:
+        values = list(which) if isinstance(which, Sequence) else [None]
+        masked = len(values) > 0 and all(isinstance(v, (bool, np.bool_)) for v in values)
+        integral = masked or all(isinstance(v, (int, np.integer)) and not isinstance(v, bool) for v in values)
+        picked = torch.tensor(values if integral else [], dtype=torch.bool if masked else torch.long)
+    if not integral or picked.ndim != 1:
+        raise ValueError(
+            f"Expected {axis}s as a list of integers, a boolean mask, a slice, or names of parameters out of "
+            f"{space.names}; got {which!r}."
+        )
+    if picked.dtype == torch.bool:
+        if len(picked) != n:
+            raise ValueError(f"Expected a mask of {n} entries, one per {axis}, got {len(picked)}.")
+        return _of_positions(picked.nonzero()[:, 0], n, device)
+    picked = picked.long().cpu()
+    if len(picked) and (int(picked.min()) < 0 or int(picked.max()) >= n):
+        raise ValueError(
+            f"Expected {axis} numbers between 0 and {n - 1}, got numbers between {int(picked.min())} and "
+            f"{int(picked.max())}."
+        )
+    if len(picked.unique()) != len(picked):
+        raise ValueError(f"Expected different {axis}s, got {len(picked) - len(picked.unique())} duplicates.")
+    return _of_positions(picked, n, device)
+
+
+def _of_positions(positions: Tensor, dim: int, device: torch.device) -> Selection:
+    return Selection(Space.from_shapes([(len(positions),)]), positions.to(device), dim)
+
+
+def _of_names(names: list[str], space: Space, device: torch.device, axis: str) -> Selection:
+    unknown = [name for name in names if name not in space.shapes]
+    if unknown or len(set(names)) != len(names):
+        raise ValueError(f"Expected different names of {axis}s out of {space.names}, got {names}.")
+    at = space.unflatten(torch.arange(space.dim, device=device))
+    positions = torch.cat([at[name].flatten() for name in names])
+    return Selection(Space({name: space.shapes[name] for name in names}), positions, space.dim, tuple(names))
+
+
+class SubmatrixLinearOperator(Wrapper):
+    """The submatrix of the picked rows and columns of `A`; one product with `A` per product.
+
+    With the same rows and columns it is as symmetric and positive semi-definite as `A`. `submatrix(A, rows, cols)` may
+    give an operator that knows more of itself.
+
+    Args:
+        A: The matrix.
+        row_idxs: Which rows: integers, a boolean mask, a slice, or names of parameters; see `submatrix.py`.
+        col_idxs: Which columns.
+
+    Raises:
+        TypeError: If `A` is no operator of this package.
+        ValueError: If integers repeat or are out of bounds, or a name is unknown.
+
+    Example:
+        >>> A = Dense(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+        >>> SubmatrixLinearOperator(A, [1], [2, 0]).to_dense()
+        tensor([[6., 4.]])
+    """
+
+    def __init__(self, A: LinearOperator, row_idxs: Any, col_idxs: Any) -> None:
+        self.A = A
+        self.set_submatrix(row_idxs, col_idxs)
+
+    def set_submatrix(self, row_idxs: Any, col_idxs: Any) -> None:
+        """Pick other rows and columns."""
+        rows, cols = _both(self.A, row_idxs, col_idxs)
+        self.rows, self.cols = rows, cols
+        self._principal = self.A.in_space.matches(self.A.out_space) and rows.same(cols)
+
+    @property
+    def in_space(self) -> Space:
+        return self.cols.space
+
+    @property
+    def out_space(self) -> Space:
+        return self.rows.space
+
+    @property
+    def structure(self) -> Structure:
+        return self.A.structure if self._principal else Structure.GENERAL
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        if X.shape[1] == 0:  # also when no column was picked: `A` need not know products without columns
+            return X.new_zeros(self.shape[0], 0)
+        return self.rows.gather(self.A._matmat(self.cols.scatter(X)))
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        if X.shape[1] == 0:
+            return X.new_zeros(self.shape[1], 0)
+        return self.cols.gather(self.A._rmatmat(self.rows.scatter(X)))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+        A = self.A.to(device, dtype)
+        return SubmatrixLinearOperator(A, _again(self.rows), _again(self.cols))
+
+    @property
+    def trace(self) -> Tensor:
+        return self.diagonal().sum()
+
+    def diagonal(self) -> Tensor:
+        if not self._principal:
+            raise self._no_closed_form("diagonal")
+        return self.cols.gather(self.A.diagonal())
+
+
+class ProjectedLinearOperator(Wrapper):
+    """`P A P`: the square matrix `A` with all rows and columns set to zero that were not picked.
+
+    Args:
+        A: A square matrix.
+        idxs: What stays: integers, a boolean mask, a slice, or names of parameters; see `submatrix.py`.
+
+    Raises:
+        TypeError: If `A` is no operator of this package.
+        ValueError: If `A` is not square, integers repeat or are out of bounds, or a name is unknown.
+
+    Example:
+        >>> A = Dense(torch.tensor([[1.0, 2.0], [2.0, 5.0]]), Structure.PSD)
+        >>> ProjectedLinearOperator(A, [0]).to_dense()
+        tensor([[1., 0.],
+                [0., 0.]])
+    """
+
+    def __init__(self, A: LinearOperator, idxs: Any) -> None:
+        _check_operator(A)
+        if A.shape[0] != A.shape[1]:
+            raise ValueError(f"Only a square matrix can be projected from both sides, got {A.label}.")
+        self.A, self.kept = A, select(idxs, A.in_space, A.device, "row")
+
+    @property
+    def structure(self) -> Structure:
+        return self.A.structure
+
+    def _project(self, X: Tensor) -> Tensor:
+        return self.kept.scatter(self.kept.gather(X))
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self._project(self.A._matmat(self._project(X)))
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self._project(self.A._rmatmat(self._project(X)))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+        return ProjectedLinearOperator(self.A.to(device, dtype), _again(self.kept))
+
+    def diagonal(self) -> Tensor:
+        return self._project(self.A.diagonal())
+
+    @property
+    def trace(self) -> Tensor:
+        return self.kept.gather(self.A.diagonal()).sum()
+
+
+def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
+    """The submatrix of some rows and columns, in the most telling form: what `A[rows, cols]` returns.
+
+    Of a `Dense` matrix it is `Dense`, with entries copied as they are now. With the same rows and columns, of a
+    `Diagonal` it is `Diagonal`, and parameters that make up whole blocks of a block-diagonal matrix such as KFAC give
+    those blocks: with their inverse, determinant and so on. Everything else is a `SubmatrixLinearOperator`.
+
+    Args:
+        A: The matrix.
+        rows: Integers, a boolean mask, a slice, or names of parameters; see `submatrix.py`.
+        cols: The same.
+
+    Raises:
+        TypeError: If `A` is no operator of this package.
+        ValueError: If integers repeat or are out of bounds, or a name is unknown.
+
+    Example:
+        >>> submatrix(Diagonal(torch.tensor([1.0, 2.0, 4.0])), [0, 2], [0, 2]).logdet.exp()
+        tensor(4.)
+    """
+    chosen = _both(A, rows, cols)
+    known = _structured(A, *chosen)
+    return SubmatrixLinearOperator(A, rows, cols) if known is None else known
+
+
+def _getitem(self: LinearOperator, key: tuple[Any, Any]) -> LinearOperator:
+    """`A[rows, cols]`, see `submatrix`."""
+    if not isinstance(key, tuple) or len(key) != 2:
+        raise ValueError(f"Expected A[rows, cols], with : for all rows or columns; got A[{key!r}].")
+    return submatrix(self, *key)
+
+
+# Set from here, because the file of the operators must not import what is built on it.
+LinearOperator.__getitem__ = _getitem
+
+
+def _check_operator(A: Any) -> None:
+    if not isinstance(A, LinearOperator):
+        advice = "use Dense(A), or index it as it is" if isinstance(A, Tensor) else "use from_scipy(A) or Dense(A)"
+        raise TypeError(f"Expected A to be a LinearOperator, got {type(A).__name__}; {advice}.")
+
+
+def _both(A: LinearOperator, rows: Any, cols: Any) -> tuple[Selection, Selection]:
+    _check_operator(A)
+    return select(rows, A.out_space, A.device, "row"), select(cols, A.in_space, A.device, "column")
+
+
+def _again(selection: Selection) -> Any:
+    """What picks the same once more."""
+    return selection.positions if selection.names is None else list(selection.names)
+
+
+@singledispatch
+def _structured(A: LinearOperator, rows: Selection, cols: Selection) -> LinearOperator | None:
+    """The submatrix as an operator that knows more than products, or None. One function per structure."""
+    return None
+
+
+@_structured.register
+def _(A: Dense, rows: Selection, cols: Selection) -> LinearOperator | None:
+    if A.batch:
+        return None
+    structure = A.structure if rows.same(cols) else Structure.GENERAL
+    return Dense(A.matrix.index_select(0, rows.positions).index_select(1, cols.positions), structure, A.rtol)
+
+
+@_structured.register
+def _(A: Diagonal, rows: Selection, cols: Selection) -> LinearOperator | None:
+    return Diagonal(cols.gather(A.vector.flatten())) if rows.same(cols) else None
+
+
+@_structured.register
+def _(A: IdentityLinearOperator, rows: Selection, cols: Selection) -> LinearOperator | None:
+    return IdentityLinearOperator(cols.space, A.device, A.dtype) if rows.same(cols) else None
+
+
+@_structured.register
+def _(A: BlockDiagonal, rows: Selection, cols: Selection) -> LinearOperator | None:
+    if cols.names is None or not rows.same(cols):
+        return None
+    names = [block for block, layout in A.layouts.items() if set(layout.names) <= set(cols.names)]
+    if sum(len(A.layouts[block].names) for block in names) < len(cols.names):
+        return None  # a block is cut
+    return BlockDiagonal(
+        {block: A.blocks[block] for block in names}, {block: A.layouts[block] for block in names}, cols.space
+    )
+
+
+class _Later(Deferred):
+    """A submatrix of an operator that may not be computed yet, or be computed again."""
+
+    def __init__(self, A: Deferred, rows: Selection, cols: Selection) -> None:
+        self.A, self.rows, self.cols = A, rows, cols
+
+    @property
+    def in_space(self) -> Space:
+        return self.cols.space
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.A.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.A.device
+
+    @property
+    def structure(self) -> Structure:
+        return self.A.structure
+
+    @property
+    def operator(self) -> LinearOperator:
+        return submatrix(self.A.operator, _again(self.rows), _again(self.cols))
+
+
+@_structured.register
+def _(A: Deferred, rows: Selection, cols: Selection) -> LinearOperator | None:
+    return None if cols.names is None or not rows.same(cols) else _Later(A, rows, cols)

@@ -1,0 +1,265 @@
+"""Natural-gradient directions for log-amplitudes: `fisher_inverse` for any gradient, `stochastic_reconfiguration` for
+that of an average over the samples themselves.
+
+Conventions. With centred derivatives `Ō` and centred costs `ε̄`, both times the roots of the weights (`1/√n` each
+without weights),
+
+    S = Ō* Ō,    δ = (S + λI)⁻¹ Ō* ε̄ = Ō* (Ō Ō* + λI)⁻¹ ε̄
+
+The gradient of an energy `⟨E⟩` over `|ψ|²` is `∇⟨E⟩ = 2 Re Ō* ε̄`, twice what stands here: `δ = (S + λI)⁻¹ ∇⟨E⟩ / 2`,
+as in vmcnet; netket's directions are `2 δ`. For a density, `log ψ = log p`, the gradient of `⟨E⟩` over `p` is `Ō* ε̄`,
+and `S` the Fisher matrix: then `δ` is the natural gradient itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.optim.reconfiguration.amplitude import Amplitude, LogAmplitude, LogPsi, Params, undisturbed
+from curvlinops_plus.optim.reconfiguration.damped_solve import Mode, Solver, SolveReport, System, check_options
+from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble, name_samples
+
+__all__ = ["FisherInverse", "Reconfiguration", "fisher_inverse", "reconfigure", "stochastic_reconfiguration"]
+
+
+class Reconfiguration(NamedTuple):
+    """What `stochastic_reconfiguration` returns.
+
+    Attributes:
+        direction: `δ`, in the form, shapes and dtypes of the parameters; subtract a multiple of it.
+        report: What the solve achieved.
+    """
+
+    direction: Any
+    report: SolveReport
+
+
+def stochastic_reconfiguration(
+    log_psi: LogPsi,
+    params: Params,
+    samples: Any,
+    local_costs: Tensor,
+    damping: float = 1e-3,
+    mode: Mode = "auto",
+    momentum: float = 0.0,
+    *,
+    previous: Any = None,
+    weights: Any = None,
+    chunk_size: int | None = None,
+    amplitude: Amplitude = "real",
+    diagonal_shift: float = 0.0,
+    solver: Solver | None = None,
+    tol: float | None = None,
+    maxiter: int | None = None,
+    proj_reg: float = 0.0,
+) -> Reconfiguration:
+    """The direction of stochastic reconfiguration (also minSR, SPRING), `δ = (S + λI)⁻¹ Ō* ε̄`.
+
+    Subtracting a multiple of it lowers the average of the local costs, by natural gradient descent. Note that `Ō* ε̄` is
+    *half* the gradient of an energy over |ψ|² (see the top of this file); netket's direction is twice ours.
+
+    With momentum it is SPRING's: the `δ` of least `|Ō δ - ε̄|² + λ |δ - μ φ|²`, `φ` being the direction before. On one
+    batch repeated forever it tends to the `δ` of damping `λ (1 - μ)`.
+
+    Args:
+        log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
+        params: Parameters, a list or a dict; of a module its own, None for all that require a gradient.
+        samples: `[n, ...]`, or a tuple, list or dict of such tensors; drawn from |ψ|², or with `weights`.
+        local_costs: A number for each sample, `[n]`: local energies `(H ψ)(x) / ψ(x)`, rewards, … Complex ones count as
+            such if ψ is complex, else by their real parts.
+        damping: `λ`.
+        mode: "lazy" (products only), "dense" (`S` [P, P]), "kernel" (`Ō Ō*` [n, n], twice that if complex) or "auto",
+            by sizes. All give the same direction.
+        momentum: SPRING's `μ`, at least 0 and below 1.
+        previous: The direction before, in the form of the parameters; None: none.
+        weights: Weights `[n]` of the samples, divided by their sum.
+        chunk_size: How many samples are differentiated at once; None: all. Does not change the result.
+        amplitude: "real", "complex" or "holomorphic", see `optim/amplitude.py`.
+        diagonal_shift: `ε` of a shift by `ε diag(S)` on top of `λI`; the direction then hardly depends on the scales of
+            the parameters.
+        solver: "cholesky" (if that fails, a smoothed pseudo-inverse with a warning) or "eigh" for dense and kernel,
+            "cg" for all modes, "lsmr" for lazy and dense; None: Cholesky, in mode "lazy" CG started at `Ō* ε̄`.
+        tol: Relative residual at which "cg" and "lsmr" stop; None: 1e-5 in float32, 1e-12 in float64, or what rounding
+            allows.
+        maxiter: Their largest number of iterations; None: 10·P.
+        proj_reg: Added to the kernel times the projection onto the directions that centring removes (`11ᵀ/n`). The
+            direction does not depend on it; a factorisation may be better conditioned.
+
+    Returns:
+        `(direction, report)`: a list or dict like the parameters, and a `SolveReport` with the residual reached, rank
+        and condition number.
+
+    Raises:
+        ValueError: If arguments do not fit each other; fewer than two samples; mode "kernel" without damping.
+        NumericsError: If a cost, `log ψ` or a derivative is NaN or infinite; names the samples.
+        SingularMatrixError: If there is no damping and `S` is singular.
+
+    Cost: a forward pass, then in mode "dense" one backward pass per sample (vectorised), n·P² for `S`, P³/3 to solve.
+        In mode "kernel" of a module with real `log ψ` one forward and one backward pass (no Jacobian is stored), of
+        anything else as dense, n²·P for the kernel and n³/3. In mode "lazy" three backward passes per iteration.
+
+    Source: Sorella 1998, arXiv cond-mat/9803107; Chen and Heyl 2024, arXiv 2302.01941 (kernel); Goldshlager, Abrahamsen
+        and Lin 2024, arXiv 2401.10190 (SPRING).
+
+    Example:
+        >>> psi = lambda params, x: -params["a"] * x ** 2 / 2  # a normal distribution of variance 1/(2a)
+        >>> x = torch.tensor([-2.0, -1.0, 0.0, 1.0, 2.0])
+        >>> direction, report = stochastic_reconfiguration(psi, {"a": torch.tensor(1.0)}, x, x**2, damping=0.0)
+        >>> direction  # costs grow with x², and so does -log ψ: a should grow
+        {'a': tensor(-2.)}
+    """
+    psi = LogAmplitude(log_psi, params, amplitude)
+    check_momentum(momentum)
+    phi = None if previous is None else psi.read(previous, "previous")
+    options = {"diagonal_shift": diagonal_shift, "tol": tol, "maxiter": maxiter, "proj_reg": proj_reg}
+    check_options(mode, solver, damping=damping, diagonal_shift=diagonal_shift, proj_reg=proj_reg)
+    with undisturbed(psi.device):
+        ensemble = Ensemble(psi, samples, weights, chunk_size)
+        target, _ = centred_costs(ensemble, local_costs)
+        delta, report = reconfigure(System(ensemble, damping, mode, solver, **options), target, momentum, phi)
+        return Reconfiguration(psi.write(delta), report)
+
+
+def reconfigure(
+    system: System, target: Tensor, momentum: float = 0.0, phi: Tensor | None = None
+) -> tuple[Tensor, SolveReport]:  # [n·c], [P] -> [P]
+    """The direction for centred costs `target`, from flat vectors.
+
+    SPRING: with `δ = d + μ φ` the problem is one without momentum, for `d` and costs `ε̄ - μ Ō φ`.
+    """
+    if phi is None or not momentum:
+        return system.direction(target)
+    start = momentum * phi
+    d, report = system.direction(target - system.product(system.to_unknowns(start)))
+    return d + start, report
+
+
+def centred_costs(ensemble: Ensemble, local_costs: Any) -> tuple[Tensor, Tensor]:
+    """`ε̄` [n·c], costs minus their mean times the roots of the weights, and the mean.
+
+    Raises:
+        ValueError: If there is not one number per sample.
+        NumericsError: If one is NaN or infinite; names the samples.
+    """
+    psi, n = ensemble.psi, ensemble.n
+    costs = torch.as_tensor(local_costs).detach().to(psi.device)
+    if costs.shape != (n,):
+        raise ValueError(f"Expected local_costs of shape [{n}], one for each sample, got {list(costs.shape)}.")
+    bad = ~torch.isfinite(costs)
+    if bool(bad.any()):
+        raise NumericsError(
+            f"local_costs is NaN or infinite for {name_samples(bad)}. Local energies diverge at nodes of ψ and where "
+            "particles meet without a cusp: leave these samples out, or clip the costs (say at five mean deviations "
+            "from the median) before they come here."
+        )
+    if not (costs.is_complex() or costs.is_floating_point()):
+        costs = costs.to(psi.dtype)
+    costs = costs.to(torch.promote_types(costs.dtype, psi.dtype))
+    # Large energies are centred before they are rounded, and differences before they are averaged.
+    differences = costs - costs[0]
+    mean = (ensemble.weights.to(costs.dtype) * differences).sum()
+    differences, mean = differences - mean, mean + costs[0]
+    parts = torch.view_as_real(differences) if costs.is_complex() else differences[:, None]
+    if parts.shape[1] < ensemble.components:
+        parts = torch.cat((parts, torch.zeros_like(parts)), 1)
+    target = parts[:, : ensemble.components] * ensemble.root[:, None]
+    return target.to(psi.dtype).flatten(), mean
+
+
+def check_momentum(momentum: float) -> None:
+    """Refuse a momentum with which directions could grow without bound.
+
+    Raises:
+        ValueError: If it is not at least 0 and below 1.
+    """
+    if not 0 <= momentum < 1:
+        raise ValueError(f"Expected momentum to be at least 0 and below 1, got {momentum!r}.")
+
+
+class FisherInverse:
+    """What `fisher_inverse` returns: a function `(grad, samples) -> direction`.
+
+    Attributes:
+        report: What the last solve achieved, a `SolveReport`; None before the first.
+    """
+
+    def __init__(self, psi: LogAmplitude, chunk_size: int | None, damping: float, **options: Any) -> None:
+        self.psi, self.chunk_size, self.damping, self.options = psi, chunk_size, damping, options
+        self.report: SolveReport | None = None
+
+    def __call__(self, grad: Any, samples: Any, weights: Any = None) -> Any:
+        """`(S + λI)⁻¹ grad`, with `S` at the parameters' present values.
+
+        Args:
+            grad: A gradient in the form of the parameters, or one flat tensor [P].
+            samples: Samples for `S`.
+            weights: Their weights.
+
+        Returns:
+            The direction in the form of `grad`.
+        """
+        g = self.psi.read(grad, "grad")
+        if not bool(torch.isfinite(g).all()):
+            raise NumericsError("grad has NaN or infinite entries.")
+        with undisturbed(self.psi.device):
+            system = System(Ensemble(self.psi, samples, weights, self.chunk_size), self.damping, **self.options)
+            direction, self.report = system.inverse(g)
+            return self.psi.write(direction, like=grad)
+
+
+def fisher_inverse(
+    log_psi: LogPsi,
+    params: Params = None,
+    damping: float = 1e-3,
+    maxiter: int | None = None,
+    mode: Mode = "lazy",
+    *,
+    chunk_size: int | None = None,
+    amplitude: Amplitude = "real",
+    solver: Solver | None = None,
+    tol: float | None = None,
+) -> Callable[..., Any]:
+    """A function `(grad, samples) -> (S + λI)⁻¹ grad`: natural-gradient directions for gradients from elsewhere.
+
+    The parameters are looked at in each call, so that one function serves a whole optimization.
+
+    Args:
+        log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
+        params: Parameters, a list or a dict; of a module its own, None for all that require a gradient.
+        damping: `λ`.
+        maxiter: Largest number of iterations of CG; None: 10·P.
+        mode: "lazy": CG, started at the gradient. "dense": `S` [P, P]. "kernel": Woodbury's identity,
+            `(g - Ō* (Ō Ō* + λ)⁻¹ Ō g) / λ`. "auto": by sizes.
+        chunk_size: How many samples are differentiated at once; None: all.
+        amplitude: "real", "complex" or "holomorphic". The gradient with respect to a complex parameter is that of
+            `p.grad`: the real part's plus `i` times the imaginary part's.
+        solver: As for `stochastic_reconfiguration`, without "lsmr".
+        tol: Relative residual at which CG stops; None: 1e-5 in float32, 1e-12 in float64, or what rounding allows.
+
+    Returns:
+        The function. It also takes `weights` of the samples; its attribute `report` tells what the last solve achieved.
+
+    Raises:
+        ValueError: If arguments do not fit each other, or for mode "kernel" without damping.
+        SingularMatrixError: When called, if there is no damping and `S` is singular.
+
+    Cost: see `stochastic_reconfiguration`.
+
+    Example:
+        >>> psi = lambda params, x: -(x - params[0]) ** 2 / 4
+        >>> inverse = fisher_inverse(psi, [torch.zeros(())], damping=0.0)
+        >>> inverse([torch.tensor(1.0)], torch.tensor([-1.0, 1.0, 3.0]))
+        [tensor(1.5000)]
+    """
+    check_options(mode, solver, damping=damping)
+    if solver == "lsmr":
+        raise ValueError('solver="lsmr" solves least-squares problems, and a gradient alone is none; use "cg".')
+    if mode == "kernel" and not damping:
+        raise ValueError('mode="kernel" needs a positive damping: Woodbury\'s identity divides by it.')
+    psi = LogAmplitude(log_psi, params, amplitude)
+    return FisherInverse(psi, chunk_size, damping, mode=mode, solver=solver, tol=tol, maxiter=maxiter)

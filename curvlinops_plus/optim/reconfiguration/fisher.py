@@ -1,0 +1,140 @@
+"""`S`, the covariance of log-derivatives, as a linear operator on vectors like the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.linalg import LinearOperator, Space, Structure
+from curvlinops_plus.optim.reconfiguration.amplitude import (
+    Amplitude,
+    LogAmplitude,
+    LogPsi,
+    Params,
+    as_real,
+    undisturbed,
+)
+from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
+from curvlinops_plus.optim.reconfiguration.scores import MatrixFreeScores, StoredScores
+
+__all__ = ["CenteredFisherLinearOperator"]
+
+
+class CenteredFisherLinearOperator(LinearOperator):
+    """`S = Cov(∇ log|ψ|)`, the covariance of log-derivatives over samples; also called quantum geometric tensor.
+
+    With `p = |ψ|²/Z` the score is `2 (O - ⟨O⟩)`, so that `S` is ¼ of the Fisher matrix of `p`; for `log ψ = log p` (any
+    log-density with samples from it) `S` is the Fisher matrix itself. Adding a function of the parameters alone to
+    `log ψ` changes nothing: normalisation does not matter.
+
+    It multiplies vectors in the form of the parameters, lists and dicts of complex tensors included; as a flat vector a
+    complex parameter is `torch.view_as_real` of it, real and imaginary parts in turn. For a holomorphic amplitude that
+    is the complex matrix `S = Cov(O*, O)` on complex vectors; for a complex one its real part, `Re⟨O* O⟩ - …`.
+
+    The matrix is that of the parameters' values when it was made.
+
+    Args:
+        log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
+        params: Parameters, a list or a dict; of a module its own, None for all that require a gradient.
+        samples: `[n, ...]`, or a tuple, list or dict of such tensors; drawn from |ψ|², or with `weights`.
+        weights: Weights `[n]` of the samples, for instance |ψ|²/q for samples from q, or |ψ|² of an enumeration;
+            divided by their sum.
+        chunk_size: How many samples are differentiated at once; None: all. Does not change the result.
+        amplitude: "real", "complex" or "holomorphic", see `optim/amplitude.py`.
+        stored: Keep all derivatives, n·P numbers (twice that if complex): each product is then two matrix products.
+
+    Raises:
+        ValueError: If arguments do not fit each other, or fewer than two samples count.
+        NumericsError: If `log ψ` or its derivatives are NaN or infinite; names the samples.
+        UnsupportedError: If `log ψ` is random, or mixes samples.
+
+    Cost: one forward pass to make it. A product with one vector takes three backward passes, and with chunks two
+        forward passes more; without chunks the graph of one forward pass stays in memory. Stored, one backward pass per
+        sample once, and two matrix products each time.
+
+    Source: Amari 1998, "Natural gradient works efficiently in learning"; Sorella 1998, arXiv cond-mat/9803107.
+
+    Example:
+        >>> psi = lambda params, x: -(x - params[0]) ** 2 / 4  # log ψ of a normal distribution with variance 1
+        >>> x = torch.tensor([-1.0, 1.0, 3.0])
+        >>> S = CenteredFisherLinearOperator(psi, [torch.zeros(())], x)
+        >>> S @ [torch.tensor(1.0)]  # the variance of x/2
+        [tensor(0.6667)]
+    """
+
+    def __init__(
+        self,
+        log_psi: LogPsi,
+        params: Params,
+        samples: Any,
+        weights: Any = None,
+        chunk_size: int | None = None,
+        amplitude: Amplitude = "real",
+        *,
+        stored: bool = False,
+    ) -> None:
+        psi = LogAmplitude(log_psi, params, amplitude)
+        with undisturbed(psi.device):
+            ensemble = Ensemble(psi, samples, weights, chunk_size)
+            self.scores: Any = StoredScores(ensemble) if stored else MatrixFreeScores(ensemble)
+
+    @classmethod
+    def of(cls, scores: LinearOperator) -> CenteredFisherLinearOperator:
+        """`Ōᵀ Ō` of an operator `Ō`."""
+        self = cls.__new__(cls)
+        self.scores = scores
+        return self
+
+    @property
+    def in_space(self) -> Space:
+        return self.scores.in_space
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scores.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.scores.device
+
+    @property
+    def structure(self) -> Structure:
+        return Structure.PSD
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self.scores._rmatmat(self.scores._matmat(X))
+
+    def __matmul__(self, X: Any) -> Any:
+        """`S @ X`; also lists and dicts of complex tensors."""
+        named = isinstance(X, Mapping)
+        if not named and not isinstance(X, (list, tuple)):
+            return super().__matmul__(X)
+        items = list(X.items()) if named else list(enumerate(X))
+        if not any(isinstance(t, Tensor) and t.is_complex() for _, t in items):
+            return super().__matmul__(X)
+        params = self.scores.ensemble.psi.params
+        given = dict(zip(params, params.values())) if named else dict(enumerate(params.values()))
+        ndim = {key: p.ndim for key, p in given.items() if p.is_complex()}
+        # A complex tensor [*s, K] is the real one [*s, 2, K].
+        real = {k: as_real(t).movedim(-1, ndim[k]) if k in ndim and t.is_complex() else t for k, t in items}
+        Y = super().__matmul__(real if named else type(X)(real.values()))
+        answer = dict(Y if named else enumerate(Y))
+        back = {
+            k: torch.view_as_complex(t.movedim(ndim[k], -1).contiguous()) if k in ndim else t for k, t in answer.items()
+        }
+        return back if named else type(X)(back.values())
+
+    def _to_dense(self) -> Tensor:
+        with undisturbed(self.device):
+            return self.scores.covariance()
+
+    def diagonal(self) -> Tensor:
+        with undisturbed(self.device):
+            return self.scores.variances()
+
+    @property
+    def trace(self) -> Tensor:
+        return self.diagonal().sum()

@@ -1,0 +1,467 @@
+"""Curvature that listens: batch by batch as in one pass, moving averages in closed form, merging, resuming."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    CurvatureEstimator,
+    DiagonalBlock,
+    Empirical,
+    EmpiricalRisk,
+    Exact,
+    ForwardOnly,
+    FullBlock,
+    MonteCarlo,
+    UnsupportedError,
+    curvature,
+    load,
+    save,
+)
+from curvlinops_plus.blocks.accumulator import Accumulator
+from curvlinops_plus.linalg import Diagonal
+
+SINGLE_PASS = {"KFAC": KFAC, "diagonal": DiagonalBlock, "full": FullBlock, "reduce": KFAC.using(kfac_approx="reduce")}
+EVERY = {**SINGLE_PASS, "EKFAC": EKFAC, "mix": {"0": EKFAC, "*": FullBlock, nn.LayerNorm: DiagonalBlock}}
+VECTORS = {"exact": Exact(), "mc": MonteCarlo(2, seed=3), "empirical": Empirical()}
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 3))
+
+
+def batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(n, 3), torch.randint(3, (n,))) for n in sizes]
+
+
+def estimator(model: nn.Module, approximation: Any = KFAC, loss: nn.Module | None = None, **options: Any) -> Any:
+    plan = approximation if isinstance(approximation, dict) else {"0": approximation, "3": approximation}
+    risk = EmpiricalRisk(model, loss or nn.CrossEntropyLoss(), ())
+    return CurvatureEstimator(risk, plan, default=DiagonalBlock, **options)
+
+
+def whole(model: nn.Module, approximation: Any, data: list[Any], loss: nn.Module | None = None, **options: Any) -> Any:
+    plan = approximation if isinstance(approximation, dict) else {"0": approximation, "3": approximation}
+    risk = EmpiricalRisk(model, loss or nn.CrossEntropyLoss(), data)
+    return curvature(risk, plan, default=DiagonalBlock, **options)
+
+
+def close(got: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
+    assert got.shape == expected.shape
+    assert float((got - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("vectors", VECTORS)
+@pytest.mark.parametrize("approximation", SINGLE_PASS)
+def test_batches_add_up_to_the_data_set(approximation: str, vectors: str, reduction: str) -> None:
+    model, data, loss = network(), batches(5, 2, 4), nn.CrossEntropyLoss(reduction=reduction)
+    options = {"vectors": VECTORS[vectors]}
+    running = estimator(model, EVERY[approximation], loss, **options)
+    for batch in data:
+        running.update(batch)
+    close(running.operator.to_dense(), whole(model, EVERY[approximation], data, loss, **options).to_dense())
+    assert (running.updates, running.examples, running.weight) == (3, 11, 3)
+
+
+@pytest.mark.parametrize("vectors", VECTORS)
+@pytest.mark.parametrize("approximation", EVERY)
+def test_the_first_update_is_the_statistic_itself(approximation: str, vectors: str) -> None:
+    model, data = network(), batches(6)
+    for decay in (1.0, 0.9):
+        running = estimator(model, EVERY[approximation], vectors=VECTORS[vectors], decay=decay)
+        running.update(data[0])
+        expected = whole(model, EVERY[approximation], data, vectors=VECTORS[vectors])
+        close(running.operator.to_dense(), expected.to_dense(), 1e-10)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("approximation", SINGLE_PASS)
+def test_moving_average(approximation: str, reduction: str) -> None:
+    """`Σ ρ^{t-k} x_k / Σ ρ^{t-k}` of the factors, for batches of one size."""
+    model, data, loss = network(), batches(4, 4, 4, 4), nn.CrossEntropyLoss(reduction=reduction)
+    ρ = 0.8
+    running = estimator(model, EVERY[approximation], loss, decay=ρ)
+    for batch in data:
+        running.update(batch)
+    each = [whole(model, EVERY[approximation], [batch], loss) for batch in data]
+    weights = torch.tensor([ρ**3, ρ**2, ρ, 1.0])
+    weights /= weights.sum()
+
+    def average(read: Callable[[Any], Tensor]) -> Tensor:
+        return sum((w * read(K) for w, K in zip(weights, each, strict=True)), torch.zeros(()))
+
+    for name, block in running.operator.blocks.items():
+        if hasattr(block, "A"):
+            close(block.A.to_dense(), average(lambda K, n=name: K.blocks[n].A.to_dense()))
+            close(block.G.to_dense(), average(lambda K, n=name: K.blocks[n].G.to_dense()))
+        else:
+            close(block.to_dense(), average(lambda K, n=name: K.blocks[n].to_dense()))
+
+
+def test_a_mean_of_first_steps() -> None:
+    """With `decay=1` for the first b updates, the next one mixes at 1 / (ρ b + 1)."""
+    model, data = network(), batches(4, 4, 4)
+    running = estimator(model, DiagonalBlock, decay=0.9)
+    running.update(data[0], decay=1)
+    running.update(data[1], decay=1)
+    running.update(data[2])
+    x = [whole(model, DiagonalBlock, [batch]).diagonal() for batch in data]
+    close(running.operator.diagonal(), (0.9 * (x[0] + x[1]) + x[2]) / (2 * 0.9 + 1))
+    assert running.weight == pytest.approx(2.8)
+
+
+@pytest.mark.parametrize("vectors", [*VECTORS.values(), ForwardOnly()], ids=[*VECTORS, "forward"])
+def test_listening_is_updating(vectors: Any) -> None:
+    model, data, loss = network(), batches(5, 3), nn.CrossEntropyLoss()
+    approximation = KFAC if isinstance(vectors, ForwardOnly) else EKFAC
+    plan = {"0": approximation, "3": approximation}
+    params = None if not isinstance(vectors, ForwardOnly) else [*model[0].parameters(), *model[3].parameters()]
+    running, listening = (
+        CurvatureEstimator(EmpiricalRisk(model, loss, (), params), plan, default=DiagonalBlock, vectors=vectors)
+        for _ in range(2)
+    )
+    for X, y in data:
+        running.update((X, y))
+        model.zero_grad()
+        with listening.listen((X, y)):
+            value = loss(model(X), y)
+        value.backward()
+        got = [p.grad for p in model.parameters()]
+        expected = torch.autograd.grad(loss(model(X), y), list(model.parameters()))
+        assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True) if g is not None)
+    close(listening.operator.to_dense(), running.operator.to_dense())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_listening_in_training_mode() -> None:
+    """Dropout, batch norm's own statistics, mixed batches: the user's forward pass is the only one."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(4, 3)).train()
+    X, y = batches(6)[0]
+    running = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), DiagonalBlock, vectors=Empirical())
+    state = torch.get_rng_state()
+    with running.listen((X, y)):
+        value = nn.functional.cross_entropy(model(X), y)
+    torch.set_rng_state(state)
+    hidden = nn.functional.dropout(model[0](X), 0.5).relu()
+    value.backward()
+    J = (model[3](hidden).softmax(1) - nn.functional.one_hot(y, 3)).detach()
+    close(running.operator.blocks["3"].diagonal()[-1], J[:, -1].square().mean())
+    assert model.training
+
+
+def test_a_batch_that_is_shown_twice_has_one_dropout() -> None:
+    """EKFAC's first batch: eigenvalues of the gradients that its eigenvectors come from, so the exact trace."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 3)).train()
+    batch, state, traces = batches(6)[0], torch.get_rng_state(), []
+    for approximation in (EKFAC, DiagonalBlock):
+        torch.set_rng_state(state)
+        risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
+        running = CurvatureEstimator(risk, approximation, vectors=Empirical())
+        running.update(batch)
+        traces.append(running.operator.trace)
+    close(*traces)
+
+
+def test_listening_takes_mappings() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"scores": self.layer(x)}
+
+    model, (X, y) = Model(), batches(4)[0]
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (), output=lambda out: out["scores"])
+    running = CurvatureEstimator(risk, FullBlock)
+    with running.listen({"x": X, "labels": y}):
+        model(X)
+    close(
+        running.operator.to_dense(),
+        curvature(EmpiricalRisk(model.layer, risk.loss_func, [(X, y)]), FullBlock).to_dense(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ EKFAC between sweeps
+def test_refresh_carries_eigenvalues_into_the_new_basis() -> None:
+    """The diagonal of the old block in the new eigenvectors; the trace stays."""
+    model, data = network(), batches(5, 5)
+    running = estimator(model, EKFAC, decay=0.9)
+    for batch in data:
+        running.update(batch)
+    before = running.operator
+    running.refresh(damping=0.1)
+    after = running.operator
+    factors = estimator(model, KFAC, decay=0.9)
+    for batch in data:
+        factors.update(batch)
+    for name in ("0", "3"):
+        Q = torch.kron(*(torch.linalg.eigh(getattr(factors.operator.blocks[name], f).to_dense())[1] for f in "GA"))
+        expected = Q @ torch.diag((Q.T @ before.blocks[name].to_dense() @ Q).diagonal()) @ Q.T
+        close(after.blocks[name].to_dense(), expected, 1e-9)
+        close(after.blocks[name].trace, before.blocks[name].trace)
+    exact = estimator(model, DiagonalBlock, decay=0.9)
+    for batch in data:
+        exact.update(batch)
+    close(after.trace, exact.operator.trace)  # sums of squares have the trace of the exact block in any basis
+
+
+def test_approximations_of_several_sweeps_are_refused() -> None:
+    class Second(Accumulator):
+        def update(self, seen: Any) -> None:
+            self.add("d", seen.squared_grads().flatten())
+
+        def finish(self) -> Any:
+            return Diagonal(self.value("d"))
+
+    class First(Second):
+        def finish(self) -> Any:
+            return Second(self.layer, self.group, self.scale)
+
+    running = estimator(network(), First)
+    with pytest.raises(UnsupportedError, match=r"(?s)Second makes several sweeps over the same data.*curvature\(risk"):
+        running.update(batches(4)[0])
+    assert running.updates == 0
+
+
+# --------------------------------------------------------------------------------------------------------- the inverse
+def test_the_inverse_stays_until_it_is_refreshed() -> None:
+    model, data = network(), batches(4, 4, 4)
+    running = estimator(model, damping=0.1)
+    running.update(data[0])
+    first = running.inverse()
+    running.update(data[1])
+    assert running.inverse() is first
+    close(first.to_dense(), whole(model, KFAC, data[:1]).inverse(0.1).to_dense(), 1e-10)
+    close(running.inverse(0.5).to_dense(), whole(model, KFAC, data[:1]).inverse(0.5).to_dense(), 1e-10)
+    assert running.inverse() is first
+    running.refresh()
+    close(running.inverse().to_dense(), whole(model, KFAC, data[:2]).inverse(0.1).to_dense(), 1e-10)
+    running.refresh(damping=0.2)
+    close(running.inverse().to_dense(), whole(model, KFAC, data[:2]).inverse(0.2).to_dense(), 1e-10)
+
+
+def test_a_failed_refresh_changes_nothing() -> None:
+    running = estimator(network(), EKFAC)
+    running.update(batches(4)[0])
+    before = running.operator.to_dense()
+    with pytest.raises(Exception, match="singular"):
+        running.refresh(damping=0.0)
+    assert torch.equal(running.operator.to_dense(), before)
+
+
+# --------------------------------------------------------------------------------------------------- merging, resuming
+@pytest.mark.parametrize("approximation", SINGLE_PASS)
+def test_merging_is_the_union(approximation: str) -> None:
+    model, data = network(), batches(5, 2, 4)
+    one, other = estimator(model, EVERY[approximation]), estimator(model, EVERY[approximation])
+    one.update(data[0])
+    for batch in data[1:]:
+        other.update(batch)
+    one.merge(other)
+    close(one.operator.to_dense(), whole(model, EVERY[approximation], data).to_dense())
+    assert (one.updates, one.examples, one.weight) == (3, 11, 3)
+    empty = estimator(model, EVERY[approximation])
+    empty.merge(other)
+    close(empty.operator.to_dense(), other.operator.to_dense())
+    other.merge(estimator(model, EVERY[approximation]))
+    assert other.updates == 2
+
+
+def test_eigenvalues_merge_in_one_basis_only() -> None:
+    model, data = network(), batches(5, 5)
+    one, other = estimator(model, EKFAC), estimator(model, EKFAC)
+    one.update(data[0])
+    other.load_state_dict(one.state_dict())
+    other.update(data[1])
+    one.merge(other)  # of the same first batch
+    assert one.updates == 3
+    apart = estimator(model, EKFAC)
+    apart.update(data[1])
+    before = one.operator.to_dense()
+    with pytest.raises(ValueError, match="only be added in the same basis"):
+        one.merge(apart)
+    assert torch.equal(one.operator.to_dense(), before)
+
+
+def test_merging_other_estimators_is_refused() -> None:
+    one, other = estimator(network(), KFAC), estimator(network(), DiagonalBlock)
+    other.update(batches(3)[0])
+    with pytest.raises(ValueError, match="Can't merge estimators that differ"):
+        one.merge(other)
+
+
+@pytest.mark.parametrize("approximation", EVERY)
+@pytest.mark.parametrize("file", [False, True])
+def test_resuming(approximation: str, file: bool, tmp_path: Any) -> None:
+    """In the middle of a pass, with random vectors, after a refresh: bit for bit the same continuation."""
+    model, data = network(), batches(4, 3, 5, 4)
+    options = {"vectors": MonteCarlo(1, seed=1), "decay": 0.9, "damping": 0.1}
+    running, resumed = (estimator(model, EVERY[approximation], **options) for _ in range(2))
+    for batch in data[:2]:
+        running.update(batch)
+    running.refresh(0.3)
+    running.update(data[2])
+    state = running.state_dict()
+    if file:
+        save(state, tmp_path / "state.safetensors")
+        state = load(tmp_path / "state.safetensors")
+    resumed.load_state_dict(state)
+    for each in (running, resumed):
+        each.update(data[3])
+    assert torch.equal(resumed.operator.to_dense(), running.operator.to_dense())
+    v = torch.randn(running.operator.shape[0])
+    close(resumed.inverse() @ v, running.inverse() @ v)
+    for each in (running, resumed):
+        each.refresh()
+    assert torch.equal(resumed.inverse() @ v, running.inverse() @ v)
+    assert (resumed.updates, resumed.examples, resumed.weight) == (running.updates, running.examples, running.weight)
+
+
+def test_states_of_others_are_refused() -> None:
+    running = estimator(network(), KFAC)
+    running.update(batches(3)[0])
+    state = running.state_dict()
+    with pytest.raises(ValueError, match="not the state of a CurvatureEstimator"):
+        running.load_state_dict(running.operator.state_dict())
+    with pytest.raises(ValueError, match=r"lacks \['draws'\]; is the file cut off"):
+        running.load_state_dict({k: v for k, v in state.items() if k != "draws"})
+    with pytest.raises(ValueError, match=r"decay: the state has 1\.0, this one 0\.5"):
+        estimator(network(), KFAC, decay=0.5).load_state_dict(state)
+    with pytest.raises(ValueError, match="mismatch in layer '0'"):
+        estimator(network(), DiagonalBlock).load_state_dict(state)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+class Cut(nn.Module):
+    """Its output belongs to no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).detach()
+
+
+def test_messages() -> None:
+    model, (X, y) = network(), batches(4)[0]
+    running = estimator(model)
+    with pytest.raises(ValueError, match="has seen no batch yet"):
+        _ = running.operator
+    with pytest.raises(ValueError, match="has seen no batch yet"):
+        running.refresh()
+    with pytest.raises(ValueError, match="decay=0 is outside of"):
+        estimator(model, decay=0)
+    with pytest.raises(ValueError, match=r"decay=1\.5 is outside of"):
+        running.update((X, y), decay=1.5)
+    with pytest.raises(ValueError, match="called 0 times inside `listen`"), running.listen((X, y)):
+        pass
+    with pytest.raises(ValueError, match="called 2 times inside `listen`"), running.listen((X, y)):
+        model(model(X))
+    with pytest.raises(UnsupportedError, match=r"ran under torch\.no_grad"), running.listen((X, y)), torch.no_grad():
+        model(X)
+    cut = CurvatureEstimator(EmpiricalRisk(Cut(), nn.CrossEntropyLoss(), ()))
+    with pytest.raises(ValueError, match="has no graph"), cut.listen((X, y)):
+        cut.risk.model(X)
+    with pytest.raises(ValueError, match="after the block, not inside"), running.listen((X, y)):
+        nn.functional.cross_entropy(model(X), y).backward()
+    with pytest.raises(ValueError, match="no examples"):
+        running.update((X[:0], y[:0]))
+    assert running.updates == 0
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_an_error_on_the_way_changes_nothing() -> None:
+    model, data = network(), batches(4, 4)
+    running = estimator(model)
+    running.update(data[0])
+    before = running.operator.to_dense()
+
+    def fails(x: Tensor) -> None:
+        model(x)
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"), running.listen(data[1]):
+        fails(data[1][0])
+    with pytest.raises(ValueError, match="class"):
+        running.update((data[1][0], data[1][1] + 7))
+    assert torch.equal(running.operator.to_dense(), before)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_a_layer_that_never_ran_is_named() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) if x.sum() > 0 else self.other(x)
+
+    running = CurvatureEstimator(EmpiricalRisk(Branch(), nn.CrossEntropyLoss(), ()), KFAC)
+    X, y = batches(4)[0]
+    running.update((X.abs(), y))
+    with pytest.raises(ValueError, match="layer 'other' was never called in 1 updates"):
+        _ = running.operator
+    running.update((-X.abs(), y))
+    assert running.operator.shape == (24, 24)
+
+
+def test_updates_leave_the_model_alone() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 3)).train()
+    state, before = torch.get_rng_state(), copy_of(model)
+    running = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), EKFAC)
+    running.update((torch.ones(4, 3), torch.zeros(4, dtype=torch.long)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(before, copy_of(model), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def copy_of(model: nn.Module) -> list[Tensor]:
+    return [t.clone() for t in itertools.chain(model.parameters(), model.buffers())]
+
+
+@pytest.mark.slow
+def test_a_thousand_updates_need_no_more_memory() -> None:
+    model, loss = network(), nn.CrossEntropyLoss()
+    running = estimator(model, EKFAC, decay=0.95, damping=0.1, vectors=MonteCarlo())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(isinstance(o, Tensor) for o in gc.get_objects())
+
+    counts = []
+    for step in range(1000):
+        X, y = batches(4)[0]
+        with running.listen((X, y)):
+            value = loss(model(X), y)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0:
+            running.refresh()
+        if step in (100, 999):
+            counts.append(tensors())
+    assert counts[0] == counts[1]
+    assert running.operator.trace.isfinite()

@@ -1,0 +1,280 @@
+"""Loaders, iterators, determinism, wrappers of models: what data and models come in, and how often they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import close, fresh, problem, same, unchanged
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    DiagonalBlock,
+    EFLinearOperator,
+    EKFACLinearOperator,
+    EmpiricalRisk,
+    FisherMCLinearOperator,
+    FullBlock,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    KFACLinearOperator,
+    curvature,
+)
+from curvlinops_plus.blocks import plan
+
+every_operator = pytest.mark.parametrize(
+    "kind", [KFACLinearOperator, EKFACLinearOperator, GGNLinearOperator, HessianLinearOperator, EFLinearOperator]
+)
+
+
+def dataset(name: str = "mlp") -> TensorDataset:
+    return TensorDataset(*(torch.cat(parts) for parts in zip(*problem(name).data, strict=True)))
+
+
+# ------------------------------------------------------------------------------------------------------------ iterators
+
+
+@pytest.mark.parametrize("approximation", [KFAC, DiagonalBlock, FullBlock])
+def test_an_iterator_is_fine_for_one_sweep(approximation: Any) -> None:
+    p = problem("mlp")
+    K = curvature(p.risk(data=iter(p.data)), approximation)
+    close(K.to_dense(), p.curvature(approximation).to_dense())
+    assert float(K.trace) > 0  # nothing is read again
+
+
+def test_an_iterator_on_the_classic_door() -> None:
+    p = problem("mlp")
+    K = KFACLinearOperator(p.model, p.loss, p.params, (batch for batch in p.data), check_deterministic=False)
+    same(K.to_dense(), KFACLinearOperator(p.model, p.loss, p.params, p.data).to_dense())
+
+
+def test_an_iterator_is_refused_where_more_than_one_sweep_is_needed() -> None:
+    p = problem("mlp")
+    with pytest.raises(ValueError, match="iterator, which can be read only once"):
+        KFACLinearOperator(p.model, p.loss, p.params, iter(p.data))
+    with pytest.raises(ValueError, match="iterator, which can be read only once"):
+        _ = curvature(p.risk(data=iter(p.data)), EKFAC).trace
+    with pytest.raises(ValueError, match="iterator, which can be read only once"):
+        _ = EKFACLinearOperator(p.model, p.loss, p.params, iter(p.data), check_deterministic=False).trace
+    K = curvature(p.risk(data=iter(p.data)), KFAC)
+    K.compute()
+    with pytest.raises(ValueError, match="iterator, which can be read only once"):
+        K.compute()
+
+
+@pytest.mark.parametrize("kind", [GGNLinearOperator, EFLinearOperator, HessianLinearOperator, FisherMCLinearOperator])
+def test_products_read_the_data_every_time(kind: Any) -> None:
+    p = problem("mlp")
+    with pytest.raises(ValueError, match="iterator"):
+        kind(p.model, p.loss, p.params, iter(p.data))
+    A = kind(p.model, p.loss, p.params, iter(p.data), check_deterministic=False)
+    close(A.to_dense(), kind(p.model, p.loss, p.params, p.data).to_dense())  # one product is one sweep
+    with pytest.raises(ValueError, match="iterator, which can be read only once"):
+        A.to_dense()
+
+
+def test_every_sweep_sees_the_same_number_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = problem("mlp")
+    monkeypatch.setattr(plan, "_KEPT_BYTES", 0)
+
+    class Shrinking(list):
+        passes = 0
+
+        def __iter__(self) -> Any:
+            self.passes += 1
+            return iter(p.data[: 4 - self.passes])
+
+    with unchanged(p.model), pytest.raises(ValueError, match="gave 6 examples in one sweep and 4 in the next"):
+        _ = EKFACLinearOperator(p.model, p.loss, p.params, Shrinking(), check_deterministic=False).trace
+    with unchanged(p.model), pytest.raises(RuntimeError, match=r"disagree.*6 examples.*4"):
+        KFACLinearOperator(p.model, p.loss, p.params, Shrinking())
+
+
+def test_empty_batches_are_left_out_and_empty_data_is_refused() -> None:
+    p = problem("mlp")
+    empty = (torch.zeros(0, 4).double(), torch.zeros(0, dtype=torch.long))
+    close(p.curvature(KFAC, [empty, *p.data, empty]).to_dense(), p.curvature(KFAC).to_dense())
+    for data in ([], [empty]):
+        with pytest.raises(ValueError, match="`data` has no examples"):
+            _ = curvature(p.risk(data=data), KFAC).trace
+
+
+# -------------------------------------------------------------------------------------------------------- data loaders
+
+
+@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
+@pytest.mark.parametrize("fisher_type", ["type-2", "empirical", "mc"])
+def test_a_shuffling_loader_passes_the_determinism_check(kind: Any, fisher_type: str) -> None:
+    p = problem("mlp")
+    loader = DataLoader(dataset(), batch_size=4, shuffle=True)
+    with unchanged(p.model, p.loss):  # and the global generator, which shuffling draws from
+        K = kind(p.model, p.loss, p.params, loader, fisher_type=fisher_type)
+    if fisher_type != "mc":
+        close(K.to_dense(), kind(p.model, p.loss, p.params, p.data, fisher_type=fisher_type).to_dense())
+
+
+@pytest.mark.parametrize("kind", [GGNLinearOperator, EFLinearOperator, HessianLinearOperator])
+def test_products_with_a_shuffling_loader(kind: Any) -> None:
+    p = problem("mlp")
+    loader = DataLoader(dataset(), batch_size=4, shuffle=True)
+    with unchanged(p.model, p.loss):
+        A = kind(p.model, p.loss, p.params, loader)
+        dense = A.to_dense()
+    close(dense, kind(p.model, p.loss, p.params, p.data).to_dense())
+
+
+def test_draws_that_follow_the_examples_cannot_be_shuffled() -> None:
+    p = problem("mlp")
+    loader = DataLoader(dataset(), batch_size=4, shuffle=True)
+    with unchanged(p.model), pytest.raises(RuntimeError, match="shuffle=True"):
+        FisherMCLinearOperator(p.model, p.loss, p.params, loader)
+
+
+def test_the_generator_of_a_loader_is_left_as_found() -> None:
+    p = problem("mlp")
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(dataset(), batch_size=4, shuffle=True, generator=generator)
+    before = generator.get_state()
+    with unchanged(p.model):
+        _ = EKFACLinearOperator(p.model, p.loss, p.params, loader).trace
+    same(generator.get_state(), before)
+
+
+@every_operator
+def test_data_that_changes_is_noticed(kind: Any) -> None:
+    p = problem("mlp")
+
+    class Noisy(list):
+        def __iter__(self) -> Any:
+            return ((X + 0.1 * torch.rand_like(X), y) for X, y in p.data)
+
+    with unchanged(p.model), pytest.raises(RuntimeError, match=r"[Tt]wo passes over the data disagree"):
+        kind(p.model, p.loss, p.params, Noisy())
+    kind(p.model, p.loss, p.params, Noisy(), check_deterministic=False)
+
+
+# -------------------------------------------------------------------------------------------------- train and eval mode
+
+
+@every_operator
+def test_dropout_in_training_mode_is_named(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 20), nn.Dropout(0.5), nn.Linear(20, 3)).double()
+    p = problem("mlp")
+    with unchanged(model), pytest.raises(RuntimeError, match=r"'1' \(Dropout\).*model\.eval\(\)"):
+        kind(model, p.loss, list(model.parameters()), p.data)
+    model.eval()
+    kind(model, p.loss, list(model.parameters()), p.data)
+
+
+@pytest.mark.filterwarnings("ignore:.*batch norm in training mode")
+def test_batch_norm_in_training_mode_leaves_its_statistics() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    p = problem("mlp")
+    params = [model[0].weight, model[2].weight]
+    data = [batch for batch in p.data if len(batch[0]) > 1]
+    with unchanged(model):
+        _ = KFACLinearOperator(model, p.loss, params, data, check_deterministic=False).trace
+        _ = GGNLinearOperator(model, p.loss, params, data, check_deterministic=False) @ torch.ones(35).double()
+    with unchanged(model), pytest.raises(NotImplementedError, match=r"BatchNorm1d.*training mode"):
+        _ = curvature(EmpiricalRisk(model, p.loss, data), DiagonalBlock).trace
+
+
+# ------------------------------------------------------------------------------------------------------------ wrappers
+
+
+class Wrapped(nn.Module):
+    """Runs a net behind activation checkpointing."""
+
+    def __init__(self, net: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.net, self.reentrant = net, reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.net, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("name", ["mlp", "in-place relu", "attention", "frozen sequence", "called twice"])
+def test_activation_checkpointing(name: str) -> None:
+    p = problem(name)
+    model = Wrapped(p.model, reentrant=False)
+    for approximation in (KFAC, EKFAC, FullBlock):
+        with unchanged(model):
+            K = curvature(EmpiricalRisk(model, p.loss, p.data, p.params), approximation)
+            K.compute()
+        close(K.to_dense(), p.curvature(approximation).to_dense())
+
+
+def test_data_parallel_is_unwrapped() -> None:
+    p = problem("mlp")
+    model = nn.DataParallel(p.model)
+    close(curvature(EmpiricalRisk(model, p.loss, p.data, p.params), KFAC).to_dense(), p.curvature(KFAC).to_dense())
+    close(GGNLinearOperator(model, p.loss, p.params, p.data).to_dense(), p.exact.ggn())
+
+
+@pytest.mark.slow
+def test_compiled_models_before_and_after_their_first_call() -> None:
+    p = fresh("mlp")
+    expected = p.curvature(KFAC).to_dense()
+    for called in (False, True):
+        model = torch.compile(p.model, backend="eager")
+        if called:
+            model(p.data[0][0])
+        for kind in (KFAC, EKFAC):
+            K = curvature(EmpiricalRisk(model, p.loss, p.data, p.params), kind)
+            if kind is KFAC:
+                close(K.to_dense(), expected)
+        close(GGNLinearOperator(model, p.loss, p.params, p.data).to_dense(), p.exact.ggn())
+
+
+@pytest.mark.parametrize("kind", [KFACLinearOperator, GGNLinearOperator])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_under_no_grad_and_inference_mode(kind: Any, mode: Any) -> None:
+    p = problem("mlp")
+    expected = kind(p.model, p.loss, p.params, p.data).to_dense()
+    with mode():
+        close(kind(p.model, p.loss, p.params, p.data).to_dense(), expected)
+
+
+def test_training_goes_on_between() -> None:
+    """A graph that waits for its backward pass is not disturbed, nor is what it accumulates."""
+    p = fresh("in-place relu")
+    X, y = p.data[0]
+    p.loss(p.model(X), y).backward()
+    expected = [2 * q.grad.clone() for q in p.model.parameters()]
+    loss = p.loss(p.model(X), y)
+    with unchanged(p.model):
+        _ = KFACLinearOperator(p.model, p.loss, p.params, p.data).trace
+        _ = GGNLinearOperator(p.model, p.loss, p.params, p.data).to_dense()
+    loss.backward()
+    for q, g in zip(p.model.parameters(), expected, strict=True):
+        close(q.grad, g)
+
+
+def test_hooks_of_the_user_stay_and_run() -> None:
+    p = fresh("mlp")
+    seen: list[str] = []
+    handles = [
+        p.model[0].register_forward_hook(lambda *_: seen.append("forward")),
+        p.model[0].register_forward_pre_hook(lambda *_: seen.append("before")),
+    ]
+    with unchanged(p.model):
+        K = KFACLinearOperator(p.model, p.loss, p.params, p.data, check_deterministic=False, fisher_type="type-2")
+        close(K.to_dense(), problem("mlp").curvature(KFAC, separate_weight_and_bias=True).to_dense())
+    assert seen == ["before", "forward"] * len(p.data)
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_hook_of_the_user_that_changes_an_output() -> None:
+    """The layer's own output is what its gradient is about, not what the hook makes of it."""
+    p = fresh("mlp")
+    p.model[0].register_forward_hook(lambda module, args, out: 2 * out)
+    expected = GGNLinearOperator(p.model, p.loss, p.params, p.data).to_dense()
+    close(p.curvature(FullBlock).to_dense(), problem("mlp").exact.only_blocks(expected, False))
