@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import cached_property
 from itertools import islice
 from numbers import Real
@@ -198,6 +199,18 @@ class EmpiricalRisk:
     def one_batch(self) -> bool:
         """Whether the data are known to be one batch."""
         return isinstance(self.data, Sequence) and len(self.data) == 1
+
+    def with_data(self, data: Iterable[Any]) -> EmpiricalRisk:
+        """The same model, loss, parameters and options with other data.
+
+        Raises:
+            TypeError: If `data` is no iterable of batches.
+        """
+        check_data(data)
+        other = copy(self)
+        other.data, other.remembered = data, None
+        other._stream = None if self.heads is None else Shares(self.heads, self.num_data)
+        return other
 
     def layers(self, separate_weight_and_bias: bool = False) -> list[Layer]:
         """The layers that hold the parameters."""
