@@ -139,7 +139,7 @@ def test_targets_that_do_not_fit() -> None:
 def test_nothing_counts() -> None:
     p = problem("mlp")
     for kind in CLASSIC:
-        with says(ValueError, "No loss term counts: every target is ignored", p.model):
+        with says(ValueError, "No term of CrossEntropyLoss counts: every target is ignored", p.model):
             K = kind(p.model, p.loss, p.params, [(X, torch.full((6,), -100))])
             _ = K @ torch.ones(43).double()
 
@@ -705,7 +705,7 @@ def test_accumulators_of_the_user_s_own() -> None:
 
     class Affine(Accumulator):
         def update(self, seen: Any) -> None:
-            self.add("a", seen.inputs.sum((0, 1)))
+            self.add("a", seen.rows.inputs.sum((0, 1)))
 
         def finish(self) -> Any:
             return self.value("nothing")

@@ -200,7 +200,7 @@ class Accumulator(ABC):
         Raises:
             ValueError: If it is of another class or layer, or its sums have other names or shapes.
         """
-        if problem := self.mismatch(other) or self.totals.clash(other.totals):
+        if problem := self.mismatch(other) or self.totals.mismatch(other.totals):
             raise ValueError(f"{self.layer.title}: {problem}")
         mine = (type(self), self.layer.name, {n: s.shape for n, s in self.sums.items()})
         theirs = (type(other), other.layer.name, {n: s.shape for n, s in other.sums.items()})
@@ -223,7 +223,7 @@ class Accumulator(ABC):
             "terms": self.totals.terms,
             "loss_count": float(self.totals.loss_count),
             "loss": float(self.totals.loss),
-            "shares": list(self.totals.shares),
+            "shares": list(self.totals.weights),
             "constants": {
                 name: t.detach().clone() for name in self.constants if (t := getattr(self, name)) is not None
             },
@@ -244,7 +244,7 @@ class Accumulator(ABC):
             for name, count in state["counts"].items()
         }
         self.totals = Totals(
-            state["examples"], state["terms"], state["loss_count"], state["loss"], shares=tuple(state["shares"])
+            state["examples"], state["terms"], state["loss_count"], state["loss"], weights=tuple(state["shares"])
         )
         for name in self.constants:
             t = state["constants"].get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 from warnings import warn
 
@@ -28,6 +29,10 @@ from curvlinops_plus.linalg import (
 from curvlinops_plus.linalg.damping import resolve
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, Vectors, as_vectors
 from curvlinops_plus.risk.determinism import require_same
+from curvlinops_plus.risk.layers import find_layers
+from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.reading import is_iterator
+from curvlinops_plus.risk.sweep import sweep
 
 __all__ = ["BlockwiseLinearOperator", "curvature"]
 
@@ -78,7 +83,9 @@ class BlockwiseLinearOperator(Deferred):
         self.risk = risk
         self.vectors = as_vectors(vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
-        self.plan: list[Entry] = make_plan(risk.layers(separate_weight_and_bias), approximation, default)
+        self.plan: list[Entry] = make_plan(
+            find_layers(risk.model, risk.params, separate_weight_and_bias), approximation, default
+        )
         self.check_deterministic = check_deterministic
         self.examples: int | None = None
         self._operator: BlockDiagonal | None = None
@@ -89,7 +96,7 @@ class BlockwiseLinearOperator(Deferred):
     # ---------------------------------------------------------------------------------------------------- computing
     def compute(self) -> BlockDiagonal:
         """Compute all blocks anew. Nothing is ever added to what was there before."""
-        with self.risk.untouched():
+        with preserve_state(self.risk.model, self.risk.data):
             sums = Sums(self.risk, self.plan, self.vectors, keep=True)
             while not sums.done:
                 sums.sweep(self._title(len(sums.totals)))
@@ -113,13 +120,13 @@ class BlockwiseLinearOperator(Deferred):
 
     def _second_look(self, sums: Sums) -> None:
         """One more forward pass, for the determinism check."""
-        if self.risk.one_shot:
+        if is_iterator(self.risk.data):
             raise ValueError(
                 "`data` is an iterator, which can be read only once, and the determinism check reads it again. "
                 "Pass a list of batches or a DataLoader, or "
                 "check_deterministic=False."
             )
-        sums.totals.append(self.risk.sweep([], ForwardOnly(), lambda seen: None, desc="determinism check"))
+        sums.totals.append(sweep(self.risk, [], ForwardOnly(), lambda seen: None, desc="determinism check"))
 
     @property
     def operator(self) -> BlockDiagonal:
@@ -310,9 +317,8 @@ class BlockwiseLinearOperator(Deferred):
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Take over the options that a state was computed with."""
-        self.risk.progressbar = bool(state["progressbar"])
-        self.risk.num_data = state["num_data"]
-        self.risk.num_per_example_loss_terms = state["num_per_example_loss_terms"]
+        names = ("progressbar", "num_data", "num_per_example_loss_terms")
+        self.risk.options = replace(self.risk.options, **{name: state[name] for name in names})
 
 
 def curvature(

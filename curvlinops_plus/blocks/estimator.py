@@ -17,7 +17,10 @@ from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
+from curvlinops_plus.risk.loss_weights import LossWeights
+from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch, read_batch
+from curvlinops_plus.risk.sweep import observe, record_layers, send_back
 
 __all__ = ["CurvatureEstimator"]
 
@@ -104,6 +107,8 @@ class CurvatureEstimator:
         """Forget everything, and start the random numbers anew."""
         self._stages: list[Stages] = [[self._accumulators(entry)] for entry in self.plan]
         self._draws = Draws(0 if self.vectors.seed is None else self.vectors.seed)
+        #: Relative weights of several losses, which each batch of a stream has to tell.
+        self._weights = LossWeights(self.risk.losses, self.risk.options.num_data)
         self._snapshot: BlockwiseLinearOperator | None = None
         self._inverse: LinearOperator | None = None
         #: Updates so far, examples in them, and the sum of their weights.
@@ -117,7 +122,7 @@ class CurvatureEstimator:
 
     def _scale(self, totals: Totals) -> Tensor | float:
         c = self.risk.scale(totals)
-        return c / self.weight if self.risk.reduction == "sum" and self.decay < 1 and self.weight else c
+        return c / self.weight if self.risk.losses.reduction == "sum" and self.decay < 1 and self.weight else c
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batch: Any, decay: float | None = None) -> None:
@@ -131,11 +136,14 @@ class CurvatureEstimator:
             ValueError: If the batch has no examples, or can't be read.
         """
         found, random = self._read(batch), torch.get_rng_state()
-        with self.risk.untouched(), self.risk.recorder(self._layers, self.vectors) as recorder:
+        with (
+            preserve_state(self.risk.model, self.risk.data),
+            record_layers(self.risk, self._layers, self.vectors) as recorder,
+        ):
 
             def show(consume: Callable[[LayerBatch], None], draws: Draws) -> Totals:
                 torch.set_rng_state(random)  # a batch that is shown twice has the same dropout
-                return self.risk.observe(recorder, found, self.vectors, draws, consume)
+                return observe(self.risk, recorder, found, self.vectors, draws, consume, self._weights)
 
             self._add(show, decay)
 
@@ -160,7 +168,7 @@ class CurvatureEstimator:
         random = torch.get_rng_state()
         handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out))
         try:
-            with risk.recorder(self._layers, self.vectors, ours=False) as recorder:
+            with record_layers(risk, self._layers, self.vectors, own_pass=False) as recorder:
                 with torch.compiler.set_stance("force_eager"), recorder.recording(found.num_examples):
                     yield
                 handle.remove()
@@ -170,18 +178,19 @@ class CurvatureEstimator:
                         "`listen` was given. Call it once there; evaluate outside."
                     )
                 read = risk.read_output(outputs[0], found)
-                if recorder.expanded:
-                    with risk.untouched():
-                        risk.check_rows(recorder, found, read[0], random)
-                if self.vectors.backward and not read[0].requires_grad and any(p.requires_grad for p in self._params):
+                if (
+                    self.vectors.backward
+                    and not any(f.requires_grad for f in read[0])
+                    and any(p.requires_grad for p in self._params)
+                ):
                     raise ValueError(
                         "The output of the model has no graph, so no gradient can be sent back from it. Is there a "
                         "`.detach()` in the model?"
                     )
                 try:
                     self._add(
-                        lambda consume, draws: risk.send(
-                            recorder, found, read, self.vectors, draws, consume, keep=True
+                        lambda consume, draws: send_back(
+                            risk, recorder, found, read, random, self.vectors, draws, consume, self._weights, True
                         ),
                         decay,
                     )
@@ -203,7 +212,7 @@ class CurvatureEstimator:
         return list(self.risk.params.values())
 
     def _read(self, batch: Any) -> Batch:
-        found = read_batch(batch, self.updates, self.risk.device, self.risk.batch_size_fn)
+        found = read_batch(batch, self.updates, self.risk.device, self.risk.options.batch_size_fn)
         if not found.num_examples:
             raise ValueError("The batch has no examples.")
         return found
@@ -245,7 +254,7 @@ class CurvatureEstimator:
         """Why a batch can't be added to what there is."""
         for before, stages in zip(self._stages, fresh, strict=True):
             for name, accumulator in stages[0].items():
-                if problem := before[0][name].totals.clash(accumulator.totals):
+                if problem := before[0][name].totals.mismatch(accumulator.totals):
                     return problem
         return None
 

@@ -104,16 +104,16 @@ class KFAC(Accumulator):
                 continue
             if seen.first and self.weight_group is not None:
                 name, weights = _numbered("A", number), part.restrict(self.weight_group)
-                if (rows := weights.input_rows(self.reduce)) is not None:
-                    self.add_rows(name, rows, rows.shape[1] < weights.columns, float(len(rows)))
+                if (rows := weights.rows.stacked_inputs(self.reduce)) is not None:
+                    self.add_rows(name, rows, rows.shape[1] < weights.rows.columns, float(len(rows)))
                 else:
-                    self.add(name, *weights.input_gram(self.reduce))
+                    self.add(name, *weights.rows.input_gram(self.reduce))
             if seen.num_vectors:
                 name = _numbered("G", number)
-                if (rows := part.grad_rows(self.reduce)) is not None:
+                if (rows := part.rows.stacked_grads(self.reduce)) is not None:
                     self.add_rows(name, rows)
                 else:
-                    self.add(name, part.grad_gram(self.reduce))
+                    self.add(name, part.rows.grad_gram(self.reduce))
 
     def factors(self) -> tuple[Tensor | None, Tensor]:
         """`A` (None if the weight is not tracked) and `G` (the identity if nothing was sent back).

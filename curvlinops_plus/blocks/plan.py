@@ -15,6 +15,10 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedE
 from curvlinops_plus.layer import why_generic
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
+from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
+from curvlinops_plus.risk.nonfinite import first_nonfinite
+from curvlinops_plus.risk.reading import is_iterator
+from curvlinops_plus.risk.sweep import sweep
 
 __all__ = ["Entry", "Sums", "make_plan"]
 
@@ -139,6 +143,7 @@ class Sums:
         self.blocks: dict[str, LinearOperator] = {}
         self.totals: list[Totals] = []
         self._kept = Kept(_KEPT_BYTES if keep else 0)
+        self._weights: LossWeights | None = None
 
     @property
     def done(self) -> bool:
@@ -153,7 +158,7 @@ class Sums:
         """
         active = [index for index, accumulators in enumerate(self.pending) if accumulators]
         layers = [self.plan[index].layer for index in active]
-        if self.totals and self.risk.one_shot:
+        if self.totals and is_iterator(self.risk.data):
             raise ValueError(
                 "`data` is an iterator, which can be read only once, and another sweep over it is needed. Pass a "
                 "list of batches or a DataLoader."
@@ -186,11 +191,13 @@ class Sums:
             self._kept.end_of_batch(part)
 
         if self._kept.has(active):
-            bar = f"{desc} (kept)" if self.risk.progressbar else None
+            bar = f"{desc} (kept)" if self.risk.options.progressbar else None
             self._kept.replay(lambda index, seen: update(index, seen) if index in active else None, count, bar)
             return
         self._kept = Kept(self._kept.max_bytes)
-        totals = self.risk.sweep(layers, self.vectors, consume, after_batch, desc)
+        if self._weights is None and self.vectors.backward:
+            self._weights = loss_weights(self.risk)
+        totals = sweep(self.risk, layers, self.vectors, consume, after_batch, desc, self._weights)
         self._check(totals, layers)
         self.totals.append(totals)
 
@@ -213,7 +220,7 @@ class Sums:
                         self.blocks.update(result)
                 self.pending[index] = following
         except NumericsError as error:
-            where = self.risk.first_nonfinite()
+            where = first_nonfinite(self.risk)
             raise NumericsError(
                 f"{error} {f'First seen: {where}.' if where else 'The forward pass is finite.'}"
             ) from error

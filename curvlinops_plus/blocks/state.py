@@ -22,22 +22,23 @@ __all__ = ["check_state", "describe", "read_blocks", "write_blocks"]
 
 def describe(K: BlockwiseLinearOperator) -> dict[str, Any]:
     """The part of a state that says what the blocks are of, without the blocks."""
-    likelihood = K.risk.likelihood
+    losses = K.risk.losses
+    losses.require_likelihoods()
     return {
         "format": FORMAT,
         "version": VERSION,
         "class": type(K).__name__,
-        "loss_type": type(K.risk.loss_func).__name__,
-        "loss_reduction": likelihood.reduction,
-        "loss_options": likelihood.options(),
+        "loss_type": type(losses.given).__name__,
+        "loss_reduction": losses.reduction,
+        "loss_options": losses.options(),
         "fisher_type": K.vectors.fisher_type,
         "vectors": repr(K.vectors),
         "seed": K.vectors.seed,
         "mc_samples": getattr(K.vectors, "samples", 1),
         "separate_weight_and_bias": K.separate_weight_and_bias,
-        "num_data": K.risk.num_data,
-        "num_per_example_loss_terms": K.risk.num_per_example_loss_terms,
-        "progressbar": K.risk.progressbar,
+        "num_data": K.risk.options.num_data,
+        "num_per_example_loss_terms": K.risk.options.num_per_example_loss_terms,
+        "progressbar": K.risk.options.progressbar,
         "dtype": str(K.dtype).removeprefix("torch."),
         "layers": {
             entry.layer.name: {

@@ -69,7 +69,7 @@ class KroneckerBlock(Accumulator):
         if self.has_weight:
             self.add_weight(seen)
         else:
-            self.add("G", seen.grad_gram(reduce=True))
+            self.add("G", seen.rows.grad_gram(reduce=True))
 
     def finish(self) -> LinearOperator | Accumulator:
         return self.finish_weight() if self.has_weight else Dense(self.value("G"), Structure.PSD)
@@ -148,7 +148,7 @@ def row_gram(seen: LayerBatch, A: Tensor | None = None) -> Tensor:
             total = part if total is None else total + part
         assert total is not None
     elif _by_rows(seen):
-        a, g = _dense_inputs(seen), seen.grads
+        a, g = _dense_inputs(seen), seen.rows.grads
         left = a if A is None else torch.einsum("ns...i,...ij->ns...j", a, A)
         between = torch.einsum("ns...i,nt...i->n...st", left, a)  # positions that share the weight
         total = torch.einsum("vns...o,vns...p->...op", torch.einsum("n...st,vnt...o->vns...o", between, g), g)
@@ -174,7 +174,7 @@ def column_gram(seen: LayerBatch, G: Tensor | None = None) -> Tensor:
         assert diagonal is not None
         return diagonal.clamp(min=0)  # rounding
     if _by_rows(seen):
-        a, g = _dense_inputs(seen), seen.grads
+        a, g = _dense_inputs(seen), seen.rows.grads
         left = g if G is None else torch.einsum("vns...o,...op->vns...p", g, G)
         between = torch.einsum("vns...o,vnt...o->n...st", left, g)
         total = torch.einsum("ns...i,ns...j->...ij", torch.einsum("n...st,nt...i->ns...i", between, a), a)
@@ -209,19 +209,19 @@ def _by_rows(seen: LayerBatch) -> bool:
     """Whether rows of inputs and gradients are fewer numbers than gradients per example."""
     if len(seen.layer.roles) > 1:
         return False
-    S, (o, i) = seen.grads.shape[2], _shape(seen)[-2:]
+    S, (o, i) = seen.rows.grads.shape[2], _shape(seen)[-2:]
     return S * (o + i) <= max(o * i, o + i)
 
 
 def _dense_inputs(seen: LayerBatch) -> Tensor:
-    a = seen.inputs
+    a = seen.rows.inputs
     assert isinstance(a, Tensor)
     return a
 
 
 def columns(seen: LayerBatch) -> Iterator[tuple[Tensor, Tensor]]:
     """Per-example gradients of sparse rows, vector by vector: columns `[N, o, K]` that occur, their places `[N, K]`."""
-    rows = seen.inputs
+    rows = seen.rows.inputs
     assert isinstance(rows, SparseRows)
     index = rows.index.flatten(1)  # [N, S·L]
     ordered, order = index.sort(1)
@@ -230,5 +230,5 @@ def columns(seen: LayerBatch) -> Iterator[tuple[Tensor, Tensor]]:
     slot = torch.empty_like(index).scatter_(1, order, new.cumsum(1))
     places = torch.zeros_like(index).scatter_(1, slot, index)
     local = SparseRows(slot.view_as(rows.index), rows.weight, index.shape[1], rows.kept, rows.dtype)
-    for g in seen.grads:
+    for g in seen.rows.grads:
         yield local.outer(g[None])[0], places

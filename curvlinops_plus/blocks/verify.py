@@ -9,7 +9,7 @@ user's loss.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,11 @@ from curvlinops_plus.linalg.numerics import eigh, gram
 from curvlinops_plus.risk import EmpiricalRisk, Layer, LayerBatch, MonteCarlo
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.layers import title
-from curvlinops_plus.risk.losses import Head
-from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.loss_weights import LossWeights
+from curvlinops_plus.risk.losses import OutputLoss
+from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.reading import Batch, is_iterator
+from curvlinops_plus.risk.sweep import sweep
 
 if TYPE_CHECKING:
     from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
@@ -91,7 +94,7 @@ def verify(K: BlockwiseLinearOperator, num_examples: int = 3) -> Verification:
         error = float((got - expected).norm()) / size
         if not error <= tolerance:
             loss = name == LOSS_CHECK
-            where = (layer or f"loss {type(risk.loss_func).__name__}") if loss else title(layer)
+            where = (layer or f"loss {type(risk.losses.given).__name__}") if loss else title(layer)
             hint = (
                 "Is the registered likelihood that of this loss, with all its options?"
                 if loss
@@ -103,7 +106,11 @@ def verify(K: BlockwiseLinearOperator, num_examples: int = 3) -> Verification:
             )
         rows.append((layer or "(model)", name, error))
 
-    with risk.untouched(), torch.inference_mode(False), torch.autocast(risk.device.type, enabled=False):
+    with (
+        preserve_state(risk.model, risk.data),
+        torch.inference_mode(False),
+        torch.autocast(risk.device.type, enabled=False),
+    ):
         batch = _first(risk, num_examples)
         singles = [_some(batch, [n]) for n in range(batch.num_examples)]
         layers = [entry.layer for entry in K.plan]
@@ -144,7 +151,7 @@ class _Seen:
 
 
 def _first(risk: EmpiricalRisk, num_examples: int) -> Batch:
-    if risk.one_shot:
+    if is_iterator(risk.data):
         raise ValueError(
             "`data` is an iterator, which can be read only once; `verify()` needs a few examples of its own. "
             "Pass a list or a DataLoader."
@@ -178,12 +185,10 @@ def _recorded(risk: EmpiricalRisk, layers: list[Layer], batch: Batch) -> tuple[d
         found[id(part.layer)] = _Seen(grads, *_statistics(part))
 
     single = _with_data(risk, batch)
-    totals = single.sweep(layers, Once(1, 0), consume)
-    if risk.heads is None:
-        vector = [sent[id(single.likelihood)]]
-    else:
-        factors = risk.heads.coefficients(totals.shares, of_loss=False)
-        vector = [a * sent[id(head.likelihood)] for head, a in zip(risk.heads, factors, strict=True)]
+    # Any weights will do, and a few examples may have no term of some loss.
+    totals = sweep(single, layers, Once(1, 0), consume, weights=LossWeights.plain(risk.losses))
+    factors = risk.losses.vector_factors(totals.weights, linear=False)
+    vector = [a * sent[id(one.likelihood)] for one, a in zip(risk.losses, factors, strict=True)]
     return {layer: found[id(layer)] for layer in layers if id(layer) in found}, vector
 
 
@@ -212,11 +217,11 @@ def _statistics(part: LayerBatch) -> tuple[dict[str, tuple[Tensor, Tensor]], dic
 
 def _grams(role: LayerBatch) -> dict[str, tuple[Tensor, Tensor]]:
     """Factors by the fast paths and from the rows."""
-    grams = {"G": (role.grad_gram(), gram(role.grads.flatten(0, 2)))}
+    grams = {"G": (role.rows.grad_gram(), gram(role.rows.grads.flatten(0, 2)))}
     for group in role.layer.groups:
         if role.layer.weight in group.keys:
             mine = role.restrict(group)
-            a, (fast, _) = mine.inputs, mine.input_gram()
+            a, (fast, _) = mine.rows.inputs, mine.rows.input_gram()
             plain = a.to_dense().square().sum((0, 1)) if isinstance(a, SparseRows) else gram(a.flatten(0, 1))
             grams["A"] = (fast, plain)
     return grams
@@ -224,15 +229,11 @@ def _grams(role: LayerBatch) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _with_data(risk: EmpiricalRisk, batch: Batch) -> EmpiricalRisk:
     """The same risk over one batch."""
-    import copy
-
-    single = copy.copy(risk)
-    single.mask, single.progressbar = None, False
-    if risk.heads is not None:
-        single.heads = copy.copy(risk.heads)
-        single.heads.constant = True  # any weights will do, and a few examples may have no term of some loss
-    single._examples_checked = True  # that is what verify() itself does, number by number
-    single.batches = lambda desc: iter([batch])  # type: ignore[method-assign]
+    item = {**batch.X, "labels": batch.y} if batch.unpack else (batch.X, batch.y)
+    single = risk.with_data([item])
+    N = batch.num_examples
+    single.options = replace(risk.options, mask=None, progressbar=False, batch_size_fn=lambda X: N)
+    single.checked.add("examples")  # that is what verify() itself does, number by number
     return single
 
 
@@ -242,10 +243,7 @@ def _one_example(risk: EmpiricalRisk, single: Batch, vector: list[Tensor]) -> di
 
     def backward(model: nn.Module) -> tuple[Tensor | None, ...]:
         f, _, class_axis = risk.run(single, model)
-        if risk.heads is None:
-            parts = [(risk.likelihood, f, class_axis)]
-        else:
-            parts = [(head.likelihood, *part) for head, *part in zip(risk.heads, f, class_axis, strict=True)]
+        parts = [(one.likelihood, *part) for one, *part in zip(risk.losses, f, class_axis, strict=True)]
         sent = [
             (f, likelihood.restore(v, f.shape, 1, axis).to(f.dtype))
             for (likelihood, f, axis), v in zip(parts, vector, strict=True)
@@ -258,20 +256,18 @@ def _one_example(risk: EmpiricalRisk, single: Batch, vector: list[Tensor]) -> di
     return {key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(free.items(), found)}
 
 
-def _outputs(risk: EmpiricalRisk, batch: Batch) -> list[tuple[Head, tuple[Tensor, Any, int | None]]]:
+def _outputs(risk: EmpiricalRisk, batch: Batch) -> list[tuple[OutputLoss, tuple[Tensor, Any, int | None]]]:
     """Each loss with what it reads in this batch."""
     with torch.no_grad():
         outputs = risk.run(batch)
-    if risk.heads is None:
-        return [(Head("", risk.loss_func), outputs)]
-    return list(zip(risk.heads, zip(*outputs, strict=True), strict=True))
+    return list(zip(risk.losses, zip(*outputs, strict=True), strict=True))
 
 
-def _check_loss(head: Head, outputs: tuple[Tensor, Any, int | None], batch: Batch, check: Any) -> None:
+def _check_loss(one: OutputLoss, outputs: tuple[Tensor, Any, int | None], batch: Batch, check: Any) -> None:
     """(c): `H v` of the likelihood against double backward of the loss that the user gave."""
-    (f, y, class_axis), likelihood = outputs, head.likelihood
+    (f, y, class_axis), likelihood = outputs, one.likelihood
     with torch.no_grad():
-        F, Y, *_ = head.terms(f, y, batch.num_examples, class_axis)
+        F, Y = one.canonical(f, y, batch.num_examples, class_axis)
     if isinstance(likelihood, GaussianNLL):  # a Fisher matrix stands in for its indefinite Hessian
         return
     direction = torch.linspace(-1, 1, F.numel(), dtype=F.dtype, device=F.device).view_as(F)
@@ -282,7 +278,7 @@ def _check_loss(head: Head, outputs: tuple[Tensor, Any, int | None], batch: Batc
     ours = of_loss(F, Y, direction[None])[0]
     with torch.enable_grad():
         free = f.detach().to(F.dtype).requires_grad_()
-        value = head.loss(*((free, y) if class_axis is None else (free.flatten(0, -2), y.flatten())))
+        value = one.loss(*((free, y) if class_axis is None else (free.flatten(0, -2), y.flatten())))
         if likelihood.reduction == "mean":
             value = value * likelihood.count(F, Y)
         along = likelihood.restore(direction, f.shape, batch.num_examples, class_axis)
@@ -291,7 +287,7 @@ def _check_loss(head: Head, outputs: tuple[Tensor, Any, int | None], batch: Batc
     if not bool(theirs.isfinite().all()):
         raise NumericsError("The Hessian of the loss with respect to the model's output is not finite.")
     check(
-        head.title if head.key != "" else "",
+        one.title if one.key is not None else "",
         LOSS_CHECK,
         likelihood.restore(ours, f.shape, batch.num_examples, class_axis),
         theirs,

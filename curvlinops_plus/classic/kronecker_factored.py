@@ -22,6 +22,7 @@ from curvlinops_plus.linalg import BlockDiagonal, LinearOperator
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, Exact, ForwardOnly, MonteCarlo, Vectors
 from curvlinops_plus.risk.determinism import require_same
 from curvlinops_plus.risk.losses import rebuild_losses
+from curvlinops_plus.risk.preserve import preserve_state
 
 __all__ = [
     "EKFACLinearOperator",
@@ -164,7 +165,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             shift_labels=shift_labels,
             progressbar=progressbar,
         )
-        _ = risk.likelihood  # an unknown loss is refused now, not at first use
+        risk.losses.require_likelihoods()  # an unknown loss is refused now, not at first use
         super().__init__(
             risk,
             self._APPROXIMATION.using(kfac_approx="reduce")
@@ -283,8 +284,8 @@ class KFACLinearOperator(BlockwiseLinearOperator):
 
     @property
     def _N_data(self) -> int:
-        if self.risk.num_data is not None:
-            return self.risk.num_data
+        if self.risk.options.num_data is not None:
+            return self.risk.options.num_data
         _ = self.operator
         assert self.examples is not None
         return self.examples
@@ -322,7 +323,7 @@ class EKFACLinearOperator(KFACLinearOperator):
 
     def compute_kronecker_factors(self) -> None:
         """Compute the factors anew (first sweep); the eigenvalues follow at first use."""
-        with self.risk.untouched():
+        with preserve_state(self.risk.model, self.risk.data):
             sums = Sums(self.risk, self.plan, self.vectors)
             sums.sweep(self._title(0))
             sums.finish()
@@ -332,7 +333,7 @@ class EKFACLinearOperator(KFACLinearOperator):
         """Compute the eigenvalues anew (second sweep), in the basis of the factors that are there."""
         # Taken away first: after an exception in the sweep its sums are half full and must never be added to again.
         sums, self._half_way = self._half_way or self._in_current_basis(), None
-        with self.risk.untouched():
+        with preserve_state(self.risk.model, self.risk.data):
             sums.sweep(self._title(1))
             if self.check_deterministic and len(sums.totals) == 2:
                 require_same(self.risk, *sums.totals)
@@ -564,7 +565,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
             shift_labels=shift_labels,
             progressbar=progressbar,
         )
-        _ = risk.likelihood  # an unknown loss is refused now, not at first use
+        risk.losses.require_likelihoods()  # an unknown loss is refused now, not at first use
         vectors = MonteCarlo(mc_samples, seed) if mc_samples else Exact()
         super().__init__(risk, DiagonalBlock, vectors=vectors, check_deterministic=check_deterministic)
 

@@ -17,7 +17,9 @@ from curvlinops_plus.exact.linearize import (
 )
 from curvlinops_plus.linalg import LinearOperator, Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
-from curvlinops_plus.risk.first_order import settled
+from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
+from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.reading import is_iterator
 
 __all__ = ["ActivationHessianLinearOperator"]
 
@@ -89,13 +91,13 @@ class ActivationHessianLinearOperator(LinearOperator):
             progressbar=progressbar,
             **risk_options,
         )
-        if self.risk.one_shot:
+        if is_iterator(self.risk.data):
             raise ValueError(
                 f"`data` is an iterator, which can be read only once; {type(self).__name__} reads the data once per "
                 "product. Pass a list or a DataLoader."
             )
         # Refuse now, not at first use.
-        _ = self.risk.reduction if not self.risk.known_loss else self.risk.likelihood
+        _ = self.risk.losses.reduction
         if check_deterministic:
             self._check_deterministic()
 
@@ -103,7 +105,7 @@ class ActivationHessianLinearOperator(LinearOperator):
     @cached_property
     def in_space(self) -> Space:
         shapes: list[torch.Size] = []
-        with self.risk.untouched():
+        with preserve_state(self.risk.model, self.risk.data):
             self._loop("sizes", lambda z, _: shapes.append(z.shape))
         return Space.from_shapes(shapes)
 
@@ -125,14 +127,14 @@ class ActivationHessianLinearOperator(LinearOperator):
 
     # --------------------------------------------------------------------------------------------------------- products
     def _matmat(self, X: Tensor) -> Tensor:
-        with self.risk.untouched():
+        with preserve_state(self.risk.model, self.risk.data):
             return self._product(X.clone() if X.is_inference() else X)
 
     def _product(self, X: Tensor) -> Tensor:
-        found, totals = settled(self.risk, lambda: self._one_sweep(X))
+        found, totals = with_consistent_weights(self.risk, lambda weights: self._one_sweep(X, weights))
         return found * self.risk.scale(totals)
 
-    def _one_sweep(self, X: Tensor) -> tuple[Tensor, Totals]:
+    def _one_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         """Un-reduced product, and what was seen."""
         n, shapes = self.in_space.dim, iter(self.in_space.shapes.values())
         found: list[Tensor] = []
@@ -146,7 +148,7 @@ class ActivationHessianLinearOperator(LinearOperator):
             rows = X[start : start + z.numel()].T
             start += z.numel()
             size = max(1, CHUNK_BYTES // (8 * n))
-            loss = self.risk.objective(part)
+            loss = weights.objective(part)
             if not found:
                 refuse_once_differentiable(loss)
             found.append(torch.cat([_second(z, loss, piece) for piece in rows.split(size)], 0).T.to(X.dtype))
@@ -183,7 +185,7 @@ class ActivationHessianLinearOperator(LinearOperator):
                         f'Module "{name}" was called {len(caught)} times in one forward pass; the Hessian with '
                         f"respect to its {side} needs exactly one call. Choose another module."
                     )
-                _, _, part = risk.terms(f, y, batch, class_axis)
+                part = risk.terms(f, y, batch, class_axis).totals
                 visit(caught[0], part)
                 totals.add(part.detached())
 
@@ -231,7 +233,7 @@ class ActivationHessianLinearOperator(LinearOperator):
     # ---------------------------------------------------------------------------------------------------------- checks
     def _check_deterministic(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        with self.risk.untouched():
+        with preserve_state(self.risk.model, self.risk.data):
             v = torch.randn(self.in_space.dim, 1, generator=generator, dtype=self.dtype).to(self.device)
             one, two = self._product(v), self._product(v)
         tolerance = 1e-8 if self.dtype == torch.float64 else 1e-3

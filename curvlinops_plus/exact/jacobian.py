@@ -26,7 +26,9 @@ from curvlinops_plus.exact.linearize import (
 from curvlinops_plus.linalg import LinearOperator, Space
 from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Exact, MonteCarlo, Totals, Vectors
 from curvlinops_plus.risk.determinism import training_modules
-from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.nonfinite import first_nonfinite
+from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.reading import Batch, is_iterator
 from curvlinops_plus.risk.vectors import as_vectors
 
 __all__ = ["GGNFactorLinearOperator", "JacobianLinearOperator", "TransposedJacobianLinearOperator"]
@@ -70,7 +72,7 @@ class _Stacked:
             progressbar=progressbar,
             **options,
         )
-        if self.risk.one_shot:
+        if is_iterator(self.risk.data):
             raise ValueError(
                 f"`data` is an iterator, which can be read only once; {owner} reads the data once per product. Pass a "
                 "list or a DataLoader."
@@ -80,7 +82,7 @@ class _Stacked:
     # What a kind of matrix says -------------------------------------------------------------------------------------
     def read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
         """Run the model; the one tensor that is differentiated, and what else `L` depends on."""
-        return [self.risk.run(batch, model)[0]], None
+        return [*self.risk.run(batch, model)[0]], None
 
     def left(self, draws: Draws) -> Callable[[Tensor, Any], _Left]:
         """What makes the block of `L` that belongs to a batch."""
@@ -89,8 +91,8 @@ class _Stacked:
     @cached_property
     def space(self) -> Space:
         """The space of the rows."""
-        shape, rows, flattened, num_data = torch.Size(), 0, False, self.risk.num_data
-        with self.risk.untouched():
+        shape, rows, flattened, num_data = torch.Size(), 0, False, self.risk.options.num_data
+        with preserve_state(self.risk.model, self.risk.data):
             for batch in self.risk.batches(f"{self.owner}, sizes"):
                 N = batch.num_examples
                 if not shape:
@@ -118,7 +120,7 @@ class _Stacked:
 
     def push(self, X: Tensor) -> Tensor:  # [P, K] -> [m, K]
         """The product."""
-        with self.risk.untouched():
+        with preserve_state(self.risk.model, self.risk.data):
             return self._pushed(X)
 
     def _pushed(self, X: Tensor) -> Tensor:
@@ -138,7 +140,7 @@ class _Stacked:
     def pull(self, X: Tensor) -> Tensor:  # [m, K] -> [P, K]
         """The transposed product."""
         total, ends, left = X.new_zeros(X.shape[1], self.risk.space.dim), _Ends(self), self.left(Draws(0))
-        with self.risk.untouched():
+        with preserve_state(self.risk.model, self.risk.data):
             for batch in self.risk.batches(self.owner):
 
                 def vectors(F: Outputs, extra: Any) -> list[Tensor]:
@@ -156,7 +158,7 @@ class _Stacked:
         """
         P, found, ends, left = self.risk.space.dim, [], _Ends(self), self.left(Draws(0))
         like = {"dtype": self.risk.dtype, "device": self.risk.device}
-        with self.risk.untouched():
+        with preserve_state(self.risk.model, self.risk.data):
             for batch in self.risk.batches(self.owner):
                 state = random_state(self.risk.device)
                 F, extra = self.output(batch)
@@ -186,10 +188,10 @@ class _Stacked:
         """
         generator = torch.Generator().manual_seed(0)
         v = torch.randn(self.risk.space.dim, 1, generator=generator, dtype=self.risk.dtype).to(self.risk.device)
-        with self.risk.untouched():  # both inside: a loader that shuffles draws again for the second
+        with preserve_state(self.risk.model, self.risk.data):
             one, two = self._pushed(v), self._pushed(v)
         if not bool(one.isfinite().all()):
-            where = self.risk.first_nonfinite()
+            where = first_nonfinite(self.risk)
             raise NumericsError(
                 f"A product with {self.owner} has NaN or infinite entries."
                 + (f" First seen: {where}." if where else "")
@@ -261,12 +263,12 @@ class _RootStacked(_Stacked):
     vectors: Vectors
 
     def read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
-        f, y, class_axis = self.risk.run(batch, model)
-        F, Y = self.risk.canonical(f, y, batch, class_axis)
+        (f,), (y,), (class_axis,) = self.risk.run(batch, model)
+        F, Y = self.risk.losses[0].canonical(f, y, batch.num_examples, class_axis)
         return [F], Y
 
     def left(self, draws: Draws) -> Callable[[Tensor, Any], _Left]:
-        vectors, known = self.vectors, self.risk.likelihood
+        vectors, known = self.vectors, self.risk.losses[0].likelihood
         draws = draws if vectors.seed is None else Draws(vectors.seed)
 
         def make(F: Tensor, Y: Any) -> _Left:
@@ -295,7 +297,7 @@ class _RootStacked(_Stacked):
         """Rows of one batch."""
         N, R = F.shape[:2]
         if isinstance(self.vectors, Exact):
-            return torch.Size((N, R, self.risk.likelihood.num_columns(F)))
+            return torch.Size((N, R, self.risk.losses[0].likelihood.num_columns(F)))
         if isinstance(self.vectors, MonteCarlo):
             return torch.Size((N, R, self.vectors.samples))
         return torch.Size((N, R if self.vectors.per_term else 1, 1))  # type: ignore[attr-defined]
@@ -304,11 +306,11 @@ class _RootStacked(_Stacked):
     def _facts(self) -> tuple[Space, float]:
         """Space of the rows, and √c, which only the whole data know."""
         shapes, totals = [], Totals()
-        with self.risk.untouched():
+        with preserve_state(self.risk.model, self.risk.data):
             for batch in self.risk.batches(f"{self.owner}, sizes"):
                 F, Y = self.output(batch)
                 shapes.append(self.shape_of(F))
-                totals.add(Totals(len(F), len(F) * F.shape[1], self.risk.likelihood.count(F, Y)))
+                totals.add(Totals(len(F), len(F) * F.shape[1], self.risk.losses[0].likelihood.count(F, Y)))
         if len({shape[1:] for shape in shapes}) == 1:
             rows = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         else:  # a different number of terms in each batch
@@ -517,11 +519,11 @@ class GGNFactorLinearOperator(_RowsOperator):
             chunk_size, risk_options,
         )  # fmt: skip
         rows.vectors = chosen
-        if rows.risk.heads is not None:
+        if len(rows.risk.losses) > 1:
             raise UnsupportedError(
-                f"{type(self).__name__} takes one loss, got losses for the outputs {rows.risk.heads.keys}. Make a "
+                f"{type(self).__name__} takes one loss, got losses for the outputs {rows.risk.losses.keys}. Make a "
                 "factor of each with `output=`; the GGN of a weighted sum is the weighted sum of their GGNs."
             )
-        chosen.check(rows.risk.likelihood)  # refuse now, not at first use
+        chosen.check(rows.risk.losses[0].likelihood)  # refuse now, not at first use
         if check_deterministic:
             rows.check()

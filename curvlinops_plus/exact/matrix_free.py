@@ -35,8 +35,10 @@ from curvlinops_plus.linalg import LinearOperator, Space, Structure
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.determinism import require_same
-from curvlinops_plus.risk.first_order import one_pass, settled
+from curvlinops_plus.risk.first_order import loss_pass
+from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
 from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
+from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch
 
 __all__ = ["EFLinearOperator", "FisherMCLinearOperator", "GGNLinearOperator", "HessianLinearOperator"]
@@ -77,7 +79,9 @@ class _RiskOperator(LinearOperator):
             **risk_options,
         )
         # Refuse now, not at first use.
-        _ = self.risk.reduction if self._any_loss and not self.risk.known_loss else self.risk.likelihood
+        if not (self._any_loss and not self.risk.losses.known):
+            self.risk.losses.require_likelihoods()
+        _ = self.risk.losses.reduction
         self._block_sizes = self._checked(block_sizes)
         if check_deterministic:
             self._check_deterministic()
@@ -97,8 +101,8 @@ class _RiskOperator(LinearOperator):
 
     def _check_deterministic(self) -> None:
         """Compare the total losses of two passes."""
-        with self.risk.untouched():
-            first, second = one_pass(self.risk, gradient=False)[1], one_pass(self.risk, gradient=False)[1]
+        with preserve_state(self.risk.model, self.risk.data):
+            first, second = loss_pass(self.risk), loss_pass(self.risk)
         require_same(self.risk, first, second)
 
     @property
@@ -133,16 +137,16 @@ class _RiskOperator(LinearOperator):
         return self._matmat(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))
 
     def _matmat(self, X: Tensor) -> Tensor:
-        with self.risk.untouched():
+        with preserve_state(self.risk.model, self.risk.data):
             return self._one_product(X)
 
     def _one_product(self, X: Tensor) -> Tensor:
         """The product, without restoring the random state afterwards."""
-        product, totals = settled(self.risk, lambda: self._one_sweep(X))
+        product, totals = with_consistent_weights(self.risk, lambda weights: self._one_sweep(X, weights))
         return product * self.risk.scale(totals)
 
     @abstractmethod
-    def _one_sweep(self, X: Tensor) -> tuple[Tensor, Totals]:
+    def _one_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         """Un-reduced product with `X` [n, K], and what was seen."""
 
     def _draws(self) -> Draws:
@@ -162,20 +166,15 @@ class _JacobianSandwich(_RiskOperator):
     def _middle(self, likelihood: Likelihood | None, F: Tensor, Y: Any, loss: Any, draws: Draws) -> Middle:
         """The product [K, N, R, C] -> [K, N, R, C] with M; None for a loss without a likelihood."""
 
-    def _middles(self, F: Any, Y: Any, part: Totals, draws: Draws) -> list[tuple[Tensor, Middle]]:
+    def _middles(self, F: Any, Y: Any, part: Totals, draws: Draws, weights: LossWeights) -> list[tuple[Tensor, Middle]]:
         """Outputs and their matrices."""
-        heads = self.risk.heads
-        if heads is None:
-            known = self.risk.likelihood if self.risk.known_loss else None
-            if known is None and not F.requires_grad:
-                return []
-            return [(F, self._middle(known, F, Y, part.loss, draws))]
-        factors = heads.coefficients(self.risk.shares(part), self._of_loss)
+        losses = self.risk.losses
+        factors = losses.vector_factors(weights.of(part), self._of_loss)
         found = []
-        for head, f, y, loss, a, own in zip(heads, F, Y, part.losses, factors, self._streams(F, Y, draws), strict=True):
-            if f.requires_grad:
-                middle = self._middle(head.likelihood if head.known else None, f, y, loss, own)
-                found.append((f, lambda V, a=a, middle=middle: a**2 * middle(V)))
+        for one, f, y, loss, a, own in zip(losses, F, Y, part.losses, factors, self._streams(F, Y, draws), strict=True):
+            if f.requires_grad or one.known:
+                middle = self._middle(one.likelihood if one.known else None, f, y, loss, own)
+                found.append((f, middle if a == 1 else lambda V, a=a, middle=middle: a**2 * middle(V)))
         return found
 
     def _streams(self, F: Sequence[Tensor], Y: Sequence[Any], draws: Draws) -> Sequence[Draws]:
@@ -189,8 +188,8 @@ class _JacobianSandwich(_RiskOperator):
     def _evaluate(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
         """Run the model; the outputs in canonical form, and what the loss says of them."""
         f, y, class_axis = self.risk.run(batch, model)
-        F, Y, part = self.risk.terms(f, y, batch, class_axis)
-        return (F,) if self.risk.heads is None else F, (F, Y, part)
+        terms = self.risk.terms(f, y, batch, class_axis)
+        return terms.outputs, (terms.outputs, terms.targets, terms.totals)
 
     def _to_dense(self) -> Tensor:
         """The matrix `[n, n]`. Cost: a backward pass for each number that a batch's outputs have, or a product for each
@@ -198,23 +197,27 @@ class _JacobianSandwich(_RiskOperator):
         """
         n, linear = self.shape[1], self._linear
         zero = torch.zeros(n, n, dtype=self.dtype, device=self.device)
-        with self.risk.untouched():
-            matrix, totals = settled(self.risk, lambda: self._summed(zero, linear.matrix))
+        with preserve_state(self.risk.model, self.risk.data):
+            matrix, totals = with_consistent_weights(
+                self.risk, lambda weights: self._summed(zero, linear.matrix, weights)
+            )
         return matrix * self.risk.scale(totals)
 
-    def _one_sweep(self, X: Tensor) -> tuple[Tensor, Totals]:
+    def _one_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         linear = self._linear
-        rows, totals = self._summed(torch.zeros_like(X.T), lambda batch, M: linear.sandwich(batch, X.T, M))
+        rows, totals = self._summed(torch.zeros_like(X.T), lambda batch, M: linear.sandwich(batch, X.T, M), weights)
         return rows.T, totals
 
-    def _summed(self, total: Tensor, of_batch: Callable[[Batch, Any], Tensor]) -> tuple[Tensor, Totals]:
+    def _summed(
+        self, total: Tensor, of_batch: Callable[[Batch, Any], Tensor], weights: LossWeights
+    ) -> tuple[Tensor, Totals]:
         """`total` plus what each batch gives with its `M`, and what was seen."""
         totals, draws = Totals(), self._draws()
 
         def middle(outputs: Outputs, extra: Any) -> Callable[[list[Tensor]], list[Tensor | None]]:
             F, Y, part = extra
             totals.add(part.detached())
-            found = {id(f): M for f, M in self._middles(F, Y, part, draws)}
+            found = {id(f): M for f, M in self._middles(F, Y, part, draws, weights)}
             Ms = [found.get(id(f)) for f in outputs]
             return lambda V: [None if M is None else M(v) for M, v in zip(Ms, V, strict=True)]
 
@@ -367,7 +370,7 @@ class FisherMCLinearOperator(_JacobianSandwich):
         """Two products must see the same matrix: the draws follow the order of the examples."""
         super()._check_deterministic()
         v = torch.ones(self.shape[1], 1, dtype=self.dtype, device=self.device)
-        with self.risk.untouched():
+        with preserve_state(self.risk.model, self.risk.data):
             one, two = self._one_product(v), self._one_product(v)
         if not torch.allclose(one, two, rtol=1e-4, atol=1e-6):
             raise RuntimeError(
@@ -377,14 +380,13 @@ class FisherMCLinearOperator(_JacobianSandwich):
             )
 
     def _streams(self, F: Sequence[Tensor], Y: Sequence[Any], draws: Draws) -> Sequence[Draws]:
-        heads, num = self.risk.heads, self._mc_samples
-        assert heads is not None
+        losses, num = self.risk.losses, self._mc_samples
 
         def draw(index: int, own: Draws) -> Tensor:
-            return heads.heads[index].likelihood.draw(F[index].detach(), Y[index], num, own.uniform)
+            return losses[index].likelihood.draw(F[index].detach(), Y[index], num, own.uniform)
 
         consumers = [lambda own, index=index: draw(index, own) for index in range(len(F))]
-        return heads.streams((num, *(tuple(f.shape[1:]) for f in F)), draws, len(F[0]), consumers)
+        return losses.streams((num, *(tuple(f.shape[1:]) for f in F)), draws, len(F[0]), consumers)
 
     def _middle(self, likelihood: Likelihood | None, F: Tensor, Y: Any, loss: Any, draws: Draws) -> Middle:
         assert likelihood is not None
@@ -422,7 +424,7 @@ class HessianLinearOperator(_RiskOperator):
     _largest = 1  # numbers in the largest intermediate result of the first forward pass
     _normed = False  # whether there is weight norm in it
 
-    def _one_sweep(self, X: Tensor) -> tuple[Tensor, Totals]:
+    def _one_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         risk, totals = self.risk, Totals()
         free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
 
@@ -435,18 +437,18 @@ class HessianLinearOperator(_RiskOperator):
                     watch = None if self._looked_at and not self._normed else PlainWeightNorm()
                     with torch.compiler.set_stance("force_eager"), watch or nullcontext():
                         f, y, class_axis = risk.run(batch, model)
-                    _, _, part = risk.terms(f, y, batch, class_axis)
+                    part = risk.terms(f, y, batch, class_axis).totals
                     if watch is not None:
                         self._largest, self._normed = max(self._largest, watch.largest), watch.used
-                    total.add_(self._product(part, list(free.values()), X))
+                    total.add_(self._product(part, list(free.values()), X, weights))
                     totals.add(part.detached())
 
             risk.at(free, loop)
         return total, totals
 
-    def _product(self, part: Totals, params: list[Tensor], X: Tensor) -> Tensor:
+    def _product(self, part: Totals, params: list[Tensor], X: Tensor, weights: LossWeights) -> Tensor:
         """Un-reduced Hessian of one batch times `X` [n, K]."""
-        loss = self.risk.objective(part)
+        loss = weights.objective(part)
         if not self._looked_at:
             refuse_once_differentiable(loss)
             refuse_outside_reads(loss, self.risk.params)

@@ -1,8 +1,8 @@
-"""Floor 3: model + loss + data, seen through module hooks."""
+"""Floor 3: model + losses + data, seen through module hooks."""
 
-from curvlinops_plus.risk.layer_batch import Call, LayerBatch
-from curvlinops_plus.risk.layers import Group, Layer, Use, find_layers, named_params
-from curvlinops_plus.risk.record import Recorder
+from curvlinops_plus.risk.affine_rows import AffineRows
+from curvlinops_plus.risk.layer_batch import LayerBatch
+from curvlinops_plus.risk.layers import Group, Layer, ModuleUse, find_layers, named_params
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.vectors import (
@@ -17,7 +17,7 @@ from curvlinops_plus.risk.vectors import (
 )
 
 __all__ = [
-    "Call",
+    "AffineRows",
     "CurvaturePropagation",
     "Draws",
     "Empirical",
@@ -27,10 +27,9 @@ __all__ = [
     "Group",
     "Layer",
     "LayerBatch",
+    "ModuleUse",
     "MonteCarlo",
-    "Recorder",
     "Totals",
-    "Use",
     "Vectors",
     "as_vectors",
     "find_layers",

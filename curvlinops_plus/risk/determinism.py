@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.risk import EmpiricalRisk, Totals
+from curvlinops_plus.risk.nonfinite import first_nonfinite
+from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.totals import Totals
 
 __all__ = ["require_same", "training_modules"]
 
@@ -20,7 +22,7 @@ def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
     """
     one, two = (torch.as_tensor(totals.loss, dtype=torch.float64, device="cpu") for totals in (first, second))
     if not bool(one.isfinite() & two.isfinite()):
-        where = risk.first_nonfinite()
+        where = first_nonfinite(risk)
         raise NumericsError(f"The total loss is {float(one)}." + (f" First seen: {where}." if where else ""))
     tolerance = 1e-8 if risk.dtype == torch.float64 else 5e-5
     if first.examples == second.examples and torch.allclose(one, two, rtol=tolerance, atol=1e-6):

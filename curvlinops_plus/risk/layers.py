@@ -1,8 +1,8 @@
 """Which modules hold the parameters: a `Layer` per module, or per set of modules that share a parameter.
 
 A layer's parameters are addressed by *keys*: the names of a dict of parameters, or the model's own names for a list. A
-`Use` is one module, or one function call inside a module, that reads some of them; a tied weight has several uses in
-one layer, in one or two *roles*: an embedding multiplies with the transpose of the matrix that the head multiplies
+`ModuleUse` is one module, or one function call inside a module, that reads some of them; a tied weight has several uses
+in one layer, in one or two *roles*: an embedding multiplies with the transpose of the matrix that the head multiplies
 with.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
@@ -20,11 +20,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
 from curvlinops_plus.linalg import Layout
 
-__all__ = ["Group", "Layer", "Role", "Use", "example_axes", "find_layers", "named_params"]
+__all__ = ["Group", "Layer", "ModuleUse", "Role", "example_axes", "find_layers", "named_params"]
 
 
 @dataclass(frozen=True, eq=False)
-class Use:
+class ModuleUse:
     """One module that reads parameters of a layer.
 
     Attributes:
@@ -53,7 +53,7 @@ class Role:
         transposed: Whether it is the transpose of the layer's matrix.
     """
 
-    uses: tuple[Use, ...]
+    uses: tuple[ModuleUse, ...]
     transposed: bool = False
 
 
@@ -82,63 +82,48 @@ class Layer:
         params: Key to parameter.
         groups: The blocks, either one for all parameters or one per parameter.
         roles: What the modules multiply with; the first one's matrix is the layer's. Empty without Kronecker factors.
+        title: How messages call the layer.
+        affine: Whether Kronecker factors exist: all modules have affine rules, and roles that fit.
+        tied: Whether several modules read the same parameter.
+        sparse: Whether the input factor is a diagonal.
+        weight: Key of an affine layer's weight, None if it is not tracked.
+        bias: Key of an affine layer's bias, None if it has none or it is not tracked.
+        accumulation_dtype: The parameters' dtype, float32 at least.
+        device: Where the parameters are.
     """
 
     name: str
-    uses: tuple[Use, ...]
+    uses: tuple[ModuleUse, ...]
     params: dict[str, Tensor]
     groups: tuple[Group, ...]
     roles: tuple[Role, ...] = ()
+    title: str = field(init=False)
+    affine: bool = field(init=False)
+    tied: bool = field(init=False)
+    sparse: bool = field(init=False)
+    weight: str | None = field(init=False)
+    bias: str | None = field(init=False)
+    accumulation_dtype: torch.dtype = field(init=False)
+    device: torch.device = field(init=False)
 
-    @property
-    def title(self) -> str:
-        """How messages call the layer."""
-        return title(self.name)
-
-    @property
-    def affine(self) -> bool:
-        """Whether Kronecker factors exist: all modules have affine rules, and roles that fit."""
-        return bool(self.roles)
-
-    @property
-    def tied(self) -> bool:
-        """Whether several modules read the same parameter."""
-        return len(self.uses) > 1
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the input factor is a diagonal."""
-        return bool(self.roles) and all(_affine(use).sparse and not role.transposed for role, use in self._each_use())
-
-    @property
-    def weight(self) -> str | None:
-        """Key of an affine layer's weight, None if it is not tracked."""
-        return next((key for use in self._first() for local, key in use.keys.items() if local != "bias"), None)
-
-    @property
-    def bias(self) -> str | None:
-        """Key of an affine layer's bias, None if it has none or it is not tracked."""
-        return next((use.keys["bias"] for use in self._first() if "bias" in use.keys), None)
-
-    def _first(self) -> tuple[Use, ...]:
-        return self.roles[0].uses if self.roles else self.uses[:1]
-
-    def _each_use(self) -> list[tuple[Role, Use]]:
-        return [(role, use) for role in self.roles for use in role.uses]
-
-    @property
-    def accumulation_dtype(self) -> torch.dtype:
-        """The parameters' dtype, float32 at least."""
-        dtypes = [p.dtype for p in self.params.values()]
-        wide = dtypes[0]
-        for dtype in dtypes[1:]:
-            wide = torch.promote_types(wide, dtype)
-        return torch.promote_types(wide, torch.float32)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the layer's parameters live."""
-        return next(iter(self.params.values())).device
+    def __post_init__(self) -> None:
+        first = self.roles[0].uses if self.roles else self.uses[:1]
+        wide = torch.float32
+        for p in self.params.values():
+            wide = torch.promote_types(wide, p.dtype)
+        facts = {
+            "title": title(self.name),
+            "affine": bool(self.roles),
+            "tied": len(self.uses) > 1,
+            "sparse": bool(self.roles)
+            and all(_affine(use).sparse and not role.transposed for role in self.roles for use in role.uses),
+            "weight": next((key for use in first for local, key in use.keys.items() if local != "bias"), None),
+            "bias": next((use.keys["bias"] for use in first if "bias" in use.keys), None),
+            "accumulation_dtype": wide,
+            "device": next(iter(self.params.values())).device,
+        }
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)
 
 
 def title(name: str) -> str:
@@ -146,9 +131,7 @@ def title(name: str) -> str:
     return f"layer {name!r}" if name else "layer '' (the model itself)"
 
 
-def named_params(
-    model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tensor] | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """Give each requested parameter a key and find the model's own tensor behind it.
 
     Args:
@@ -157,7 +140,7 @@ def named_params(
             require a gradient. `p.detach()` and `p.data` are recognised by their memory.
 
     Returns:
-        Key to the model's own parameter, and key to the tensor that was given.
+        Key to the model's own parameter.
 
     Raises:
         ValueError: If there are no parameters, one is given twice, or one does not belong to the model.
@@ -171,8 +154,8 @@ def named_params(
     by_memory = {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
     items: Iterable[tuple[str | None, Tensor]]
     items = params.items() if isinstance(params, Mapping) else ((None, p) for p in params)
-    own, given = {}, {}
-    seen: dict[str, str] = {}
+    own: dict[str, Tensor] = {}
+    labels: dict[str, str] = {}
     for position, (key, p) in enumerate(items):
         label = f"params[{position if key is None else key!r}]"
         if not isinstance(p, Tensor):
@@ -185,18 +168,18 @@ def named_params(
                 "for instance `[p for p in model.parameters() if p.requires_grad]` or "
                 "`dict(model.named_parameters())`."
             )
-        if name in seen:
+        if name in labels:
             raise ValueError(
-                f"{label} is the same parameter as {seen[name]}: the model's {name!r}. Name each parameter once."
+                f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
             )
-        seen[name] = label
-        own[key or name], given[key or name] = owned[name], p
+        labels[name] = label
+        own[key or name] = owned[name]
     if not own:
         raise ValueError("`params` is empty; there is no matrix of size 0.")
-    return own, given
+    return own
 
 
-def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_and_bias: bool) -> list[Layer]:
+def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_and_bias: bool = False) -> list[Layer]:
     """Group parameters by the modules that read them, in the order in which the model names its modules.
 
     Modules that share a parameter form one layer. Only modules that own one of `params` appear.
@@ -222,8 +205,8 @@ def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_
     return layers
 
 
-def _find_uses(model: nn.Module, key_of: Mapping[int, str]) -> list[Use]:
-    uses: list[Use] = []
+def _find_uses(model: nn.Module, key_of: Mapping[int, str]) -> list[ModuleUse]:
+    uses: list[ModuleUse] = []
     claimed: set[int] = set()  # modules whose parameters another one answers for
     for name, module in model.named_modules():
         if id(module) in claimed:
@@ -238,16 +221,16 @@ def _find_uses(model: nn.Module, key_of: Mapping[int, str]) -> list[Use]:
             keys = {local: key_of[id(p)] for local, p in part.params.items() if id(p) in key_of}
             if keys:
                 full = f"{name}.{part.name}" if name else part.name
-                uses.append(Use(full, part.module, part.rule, keys, module, functional=True))
+                uses.append(ModuleUse(full, part.module, part.rule, keys, module, functional=True))
         own = {local: p for local, p in differentiable_parameters(module).items() if id(p) not in parts}
         keys = {local: key_of[id(p)] for local, p in own.items() if id(p) in key_of}
         if keys:
             rule.check(module)
-            uses.append(Use(name, module, rule, keys, module))
+            uses.append(ModuleUse(name, module, rule, keys, module))
     return [use for use in uses if not _alias(use, uses)]
 
 
-def _alias(use: Use, uses: list[Use]) -> bool:
+def _alias(use: ModuleUse, uses: list[ModuleUse]) -> bool:
     """Whether a container only holds names for parameters that modules inside it read (BERT's `predictions.bias`).
 
     Should it read them too, recording finds one reader more than calls, and says so.
@@ -259,7 +242,7 @@ def _alias(use: Use, uses: list[Use]) -> bool:
     return set(use.keys.values()) <= {key for u in others for key in u.keys.values()}
 
 
-def _make_layer(uses: list[Use], params: Mapping[str, Tensor], separate: bool) -> Layer:
+def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: bool) -> Layer:
     first = uses[0]
     roles = _roles(uses, separate)
     lead = [roles[0].uses[0]] if roles else uses
@@ -289,42 +272,54 @@ def _make_layer(uses: list[Use], params: Mapping[str, Tensor], separate: bool) -
     return Layer(name, tuple(uses), layer_params, groups, roles)
 
 
-def _roles(uses: list[Use], separate: bool) -> tuple[Role, ...]:
+def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
     """What affine modules that share parameters multiply with; empty if they have no common matrix.
 
     They have one if all share the weight, seen as one matrix or its transpose, and a bias belongs to one role alone;
-    apart from its weight it would need the gradient factor of that role, which the nearest product does not have.
+    as a separate block it would need the gradient factor of that role, which the nearest product does not have.
     """
     if not all(isinstance(use.rule, AffineRule) for use in uses):
         return ()
-    if len(uses) == 1:
-        return (Role((uses[0],)),)
-    weights = {tuple(sorted(key for local, key in use.keys.items() if local != "bias")) for use in uses}
-    if weights == {()} and len({use.keys["bias"] for use in uses}) == 1:  # one bias, its weights not tracked
+    if len(uses) == 1 or _share_only_a_bias(uses):
         return (Role(tuple(uses)),)
-    if len(weights) != 1 or len(next(iter(weights))) != 1 or any(use.rule.sizes(use.module) for use in uses):
+    if not _share_one_weight(uses):
         return ()
-    seen: dict[str, list[Use]] = {}
+    by_matrix: dict[str, list[ModuleUse]] = {}
     for use in uses:
         local = next(local for local in use.keys if local != "bias")
-        seen.setdefault(_canonical(use.rule.patterns(use.module)[local]), []).append(use)
+        by_matrix.setdefault(_canonical(use.rule.patterns(use.module)[local]), []).append(use)
     # A module with dense rows says what the matrix is: it may have a bias, which is one more column.
-    roles = sorted(
-        seen.items(), key=lambda item: (not any("bias" in u.keys for u in item[1]), _affine(item[1][0]).sparse)
+    ordered = sorted(
+        by_matrix.items(), key=lambda item: (not any("bias" in u.keys for u in item[1]), _affine(item[1][0]).sparse)
     )
-    lead = roles[0][0]
-    if any(_transposed(pattern) != lead for pattern, _ in roles[1:]):
+    lead = ordered[0][0]
+    if any(_transposed(pattern) != lead for pattern, _ in ordered[1:]):
         return ()
-    for position, (_, members) in enumerate(roles):
-        biases = {use.keys.get("bias") for use in members}
-        if len(biases) > 1 or (position and biases != {None}):
-            return ()
-        if separate and len(roles) > 1 and biases != {None}:
-            return ()
-    return tuple(Role(tuple(members), pattern != lead) for pattern, members in roles)
+    roles = tuple(Role(tuple(members), pattern != lead) for pattern, members in ordered)
+    return roles if _biases_fit(roles, separate) else ()
 
 
-def _affine(use: Use) -> AffineRule:
+def _share_only_a_bias(uses: list[ModuleUse]) -> bool:
+    """Whether one bias is all that is tracked of these modules."""
+    return all(set(use.keys) == {"bias"} for use in uses) and len({use.keys["bias"] for use in uses}) == 1
+
+
+def _share_one_weight(uses: list[ModuleUse]) -> bool:
+    """Whether each module reads the same single weight, as one matrix."""
+    weights = {tuple(sorted(key for local, key in use.keys.items() if local != "bias")) for use in uses}
+    return len(weights) == 1 and len(next(iter(weights))) == 1 and not any(use.rule.sizes(use.module) for use in uses)
+
+
+def _biases_fit(roles: tuple[Role, ...], separate: bool) -> bool:
+    """Whether the modules of a role have the same bias, and no role but the first has one."""
+    for position, role in enumerate(roles):
+        biases = {use.keys.get("bias") for use in role.uses}
+        if len(biases) > 1 or (biases != {None} and (position or (separate and len(roles) > 1))):
+            return False
+    return True
+
+
+def _affine(use: ModuleUse) -> AffineRule:
     assert isinstance(use.rule, AffineRule)
     return use.rule
 

@@ -1,90 +1,63 @@
-"""Several losses on several outputs: `Σ_h w_h c_h Σ_n Σ_r ℓ_h(f_h(x_n)_r, y_{h,n,r})`.
+"""The losses of a risk, one for each output: `Σ_h w_h c_h Σ_n Σ_r ℓ_h(f_h(x_n)_r, y_{h,n,r})`.
 
-The model returns a dict or a tuple, the losses are the same of `loss` or `(loss, weight)`, and so are the targets. Each
-loss has a reduction of its own, read literally over the whole data set: `c_h` is 1 for "sum", and one over what PyTorch
-divides by for "mean".
+Most models have one output and one loss, a list of one with weight 1. With several, the model returns a dict or a
+tuple, the losses are the same of `loss` or `(loss, weight)`, and so are the targets. Each loss has a reduction of its
+own, read literally over the whole data set: `c_h` is 1 for "sum", and one over what PyTorch divides by for "mean".
 
-Statistics have one factor `c` in front, that of the first loss under "mean". What the other losses differ by, their
-*share* `s_h = w_h c_h / c`, is multiplied into what is sent back: by its root where the vectors are columns of a root
-of the Hessian, or draws, so that the matrix is `Σ_h w_h c_h Σ_n J_hᵀ H_h J_h`. The empirical Fisher is that of the
-weighted loss: with `c*` the largest `c_h` it is `c* Σ_n g_n g_nᵀ`, `g_n = Σ_h (w_h c_h / c*) Σ_r ∇ℓ_{h,n,r}`.
-
-If the numbers of terms that count are in the same proportion in every batch, so are shares, and one batch tells them.
-Otherwise they belong to the data set, and are counted before anything is sent.
+Statistics have one factor `c` in front, that of the reference loss: the first one under "mean". What else multiplies a
+loss is its relative weight `w_h c_h / c`, see `LossWeights`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any
+from typing import Any, overload
 
-import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
-from curvlinops_plus.risk.reading import Batch, scalar_loss
-from curvlinops_plus.risk.totals import Totals
-from curvlinops_plus.risk.vectors import Draws, Vectors
+from curvlinops_plus.risk.reading import scalar_loss, select_output
+from curvlinops_plus.risk.shared_draws import requested_size, share_draws
+from curvlinops_plus.risk.totals import Number, Totals
+from curvlinops_plus.risk.vectors import Draws
 
-__all__ = ["Head", "Heads", "Outputs", "Round", "rebuild_losses", "share_draws"]
+__all__ = ["Losses", "OutputLoss", "Terms", "rebuild_losses"]
 
 Key = str | int
 
 
-class Outputs(tuple[Tensor, ...]):
-    """The outputs that several losses read, one each.
+@dataclass(eq=False)
+class Terms:
+    """Outputs and targets of one batch as the losses' rules want them, one each, and the totals of the batch.
 
-    Example:
-        >>> Outputs([torch.zeros(2), torch.zeros(3, requires_grad=True)]).requires_grad
-        True
+    Attributes:
+        outputs: For each loss [N, R, C]; as the model returned it for a loss without a likelihood.
+        targets: For each loss.
+        totals: What the batch contained; the losses have a graph where the outputs have one.
     """
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether one of them has a graph."""
-        return any(f.requires_grad for f in self)
-
-    def detach(self) -> Outputs:
-        """The same without graphs."""
-        return Outputs(f.detach() for f in self)
+    outputs: tuple[Tensor, ...]
+    targets: tuple[Any, ...]
+    totals: Totals
 
 
 @dataclass(eq=False)
-class Round:
-    """Vectors that are sent back one after the other, through the same outputs.
+class OutputLoss:
+    """A loss and the output that it reads.
 
     Attributes:
-        outputs: The outputs.
-        number: Of vectors.
-        sent: The vectors, each with a part for every output.
-        terms: Loss terms per example, R, where vectors are those of one loss.
-        where: Which loss, in words.
-    """
-
-    outputs: Sequence[Tensor]
-    number: int
-    sent: Iterator[list[Tensor]]
-    terms: int = 1
-    where: str = ""
-
-
-@dataclass(eq=False)
-class Head:
-    """One of several losses.
-
-    Attributes:
-        key: Which output and target it reads: a key of a dict, or a position.
+        key: Key or position of output and target; None if there is one output.
         loss: The loss.
-        weight: What it is multiplied with.
+        weight: What it is multiplied by.
         default_reduction: For a loss without an attribute `reduction`.
     """
 
-    key: Key
+    key: Key | None
     loss: Any
     weight: float = 1.0
     default_reduction: str | None = None
@@ -92,7 +65,11 @@ class Head:
     @property
     def title(self) -> str:
         """Its name in messages."""
-        return f"loss {self.key!r} ({type(self.loss).__name__})"
+        return self._name if self.key is None else f"loss {self.key!r} ({self._name})"
+
+    @property
+    def _name(self) -> str:
+        return getattr(self.loss, "__name__", type(self.loss).__name__)
 
     @cached_property
     def known(self) -> bool:
@@ -101,150 +78,184 @@ class Head:
 
     @cached_property
     def likelihood(self) -> Likelihood:
-        """It as a negative log-likelihood."""
+        """It as a negative log-likelihood.
+
+        Raises:
+            UnsupportedError: If it, or one of its options, has none.
+        """
         try:
             return likelihood_of(self.loss)
         except UnsupportedError as error:
-            raise UnsupportedError(f"{self.title}: {error}") from error
+            raise error if self.key is None else UnsupportedError(f"{self.title}: {error}") from error
 
-    @property
+    @cached_property
     def reduction(self) -> str:
-        """ "mean" or "sum"."""
+        """ "mean" or "sum".
+
+        Raises:
+            UnsupportedError: For "none" and others: what is no scalar loss has no curvature.
+        """
         if self.known:
             return self.likelihood.reduction
-        reduction = getattr(self.loss, "reduction", self.default_reduction or "mean")
-        reduction = "mean" if reduction == "batchmean" else reduction
+        reduction = getattr(self.loss, "reduction", None) or self.default_reduction or "mean"
+        if reduction == "batchmean":  # nn.KLDivLoss: the sum over the batch, divided by the number of its examples
+            return "mean"
         if reduction not in ("mean", "sum"):
+            prefix = "" if self.key is None else f"{self.title}: "
             raise UnsupportedError(
-                f'{self.title}: reduction={reduction!r} is no scalar loss, so it has no curvature; use "mean" or "sum".'
+                f"{prefix}{self._name}(reduction={reduction!r}) is no scalar loss, so it has no curvature; use "
+                '"mean" or "sum".'
             )
         return reduction
 
-    def terms(self, f: Tensor, y: Any, N: int, class_axis: int | None) -> tuple[Tensor, Any, Tensor | float, Tensor]:
-        """Output and target as the loss's rules want them, what "mean" divides by, and the sum of all terms."""
+    def canonical(self, f: Tensor, y: Any, N: int, class_axis: int | None) -> tuple[Tensor, Any]:
+        """Output [N, R, C] and target of one batch; both as they are for a loss without a likelihood."""
         if not self.known:
-            return f, y, float(N), scalar_loss(self.loss(f, y), f, self.loss) * (N if self.reduction == "mean" else 1)
+            return f, y
         if isinstance(y, Tensor) and y.dtype != f.dtype and y.is_floating_point():
             y = y.to(f.dtype)
         try:
-            F, Y = self.likelihood.canonical(f, y, N, class_axis)
+            return self.likelihood.canonical(f, y, N, class_axis)
         except (UnsupportedError, ValueError, TypeError) as error:
+            if self.key is None:
+                raise
             raise type(error)(f"output {self.key!r}: {error}") from error
-        return F, Y, self.likelihood.count(F, Y), self.likelihood.nll(F, Y).sum()
+
+    def sums(self, F: Tensor, Y: Any, N: int) -> tuple[Number, Tensor]:
+        """What "mean" divides by, and the sum of all terms; a loss without a likelihood counts as N terms."""
+        if self.known:
+            return self.likelihood.count(F, Y), self.likelihood.nll(F, Y).sum()
+        value = scalar_loss(self.loss(F, Y), F, self.loss)
+        return float(N), value * N if self.reduction == "mean" else value
 
 
-class Heads(Likelihood):
-    """Several losses, each with its output, its target and its weight.
+class Losses(Sequence[OutputLoss]):
+    """The losses of a risk.
 
     Args:
-        losses: A dict or a tuple (or list) whose entries are a loss, or a pair of a loss and its weight.
+        given: A loss; or a dict or a tuple (or list) whose entries are a loss, or a pair of a loss and its weight.
         reduction: For losses without an attribute `reduction`.
 
     Raises:
-        ValueError: If an entry is neither, or a weight is no positive finite number.
+        TypeError: If a loss is a class or not callable.
+        ValueError: If an entry is neither loss nor pair, a weight is no positive finite number, or `reduction`
+            contradicts the losses.
 
     Example:
         >>> from torch import nn
-        >>> heads = Heads({"class": (nn.CrossEntropyLoss(), 1.0), "box": (nn.MSELoss(), 0.5)})
-        >>> [(head.key, head.weight) for head in heads], heads.reduction
-        ([('class', 1.0), ('box', 0.5)], 'mean')
+        >>> losses = Losses({"class": (nn.CrossEntropyLoss(), 1.0), "box": (nn.MSELoss(), 0.5)})
+        >>> [(loss.key, loss.weight) for loss in losses], losses.reduction, len(Losses(nn.MSELoss()))
+        ([('class', 1.0), ('box', 0.5)], 'mean', 1)
     """
 
-    def __init__(self, losses: Mapping[Key, Any] | Sequence[Any], reduction: str | None = None) -> None:
-        super().__init__()
-        self.form = "dict" if isinstance(losses, Mapping) else "tuple"
-        items = list(losses.items() if isinstance(losses, Mapping) else enumerate(losses))
-        if not items:
-            raise ValueError("There are no losses: give at least one.")
-        if self.form == "tuple" and _is_number(losses[-1]):  # type: ignore[index]
+    def __init__(self, given: Any, reduction: str | None = None) -> None:
+        self.form = "dict" if isinstance(given, Mapping) else "tuple" if isinstance(given, (tuple, list)) else "single"
+        if self.form == "single":
+            self._losses = (OutputLoss(None, _checked_loss(given), 1.0, reduction),)
+        else:
+            items = list(given.items() if self.form == "dict" else enumerate(given))
+            if not items:
+                raise ValueError("There are no losses: give at least one.")
+            if self.form == "tuple" and _is_number(given[-1]):
+                raise ValueError(
+                    f"{given!r} is read as one loss for each output, and a number is no loss. For one output give the "
+                    "loss alone; for several outputs write the weight beside its loss: ((loss, weight), (loss, "
+                    "weight))."
+                )
+            self._losses = tuple(OutputLoss(key, *_read_loss(key, entry), reduction) for key, entry in items)
+        own = [getattr(one.loss, "reduction", None) for one in self._losses]
+        if reduction is not None and None not in own and set(own) != {reduction}:
             raise ValueError(
-                f"{losses!r} is read as one loss for each output, and a number is no loss. For one output give the "
-                "loss alone; for several outputs write the weight beside its loss: ((loss, weight), (loss, weight))."
+                f"reduction={reduction!r} contradicts the loss, which has reduction={own[0]!r}. The argument is for "
+                f"losses without that attribute; leave it out, or make the loss with the other reduction."
             )
-        self.heads = tuple(Head(key, *_read_loss(key, given), reduction) for key, given in items)
-        self._sizes: dict[Hashable, list[int]] = {}
-        #: The losses as they are compared and called, always with their weights.
-        pairs = [(head.loss, head.weight) for head in self.heads]
-        self.losses = dict(zip(self.keys, pairs)) if self.form == "dict" else tuple(pairs)
+        self._request_sizes: dict[Hashable, list[int]] = {}
 
-    def __iter__(self) -> Iterator[Head]:
-        return iter(self.heads)
+    @overload
+    def __getitem__(self, index: int) -> OutputLoss: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[OutputLoss]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._losses[index]
 
     def __len__(self) -> int:
-        return len(self.heads)
+        return len(self._losses)
 
     @property
-    def keys(self) -> list[Key]:
+    def keys(self) -> list[Any]:
         """Keys or positions of the outputs."""
-        return [head.key for head in self.heads]
+        return [one.key for one in self]
 
     @property
+    def given(self) -> Any:
+        """The losses in the form in which they were given, several always with their weights."""
+        if self.form == "single":
+            return self[0].loss
+        pairs = [(one.loss, one.weight) for one in self]
+        return dict(zip(self.keys, pairs)) if self.form == "dict" else tuple(pairs)
+
+    @cached_property
     def known(self) -> bool:
         """Whether all losses have a likelihood."""
-        return all(head.known for head in self.heads)
+        return all(one.known for one in self)
 
-    @property
-    def name(self) -> str:
-        return " + ".join(f"{head.weight:g}·{type(head.loss).__name__}" for head in self.heads)
-
-    @property
+    @cached_property
     def reduction(self) -> str:
-        """ "mean" if any loss has it."""
-        return "mean" if "mean" in [head.reduction for head in self.heads] else "sum"
+        """That of the reference loss: "mean" if any loss has it.
+
+        Raises:
+            UnsupportedError: If one has another reduction than "mean" and "sum".
+        """
+        return "mean" if "mean" in [one.reduction for one in self] else "sum"
 
     @cached_property
     def reference(self) -> int:
-        """The loss whose factor is that of all statistics: the first one under "mean"."""
-        return next((i for i, head in enumerate(self.heads) if head.reduction == "mean"), 0)
+        """Index of the loss whose factor `c` is that of all statistics: the first one under "mean"."""
+        return next((i for i, one in enumerate(self) if one.reduction == "mean"), 0)
 
     @cached_property
-    def constant(self) -> bool:
-        """Whether shares don't depend on the data."""
-        return len(self.heads) == 1 or all(head.reduction == "sum" for head in self.heads)
+    def constant_weights(self) -> bool:
+        """Whether relative weights don't depend on the data."""
+        return len(self) == 1 or all(one.reduction == "sum" for one in self)
 
-    @cached_property
-    def mixed(self) -> bool:
-        """Whether some losses have "mean" and some "sum"."""
-        return len({head.reduction for head in self.heads}) > 1
+    def require_likelihoods(self) -> None:
+        """Refuse losses that have none.
+
+        Raises:
+            UnsupportedError: Naming the loss or its option.
+        """
+        for one in self:
+            _ = one.likelihood, one.reduction
 
     def options(self) -> dict[str, Any]:
         """Everything that determines the losses and their weights, in one flat dict; see `rebuild_losses`."""
-        found: dict[str, Any] = {"loss": self.form, "number": len(self.heads)}
-        for index, head in enumerate(self.heads):
-            found |= {f"{index}.output": head.key, f"{index}.weight": head.weight}
-            found |= {f"{index}.options.{name}": option for name, option in head.likelihood.options().items()}
+        if self.form == "single":
+            return self[0].likelihood.options()
+        found: dict[str, Any] = {"loss": self.form, "number": len(self)}
+        for index, one in enumerate(self):
+            found |= {f"{index}.output": one.key, f"{index}.weight": one.weight}
+            found |= {f"{index}.options.{name}": option for name, option in one.likelihood.options().items()}
         return found
 
-    @property
-    def no_ggn(self) -> str | None:
-        reasons = {head.title: head.likelihood.no_ggn for head in self.heads}
-        return next((f"has the {title}, which {reason}" for title, reason in reasons.items() if reason), None)
-
-    def canonical(self, f: Any, y: Any, num_examples: int, class_axis: Any = None) -> tuple[Tensor, Tensor]:
-        raise UnsupportedError(
-            f"There are several losses, for the outputs {self.keys}, and one output [N, R, C] is wanted here. Take one "
-            "loss, with its output by `output=`."
-        )
-
-    def nll(self, F: Tensor, Y: Tensor) -> Tensor:
-        raise UnsupportedError(
-            f"The losses of {self.keys} have no likelihood in common; each has its own, in `risk.heads`."
-        )
-
     # -------------------------------------------------------------------------------------------- outputs and targets
-    def select(self, out: Any, selector: Callable[[Any], Any] | None) -> tuple[Outputs, tuple[int | None, ...]]:
+    def select(
+        self, out: Any, selector: Callable[[Any], Any] | None
+    ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
         """The outputs that the losses read, and their class axes where they are not the losses' own.
 
         Raises:
             ValueError: If outputs and losses don't match.
         """
+        if self.form == "single":
+            f, last = select_output(out, selector)
+            return (f,), (-1 if last and f.ndim > 2 else None,)
         chosen = out if selector is None else selector(out)
         parts = self._match(chosen, "output", "The model returned" if selector is None else "`output` selected")
         for key, part in zip(self.keys, parts):
             if not isinstance(part, Tensor):
                 raise ValueError(f"output {key!r} is a {type(part).__name__}; expected the tensor that its loss reads.")
         logits = getattr(out, "logits", None)
-        return Outputs(parts), tuple(-1 if f is logits and f.ndim > 2 else None for f in parts)
+        return tuple(parts), tuple(-1 if f is logits and f.ndim > 2 else None for f in parts)
 
     def targets(self, y: Any) -> tuple[Any, ...]:
         """The target of each loss.
@@ -252,191 +263,121 @@ class Heads(Likelihood):
         Raises:
             ValueError: If targets and losses don't match.
         """
-        return tuple(self._match(y, "target", "The batch has"))
+        return (y,) if self.form == "single" else tuple(self._match(y, "target", "The batch has"))
 
     def _match(self, given: Any, what: str, subject: str) -> list[Any]:
-        keys, count = self.keys, len(self.heads)
+        """The entries of a dict or tuple in the order of the losses."""
         if isinstance(given, Mapping):
-            parts: dict[Any, Any] = dict(given)
-            kind = "dict"
+            parts, kind = dict(given), "dict"
         elif isinstance(given, (tuple, list)):
             parts, kind = dict(enumerate(given)), "tuple"
         else:
             parts, kind = {}, type(given).__name__
-        found = list(parts)
-        if kind == self.form and parts.keys() == set(keys):
-            return [parts[key] for key in keys]
+        if kind == self.form and parts.keys() == set(self.keys):
+            return [parts[key] for key in self.keys]
         advice = (
-            f"Say which are meant, in the form of the losses: EmpiricalRisk(..., output=lambda o: {self._form()})."
+            f"Say which are meant, in the form of the losses: EmpiricalRisk(..., output=lambda o: {self._example()})."
             if what == "output"
-            else f"Batches must be (X, y) with y = {self._form()}."
+            else f"Batches must be (X, y) with y = {self._example()}."
         )
+        raise ValueError(f"{self._mismatch(list(parts), kind, what, subject)} {advice}")
+
+    def _mismatch(self, found: list[Any], kind: str, what: str, subject: str) -> str:
+        keys = self.keys
         if kind != self.form:
             came = f"a {kind} with {what}s {found}" if found else f"a {kind}"
-            raise ValueError(f"{subject} {came}, but the losses are a {self.form} for the {what}s {keys}. {advice}")
+            return f"{subject} {came}, but the losses are a {self.form} for the {what}s {keys}."
         missing, unused = [k for k in keys if k not in found], [k for k in found if k not in keys]
         reasons = [f"no {what} for the losses {missing}"] if missing else []
         reasons += [f"no loss for the {what}s {unused}"] if unused else []
         names = f"{what}s {found}" if kind == "dict" else f"{len(found)} {what}s"
-        losses = f"{keys}" if kind == "dict" else f"{count} losses"
-        raise ValueError(f"{subject} {names}, but there are losses for {losses}: {' and '.join(reasons)}. {advice}")
+        losses = f"{keys}" if kind == "dict" else f"{len(keys)} losses"
+        return f"{subject} {names}, but there are losses for {losses}: {' and '.join(reasons)}."
 
-    def _form(self) -> str:
+    def _example(self) -> str:
         if self.form == "dict":
             return "{" + ", ".join(f"{key!r}: ..." for key in self.keys) + "}"
-        return "(" + ", ".join("..." for _ in self.heads) + ("," if len(self.heads) == 1 else "") + ")"
+        return "(" + ", ".join("..." for _ in self) + ("," if len(self) == 1 else "") + ")"
 
     def terms(
-        self, fs: Sequence[Tensor], ys: Sequence[Any], batch: Batch, class_axes: Sequence[int | None]
-    ) -> tuple[tuple[Tensor, ...], tuple[Any, ...], Totals]:
-        """Outputs and targets as the losses' rules want them, and the totals of the batch."""
-        N = batch.num_examples
-        found = [head.terms(f, y, N, axis) for head, f, y, axis in zip(self.heads, fs, ys, class_axes, strict=True)]
-        Fs, Ys, counts, losses = (tuple(part) for part in zip(*found))
-        loss = sum(head.weight * value for head, value in zip(self.heads, losses))
+        self, outputs: Sequence[Tensor], targets: Sequence[Any], N: int, class_axes: Sequence[int | None]
+    ) -> Terms:
+        """What the losses' rules make of the outputs and targets of one batch."""
+        pairs = [one.canonical(*given, N, axis) for one, *given, axis in zip(self, outputs, targets, class_axes)]
+        counts, losses = zip(*(one.sums(F, Y, N) for one, (F, Y) in zip(self, pairs)))
+        Fs, Ys = (tuple(part) for part in zip(*pairs))
         first = self.reference
-        terms = N * Fs[first].shape[1] if self.heads[first].known else N
-        return Fs, Ys, Totals(N, terms, counts[first], loss, counts=counts, losses=losses)
+        terms = N * Fs[first].shape[1] if self[first].known else N
+        loss = losses[0] if len(self) == 1 else sum(one.weight * value for one, value in zip(self, losses))
+        return Terms(Fs, Ys, Totals(N, terms, counts[first], loss, counts=counts, losses=losses))
 
-    # --------------------------------------------------------------------------------------------------------- shares
-    def scales(self, totals: Totals, num_data: int | None) -> tuple[float, ...]:
-        """`c_h` of each loss over a whole data set.
-
-        Raises:
-            ValueError: If no term of a loss counts.
-        """
-        given = 1.0 if num_data is None else totals.examples / num_data
-        found = []
-        for head, count in zip(self.heads, totals.counts, strict=True):
-            if head.reduction == "mean" and not float(count) > 0:
-                raise ValueError(
-                    f"No term of {head.title} counts: every target is ignored or has weight 0, so the mean over them "
-                    "does not exist. Leave this loss out."
-                )
-            found.append(given / float(count) if head.reduction == "mean" else 1.0)
-        return tuple(found)
-
-    def shares(self, totals: Totals, num_data: int | None) -> tuple[float, ...]:
-        """`s_h = w_h c_h / c` over a whole data set."""
-        if self.constant:
-            return tuple(head.weight for head in self.heads)
-        scales = self.scales(totals, num_data)
-        return tuple(head.weight * c / scales[self.reference] for head, c in zip(self.heads, scales))
-
-    def coefficients(self, shares: Sequence[float], of_loss: bool) -> list[float]:
-        """What vectors of each loss are multiplied with, see the top of this file."""
-        if not of_loss:
-            return [math.sqrt(share) for share in shares]
-        largest = max(share / head.weight for share, head in zip(shares, self.heads))
-        return [share / math.sqrt(largest) for share in shares]
-
-    # -------------------------------------------------------------------------------------------------------- vectors
-    def rounds(
-        self,
-        vectors: Vectors,
-        outputs: Sequence[Tensor],
-        terms: Sequence[tuple[Tensor, Any, int | None]],
-        draws: Draws,
-        shares: Sequence[float],
-    ) -> list[Round]:
-        """What is sent back together.
+    # --------------------------------------------------------------------------------------------------------- factors
+    def scale(
+        self, totals: Totals, num_data: int | None = None, num_per_example_loss_terms: int | None = None
+    ) -> Number:
+        """`c`: what multiplies the sum of all terms of the reference loss over a whole data set.
 
         Args:
-            vectors: The vectors of each loss by itself.
-            outputs: What the losses read, attached to the graph.
-            terms: For each loss outputs [N, R, C], targets and class axis.
-            draws: Random numbers for all.
-            shares: As `shares` returns them.
+            totals: Of the data set.
+            num_data: Replaces the number of examples that was counted.
+            num_per_example_loss_terms: Replaces the number of loss terms per example that was counted.
+
+        Raises:
+            ValueError: If no loss term counts.
         """
-        everyone, N = range(len(self.heads)), len(terms[0][0])
-        numbers = [vectors.count(head.likelihood, F) for head, (F, *_) in zip(self.heads, terms, strict=True)]
-        factors = self.coefficients(shares, vectors.of_loss)
+        given = 1.0 if num_data is None else totals.examples / num_data
+        if num_per_example_loss_terms is not None:
+            given *= totals.terms / totals.examples / num_per_example_loss_terms
+        return self._divided(self[self.reference], given, totals.loss_count)
 
-        def send(i: int, own: Draws) -> Iterator[Tensor]:
-            F, Y, _ = terms[i]
-            return vectors.send(self.heads[i].likelihood, F, Y, own)
+    def scales(self, totals: Totals, num_data: int | None = None) -> tuple[Number, ...]:
+        """`c_h` of each loss over a whole data set; arguments as for `scale`."""
+        given = 1.0 if num_data is None else totals.examples / num_data
+        return tuple(self._divided(one, given, count) for one, count in zip(self, totals.counts, strict=True))
 
-        streams: Sequence[Draws] = [draws] * len(numbers)
-        if vectors.seed is not None:
-            about = (repr(vectors), *(tuple(F.shape[1:]) for F, *_ in terms))
-            streams = self.streams(about, draws, N, [lambda own, i=i: [*send(i, own)] for i in everyone])
+    def _divided(self, one: OutputLoss, given: float, count: Number) -> Number:
+        if one.reduction == "sum":
+            return 1.0
+        if not float(count) > 0:
+            raise ValueError(
+                f"No term of {one.title} counts: every target is ignored or has weight 0, so the mean over them "
+                f"does not exist.{' Leave this loss out.' if len(self) > 1 else ''}"
+            )
+        return given / count
 
-        def restored(i: int) -> Iterator[Tensor]:
-            f, (_, _, axis), likelihood = outputs[i], terms[i], self.heads[i].likelihood
-            return (likelihood.restore(v * factors[i], f.shape, N, axis).to(f.dtype) for v in send(i, streams[i]))
+    def vector_factors(self, weights: Sequence[float], linear: bool) -> list[float]:
+        """What vectors of each loss are multiplied by so that the matrix has these relative weights.
 
-        # An output that no tracked layer reaches has no graph.
-        live = [i for i in everyone if outputs[i].requires_grad and numbers[i]]
-        if vectors.together and len(set(numbers)) == 1:
-            sent = ([*parts] for parts in zip(*map(restored, live), strict=True))
-            return [Round([outputs[i] for i in live], numbers[0], sent)]
-        return [
-            Round([outputs[i]], numbers[i], ([v] for v in restored(i)), terms[i][0].shape[1], f" for output {key!r}")
-            for i, key in enumerate(self.keys)
-            if i in live
-        ]
+        Args:
+            weights: Relative weights `s_h`.
+            linear: Whether a vector is linear in its loss, like a gradient. The empirical Fisher is that of the
+                weighted loss: with `c*` the largest `c_h` it is `c* Σ_n g_n g_nᵀ`, with
+                `g_n = Σ_h (w_h c_h / c*) Σ_r ∇ℓ_{h,n,r}`. Else the square of a vector is linear in its loss, and the
+                factor is the root of the weight.
+        """
+        if not linear:
+            return [math.sqrt(weight) for weight in weights]
+        largest = max(weight / one.weight for weight, one in zip(weights, self))
+        return [weight / math.sqrt(largest) for weight in weights]
 
     def streams(
         self, about: Hashable, draws: Draws, N: int, consumers: Sequence[Callable[[Draws], object]]
-    ) -> list[Draws]:
-        """`share_draws`, asking how many numbers are needed only once for each `about`."""
-        if about not in self._sizes:
-            if len(self._sizes) > 64:
-                self._sizes.clear()
-            self._sizes[about] = [_asked_size(consumer) for consumer in consumers]
-        return share_draws(draws, N, self._sizes[about])
+    ) -> Sequence[Draws]:
+        """Random numbers for each loss from one stream (`share_draws`); how many they need is asked once per `about`.
 
-
-class _Asked(Draws):
-    """Notes which random numbers are asked for, and gives 1/2 for all."""
-
-    def __init__(self) -> None:
-        self.shapes: list[tuple[int, ...]] = []
-
-    def uniform(self, *shape: int) -> Tensor:
-        self.shapes.append(shape)
-        return torch.full(shape, 0.5, dtype=torch.float64)
-
-
-def _asked_size(consumer: Callable[[Draws], object]) -> int:
-    """How many random numbers per example a consumer asks for; it is called with numbers of no meaning."""
-    asked = _Asked()
-    consumer(asked)
-    return sum(math.prod(shape[1:]) for shape in asked.shapes)
-
-
-class _Given(Draws):
-    """Gives random numbers that were drawn before: a table [N, ...], from left to right."""
-
-    def __init__(self, table: Tensor) -> None:
-        self.table = table
-
-    def uniform(self, *shape: int) -> Tensor:
-        size = math.prod(shape[1:])
-        if size > self.table.shape[1] or shape[0] != len(self.table):
-            raise UnsupportedError(
-                f"Vectors asked for random numbers {list(shape)} that they had not asked for with other numbers in "
-                "their place. How many they ask for may depend on the shapes of output and target alone."
-            )
-        mine, self.table = self.table[:, :size], self.table[:, size:]
-        return mine.reshape(shape)
-
-
-def share_draws(draws: Draws, N: int, sizes: Sequence[int]) -> list[Draws]:
-    """Random numbers for several consumers from one stream, example by example, so that batches don't matter.
-
-    Args:
-        draws: The stream.
-        N: Number of examples.
-        sizes: How many numbers per example each consumer needs.
-
-    Example:
-        >>> one, two = share_draws(Draws(0), 4, [2, 1])
-        >>> numbers = torch.cat([one.uniform(4, 2), two.uniform(4, 1)], 1)
-        >>> bool((numbers == Draws(0).uniform(4, 3)).all())
-        True
-    """
-    return [_Given(part) for part in draws.uniform(N, sum(sizes)).split([*sizes], 1)]
+        Args:
+            about: What the number of random numbers depends on.
+            draws: The stream.
+            N: Number of examples.
+            consumers: For each loss a function that asks for its random numbers.
+        """
+        if len(self) == 1:
+            return [draws]
+        if about not in self._request_sizes:
+            if len(self._request_sizes) > 64:
+                self._request_sizes.clear()
+            self._request_sizes[about] = [requested_size(consumer) for consumer in consumers]
+        return share_draws(draws, N, self._request_sizes[about])
 
 
 def rebuild_losses(options: Mapping[str, Any]) -> Any:
@@ -447,7 +388,7 @@ def rebuild_losses(options: Mapping[str, Any]) -> Any:
 
     Example:
         >>> from torch import nn
-        >>> rebuild_losses(Heads({"a": nn.MSELoss(), "b": (nn.CrossEntropyLoss(), 0.5)}).options())
+        >>> rebuild_losses(Losses({"a": nn.MSELoss(), "b": (nn.CrossEntropyLoss(), 0.5)}).options())
         {'a': (MSELoss(), 1.0), 'b': (CrossEntropyLoss(), 0.5)}
     """
     if options["loss"] not in ("dict", "tuple"):
@@ -462,6 +403,18 @@ def rebuild_losses(options: Mapping[str, Any]) -> Any:
 
 def _is_number(given: Any) -> bool:
     return isinstance(given, Real) and not isinstance(given, bool)
+
+
+def _checked_loss(loss: Any) -> Any:
+    if isinstance(loss, type):
+        raise TypeError(f"The loss is the class {loss.__name__}; expected an instance. Call it: {loss.__name__}(...).")
+    if not callable(loss) and not isinstance(loss, Likelihood):
+        came = repr(loss) if isinstance(loss, (str, int, float)) else f"a {type(loss).__name__}"
+        raise TypeError(
+            f"The loss is {came}; expected one as nn.MSELoss() or nn.CrossEntropyLoss(), a function of output and "
+            "target that returns a 0-d tensor, or a dict or tuple of losses for a model with several outputs."
+        )
+    return loss
 
 
 def _read_loss(key: Any, given: Any) -> tuple[Any, float]:
@@ -479,4 +432,4 @@ def _read_loss(key: Any, given: Any) -> tuple[Any, float]:
         raise ValueError(
             f"The weight of the loss for the output {key!r} is {weight!r}; expected a positive finite number.{none}"
         )
-    return loss, float(weight)
+    return _checked_loss(loss), float(weight)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ParameterReads", "refuse_outside_reads"]
+from curvlinops_plus.layer import AffineRule
+from curvlinops_plus.risk.autograd_graph import postorder
+from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.recorded_call import RecordedCall
+
+__all__ = ["ParameterReads", "refuse_outside_readers", "refuse_outside_reads"]
 
 
 class ParameterReads(TorchFunctionMode):
@@ -34,6 +39,31 @@ class ParameterReads(TorchFunctionMode):
         return out
 
 
+def refuse_outside_readers(layers: Sequence[Layer], calls: Sequence[RecordedCall], readers: Mapping[int, int]) -> None:
+    """Refuse a weight that something else than its layer reads: that part of its gradient would be missing.
+
+    Args:
+        layers: The layers.
+        calls: Their calls in one forward pass.
+        readers: Identity of a parameter to the number of its readers in that pass.
+
+    Raises:
+        ValueError: Naming parameter and layer.
+    """
+    for index, layer in enumerate(layers):
+        if not all(isinstance(use.rule, AffineRule) for use in layer.uses):
+            continue
+        for key, param in layer.params.items():
+            number = sum(call.layer == index and key in call.call.use.keys.values() for call in calls)
+            # Without any call, the sweep as a whole will tell that the layer never ran.
+            if number and readers.get(id(param), 0) > number:
+                raise ValueError(
+                    f"The parameter {key!r} of {layer.title} is read {readers[id(param)]} times in a forward pass, "
+                    f"{number} times by calls of the layer: it is used outside of its layer, so its curvature can't "
+                    f"be computed from what the layer sees. Leave it out of `params`, or give that use a module."
+                )
+
+
 def refuse_outside_reads(loss: Tensor, params: Mapping[str, Tensor]) -> None:
     """Refuse a loss that reads parameters by itself: they are replaced inside the model only.
 
@@ -47,15 +77,7 @@ def refuse_outside_reads(loss: Tensor, params: Mapping[str, Tensor]) -> None:
     Cost: a walk through the graph.
     """
     own = {id(p): key for key, p in params.items()}
-    read, seen, todo = set(), set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (key := own.get(id(getattr(node, "variable", None)))) is not None:
-            read.add(key)
-        todo += [child for child, _ in node.next_functions]
+    read = {own.get(id(getattr(node, "variable", None))) for node in postorder([loss.grad_fn])} - {None}
     if read:
         names = [key for key in params if key in read]
         raise ValueError(

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from curvlinops_plus.layer.embedding import refuse_renormalization
 
-__all__ = ["untouched"]
+__all__ = ["preserve_state"]
 
 
 # Options of embeddings that say nothing about the function they compute.
@@ -19,8 +19,8 @@ _PLAIN = {"max_norm": None, "sparse": False, "scale_grad_by_freq": False}
 
 
 @contextmanager
-def untouched(model: nn.Module, data: Any) -> Iterator[None]:
-    """Restore the global random state, the model's buffers and the data's generators on the way out, also on error.
+def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
+    """Restore the global random state, the model's buffers and the data's generators at the end, also on error.
 
     Even iterating a `DataLoader` draws from the global generator, and a forward pass in training mode moves running
     statistics. Cost: a copy of the buffers.
@@ -31,37 +31,44 @@ def untouched(model: nn.Module, data: Any) -> Iterator[None]:
     Raises:
         UnsupportedError: If an embedding's `max_norm` would rewrite its weight.
     """
+    generators = _generators(data)
+    states = [g.get_state() for g in generators]
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    holders = (data, getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None))
-    generators = [g for g in (getattr(h, "generator", None) for h in holders) if isinstance(g, torch.Generator)]
-    states = [g.get_state() for g in generators]
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
-    for table in tables:
-        refuse_renormalization(table)
-    options = [{name: getattr(table, name) for name in _PLAIN} for table in tables]
+    buffers, tables = [], []
+    for module in model.modules():
+        buffers += [(module, name, b, b.detach().clone()) for name, b in module._buffers.items() if b is not None]
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            refuse_renormalization(module)
+            tables.append((module, {name: getattr(module, name) for name in _PLAIN}))
     try:
-        for table in tables:
+        for table, _ in tables:
             vars(table).update(_PLAIN)
         yield
     finally:
-        for table, before in zip(tables, options):
+        for table, before in tables:
             vars(table).update(before)
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
         for generator, state in zip(generators, states):
             generator.set_state(state)
-        with torch.no_grad():
-            for module, name, buffer, copy in buffers:
-                # Compared by value: batch norm writes without telling the version counter, and a needless write would
-                # disturb a graph of the user's that waits for its backward pass.
-                if not torch.equal(buffer, copy) and not bool((buffer.isnan() & copy.isnan() | (buffer == copy)).all()):
-                    buffer.copy_(copy)
-                module._buffers[name] = buffer
+        for buffer in buffers:
+            _restore(*buffer)
+
+
+def _generators(data: Any) -> list[torch.Generator]:
+    """The generators of a data loader and its samplers."""
+    holders = (data, getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None))
+    return [g for g in (getattr(holder, "generator", None) for holder in holders) if isinstance(g, torch.Generator)]
+
+
+@torch.no_grad()
+def _restore(module: nn.Module, name: str, buffer: Tensor, before: Tensor) -> None:
+    # Compared by value: batch norm writes without telling the version counter, and a needless write would disturb a
+    # graph of the user's that waits for its backward pass.
+    if not torch.equal(buffer, before):
+        same = buffer == before
+        if not bool((same | buffer.isnan() & before.isnan()).all()):
+            buffer.copy_(before)
+    module._buffers[name] = buffer

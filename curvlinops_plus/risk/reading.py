@@ -17,7 +17,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset
 
-__all__ = ["Batch", "check_data", "naming_dtypes", "read_batch", "scalar_loss", "select_output", "to_device"]
+__all__ = [
+    "Batch",
+    "check_data",
+    "input_error_context",
+    "is_iterator",
+    "read_batch",
+    "scalar_loss",
+    "select_output",
+    "to_device",
+]
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,11 @@ def check_data(data: Any) -> None:
             "(X, y). Wrap it: DataLoader(dataset, batch_size=...). If its items are batches already: "
             "DataLoader(dataset, batch_size=None)."
         )
+
+
+def is_iterator(data: Any) -> bool:
+    """Whether data can be read only once."""
+    return isinstance(data, Iterator)
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
@@ -219,7 +233,7 @@ def _pair_hint(out: Any) -> str:
 
 
 @contextmanager
-def naming_dtypes(batch: Batch, params: Mapping[str, Tensor]) -> Iterator[None]:
+def input_error_context(batch: Batch, params: Mapping[str, Tensor]) -> Iterator[None]:
     """If a forward pass fails on an input of another dtype or form than it expects, say so beside its own error."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""One call of a layer while its batch is alive: where its gradients arrive, and what it must not change meanwhile."""
+"""One call of a layer while its batch is alive: what it read, and where its output gradients arrive."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
-from curvlinops_plus.risk.layer_batch import Call
-from curvlinops_plus.risk.layers import Use, title
+from curvlinops_plus.risk.call import Call
+from curvlinops_plus.risk.layers import ModuleUse, title
 
-__all__ = ["Event", "Port", "connect", "isolate", "make_event"]
+__all__ = ["OutputSlot", "RecordedCall", "isolate", "make_recorded_call"]
 
 
 @dataclass(eq=False)
-class Port:
-    """One tensor that a call returned, and its gradient's way back.
+class OutputSlot:
+    """One tensor that a call returned, and where its gradient arrives.
 
     Attributes:
         out: The tensor's shape, dtype and device, on an empty tensor that takes no memory.
@@ -39,131 +39,171 @@ class Port:
     edge: Any = None
     handle: Any = None
 
+    @classmethod
+    def of(cls, t: Tensor, axis: int, fold: int | None = None, expanded: bool = False) -> OutputSlot:
+        """The slot of a tensor that a call returned."""
+        return cls(t.detach().new_empty(()).expand(t.shape), axis, fold, expanded)
+
+    def connect(self, t: Tensor, receive: Callable[[Tensor], None]) -> None:
+        """Let autograd deliver the gradient of the tensor to `receive`."""
+        self.edge, self.handle = get_gradient_edge(t), t.register_hook(receive)
+
     def arrange(self, t: Tensor, lead: int = 0) -> Tensor:
         """The same numbers with the examples first, after `lead` leading axes."""
         if self.fold is not None:
             t = t.unflatten(lead, (-1, self.fold))
-        return t.movedim(self.axis + lead, lead)
+        return t.movedim(self.axis + lead, lead) if self.axis or self.fold is not None else t
 
-    def zeros(self, V: int) -> Tensor:
-        """A gradient of zeros for V vectors, examples first."""
-        return self.arrange(self.out.new_zeros(V, *self.out.shape), 1)
+    def gradient(self, g: Tensor | None, V: int, batched: bool) -> Tensor:
+        """A gradient [V, *out], examples first; zeros for None. Without `batched` it came without the axis V."""
+        if g is None:
+            return self.arrange(self.out.new_zeros(V, *self.out.shape), 1)
+        return self.arrange(g if batched else g[None], 1)
 
 
 @dataclass(eq=False)
-class Event:
+class RecordedCall:
     """A call while its batch is alive.
 
     Attributes:
         call: What a `LayerBatch` shows of it.
         layer: Index of its layer.
-        ports: What it returned, one port per floating-point tensor.
+        slots: What it returned, one slot per floating-point tensor.
         single: Whether it returned just one tensor.
         versions: Its inputs and their versions, to notice changes in place.
     """
 
     call: Call
     layer: int
-    ports: list[Port]
+    slots: list[OutputSlot]
     single: bool
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
 
     @property
     def expanded(self) -> bool:
         """Whether it returned one row for all examples."""
-        return any(port.expanded for port in self.ports)
+        return any(slot.expanded for slot in self.slots)
 
-    def receive(self, grads: Mapping[int, Tensor | None], V: int, lead: int) -> None:
-        """Take the gradients of the ports (by identity), zeros where there are none.
-
-        Args:
-            grads: Identity of a port to its gradient.
-            V: Number of vectors.
-            lead: 1 if the gradients have a leading axis of vectors, else 0.
-        """
-        arranged = []
-        for port in self.ports:
-            g = grads.get(id(port))
-            t = port.zeros(V) if g is None else port.arrange(g, lead)
-            arranged.append(t if g is None or lead else t[None])
+    def set_gradients(self, grads: Mapping[int, Tensor | None], V: int, batched: bool) -> None:
+        """Take the gradients of the slots (by identity) into `call.grads`; zeros where there are none."""
+        arranged = [slot.gradient(grads.get(id(slot)), V, batched) for slot in self.slots]
         self.call.grads = arranged[0] if self.single else arranged
 
-    def forget(self) -> None:
+    def require_unchanged(self) -> None:
+        """Refuse inputs that were written to since the call.
+
+        Raises:
+            UnsupportedError: Naming the layer.
+        """
+        if any(t._version != version for t, version in self.versions):
+            raise UnsupportedError(
+                f"the input of {title(self.call.use.name)} was modified in place after the layer read it, "
+                "so its curvature can't be computed from it. "
+                f"Replace the in-place operation (for instance `x += y` by `x = x + y`)."
+            )
+
+    def release(self) -> None:
         """Let go of the graph."""
-        for port in self.ports:
-            if port.handle is not None:
-                port.handle.remove()
-            port.edge = port.handle = None
+        for slot in self.slots:
+            if slot.handle is not None:
+                slot.handle.remove()
+            slot.edge = slot.handle = None
 
 
-def make_event(
-    use: Use,
+def make_recorded_call(
+    use: ModuleUse,
     layer: int,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    ports: list[Port],
+    slots: list[OutputSlot],
     single: bool,
     axis: int,
     num_examples: int,
-    fold: int | None = None,
-) -> Event:
+) -> RecordedCall:
     """Note a call: its inputs with the examples first, and their versions.
+
+    Args:
+        use: The module that was called.
+        layer: Index of its layer.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        slots: What it returned.
+        single: Whether it returned just one tensor.
+        axis: The axis of its inputs that carries the examples.
+        num_examples: N.
 
     Raises:
         UnsupportedError: If the axes taken for the examples' don't carry them.
     """
-    N, where = num_examples, f"{title(use.name)} ({type(use.owner).__name__})"
+    _check_slots(use, slots, num_examples)
     affine = use.rule if isinstance(use.rule, AffineRule) else None
-    for port in ports:
-        size = port.out.shape[port.axis] if port.out.ndim > port.axis and port.fold is None else port.fold or 0
-        if size == 0 or size % N or (port.axis != 0 and size != N and not use.functional):
-            raise UnsupportedError(
-                f"{where} returned shape {list(port.out.shape)} in a batch of {N} examples: axis {port.axis} should "
-                f"carry the examples, or a multiple of them. If another axis does, say EmpiricalRisk(..., "
-                f"example_axis={{{use.name!r}: axis}})."
-            )
-    versions: list[tuple[Tensor, int]] = []
     if affine is not None:  # an affine layer reads one tensor; the rest is not kept alive
         args, kwargs = (affine.input_of(use.module, args, kwargs),), {}
     leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
     tensors = [t for t in leaves if isinstance(t, Tensor)]
+    fold = slots[0].fold
     if affine is not None:
-        wanted = [axis if fold is None else 1]
+        axes = iter([axis if fold is None else 1])
     else:
-        wanted = use.rule.axes(use.module, axis, tensors, inputs=True)
-    expanded = any(port.expanded for port in ports)
-    axes, kept = iter(wanted), []
-    in_axes = []
-    for t in leaves:
+        axes = iter(use.rule.axes(use.module, axis, tensors, inputs=True))
+    recorded = RecordedCall(Call(use, (), {}), layer, slots, single)
+    in_axes: list[int] = []
+    expand = num_examples if recorded.expanded else 0
+    for k, t in enumerate(leaves):
         if isinstance(t, Tensor):
-            at, t = next(axes), t.detach()
+            t = t.detach()
             if not t.is_inference():
-                versions.append((t, t._version))
-            if fold is not None:
-                t = t.unflatten(0, (-1, fold))
-            moved = at != 0 and t.ndim > at and (use.functional or t.shape[at] in (1, N))
-            t = t.movedim(at, 0) if moved else t
-            in_axes.append(at if moved else 0)
-            if expanded and t.ndim and t.shape[0] == 1:
-                t = t.expand(N, *t.shape[1:])
-        kept.append(t)
-    first, named = tree_unflatten(kept, spec)
-    call = Call(use, first, named, in_axes=in_axes, out_axes=[port.axis for port in ports])
-    rows = {port.arrange(port.out).shape[0] for port in ports}
-    if len(rows) > 1:
+                recorded.versions.append((t, t._version))
+            leaves[k], moved = _examples_first(t, next(axes), fold, use.functional, num_examples, expand)
+            in_axes.append(moved)
+    args, kwargs = tree_unflatten(leaves, spec)
+    recorded.call = Call(use, args, kwargs, None, in_axes, [slot.axis for slot in slots])
+    if affine is not None:
+        _check_rows(recorded.call, slots, num_examples)
+    return recorded
+
+
+def _examples_first(
+    t: Tensor, axis: int, fold: int | None, functional: bool, N: int, expand: int
+) -> tuple[Tensor, int]:
+    """An input with the examples on axis 0, and the axis on which they were."""
+    if fold is not None:
+        t = t.unflatten(0, (-1, fold))
+    moved = axis != 0 and t.ndim > axis and (functional or t.shape[axis] in (1, N))
+    if moved:
+        t = t.movedim(axis, 0)
+    if expand and t.ndim and t.shape[0] == 1:
+        t = t.expand(expand, *t.shape[1:])
+    return t, axis if moved else 0
+
+
+def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int) -> None:
+    where = f"{title(use.name)} ({type(use.owner).__name__})"
+    for slot in slots:
+        size = slot.out.shape[slot.axis] if slot.out.ndim > slot.axis and slot.fold is None else slot.fold or 0
+        if size == 0 or size % N or (slot.axis != 0 and size != N and not use.functional):
+            raise UnsupportedError(
+                f"{where} returned shape {list(slot.out.shape)} in a batch of {N} examples: axis {slot.axis} should "
+                f"carry the examples, or a multiple of them. If another axis does, say EmpiricalRisk(..., "
+                f"example_axis={{{use.name!r}: axis}})."
+            )
+    if len(slots) > 1 and len(rows := {slot.arrange(slot.out).shape[0] for slot in slots}) > 1:
         raise UnsupportedError(
             f"{where} returned tensors with {sorted(rows)} rows for {N} examples; expected one number of rows."
         )
-    if affine is not None and call.input.shape[0] not in rows:
+
+
+def _check_rows(call: Call, slots: Sequence[OutputSlot], N: int) -> None:
+    use, (slot, *_) = call.use, slots
+    if call.input.shape[0] != slot.arrange(slot.out).shape[0]:
         raise UnsupportedError(
-            f"{where} got an input of shape {list(call.input.shape)} and returned {list(ports[0].out.shape)} in a "
-            f"batch of {N} examples: the example axis differs. Add a leading axis for the examples, or say "
-            f"EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
+            f"{title(use.name)} ({type(use.owner).__name__}) got an input of shape {list(call.input.shape)} and "
+            f"returned {list(slot.out.shape)} in a batch of {N} examples: the example axis differs. Add a leading axis "
+            f"for the examples, or say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
         )
-    return Event(call, layer, ports, single, versions)
 
 
-def isolate(out: Tensor, use: Use, several: bool = False) -> Tensor:
+def isolate(out: Tensor, use: ModuleUse, several: bool = False) -> Tensor:
     """The same numbers, differentiable, and neither a leaf nor a view: in-place operations keep its edge.
 
     Args:
@@ -171,6 +211,9 @@ def isolate(out: Tensor, use: Use, several: bool = False) -> Tensor:
         use: The module.
         several: Whether it is one of several tensors, of which one may be computed from another inside the module:
             what arrives at it must have come from outside.
+
+    Raises:
+        UnsupportedError: If gradients are switched off.
     """
     if not torch.is_grad_enabled():
         raise UnsupportedError(
@@ -186,9 +229,3 @@ def isolate(out: Tensor, use: Use, several: bool = False) -> Tensor:
     if not isinstance(use.rule, AffineRule):
         return out.clone()
     return torch.ops.aten._unsafe_view(out, out.shape)
-
-
-def connect(port: Port, out: Tensor, arrive: Callable[[Tensor], None]) -> None:
-    """Let autograd deliver the gradient of `out`."""
-    port.edge = get_gradient_edge(out)
-    port.handle = out.register_hook(arrive)

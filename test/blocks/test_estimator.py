@@ -197,7 +197,7 @@ def test_listening_takes_mappings() -> None:
         model(X)
     close(
         running.operator.to_dense(),
-        curvature(EmpiricalRisk(model.layer, risk.loss_func, [(X, y)]), FullBlock).to_dense(),
+        curvature(EmpiricalRisk(model.layer, risk.losses.given, [(X, y)]), FullBlock).to_dense(),
     )
 
 

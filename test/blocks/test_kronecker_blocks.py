@@ -46,6 +46,8 @@ from curvlinops_plus.blocks.nearest import PowerStep
 from curvlinops_plus.blocks.serialization import pack, unpack
 from curvlinops_plus.linalg import Dense, Kronecker, Scaled, Structure
 from curvlinops_plus.linalg.kronecker_approximation import balanced, nearest_to_matrix
+from curvlinops_plus.risk import find_layers
+from curvlinops_plus.risk.sweep import sweep
 
 every_net = pytest.mark.parametrize("name", NETS)
 separate_or_joint = pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
@@ -477,7 +479,7 @@ def steps(batches: slice, given: Callable[[Tensor], Tensor] = lambda t: t) -> li
     by_name = {s.group.name: s for s in starts}
     for s in starts:
         s.given = given(s.given)
-    names = {group.name: group for layer in risk.layers() for group in layer.groups}
+    names = {group.name: group for layer in find_layers(risk.model, risk.params) for group in layer.groups}
 
     def consume(seen: Any) -> None:
         group = names[seen.layer.groups[0].name]
@@ -489,7 +491,7 @@ def steps(batches: slice, given: Callable[[Tensor], Tensor] = lambda t: t) -> li
 
     from curvlinops_plus import Exact
 
-    risk.sweep(risk.layers(), Exact(), consume, count)
+    sweep(risk, find_layers(risk.model, risk.params), Exact(), consume, count)
     return starts
 
 

@@ -173,7 +173,7 @@ def test_forward_only_on_a_large_table() -> None:
 def test_the_classic_door_on_a_large_table() -> None:
     risk = words()
     with Largest() as largest:
-        K = KFACLinearOperator(risk.model, risk.loss_func, list(risk.params.values()), risk.data)
+        K = KFACLinearOperator(risk.model, risk.losses.given, list(risk.params.values()), risk.data)
         _ = K @ torch.ones(K.shape[1])
         _ = K.trace
     largest.check()

@@ -260,7 +260,7 @@ def test_a_new_process(suffix: str, tmp_path: Path) -> None:
         state = torch.load(path, weights_only=True) if path.endswith("pt") else load(path)
         K = EKFACLinearOperator.from_state_dict(state, model, list(model.parameters()), None)
         assert torch.allclose(K @ torch.ones(43).double(), rest["product"], rtol=1e-12)
-        assert K.risk.loss_func.label_smoothing == 0.1
+        assert K.risk.losses.given.label_smoothing == 0.1
         print("fine")
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -314,7 +314,7 @@ MISMATCHES: dict[str, tuple[Callable[[Problem], Problem], dict[str, Any], str]] 
 def refuses(K: Any, state: Any, match: str) -> None:
     """Loading raises a ValueError that says why, and changes nothing."""
     before, dense = copy.deepcopy(K.state_dict()), K.to_dense().clone()
-    with unchanged(K.risk.model, K.risk.loss_func), pytest.raises(ValueError, match=match):
+    with unchanged(K.risk.model, K.risk.losses.given), pytest.raises(ValueError, match=match):
         K.load_state_dict(state)
     same(K.to_dense(), dense)
     compare(K.state_dict(), before)

@@ -12,6 +12,8 @@ from torch import nn
 from curvlinops_plus import EKFAC, EmpiricalRisk, Exact, MonteCarlo, NearestKronecker, curvature
 from curvlinops_plus.blocks import plan
 from curvlinops_plus.blocks.sweep_cache import Kept
+from curvlinops_plus.risk import find_layers
+from curvlinops_plus.risk.sweep import sweep
 
 KINDS = {
     "EKFAC": EKFAC,
@@ -35,7 +37,7 @@ def test_memory_is_bounded() -> None:
     p = problem("mlp")
     seen: list[Any] = []
     risk = p.risk()
-    risk.sweep(risk.layers(), Exact(), seen.append)
+    sweep(risk, find_layers(risk.model, risk.params), Exact(), seen.append)
     inputs = seen[-1].calls[0].args[0]
     kept = Kept(inputs.untyped_storage().nbytes())
     for _ in range(3):

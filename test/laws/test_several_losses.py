@@ -41,8 +41,8 @@ from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.blocks.serialization import load, save
 from curvlinops_plus.errors import UnsupportedError, VerificationError
 from curvlinops_plus.likelihood import Likelihood, register_likelihood
-from curvlinops_plus.risk import Vectors
-from curvlinops_plus.risk.losses import Heads
+from curvlinops_plus.risk import Vectors, find_layers
+from curvlinops_plus.risk.sweep import sweep
 from curvlinops_plus.risk.vectors import CurvaturePropagation
 
 Losses = Mapping[Any, tuple[Any, float]]
@@ -292,7 +292,7 @@ def of_trunk(risk: EmpiricalRisk, approximation: Any = FullBlock, vectors: Any =
     assert isinstance(model, Net)
     own = copy.copy(risk)
     params = dict(model.trunk.named_parameters(prefix="trunk"))
-    own = EmpiricalRisk(model, risk.loss_func, risk.data, params, output=risk.output, mask=risk.mask)
+    own = EmpiricalRisk(model, risk.losses.given, risk.data, params, output=risk.output, mask=risk.mask)
     return curvature(own, approximation, vectors=vectors).to_dense()
 
 
@@ -321,7 +321,7 @@ def test_any_losses_in_any_batches_are_the_sum_of_each(
         losses,
         data,
         lambda r: GGNLinearOperator(
-            model, r.loss_func, list(model.trunk.parameters()), r.data, output=r.output
+            model, r.losses.given, list(model.trunk.parameters()), r.data, output=r.output
         ).to_dense(),
     )
     close(G.to_dense(), one)
@@ -361,7 +361,7 @@ def test_one_loss_in_a_dict_is_that_loss(vectors: Vectors, reduction: str) -> No
         for kind in (KFAC,) if isinstance(vectors, ForwardOnly) else (KFAC, EKFAC, FullBlock):
             one, other = (
                 curvature(
-                    EmpiricalRisk(model, r.loss_func, r.data, params, output=r.output), kind, vectors=vectors
+                    EmpiricalRisk(model, r.losses.given, r.data, params, output=r.output), kind, vectors=vectors
                 ).to_dense()
                 for r in (plain, headed)
             )
@@ -445,10 +445,12 @@ def test_losses_without_a_likelihood_in_the_exact_operators() -> None:
     with pytest.raises(UnsupportedError, match=r"loss 'b' \(HuberLoss\)"):
         KFACLinearOperator(model, losses, params, data)
     function = {"a": CE(), "b": nn.functional.huber_loss}
-    assert EmpiricalRisk(model, function, data, reduction="sum").reduction == "mean"
+    assert EmpiricalRisk(model, function, data, reduction="sum").losses.reduction == "mean"
     silent = EmpiricalRisk(model, {"b": nn.functional.huber_loss}, data, reduction="sum")
-    assert silent.reduction == "sum"
-    with pytest.raises(UnsupportedError, match=r"loss 'b' \(HuberLoss\): reduction='none' is no scalar loss"):
+    assert silent.losses.reduction == "sum"
+    with pytest.raises(
+        UnsupportedError, match=r"loss 'b' \(HuberLoss\): HuberLoss\(reduction='none'\) is no scalar loss"
+    ):
         HessianLinearOperator(model, {"a": CE(), "b": nn.HuberLoss(reduction="none")}, params, data)
 
 
@@ -552,7 +554,7 @@ def test_inputs_are_new_once_per_batch(vectors: Vectors, size: int) -> None:
     losses, data = CASES["three"][0], batches((size, 2))
     risk = EmpiricalRisk(net("a", "b", "c"), losses, data)
     seen: list[tuple[str, bool]] = []
-    risk.sweep(risk.layers(), vectors, lambda part: seen.append((part.layer.name, part.first)))
+    sweep(risk, find_layers(risk.model, risk.params), vectors, lambda part: seen.append((part.layer.name, part.first)))
     for name in ("trunk", "a", "b", "c"):
         assert [first for layer, first in seen if layer == name].count(True) == len(data)
 
@@ -747,7 +749,9 @@ def test_streams_with_other_proportions_do_not_merge() -> None:
     one.update(data[0])
     other.update(data[1])
     before = one.operator.to_dense()
-    with pytest.raises(ValueError, match=r"can't be added: their shares are 1.3 : 0.25 here and 1.3 : 0.1875 there"):
+    with pytest.raises(
+        ValueError, match=r"relative weights are 1.3 : 0.25 here and 1.3 : 0.1875 there"
+    ):
         one.merge(other)
     close(one.operator.to_dense(), before, 1e-15)
 
@@ -764,12 +768,12 @@ def test_a_state_has_all_losses_with_their_options(kind: Any, form: str, tmp_pat
     model = net("a", "b", "c") if form == "dict" else net()
     params = list(model.parameters())
     K = kind(model, losses, params, data)
-    assert K.risk.likelihood.name == "1.3·CrossEntropyLoss + 0.5·MSELoss + 1·BCEWithLogitsLoss"
+    assert [(type(one.loss), one.weight) for one in K.risk.losses] == [(CE, 1.3), (MSE, 0.5), (BCE, 1.0)]
     save(K.state_dict(), tmp_path / "K.safetensors")
     for state in (K.state_dict(), load(tmp_path / "K.safetensors")):
         again = kind.from_state_dict(state, model, params, data)
         close(again.to_dense(), K.to_dense(), 1e-15)
-        rebuilt = again.risk.loss_func
+        rebuilt = again.risk.losses.given
         assert type(rebuilt) is type(losses)
         same = kind(model, losses, params, data, check_deterministic=False)
         same.load_state_dict(state)
@@ -920,12 +924,6 @@ def test_options_for_one_loss_are_refused() -> None:
         risk_of(pair, shift_labels=True)
     with pytest.raises(UnsupportedError, match=r"num_per_example_loss_terms is about one loss.*Leave it out"):
         risk_of(pair, num_per_example_loss_terms=3)
-    with pytest.raises(UnsupportedError, match="have no likelihood in common"):
-        Heads(pair).nll(torch.zeros(1, 1, 1), torch.zeros(1, 1, 1))
-    risk = risk_of(pair)
-    batch = next(iter(risk.batches("")))
-    with pytest.raises(UnsupportedError, match=r"several losses, for the outputs \['a', 'b'\], and one output"):
-        risk.canonical(*risk.run(batch)[:2], batch, None)
 
 
 def test_a_loss_whose_ggn_is_its_fisher() -> None:
@@ -940,9 +938,6 @@ def test_a_loss_whose_ggn_is_its_fisher() -> None:
     risk = EmpiricalRisk(model, losses, data)
     close(of_trunk(risk), alone(model, losses, data, of_trunk))
     curvature(risk).verify()
-    assert risk.likelihood.no_ggn is not None
-    assert "loss 'b' (GaussianNLLLoss), which has a Hessian" in risk.likelihood.no_ggn
-    assert Heads({"a": CE()}).no_ggn is None
     with pytest.raises(UnsupportedError, match="GaussianNLLLoss has a Hessian in mean and variance"):
         _ = curvature(risk, vectors=Exact(matrix="ggn")).trace
 

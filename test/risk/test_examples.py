@@ -93,7 +93,7 @@ def test_rows_that_are_positions(N: int, approximation: Any) -> None:
 def test_positions_with_an_axis_for_examples_are_right() -> None:
     torch.manual_seed(0)
     r = risk(Positions(leading=True), torch.randint(7, (4, 4)))
-    G = GGNLinearOperator(r.model, r.loss_func, list(r.params.values()), r.data).to_dense()
+    G = GGNLinearOperator(r.model, r.losses.given, list(r.params.values()), r.data).to_dense()
     close(curvature(r, DiagonalBlock).diagonal(), G.diagonal())
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus import KFAC, Accumulator, CurvatureWarning, EmpiricalRisk, FullBlock, MonteCarlo, curvature
 from curvlinops_plus.linalg import Dense, Structure
+from curvlinops_plus.risk import sweep as sweep_file
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -19,7 +20,7 @@ from curvlinops_plus.linalg import Dense, Structure
 def test_streamed_is_batched(name: str, approximation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for at_once in (1, 2, 100):
-        monkeypatch.setattr(EmpiricalRisk, "_vectors_at_once", lambda self, recorder, number, k=at_once: min(number, k))
+        monkeypatch.setattr(sweep_file, "_vectors_at_once", lambda recorder, number, k=at_once: min(number, k))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CurvatureWarning)
             results.append(problem(name).curvature(approximation).to_dense())
@@ -69,7 +70,7 @@ def test_accumulators_of_one_layer_do_not_share_sums() -> None:
         affine = True
 
         def update(self, seen: Any) -> None:
-            self.add("G", seen.grad_gram())
+            self.add("G", seen.rows.grad_gram())
 
         def finish(self) -> Dense:
             _rows, columns = self.group.layout.matrix_shape  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
-from curvlinops_plus.risk.preserve import untouched
+from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import to_device
 
 __all__ = ["Ensemble", "name_samples"]
@@ -94,7 +94,7 @@ class Ensemble:
         """Context for everything that runs `log_psi`; it and the global random state are as before afterwards."""
         kind = self.psi.device.type
         with ExitStack() as stack:
-            stack.enter_context(untouched(self.psi.module or nn.Module(), None))
+            stack.enter_context(preserve_state(self.psi.module or nn.Module(), None))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autocast(kind, enabled=False))

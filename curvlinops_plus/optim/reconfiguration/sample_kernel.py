@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import gram
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
-from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors
+from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors, find_layers
+from curvlinops_plus.risk.sweep import sweep
 
 __all__ = ["captured_kernel"]
 
@@ -63,9 +64,9 @@ def captured_kernel(ensemble: Ensemble) -> Tensor | None:
             output=lambda out: (out.real if out.is_complex() else out).reshape(-1),
             batch_size_fn=lambda X: len(tree_leaves(X)[0]),
         )
-        layers = risk.layers()
+        layers = find_layers(risk.model, risk.params, False)
         with ensemble.running():
-            totals = risk.sweep(layers, _Ones(), consume)
+            totals = sweep(risk, layers, _Ones(), consume)
     except (NotImplementedError, ValueError):  # something that layers do not see; differentiating samples is exact too
         return None
     complete = totals.reached == set(range(len(layers))) and not held
@@ -74,8 +75,8 @@ def captured_kernel(ensemble: Ensemble) -> Tensor | None:
 
 def _pieces(seen: LayerBatch) -> tuple[Tensor, ...]:
     """Inputs [m, *b, i] and output gradients [m, *b, o] of an affine layer, or derivatives [m, p] of any other."""
-    if seen.layer.affine and len(seen.layer.roles) == 1 and not seen.layer_sparse:
-        a, g = seen.inputs, seen.grads
+    if seen.layer.affine and len(seen.layer.roles) == 1 and not seen.rows.sparse:
+        a, g = seen.rows.inputs, seen.rows.grads
         if isinstance(a, Tensor) and a.shape[1] == 1:
             return a[:, 0], g[0, :, 0]
     return (torch.cat([J[0].reshape(seen.num_examples, -1) for J in seen.param_grads().values()], 1),)

@@ -1,0 +1,267 @@
+"""The rows of an affine layer in one mini-batch: what its weight is multiplied by, and the gradients of the products.
+
+Shapes: N examples, S positions at which the layer's weight is used (all calls of a shared module included), V vectors
+sent back, i and o the columns and rows of the layer's parameters as one matrix. A layer of several matrices (groups of
+a convolution) has one more axis `b`; `[*b]` stands for none or this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.layer import SparseRows
+from curvlinops_plus.layer.rule import outer_products
+from curvlinops_plus.linalg.numerics import gram
+from curvlinops_plus.risk.call import Call
+from curvlinops_plus.risk.layers import Layer
+
+__all__ = ["AffineRows"]
+
+
+@dataclass(eq=False)
+class AffineRows:
+    """Rows `a` of inputs and `g` of output gradients, and sums of them, for the parameters of one block.
+
+    Attributes:
+        layer: The layer.
+        calls: Its calls, all of which multiply with the same matrix.
+        num_examples: N.
+        mask: Positions that count, [N, T] bool, or None for all. Reaches calls with T positions.
+        weight: Whether the weight is among the parameters looked at.
+        bias: Whether the bias is, as one more column: a column of ones in the inputs.
+        sparse: Whether the inputs are `SparseRows`.
+        columns: Columns of the parameters looked at: the size of `input_gram`.
+    """
+
+    layer: Layer
+    calls: list[Call]
+    num_examples: int
+    mask: Tensor | None
+    weight: bool
+    bias: bool
+    sparse: bool
+    columns: int
+    _shared: dict[Any, Any]
+
+    # ------------------------------------------------------------------------------------------------------------ rows
+    @cached_property
+    def inputs(self) -> Tensor | SparseRows:
+        """Rows `a`, [N, S, *b, i]; a column of ones is the bias's, masked rows are zero."""
+        rows = [self._rows(call) for call in self.calls]
+        if len(rows) == 1:
+            return rows[0]
+        if isinstance(rows[0], SparseRows):
+            return SparseRows.cat([row for row in rows if isinstance(row, SparseRows)])
+        return torch.cat([row for row in rows if isinstance(row, Tensor)], 1)
+
+    @property
+    def grads(self) -> Tensor:
+        """Output gradients `g`, [V, N, S, *b, o]; masked rows are zero."""
+        if "grads" not in self._shared:
+            g = [self._grad_rows(call) for call in self.calls]
+            self._shared["grads"] = g[0] if len(g) == 1 else torch.cat(g, 2)
+        return self._shared["grads"]
+
+    def mean_inputs(self) -> Tensor:
+        """`ā_n = mean_s a_{n,s}`, [N, *b, i] (reduce)."""
+        if self.weight and (call := self._only_call) is not None:
+            a = call.rule.mean_inputs(call.use.module, self._upcast(call.input))
+            a = a.unflatten(0, (self.num_examples, -1)).mean(1)
+            return torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1) if self.bias else a
+        a = self.inputs
+        assert isinstance(a, Tensor)
+        kept: Tensor | float = 0.0
+        for call in self.calls:
+            mask, read = self._mask_of(call), call.rule.reads(call.use.module)
+            positions = self._positions(call) if mask is None else mask.sum(1)
+            here = torch.as_tensor(positions, dtype=a.dtype, device=a.device).reshape(-1, *[1] * (a.ndim - 2))
+            kept = kept + (here if read is None else here * read.to(a.dtype)[:, None])
+        return a.sum(1) / torch.as_tensor(kept).clamp(min=1)
+
+    def summed_grads(self) -> Tensor:
+        """`ĝ_n = Σ_s g_{n,s}`, [V, N, *b, o]: also the per-example gradient of the bias."""
+        if "summed" not in self._shared:
+            total: Tensor | None = None
+            for call in self.calls:
+                if self._mask_of(call) is None:
+                    g = call.rule.sum_grads(call.use.module, self._upcast(call.grads))
+                    g = g.unflatten(1, (self.num_examples, -1)).sum(2)
+                else:
+                    g = self._grad_rows(call).sum(2)
+                total = g if total is None else total + g
+            self._shared["summed"] = total
+        return self._shared["summed"]
+
+    # ---------------------------------------------------------------------------------------------------- Gram matrices
+    def stacked_inputs(self, reduce: bool = False) -> Tensor | None:
+        """The rows behind `input_gram` as one matrix [M, columns], or, without the bias's ones, [M, columns - 1].
+
+        None if there is another way to the Gram matrix than the product of all rows.
+        """
+        call = self._only_call
+        if call is None or self.sparse or call.rule.direct_input_gram or not self.weight:
+            return None
+        if reduce:
+            rows = self.mean_inputs()
+            return rows if rows.ndim == 2 else None
+        a = call.rule.rows(call.use.module, self._upcast(call.input))
+        assert isinstance(a, Tensor)
+        return a.flatten(0, 1) if a.ndim == 3 else None
+
+    def stacked_grads(self, reduce: bool = False) -> Tensor | None:
+        """The rows behind `grad_gram` as one matrix [M, o]; None as for `stacked_inputs`."""
+        call = self._only_call
+        if call is None or self.sparse or call.rule.direct_grad_gram:
+            return None
+        g = self.summed_grads() if reduce else call.rule.grad_rows(call.use.module, self._upcast(call.grads))
+        return g.flatten(0, -2) if g.ndim == 4 - reduce else None
+
+    def input_gram(self, reduce: bool = False) -> tuple[Tensor, Tensor | float]:
+        """`Σ_{n,s} a aᵀ` [*b, i, i] and the number of rows in the sum (expand); of sparse rows the diagonal [i].
+
+        With `reduce`, `Σ_n ā āᵀ` of the means over positions, and N.
+        """
+        if reduce:
+            masks = [mask for call in self.calls if (mask := self._mask_of(call)) is not None]
+            count: Tensor | float = float(self.num_examples)
+            if len(masks) == len(self.calls):  # examples of which nothing counts
+                count = torch.stack([mask.any(1) for mask in masks]).any(0).sum()
+            if self.sparse:
+                assert isinstance(self.inputs, SparseRows)
+                return self.inputs.mean_square(), count
+            return gram(self.mean_inputs()), count
+        total, rows = self._input_gram(self.calls[0])
+        for call in self.calls[1:]:
+            part, count = self._input_gram(call)
+            total, rows = total + part, rows + count
+        return total, rows
+
+    def grad_gram(self, reduce: bool = False) -> Tensor:
+        """`Σ_{v,n,s} g gᵀ` [*b, o, o]; with `reduce`, `Σ_{v,n} ĝ ĝᵀ` of `ĝ_n = Σ_s g_{n,s}`."""
+        key = ("grad_gram", reduce)
+        if key not in self._shared:
+            if reduce:
+                total = gram(self.summed_grads().flatten(0, 1))
+            elif len(self.calls) == 1 and self._mask_of(self.calls[0]) is None:
+                call = self.calls[0]
+                total = call.rule.grad_gram(call.use.module, self._upcast(call.grads))
+            else:
+                total = gram(self.grads.flatten(0, 2))
+            self._shared[key] = total
+        return self._shared[key]
+
+    # ------------------------------------------------------------------------------------------- gradients per example
+    @property
+    def direct_grads(self) -> bool:
+        """Whether the rule has a way to gradients of each example that does without rows."""
+        return all(
+            call.rule.direct_grads and self._mask_of(call) is None and call.rule.reads(call.use.module) is None
+            for call in self.calls
+        )
+
+    def plain_inputs(self) -> Tensor | SparseRows:
+        """Rows without the column of ones, masked ones included: where their gradients are zero they don't matter."""
+        rows = [self._plain_rows(call) for call in self.calls]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+
+    def outer_products(self) -> Tensor:
+        """`Σ_s g aᵀ` of each example, [V, N, *b, o, i], with the bias as last column."""
+        total: Tensor | None = None
+        for call in self.calls:  # one call at a time: a cat along S would copy everything
+            part = outer_products(self._grad_rows(call), self._plain_rows(call))
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return torch.cat([total, self.summed_grads()[..., None]], -1) if self.bias else total
+
+    def call_grads(self, call: Call) -> dict[str, Tensor]:
+        """Gradients of the rows of one call in the parameters' own shapes: local name to [V, N * positions, *shape]."""
+        module = call.use.module
+        if self._mask_of(call) is None or self.mask is None:
+            return call.rule.per_example_grads(module, call.args, call.kwargs, self._upcast(call.grads))
+        a, g = self._plain_rows(call), self._grad_rows(call)
+        return call.rule.split(module, outer_products(g, a), g)
+
+    # ------------------------------------------------------------------------------------------------------- internals
+    @cached_property
+    def _only_call(self) -> Call | None:
+        """The call, if there is one, all of its positions count and it reads all matrices."""
+        call = self.calls[0]
+        plain = len(self.calls) == 1 and self._mask_of(call) is None and call.rule.reads(call.use.module) is None
+        return call if plain else None
+
+    def _upcast(self, t: Tensor) -> Tensor:
+        if not t.is_floating_point():
+            return t
+        return t.to(torch.promote_types(t.dtype, self.layer.accumulation_dtype))
+
+    def _positions(self, call: Call) -> int:
+        """Positions of one call: rows of the module's input per example."""
+        if call.grads is not None:
+            g = call.rule.grads(call.use.module, call.grads[:1])
+            return g.shape[1] * g.shape[2] // self.num_examples
+        return self._plain_rows(call).shape[1]
+
+    def _mask_of(self, call: Call) -> Tensor | None:
+        """Positions that count, [N, S], None for all: those of the user's mask, and those that a sparse rule keeps."""
+        if self.mask is None and not call.rule.sparse:
+            return None
+        key = ("mask", id(call))
+        if key not in self._shared:
+            mask = None
+            if self.mask is not None and self.mask.shape[1] == self._positions(call):
+                mask = self.mask
+            if call.rule.sparse:
+                kept = self._plain_rows(call).kept
+                mask = kept if mask is None else mask if kept is None else mask & kept
+            self._shared[key] = mask
+        return self._shared[key]
+
+    def _plain_rows(self, call: Call) -> Any:
+        a = call.rule.rows(call.use.module, self._upcast(call.input))
+        if isinstance(a, SparseRows):
+            return a.reshape(self.num_examples)
+        return a.reshape(self.num_examples, -1, *a.shape[2:])
+
+    def _rows(self, call: Call) -> Tensor | SparseRows:
+        mask = self._mask_of(call)
+        if self.weight:
+            a = self._plain_rows(call)
+            if isinstance(a, SparseRows):
+                return a if mask is None else a.masked(mask)
+            a = torch.cat([a, self._ones(call, a)], -1) if self.bias else a
+        else:
+            a = self._ones(call, self._grad_rows(call)[0])
+        return a if mask is None else a * mask.view(*mask.shape, *[1] * (a.ndim - 2))
+
+    def _ones(self, call: Call, rows: Tensor) -> Tensor:  # [N, S, *b, .] -> [N, S, *b, 1]
+        read = call.rule.reads(call.use.module)
+        ones = rows.new_ones(*rows.shape[:-1], 1)
+        return ones if read is None else ones * read.to(rows.dtype)[:, None]
+
+    def _grad_rows(self, call: Call) -> Tensor:
+        g = call.rule.grad_rows(call.use.module, self._upcast(call.grads))
+        g = g.reshape(g.shape[0], self.num_examples, -1, *g.shape[3:])
+        mask = self._mask_of(call)
+        return g if mask is None else g * mask.view(*mask.shape, *[1] * (g.ndim - 3))
+
+    def _input_gram(self, call: Call) -> tuple[Tensor, Tensor | float]:
+        """`Σ a aᵀ` of one call, and the number of its rows."""
+        mask, read = self._mask_of(call), call.rule.reads(call.use.module)
+        if mask is not None or not self.weight:
+            a = self._rows(call)
+            if isinstance(a, SparseRows):
+                return a.square_sum(), a.count()
+            rows = float(a.shape[0] * a.shape[1]) if mask is None else mask.sum().to(a.dtype)
+            return gram(a.flatten(0, 1)), rows if read is None else rows * read.to(a.dtype)[:, None, None]
+        total, row_sum, rows = call.rule.input_gram(call.use.module, self._upcast(call.input))
+        count = float(rows) if read is None else rows * read.to(total.dtype)[:, None, None]
+        if self.bias:
+            corner = row_sum.new_ones(*row_sum.shape[:-1], 1, 1) * count
+            side = row_sum[..., None]
+            total = torch.cat([torch.cat([total, side], -1), torch.cat([side.mT, corner], -1)], -2)
+        return total, count

@@ -1,0 +1,216 @@
+"""Sending vectors back through a recorded forward pass, and showing what arrives at each layer to a consumer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.risk.layer_batch import LayerBatch
+from curvlinops_plus.risk.losses import Losses, Terms
+from curvlinops_plus.risk.record import Recorder
+from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
+from curvlinops_plus.risk.vectors import Draws, Vectors
+
+__all__ = ["BackwardPasses", "Consumer", "VectorGroup", "vector_groups"]
+
+Consumer = Callable[[LayerBatch], None]
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class VectorGroup:
+    """Vectors that are sent back one after the other, through the same outputs.
+
+    Attributes:
+        outputs: The outputs.
+        number: Of vectors.
+        vectors: The vectors, each with a part for every output, of the outputs' shapes.
+        terms: Loss terms per example, R, where vectors are those of one loss.
+        where: Which loss, in words.
+    """
+
+    outputs: Sequence[Tensor]
+    number: int
+    vectors: Iterator[list[Tensor]]
+    terms: int = 1
+    where: str = ""
+
+
+def vector_groups(
+    losses: Losses,
+    vectors: Vectors,
+    outputs: Sequence[Tensor],
+    terms: Terms,
+    class_axes: Sequence[int | None],
+    draws: Draws,
+    weights: Sequence[float],
+) -> list[VectorGroup]:
+    """What is sent back together in one batch; outputs without a graph are left out.
+
+    Args:
+        losses: The losses.
+        vectors: The vectors of each loss by itself.
+        outputs: What the losses read, attached to the graph.
+        terms: The same in canonical form, and targets.
+        class_axes: Of the outputs.
+        draws: Random numbers for all.
+        weights: Relative weights of the losses.
+    """
+    Fs, Ys, N = terms.outputs, terms.targets, terms.totals.examples
+    numbers = [vectors.count(one.likelihood, F) for one, F in zip(losses, Fs, strict=True)]
+    factors = losses.vector_factors(weights, vectors.of_loss)
+
+    def send(i: int, own: Draws) -> Iterator[Tensor]:
+        return vectors.send(losses[i].likelihood, Fs[i], Ys[i], own)
+
+    streams: Sequence[Draws] = [draws] * len(losses)
+    if vectors.seed is not None:
+        about = (repr(vectors), *(tuple(F.shape[1:]) for F in Fs))
+        streams = losses.streams(about, draws, N, [lambda own, i=i: [*send(i, own)] for i in range(len(losses))])
+
+    def restored(i: int) -> Iterator[Tensor]:
+        f, axis, factor, likelihood = outputs[i], class_axes[i], factors[i], losses[i].likelihood
+        for v in send(i, streams[i]):
+            yield likelihood.restore(v if factor == 1 else v * factor, f.shape, N, axis).to(f.dtype)
+
+    # An output that no tracked layer reaches has no graph.
+    live = [i for i, f in enumerate(outputs) if f.requires_grad and numbers[i]]
+    if live and vectors.together and len(set(numbers)) == 1:
+        parts = ([*group] for group in zip(*map(restored, live), strict=True))
+        return [VectorGroup([outputs[i] for i in live], numbers[0], parts)]
+    return [
+        VectorGroup(
+            [outputs[i]],
+            numbers[i],
+            ([v] for v in restored(i)),
+            Fs[i].shape[1],
+            "" if losses[i].key is None else f" for output {losses[i].key!r}",
+        )
+        for i in live
+    ]
+
+
+class BackwardPasses:
+    """Shows a consumer what the layers saw in one recorded forward pass, for each vector that is sent back.
+
+    Args:
+        recorder: Which recorded it.
+        consume: Called with a `LayerBatch`, once per layer and piece of vectors.
+        mask: Positions that count, [N, T] bool; None for all.
+
+    Attributes:
+        reached: Indices of the layers that a gradient reached.
+    """
+
+    def __init__(self, recorder: Recorder, consume: Consumer, mask: Tensor | None = None) -> None:
+        self.recorder, self.consume, self.mask = recorder, consume, mask
+        self.reached: set[int] = set()
+        self._calls = recorder.by_layer()
+        self._first = True  # whether no vector was sent yet
+
+    def send(self, group: VectorGroup, at_once: int, keep_graph: bool) -> None:
+        """Send vectors back.
+
+        Args:
+            group: The vectors.
+            at_once: How many to send in one vectorised pass; 1 streams them.
+            keep_graph: Keep the graph: somebody goes back through it afterwards.
+        """
+        if at_once == 1:
+            self._stream(group.outputs, group.vectors, keep_graph)
+            return
+        while chunk := list(islice(group.vectors, at_once)):
+            self._send_batched(group.outputs, [torch.stack(parts) for parts in zip(*chunk, strict=True)])
+
+    def inputs_only(self) -> None:
+        """Show what the layers read; there are no gradients."""
+        self.recorder.require_unchanged()
+        for index in self._calls:
+            self._show(index)
+            self.reached.add(index)
+
+    def _stream(self, outputs: Sequence[Tensor], vectors: Iterable[Sequence[Tensor]], keep_graph: bool) -> None:
+        """One vector at a time; each layer is consumed, and its gradient freed, as soon as it is complete."""
+        sources = self.recorder.sources(outputs)
+        for last, vector in _with_last(vectors):
+            if self._first:
+                self.recorder.require_unchanged()
+            self._waiting = {index: sum(len(c.slots) for c in calls) for index, calls in self._calls.items()}
+            self._received: dict[int, Tensor] = {}
+            with self.recorder.receiving(self._receive):
+                if sources:
+                    retain = keep_graph or not last
+                    torch.autograd.grad(outputs, sources, vector, retain_graph=retain, allow_unused=True)
+            for index, left in self._waiting.items():
+                if left:  # some call, or all of them, does not reach the output: its gradient is zero
+                    self._show(index, self._received)
+            self._first = False
+
+    def _receive(self, recorded: RecordedCall, slot: OutputSlot, g: Tensor) -> None:
+        """Called by autograd with the gradient of one output of one call."""
+        self._received[id(slot)] = g.detach()
+        self.reached.add(recorded.layer)
+        self._waiting[recorded.layer] -= 1
+        if self._waiting[recorded.layer] == 0:
+            self._show(recorded.layer, self._received)
+
+    def _send_batched(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> None:
+        """Several vectors [V, *output] in one vectorised backward pass: fast for small batches and on GPUs, memory
+        times V. Where an operation can't be vectorised, they are sent one at a time.
+        """
+        if self._first:
+            self.recorder.require_unchanged()
+            self.recorder.sources(outputs)  # refuses parameters that something else reads
+        slots = [s for calls in self._calls.values() for c in calls for s in c.slots if s.edge is not None]
+        if not slots:
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*batching rule.*")  # vmap's own loop: slower, and right
+                found = torch.autograd.grad(
+                    outputs,
+                    [slot.edge for slot in slots],
+                    vectors,
+                    retain_graph=True,
+                    allow_unused=True,
+                    is_grads_batched=True,
+                )
+        except RuntimeError:  # custom functions without a vmap rule, and more; what else is wrong is raised again below
+            self._stream(outputs, ([v[k] for v in vectors] for k in range(len(vectors[0]))), keep_graph=True)
+            return
+        grads = {id(slot): g for slot, g in zip(slots, found) if g is not None}
+        del found
+        for index, calls in self._calls.items():
+            if any(id(slot) in grads for call in calls for slot in call.slots):
+                self.reached.add(index)
+            self._show(index, grads, len(vectors[0]), batched=True)
+        self._first = False
+
+    def _show(self, index: int, grads: dict[int, Tensor] | None = None, V: int = 1, batched: bool = False) -> None:
+        """Show one layer to the consumer, which may run modules again: the hooks let those calls pass."""
+        recorder, calls = self.recorder, self._calls[index]
+        if grads is not None:
+            for recorded in calls:
+                recorded.set_gradients({id(s): grads.pop(id(s), None) for s in recorded.slots}, V, batched)
+        layer = recorder.layers[index]
+        batch = LayerBatch(layer, [c.call for c in calls], recorder.num_examples, self._first, self.mask)
+        with recorder.disabled(), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
+            self.consume(batch)
+        for recorded in calls:
+            recorded.call.grads = None
+
+
+def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
+    """(is last, item), looking one item ahead."""
+    iterator = iter(items)
+    current = next(iterator, None)
+    while current is not None:
+        following = next(iterator, None)
+        yield following is None, current
+        current = following

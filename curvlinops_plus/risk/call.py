@@ -1,0 +1,47 @@
+"""One call of one module, as a `LayerBatch` shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from curvlinops_plus.layer import AffineRule
+from curvlinops_plus.risk.layers import ModuleUse
+
+__all__ = ["Call"]
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of one module.
+
+    Attributes:
+        use: The module and its rule.
+        args: Positional inputs, detached; per-example tensors carry the examples (times positions) on axis 0.
+        kwargs: Keyword inputs, likewise.
+        grads: Output gradients [V, N * positions, *out], None before they are known; a list of them for a module that
+            returns several tensors.
+        in_axes: Where the module itself has the examples, for each tensor among its inputs.
+        out_axes: The same for its outputs.
+    """
+
+    use: ModuleUse
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    grads: Any = None
+    in_axes: Sequence[int] | None = None
+    out_axes: Sequence[int] | None = None
+
+    @property
+    def rule(self) -> AffineRule:
+        """The rule of an affine layer."""
+        assert isinstance(self.use.rule, AffineRule)
+        return self.use.rule
+
+    @property
+    def input(self) -> Tensor:
+        """What an affine layer multiplies."""
+        return self.rule.input_of(self.use.module, self.args, self.kwargs)
