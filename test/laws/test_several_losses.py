@@ -292,7 +292,7 @@ def of_trunk(risk: EmpiricalRisk, approximation: Any = FullBlock, vectors: Any =
     assert isinstance(model, Net)
     own = copy.copy(risk)
     params = dict(model.trunk.named_parameters(prefix="trunk"))
-    own = EmpiricalRisk(model, risk.losses.given, risk.data, params, output=risk.output, mask=risk.mask)
+    own = EmpiricalRisk(model, risk.losses.given, risk.data, params, output=risk.options.output, mask=risk.options.mask)
     return curvature(own, approximation, vectors=vectors).to_dense()
 
 
@@ -321,7 +321,7 @@ def test_any_losses_in_any_batches_are_the_sum_of_each(
         losses,
         data,
         lambda r: GGNLinearOperator(
-            model, r.losses.given, list(model.trunk.parameters()), r.data, output=r.output
+            model, r.losses.given, list(model.trunk.parameters()), r.data, output=r.options.output
         ).to_dense(),
     )
     close(G.to_dense(), one)
@@ -361,7 +361,7 @@ def test_one_loss_in_a_dict_is_that_loss(vectors: Vectors, reduction: str) -> No
         for kind in (KFAC,) if isinstance(vectors, ForwardOnly) else (KFAC, EKFAC, FullBlock):
             one, other = (
                 curvature(
-                    EmpiricalRisk(model, r.losses.given, r.data, params, output=r.output), kind, vectors=vectors
+                    EmpiricalRisk(model, r.losses.given, r.data, params, output=r.options.output), kind, vectors=vectors
                 ).to_dense()
                 for r in (plain, headed)
             )
@@ -749,9 +749,7 @@ def test_streams_with_other_proportions_do_not_merge() -> None:
     one.update(data[0])
     other.update(data[1])
     before = one.operator.to_dense()
-    with pytest.raises(
-        ValueError, match=r"relative weights are 1.3 : 0.25 here and 1.3 : 0.1875 there"
-    ):
+    with pytest.raises(ValueError, match=r"relative weights are 1.3 : 0.25 here and 1.3 : 0.1875 there"):
         one.merge(other)
     close(one.operator.to_dense(), before, 1e-15)
 
@@ -859,7 +857,7 @@ def test_losses_that_cannot_be_read() -> None:
     with pytest.raises(ValueError, match=r"The loss for the output \(1, 2\): expected a name or a number, got a tuple"):
         risk_of({(1, 2): CE()})
     with pytest.raises(UnsupportedError, match=r"loss .b. \(MSELoss\): MSELoss\(reduction=.none.\) is no scalar loss"):
-        _ = risk_of({"a": CE(), "b": MSE(reduction="none")}).likelihood
+        risk_of({"a": CE(), "b": MSE(reduction="none")}).losses.require_likelihoods()
 
 
 def test_outputs_and_losses_that_do_not_match() -> None:

@@ -81,7 +81,7 @@ class LogAmplitude:
         self.space = Space.of({name: as_real(p) for name, p in self.params.items()})
 
     def _read_module(self, module: nn.Module, params: Params) -> dict[str, Tensor]:
-        own, _ = named_params(module, params)
+        own = named_params(module, params)
         self.module = module
         names = {id(p): name for name, p in module.named_parameters()}
         self._names = {key: names[id(p)] for key, p in own.items()}
