@@ -41,6 +41,8 @@ class LayerRule:
 
     Attributes:
         max_bytes: Work memory that one call of `per_example_grads` aims at, on top of its result (default 64 MiB).
+        direct_grads: Whether `per_example_grads` is a formula of the rule's own, rather than that of `LayerRule` or
+            `AffineRule`. Set by defining the method, unless the class body sets it.
 
     Example:
         >>> rule, layer = LayerRule(), nn.PReLU()
@@ -53,6 +55,18 @@ class LayerRule:
     """
 
     max_bytes: int = 64 * 2**20
+    direct_grads: ClassVar[bool] = False
+
+    #: Attribute that is True in classes that define a method, to the method.
+    _set_by_methods: ClassVar[Mapping[str, str]] = {"direct_grads": "per_example_grads"}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Note which methods have formulas of their own, unless a class says so itself."""
+        super().__init_subclass__(**kwargs)
+        for attribute, method in cls._set_by_methods.items():
+            nearest = next(base for base in cls.__mro__ if attribute in vars(base) or method in vars(base))
+            if attribute not in vars(nearest):
+                setattr(cls, attribute, True)
 
     def refuses(self, module: nn.Module) -> str | None:
         """Say why this rule does not fit a module of the registered type, or `None` if it does.
@@ -123,7 +137,7 @@ class LayerRule:
         in_axes: Sequence[int] | None = None,
         out_axes: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
-        """What `per_example_grads` does by default: run the module again for each example.
+        """Run the module again for each example: gradients of layers without a formula (`direct_grads` is False).
 
         Args:
             module: The layer.
@@ -161,6 +175,23 @@ class LayerRule:
         """
         return self.replay(module, args, kwargs, g)
 
+    def example_grads(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        g: Any,
+        in_axes: Sequence[int] | None = None,
+        out_axes: Sequence[int] | None = None,
+    ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}
+        """`per_example_grads` of a recorded call, whose module may want the examples on another axis.
+
+        Override `per_example_grads` rather than this. Arguments are those of `replay`.
+        """
+        if self.direct_grads:
+            return self.per_example_grads(module, args, kwargs, g)
+        return self.replay(module, args, kwargs, g, in_axes, out_axes)
+
 
 class AffineRule(LayerRule):
     """Rule of a layer whose output is `W a` or `W a + b`: state three facts, inherit the rest.
@@ -175,6 +206,10 @@ class AffineRule(LayerRule):
 
     Attributes:
         sparse: Whether `inputs` returns `SparseRows`.
+        direct_grads: Whether `per_example_grads` is computed without rows. This and the next two are set by defining
+            the method, unless the class body sets them.
+        direct_input_gram: Whether `input_gram` is computed without rows.
+        direct_grad_gram: Whether `grad_gram` is computed without rows.
 
     Example:
         >>> class Transposed(nn.Module):  # y = x @ kernel, kernel [i, o]
@@ -197,6 +232,15 @@ class AffineRule(LayerRule):
     """
 
     sparse: ClassVar[bool] = False
+    direct_grads: ClassVar[bool] = False
+    direct_input_gram: ClassVar[bool] = False
+    direct_grad_gram: ClassVar[bool] = False
+
+    _set_by_methods: ClassVar[Mapping[str, str]] = {
+        "direct_grads": "per_example_grads",
+        "direct_input_gram": "input_gram",
+        "direct_grad_gram": "grad_gram",
+    }
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a bias."""
@@ -296,6 +340,18 @@ class AffineRule(LayerRule):
                 f"[V, B, S, *b, o] with *b = {list(rows.shape[3:-1])}; both need the same matrices."
             )
         return self.split(module, outer_products(rows, a), rows)
+
+    def example_grads(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        g: Any,
+        in_axes: Sequence[int] | None = None,
+        out_axes: Sequence[int] | None = None,
+    ) -> dict[str, Tensor]:
+        """`per_example_grads`: rows have the examples first wherever the module has them."""
+        return self.per_example_grads(module, args, kwargs, g)
 
     def rows(self, module: nn.Module, x: Tensor) -> Tensor | SparseRows:  # [B, *in] -> [B, S, *b, i]
         """`inputs` in float32 at least, its shape checked.

@@ -220,19 +220,15 @@ class _Check:
 
     def gradients(self, name: str, args: Any, kwargs: Any, g: list[Tensor]) -> None:
         """Per-example gradients, against one example at a time."""
-        own = type(self.rule).per_example_grads is not LayerRule.per_example_grads
         given = g[0] if self.single else g
         with self.asking(name, args, kwargs, g):
-            if own:
-                found = self.rule.per_example_grads(self.module, args, kwargs, given)
-            else:
-                found = self.rule.replay(self.module, args, kwargs, given, self.inputs.in_axes, self.out_axes)
+            found = self.rule.example_grads(self.module, args, kwargs, given, self.inputs.in_axes, self.out_axes)
         if isinstance(self.rule, AffineRule):
             hint = (
                 "Do `inputs` and `grads` list the same positions in the same order, and does `patterns` order rows and "
                 "columns as they do?"
             )
-        elif own:
+        elif self.rule.direct_grads:
             hint = "Does per_example_grads sum over all positions, and over nothing else?"
         else:
             hint = "Does the module keep anything from one call to the next?"

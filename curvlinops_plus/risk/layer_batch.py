@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer import AffineRule, LayerRule, SparseRows
+from curvlinops_plus.layer import AffineRule, SparseRows
 from curvlinops_plus.layer.rule import outer_products
 from curvlinops_plus.layer.squares import rotate, squared_gradients
 from curvlinops_plus.linalg.numerics import gram
@@ -174,8 +174,8 @@ class LayerBatch:
 
         None if the layer has another way to the Gram matrix than the product of all rows.
         """
-        call = self._plain_call("input_gram")
-        if call is None or self.layer.weight not in self.keys:
+        call = self._plain_call()
+        if call is None or call.rule.direct_input_gram or self.layer.weight not in self.keys:
             return None
         if reduce:
             rows = self.mean_inputs()
@@ -186,22 +186,19 @@ class LayerBatch:
 
     def grad_rows(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `grad_gram` [M, o]; None as for `input_rows`."""
-        call = self._plain_call("grad_gram")
-        if call is None:
+        call = self._plain_call()
+        if call is None or call.rule.direct_grad_gram:
             return None
         g = self.summed_grads() if reduce else call.rule.grad_rows(call.use.module, self._upcast(call.grads))
         return g.flatten(0, -2) if g.ndim == 4 - reduce else None
 
-    def _plain_call(self, method: str) -> Call | None:
-        """The only call of an affine layer of one dense matrix if all its positions count and its Gram matrix, by the
-        rule's `method`, is that of its rows."""
+    def _plain_call(self) -> Call | None:
+        """The only call of an affine layer of one dense matrix, if all its positions count."""
         self._affine_parts()
         call = self.calls[0]
         if len(self.calls) > 1 or self.layer_sparse or self._mask_of(call) is not None:
             return None
-        if call.rule.reads(call.use.module) is not None:
-            return None
-        return call if getattr(type(call.rule), method) is getattr(AffineRule, method) else None
+        return call if call.rule.reads(call.use.module) is None else None
 
     def mean_inputs(self) -> Tensor:
         """`ā_n = mean_s a_{n,s}`, [N, *b, i] (reduce)."""
@@ -326,12 +323,10 @@ class LayerBatch:
             use, module = call.use, call.use.module
             g = self._masked(call)
             try:
-                if type(use.rule).per_example_grads is LayerRule.per_example_grads:
-                    found = use.rule.replay(module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
-                elif isinstance(use.rule, AffineRule):
+                if isinstance(use.rule, AffineRule):
                     found = self._affine_grads(call)
                 else:
-                    found = use.rule.per_example_grads(module, call.args, call.kwargs, g)
+                    found = use.rule.example_grads(module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
             except (ValueError, NotImplementedError) as error:  # UnsupportedError is both
                 raise type(error)(f"{title(use.name)}: {error}") from error
             for local, J in found.items():
@@ -401,9 +396,7 @@ class LayerBatch:
     def _faster_than_rows(self) -> bool:
         """Whether the rule has a way of its own to gradients of each example."""
         return all(
-            type(call.rule).per_example_grads is not AffineRule.per_example_grads
-            and self._mask_of(call) is None
-            and call.rule.reads(call.use.module) is None
+            call.rule.direct_grads and self._mask_of(call) is None and call.rule.reads(call.use.module) is None
             for call in self.calls
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from curvlinops_plus.layer import (
     ConvRule,
     LayerRule,
     LinearRule,
+    RecurrentRule,
+    TransposedConvRule,
     at_least_float32,
     register_rule,
     rule_of,
@@ -155,3 +158,44 @@ def test_upcast() -> None:
 
 def test_public_names() -> None:
     assert all(hasattr(layer, name) for name in layer.__all__)
+
+
+def test_rules_say_which_methods_are_their_own() -> None:
+    """Facts are set when a class defines the method, also by way of a mixin, unless its body says otherwise."""
+
+    class Grads:
+        def per_example_grads(self, module: nn.Module, args: Any, kwargs: Any, g: Any) -> dict[str, Tensor]:
+            return {}
+
+    class Mixed(Grads, LinearRule):
+        pass
+
+    class Grams(LinearRule):
+        def grad_gram(self, module: nn.Module, g: Tensor) -> Tensor:
+            return super().grad_gram(module, g)
+
+    class Rows(Grams):
+        direct_grad_gram = False
+
+        def grad_gram(self, module: nn.Module, g: Tensor) -> Tensor:
+            return super().grad_gram(module, g)
+
+    class Direct(Grads, LayerRule):
+        pass
+
+    facts = ("direct_grads", "direct_input_gram", "direct_grad_gram")
+    expected = {
+        AffineRule: (False, False, False),
+        LinearRule: (False, False, False),
+        ConvRule: (False, True, True),
+        TransposedConvRule: (True, True, True),
+        Mixed: (True, False, False),
+        Grams: (False, False, True),
+        Rows: (False, False, False),
+    }
+    for rule, values in expected.items():
+        assert tuple(getattr(rule, fact) for fact in facts) == values, rule
+    assert not LayerRule.direct_grads
+    assert not RecurrentRule.direct_grads  # `replay` is its own, and takes the axes of a call
+    assert Direct.direct_grads
+    assert Direct().example_grads(nn.Linear(2, 1), (), {}, torch.ones(1, 1, 1), [1], [1]) == {}
