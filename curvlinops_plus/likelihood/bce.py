@@ -1,4 +1,4 @@
-"""Binary cross-entropy: independent Bernoulli distributions, with all that PyTorch's losses can do with them.
+"""Binary cross-entropy: independent Bernoulli distributions, with every option of PyTorch's losses.
 
 A number `f` with target `y` costs `-weight (pos_weight y log p + (1 - y) log (1 - p))`, where `p = sigmoid(f)`. The two
 weights are aligned with the target's own shape, which the canonical form forgets, so `canonical` multiplies them in:
@@ -90,13 +90,6 @@ class BCEWithLogits(DiagonalLikelihood):
     def root_diagonal(self, F: Tensor, Y: Tensor) -> Tensor:
         return (self._checked_scale(F, Y) * _variance(F)).sqrt()
 
-    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
-        column = torch.zeros_like(F)
-        f, y = F[..., k : k + 1], Y[..., k : k + 1, :]
-        h = self.scale(f, y) if k else self._checked_scale(F, Y)[..., :1]  # checked once, with the first column
-        column[..., k : k + 1] = (h * _variance(f)).sqrt()
-        return column
-
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         N, R, C = F.shape
         p = F.sigmoid()
@@ -167,9 +160,6 @@ class BCE(BCEWithLogits):
 
     def root_diagonal(self, F: Tensor, Y: Tensor) -> Tensor:
         return (self._checked_scale(F, Y) / self._divisor(F)).sqrt()
-
-    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
-        return DiagonalLikelihood.hessian_root_column(self, F, Y, k)
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         N, R, C = F.shape

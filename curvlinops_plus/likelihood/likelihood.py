@@ -247,16 +247,12 @@ class Likelihood(ABC):
             )
         return (Q * eigenvalues.clamp(min=0).sqrt()[..., None, :]).permute(3, 0, 1, 2)
 
-    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
-        """Column `k` of `hessian_root`, [N, R, C]. Cheap where the root has a formula, else a slice of all of it."""
-        return self.hessian_root(F, Y)[k]
-
     def hessian_root_columns(self, F: Tensor, Y: Tensor) -> Iterator[Tensor]:
-        """Columns [N, R, C] of `hessian_root`, made one at a time where they have a formula."""
-        if type(self).hessian_root_column is Likelihood.hessian_root_column:
-            yield from self.hessian_root(F, Y)
-        else:
-            yield from (self.hessian_root_column(F, Y, k) for k in range(self.num_columns(F)))
+        """Columns [N, R, C] of `hessian_root`, one after the other.
+
+        This default forms all of them at once. Override it where a column has a formula.
+        """
+        yield from self.hessian_root(F, Y)
 
     def hessian_root_product(self, F: Tensor, Y: Tensor, U: Tensor) -> Tensor:
         """Root of each term's Hessian times vectors, `B u`: U [*lead, N, R, K] -> [*lead, N, R, C].
@@ -384,7 +380,10 @@ def likelihood_of(loss: Any) -> Likelihood:
     if isinstance(loss, Likelihood):
         likelihood = loss
     else:
-        likelihood = _maker_of(loss)(loss)
+        make = _maker_of(loss)
+        if make is None:
+            raise _not_registered(loss)
+        likelihood = make(loss)
         if likelihood.loss is None:
             likelihood.loss = loss
     _ = likelihood.reduction  # raises now, where the loss is in sight, if the loss is not reduced
@@ -398,18 +397,24 @@ def has_likelihood(loss: Any) -> bool:
         >>> has_likelihood(torch.nn.MSELoss()), has_likelihood(torch.nn.HuberLoss())
         (True, False)
     """
-    parent = next((t for t in type(loss).__mro__ if t in _MAKERS), None)
-    return isinstance(loss, Likelihood) or (parent is not None and _computes_like(loss, parent))
+    return isinstance(loss, Likelihood) or _maker_of(loss) is not None
 
 
-def _maker_of(loss: Any) -> Callable[[Any], Likelihood]:
-    kind = type(loss)
-    parent = next((t for t in kind.__mro__ if t in _MAKERS), None)
-    if parent is not None and _computes_like(loss, parent):
-        return _MAKERS[parent]
+def _maker_of(loss: Any) -> Callable[[Any], Likelihood] | None:
+    """What makes the rules of a loss; None if its class is not registered, or computes something else."""
+    parent = _registered_class(loss)
+    return _MAKERS[parent] if parent is not None and _computes_like(loss, parent) else None
+
+
+def _registered_class(loss: Any) -> type | None:
+    return next((t for t in type(loss).__mro__ if t in _MAKERS), None)
+
+
+def _not_registered(loss: Any) -> UnsupportedError:
+    kind, parent = type(loss), _registered_class(loss)
     name = getattr(loss, "__name__", "a function") if isinstance(loss, (FunctionType, type)) else kind.__name__
     why = f" It changes the forward of {parent.__name__}, whose rules may be wrong for it." if parent else _why(loss)
-    raise UnsupportedError(
+    return UnsupportedError(
         f"no likelihood is registered for the loss {name}.{why} Known losses: "
         f"{', '.join(sorted(t.__name__ for t in _MAKERS))}. To add yours (a class), say which distribution it is the "
         f"negative log-likelihood of:\n\n    @register_likelihood({name})\n    def _(loss):\n"

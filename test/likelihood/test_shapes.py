@@ -133,7 +133,7 @@ def test_targets_without_a_root(loss: nn.Module, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         likelihood.hessian_root(F, Y)
     with pytest.raises(UnsupportedError, match=message):
-        likelihood.hessian_root_column(F, Y, 0)
+        next(iter(likelihood.hessian_root_columns(F, Y)))
     with pytest.raises(UnsupportedError, match=message):
         likelihood.draw(F, Y, 1, torch.rand)
 
