@@ -14,7 +14,7 @@ PyTorch's pytrees. Parameters behind a parametrization (`torch.nn.utils.parametr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -195,7 +195,13 @@ class _Call:
         in_axes: Sequence[int] | None = None,
         out_axes: Sequence[int] | None = None,
     ) -> None:
-        self.module = module
+        self.module, self.out_axes = module, out_axes
+        self.copy_parameters()
+        self.copy_inputs(args, kwargs, num_examples, in_axes)
+
+    def copy_parameters(self) -> None:
+        """Detached parameters and buffers, in float32 at least."""
+        module = self.module
         own = differentiable_parameters(module)
         # Copies: some layers write into their weight (`nn.Embedding(max_norm=...)`).
         self.params = {name: at_least_float32(p.detach().clone()) for name, p in own.items()}
@@ -206,17 +212,19 @@ class _Call:
         self.frozen = {n: at_least_float32(p.detach()) for n, p in inner if n not in self.aliases}
         self.buffers = {n: at_least_float32(b.detach()) for n, b in module.named_buffers(remove_duplicate=False)}
 
+    def copy_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], num_examples: int, in_axes: Sequence[int] | None
+    ) -> None:
+        """Detached inputs, in float32 at least, and which of them carry examples on which axis of the module."""
         leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)), is_leaf=_is_packed)
         self.refuse_packed(leaves, "got")
         tensors = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
         axes = dict(zip(tensors, self.matching(in_axes, len(tensors), "in_axes", "tensors in its inputs")))
         self.leaves = [at_least_float32(t.detach()) if isinstance(t, Tensor) else t for t in leaves]
-        # Which tensors carry examples, and on which axis the module wants them.
         self.per_example = {i: axes[i] for i in tensors if leaves[i].ndim > 0 and len(leaves[i]) == num_examples}
         for i in axes.keys() - self.per_example.keys():
             if leaves[i].ndim > axes[i] and len(leaves[i]) == 1:
                 self.leaves[i] = self.leaves[i].movedim(0, axes[i])
-        self.out_axes = out_axes
 
     @property
     def name(self) -> str:
@@ -315,22 +323,26 @@ class _Call:
             with torch.enable_grad():
                 params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
                 out = self.run(params, [self.leaves[i][n] for i in self.per_example], [t.shape[2:] for t in g])
-            leaves, depends = list(params.values()), [k for k, o in enumerate(out) if o.requires_grad]
-            rows = [
-                torch.autograd.grad(
-                    [out[k] for k in depends],
-                    leaves,
-                    [row[k].to(out[k].dtype) for k in depends],
-                    retain_graph=True,
-                    materialize_grads=True,
-                )
-                if depends
-                else tuple(torch.zeros_like(p) for p in leaves)
-                for row in zip(*(t[vectors, n] for t in g))
-            ]
-            columns = zip(*([J.to_dense() for J in row] for row in rows), strict=True)  # `sparse=True` embeddings
-            chunk.append({name: torch.stack(J) for name, J in zip(params, columns, strict=True)})
+            chunk.append(_pull_back(out, params, zip(*(t[vectors, n] for t in g))))
         return {name: torch.stack([c[name] for c in chunk], dim=1) for name in self.params}
+
+
+def _pull_back(
+    out: Sequence[Tensor], params: Mapping[str, Tensor], g: Iterable[Sequence[Tensor]]
+) -> dict[str, Tensor]:  # {name: [V, *shape]}
+    """Gradients of one example's outputs for V vectors, one backward pass each; zero where nothing depends on it."""
+    leaves, depends = list(params.values()), [k for k, o in enumerate(out) if o.requires_grad]
+    rows = []
+    for row in g:
+        if depends:
+            back = [row[k].to(out[k].dtype) for k in depends]
+            found = torch.autograd.grad(
+                [out[k] for k in depends], leaves, back, retain_graph=True, materialize_grads=True
+            )
+            rows.append([J.to_dense() for J in found])  # those of `sparse=True` embeddings are sparse
+        else:
+            rows.append([torch.zeros_like(p) for p in leaves])
+    return {name: torch.stack(J) for name, J in zip(params, zip(*rows, strict=True), strict=True)}
 
 
 def _is_packed(value: Any) -> bool:

@@ -410,16 +410,7 @@ def _to_double(t: Tensor) -> Tensor:
 
 def _double(module: nn.Module) -> nn.Module:
     """A copy in double precision, whose own parameters require gradients."""
-    # Old weight normalization keeps a computed weight in an attribute, which deepcopy refuses.
-    tensors = [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
-    memo = {id(t): t.detach().clone() for t in tensors}
-    try:
-        mine = copy.deepcopy(module, memo).double()
-    except Exception as error:
-        raise ValueError(
-            f"check_rule works on a copy of the module, but copy.deepcopy of this {type(module).__name__} raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    mine = _copy_in_double(module)
     own = differentiable_parameters(mine)
     known = {id(p) for p in own.values()}
     for name, m in mine.named_modules():
@@ -436,3 +427,16 @@ def _double(module: nn.Module) -> nn.Module:
     for p in own.values():
         p.requires_grad_()
     return mine
+
+
+def _copy_in_double(module: nn.Module) -> nn.Module:
+    # Old weight normalization keeps a computed weight in an attribute, which deepcopy refuses.
+    tensors = [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
+    memo = {id(t): t.detach().clone() for t in tensors}
+    try:
+        return copy.deepcopy(module, memo).double()
+    except Exception as error:
+        raise ValueError(
+            f"check_rule works on a copy of the module, but copy.deepcopy of this {type(module).__name__} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error

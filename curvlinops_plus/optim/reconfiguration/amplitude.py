@@ -63,21 +63,7 @@ class LogAmplitude:
                 f"Expected log_psi to be a torch.nn.Module, or a function of (params, samples) that returns log ψ of "
                 f"each sample; got {type(log_psi).__name__}."
             )
-        places = {p.device for p in self.params.values()}
-        if len(places) > 1:
-            raise ValueError(f"Expected all parameters on one device, got {sorted(map(str, places))}.")
-        self.device = places.pop()
-        self.dtype = torch.float32
-        for name, p in self.params.items():
-            if not (p.is_floating_point() or p.is_complex()):
-                raise ValueError(f"Expected real or complex parameters; {name!r} is of {p.dtype}.")
-            self.dtype = torch.promote_types(self.dtype, p.dtype.to_real())
-        real = [name for name, p in self.params.items() if not p.is_complex()]
-        if amplitude == "holomorphic" and real:
-            raise ValueError(
-                f'amplitude="holomorphic" needs complex parameters, and {real} are real. Use "complex", which takes '
-                "parameters of both kinds."
-            )
+        self.device, self.dtype = self._check_parameters()
         self.space = Space.of({name: as_real(p) for name, p in self.params.items()})
 
     def _read_module(self, module: nn.Module, params: Params) -> dict[str, Tensor]:
@@ -99,6 +85,24 @@ class LogAmplitude:
                 "knows its own.)"
             )
         return dict(items)
+
+    def _check_parameters(self) -> tuple[torch.device, torch.dtype]:
+        """Their device, and the real dtype in which they are combined."""
+        devices = {p.device for p in self.params.values()}
+        if len(devices) > 1:
+            raise ValueError(f"Expected all parameters on one device, got {sorted(map(str, devices))}.")
+        dtype = torch.float32
+        for name, p in self.params.items():
+            if not (p.is_floating_point() or p.is_complex()):
+                raise ValueError(f"Expected real or complex parameters; {name!r} is of {p.dtype}.")
+            dtype = torch.promote_types(dtype, p.dtype.to_real())
+        real = [name for name, p in self.params.items() if not p.is_complex()]
+        if self.kind == "holomorphic" and real:
+            raise ValueError(
+                f'amplitude="holomorphic" needs complex parameters, and {real} are real. Use "complex", which takes '
+                "parameters of both kinds."
+            )
+        return devices.pop(), dtype
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of the parameters' present values as real tensors, in their own precision."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -109,23 +109,25 @@ class CenteredFisherLinearOperator(LinearOperator):
 
     def __matmul__(self, X: Any) -> Any:
         """`S @ X`; also lists and dicts of complex tensors."""
-        named = isinstance(X, Mapping)
-        if not named and not isinstance(X, (list, tuple)):
-            return super().__matmul__(X)
-        items = list(X.items()) if named else list(enumerate(X))
-        if not any(isinstance(t, Tensor) and t.is_complex() for _, t in items):
-            return super().__matmul__(X)
+        if isinstance(X, Mapping):
+            return self._times_named(dict(X)) if _any_complex(X.values()) else super().__matmul__(X)
+        if isinstance(X, (list, tuple)) and _any_complex(X):
+            names = self.in_space.names
+            if len(X) != len(names):
+                return super().__matmul__(X)  # says what does not fit
+            product = self._times_named(dict(zip(names, X)))
+            return type(X)(product[name] for name in names)
+        return super().__matmul__(X)
+
+    def _times_named(self, X: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Some tensors of `X` are complex: [*s, K] is the real [*s, 2, K]."""
         params = self.scores.ensemble.psi.params
-        given = dict(zip(params, params.values())) if named else dict(enumerate(params.values()))
-        ndim = {key: p.ndim for key, p in given.items() if p.is_complex()}
-        # A complex tensor [*s, K] is the real one [*s, 2, K].
-        real = {k: as_real(t).movedim(-1, ndim[k]) if k in ndim and t.is_complex() else t for k, t in items}
-        Y = super().__matmul__(real if named else type(X)(real.values()))
-        answer = dict(Y if named else enumerate(Y))
-        back = {
-            k: torch.view_as_complex(t.movedim(ndim[k], -1).contiguous()) if k in ndim else t for k, t in answer.items()
+        axes = {name: p.ndim for name, p in params.items() if p.is_complex()}
+        real = {k: as_real(t).movedim(-1, axes[k]) if k in axes and t.is_complex() else t for k, t in X.items()}
+        return {
+            k: torch.view_as_complex(t.movedim(axes[k], -1).contiguous()) if k in axes else t
+            for k, t in super().__matmul__(real).items()
         }
-        return back if named else type(X)(back.values())
 
     def _to_dense(self) -> Tensor:
         with undisturbed(self.device):
@@ -138,3 +140,7 @@ class CenteredFisherLinearOperator(LinearOperator):
     @property
     def trace(self) -> Tensor:
         return self.diagonal().sum()
+
+
+def _any_complex(tensors: Iterable[Any]) -> bool:
+    return any(isinstance(t, Tensor) and t.is_complex() for t in tensors)
