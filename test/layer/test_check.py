@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,18 +11,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from curvlinops_plus.errors import UnsupportedError, VerificationError
-from curvlinops_plus.layer import RULES, AffineRule, ConvRule, LayerRule, LinearRule, SparseRows, register_rule
+from curvlinops_plus.layer import AffineRule, ConvRule, LayerRule, LinearRule, SparseRows, register_rule
 from curvlinops_plus.layer.rule_check import RuleCheck, check_rule
 
 B, T, i, o = 4, 3, 5, 2
-
-
-@pytest.fixture(autouse=True)
-def _own_registry() -> Iterator[None]:
-    before = dict(RULES)
-    yield
-    RULES.clear()
-    RULES.update(before)
 
 
 # ------------------------------------------------------------------------------------------------------ right rules
