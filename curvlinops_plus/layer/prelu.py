@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from curvlinops_plus.layer.norm import sum_of_products
+from curvlinops_plus.layer.normalization import sum_of_products
 from curvlinops_plus.layer.replay import at_least_float32, why_computed
 from curvlinops_plus.layer.rule import LayerRule, register_rule
 

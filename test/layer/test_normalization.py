@@ -16,7 +16,13 @@ from torch.nn.utils import parametrizations, prune
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import RULES, LayerRule, PReLURule, ScaleShiftRule, norm, rule_of, why_generic
-from curvlinops_plus.layer.norm import BatchNormRule, GroupNormRule, InstanceNormRule, LayerNormRule, RMSNormRule
+from curvlinops_plus.layer.normalization import (
+    BatchNormRule,
+    GroupNormRule,
+    InstanceNormRule,
+    LayerNormRule,
+    RMSNormRule,
+)
 from curvlinops_plus.layer.rule_check import check_rule
 
 V, B = 2, 3
