@@ -1,4 +1,7 @@
-"""Layer rules: what a layer saw, as rows and per-example gradients (formats: `curvlinops_plus.layer.rule`)."""
+"""Layer rules: the inputs and output gradients of a layer as rows, and its per-example gradients.
+
+Shapes and conventions are those of `LayerRule` and `AffineRule`.
+"""
 
 from __future__ import annotations
 
