@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, register_likelihood
-from curvlinops_plus.likelihood.sampling import categories, number, wide_dtype
+from curvlinops_plus.likelihood.sampling import categories, scalar, wide_dtype
 
 __all__ = ["NLL", "CrossEntropy"]
 
@@ -111,7 +111,7 @@ class CrossEntropy(Likelihood):
     def count(self, F: Tensor, Y: Tensor) -> Tensor:
         """Kept terms, or their summed class weights; every term, also with weights, for class probabilities."""
         if Y.ndim == 3:
-            return number(F.shape[0] * F.shape[1], F.device)
+            return scalar(F.shape[0] * F.shape[1], F.device)
         return self._class_weights(Y, wide_dtype(F.device))[1].sum()
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
@@ -208,12 +208,12 @@ class CrossEntropy(Likelihood):
 class NLL(CrossEntropy):
     """Rules of `nn.NLLLoss`, for a model that ends in a log-softmax: its output holds log-probabilities.
 
-    The loss is linear in them, so its Hessian is zero, and the Fisher matrix `h (diag p - p pᵀ)` takes its place. What
-    the log-softmax makes of it is the same matrix in the logits: all matrices are those of `nn.CrossEntropyLoss`
+    The loss is linear in them, so its Hessian is zero, and the Fisher matrix `h (diag p - p pᵀ)` replaces it. In the
+    logits it is the same matrix: all matrices are those of `nn.CrossEntropyLoss`
     without the log-softmax.
 
     Raises:
-        UnsupportedError: (by `canonical`) If outputs are no log-probabilities.
+        UnsupportedError: (by `canonical`) If outputs are not log-probabilities.
 
     Example:
         >>> nll = NLL(nn.NLLLoss())

@@ -1,4 +1,4 @@
-"""Losses that are a sum over the numbers of the output, so that the Hessian of every term is diagonal."""
+"""Losses that are a sum over the numbers of the output: the Hessian of every term is diagonal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DiagonalLikelihood"]
 
 
 class DiagonalLikelihood(Likelihood):
-    """A likelihood whose Hessian `diag(b²)` has the root `diag(b)`; a subclass writes `nll` and `root_diagonal`.
+    """A likelihood whose Hessian `diag(b²)` has the root `diag(b)`; a subclass defines `nll` and `root_diagonal`.
 
     Example:
         >>> class Scaled(DiagonalLikelihood):

@@ -305,7 +305,11 @@ WRONG: dict[str, Any] = {
     ),
     "an error": (KernelRule, {"inputs": raises}, "raised IndexError: what the rule's author wrote"),
     "random numbers": (KernelRule, {"grads": drawing}, "the rule changed the state of the random number generator"),
-    "parameters": (KernelRule, {"inputs": writing}, r"the rule changed attribute 'bias'. It must not change the module"),
+    "parameters": (
+        KernelRule,
+        {"inputs": writing},
+        r"the rule changed attribute 'bias'. It must not change the module",
+    ),
     "attributes": (KernelRule, {"inputs": attribute}, "the rule changed attribute 'seen'"),
     "inputs": (KernelRule, {"grads": in_place}, "the rule changed tensor . of its inputs"),
     "examples": (KernelRule, {"inputs": mixed}, "'gradients, one vector and fewer examples': off by"),

@@ -95,7 +95,7 @@ def test_a_subclass_follows_its_parent_unless_it_computes_something_else() -> No
             likelihood_of(loss)
     register_likelihood(Doubled)(Huber)
     assert type(likelihood_of(Doubled())) is Huber
-    with pytest.raises(UnsupportedError, match=r"Doubled can't be made again from saved options.*loss_func=..."):
+    with pytest.raises(UnsupportedError, match=r"Doubled can't be rebuilt from saved options.*loss_func=..."):
         rebuild_loss(likelihood_of(Doubled()).options())
 
 
@@ -125,7 +125,7 @@ def test_rules_that_inherit_from_built_in_ones_are_not_rebuilt_as_those() -> Non
 
     options = likelihood_of(CrossEntropyLoss()).options()
     assert options["loss"] != "CrossEntropyLoss"
-    with pytest.raises(UnsupportedError, match="can't be made again"):
+    with pytest.raises(UnsupportedError, match="can't be rebuilt"):
         rebuild_loss(options)
 
 
