@@ -1,4 +1,7 @@
-"""Layer rules: what a layer saw, as rows and per-example gradients (formats: `curvlinops_plus.layer.rule`)."""
+"""Layer rules: the inputs and output gradients of a layer as rows, and its per-example gradients.
+
+Shapes and conventions are those of `LayerRule` and `AffineRule`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from curvlinops_plus.layer.conv import ConvRule
 from curvlinops_plus.layer.embedding import EmbeddingBagRule, EmbeddingRule
 from curvlinops_plus.layer.huggingface import Conv1DRule
 from curvlinops_plus.layer.linear import LinearRule
-from curvlinops_plus.layer.norm import ScaleShiftRule
+from curvlinops_plus.layer.normalization import ScaleShiftRule
 from curvlinops_plus.layer.prelu import PReLURule
 from curvlinops_plus.layer.recurrent import RecurrentRule
 from curvlinops_plus.layer.replay import at_least_float32, differentiable_parameters

@@ -1,10 +1,10 @@
 """Multi-head attention: projections that are function calls instead of submodules.
 
-`nn.MultiheadAttention` calls none of its submodules: it hands their weights to a function, so that no hook ever fires.
-`Part`s say which of a module's parameters such calls read, and a recorder that watches function calls finds them.
+`nn.MultiheadAttention` calls none of its submodules: it passes their weights to a function, so no module hook runs.
+A `Part` lists parameters of a module that such calls read; the calls are recorded by intercepting the function.
 
-The in-projection is one parameter that holds the matrices of queries, keys and values. Whichever way attention is
-called (the three inputs may be one tensor, two, or three), it is seen as three matrices side by side.
+The in-projection is one parameter that holds the matrices of queries, keys and values. However attention is called (its
+three inputs may be one tensor, two, or three), it is treated as a batch of three matrices.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Part:
     """Some parameters of a module that are read by calls of `torch.nn.functional.linear`.
 
     Attributes:
-        name: Of the part; the layer is called after the module and it.
-        module: What stands for the part, with a `weight` and a `bias` of which one may be None.
+        name: Name of the part; the name of the layer is the module's, a dot, and this.
+        module: A module with the `weight` and the `bias` of the part, of which one may be None.
         rule: Its rule.
         params: Local name, "weight" or "bias", to the parameter.
     """
@@ -54,7 +54,7 @@ class Projection(nn.Module):
 
 
 class ProjectionRule(AffineRule):
-    """Three matrices side by side, of which a call reads some: `[3, o, i]`.
+    """A batch of three matrices `[3, o, i]`, of which a call reads some.
 
     Args:
         members: Which ones are read.
@@ -80,7 +80,7 @@ class ProjectionRule(AffineRule):
         return {name: pattern for name, pattern in every.items() if getattr(module, name) is not None}
 
     def sizes(self, module: nn.Module) -> dict[str, int]:
-        """Three of them."""
+        """Three matrices."""
         return {"m": 3}
 
     def reads(self, module: nn.Module) -> Tensor | None:
@@ -127,7 +127,7 @@ class ProjectionRule(AffineRule):
 class AttentionRule(LayerRule):
     """Which calls read the parameters of `nn.MultiheadAttention`, and where its inputs carry examples.
 
-    What is left to the module as a whole are `bias_k` and `bias_v`.
+    `bias_k` and `bias_v` belong to the module as a whole.
 
     Example:
         >>> [part.name for part in AttentionRule().parts(nn.MultiheadAttention(4, 2))]
@@ -158,7 +158,7 @@ class AttentionRule(LayerRule):
         return found
 
     def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
-        """Sequences have them where `batch_first` says; masks and attention weights come first."""
+        """Sequences have the examples on the axis that `batch_first` sets; masks and attention weights on axis 0."""
         assert isinstance(module, nn.MultiheadAttention)
         sequence = 0 if module.batch_first else 1
         if inputs:

@@ -1,4 +1,4 @@
-"""What `nn.Bilinear` saw: it is linear in the products of the entries of its two inputs."""
+"""Rule of `nn.Bilinear`, which is linear in the products of the entries of its two inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from curvlinops_plus.linalg.numerics import gram
 
 __all__ = ["BilinearRule"]
 
-# Work memory for rows, of which there are many numbers.
+# Work memory for rows, which have i1·i2 entries.
 _ROW_BYTES = 8 * 2**20
 
 
@@ -40,7 +40,7 @@ class BilinearRule(AffineRule):
         return weight if module.bias is None else {**weight, "bias": "o -> o 1"}
 
     def input_of(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        """Both inputs side by side, `[B, *positions, i1 + i2]`; that tensor alone is returned as it is.
+        """Both inputs side by side, `[B, *positions, i1 + i2]`; that tensor alone is returned unchanged.
 
         Raises:
             ValueError: If the inputs are no tensors.

@@ -1,4 +1,4 @@
-"""What convolutions saw: their rows are the patches of the input, in the order of the flattened weight."""
+"""Rule of convolutions: their rows are the patches of the input, in the order of the flattened weight."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ConvRule(AffineRule):
     """Convolutions in one to three dimensions with every stride, padding, padding mode, dilation and number of groups.
 
     The output positions share the weight. A convolution with `b > 1` groups (a depthwise one has a group per channel)
-    is `b` matrices side by side: rows and gradients get one more axis, and each group has Kronecker factors of its own.
+    is a batch of `b` matrices: rows and gradients get one more axis, and each group has Kronecker factors of its own.
 
     Example:
         >>> import torch
@@ -88,7 +88,7 @@ class ConvRule(AffineRule):
         return _grouped(at_least_float32(g).flatten(3).mT, _groups(module))
 
     def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
-        """Sum of `a aᵀ` over all patches, which are never held all at once; sum of `a`; number of patches."""
+        """Sum of `a aᵀ` over all patches, formed a few at a time; sum of `a`; number of patches."""
         geometry, x, groups = self._geometry(module, x), at_least_float32(x), _groups(module)
         total = input_gram(geometry, x) if groups == 1 else grouped_gram(geometry, x, groups)
         row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]

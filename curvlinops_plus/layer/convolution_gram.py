@@ -1,11 +1,11 @@
 """Sums of `a aᵀ` over the patches of a convolution, and of `g gᵀ` over images: the products behind Kronecker factors.
 
-There are two ways to the Gram matrix of patches. They agree up to rounding, and `input_gram` picks the faster one.
+There are two algorithms for the Gram matrix of patches. They agree up to rounding; `input_gram` picks the faster one.
 
     patch_gram        forms the patches, a few examples at a time: for every convolution
     correlation_gram  never forms them: for stride 1, zeros around the input and no dilation
 
-A grouped convolution has one Gram matrix per group. `grouped_gram` forms those of many small groups together.
+A grouped convolution has one Gram matrix per group. `grouped_gram` batches the products of many small groups.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from curvlinops_plus.linalg.numerics import gram
 
 __all__ = ["correlation_gram", "grouped_gram", "image_gram", "input_gram", "patch_gram"]
 
-# Work memory for patches; larger pieces leave the cache and gain nothing.
+# Work memory for patches; larger pieces exceed the cache and gain nothing.
 _PATCH_BYTES = 8 * 2**20
 # The same for the groups of a grouped convolution, whose products are small and read what was just written.
 _GROUP_BYTES = 2 * 2**20
@@ -32,7 +32,7 @@ _GROUP_BYTES = 2 * 2**20
 _LARGE_GROUP = 128
 # With fewer channels, lines of the image are longer runs of memory than channels are (up to 3x faster).
 _FEW_CHANNELS = 8
-# Fewer patches, or fewer multiplications in their Gram matrix, do not pay the fixed costs of correlations.
+# Fewer patches, or fewer multiplications in their Gram matrix, do not repay the fixed costs of correlations.
 _MIN_PATCHES = 512
 _MIN_PRODUCTS = 1.5e8
 
@@ -118,10 +118,10 @@ def correlation_pays(geometry: Geometry, x: Tensor) -> bool:
 def correlation_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
     """Sum of `a aᵀ` without forming patches, for stride 1, no dilation and zeros around the input.
 
-    If the kernel visited every position at which it meets the image, the entry for taps `u` and `u'` would depend on
-    `u' - u` alone: it would be a correlation of the image with itself, one of few, which the weight gradient of a
-    convolution gives all at once. The positions that the convolution does not visit are lines at the border; their
-    patches are formed and taken off.
+    If the kernel visited every position at which it overlaps the image, the entry for taps `u` and `u'` would depend on
+    `u' - u` alone: it would be an autocorrelation of the image, and the weight gradient of a convolution computes all
+    of them at once. The positions that the convolution does not visit are lines at the border; the Gram matrices of
+    their patches are subtracted.
     """
     c, kernel, n = x.shape[1], geometry.kernel, len(geometry.kernel)
     if not kernel:
@@ -136,7 +136,7 @@ def correlation_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] 
 
 
 def _places_of_shifts(c: int, kernel: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where `R[c, c', u' - u]` stands in a flattened row `R[c]`, for all `u`, `c'`, `u'` in this order."""
+    """Index of `R[c, c', u' - u]` in a flattened row `R[c]`, for all `u`, `c'`, `u'` in this order."""
     n = len(kernel)
     shape = (c, *(2 * k - 1 for k in kernel))
     places = torch.arange(prod(shape), device=device).view(shape)
@@ -161,13 +161,13 @@ def _correlations(x: Tensor, kernel: tuple[int, ...]) -> Tensor:  # [B, c, *size
 
 
 def _unvisited_lines(geometry: Geometry, x: Tensor) -> Iterator[tuple[int, slice, Geometry, Tensor]]:
-    """Positions where the kernel meets the image but the convolution does not put it, each exactly once.
+    """Positions where the kernel overlaps the image but that the convolution does not visit, each exactly once.
 
-    They lie on lines across one dimension (in 2-D rows, then what is left of the columns). Along a line the taps in
-    this dimension always meet the same pixels, so that these count as channels of a convolution in one dimension less.
+    They lie on lines across one dimension (in 2-D rows, then the rest of the columns). Along a line the taps in this
+    dimension always cover the same pixels, so that these are channels of a convolution in one dimension less.
 
     Yields:
-        The dimension, its taps that meet the image, and the smaller convolution with its input `[B, c·taps, *size]`.
+        The dimension, its taps that overlap the image, and the smaller convolution with its input `[B, c·taps, *size]`.
     """
     # More padding than this only adds patches of zeros.
     visited = [(min(p, k - 1), min(q, k - 1)) for (p, q), k in zip(geometry.padding, geometry.kernel, strict=True)]

@@ -1,7 +1,7 @@
-"""What `nn.Embedding` and `nn.EmbeddingBag` saw: unit vectors, or weighted sums of them, never written out.
+"""Rules of `nn.Embedding` and `nn.EmbeddingBag`: their rows are one-hot vectors, or weighted sums of them.
 
 Row `t` of the table `W [vocabulary, d]` is `Wᵀ e_t`: as a matrix `[d, vocabulary]` the table multiplies the unit vector
-of token `t`. Its input factor is a diagonal, how often each token was met. See `SparseRows`.
+of token `t`. Its input factor is a diagonal, the number of occurrences of each token. See `SparseRows`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class EmbeddingRule(AffineRule):
     """`nn.Embedding` on tokens `x [B, *positions]`: the positions share the table.
 
     Tokens at `padding_idx` have no gradient: their rows are not kept. `scale_grad_by_freq` rescales what PyTorch writes
-    into `.grad` and is no derivative of anything: gradients here are the true ones, whatever it says. `sparse` only
-    says how PyTorch stores a gradient. `max_norm` is supported where it changes nothing, see `check`.
+    into `.grad`, which is then not a derivative: it is ignored here, as is `sparse`, which only sets how PyTorch stores
+    a gradient. `max_norm` is supported where it changes nothing, see `check`.
 
     Example:
         >>> layer, x = nn.Embedding(10, 3, padding_idx=0), torch.tensor([[4, 2, 4], [7, 0, 0]])
@@ -77,8 +77,8 @@ class EmbeddingRule(AffineRule):
 class EmbeddingBagRule(AffineRule):
     """`nn.EmbeddingBag` with modes "sum" and "mean", in every form of call: one row with several entries per bag.
 
-    The examples are the bags. What a call says in up to three inputs is one tensor here, see `input_of`. Entries at
-    `padding_idx` count neither in the row nor in the mean, and bags without any other entry are not kept. The input
+    The examples are the bags. The up to three inputs of a call become one tensor, see `input_of`. Entries at
+    `padding_idx` are left out of the row and of the mean, and bags without any other entry are not kept. The input
     factor is the diagonal of `Σ a aᵀ / bags`. Other options are as for `EmbeddingRule`. Mode "max" gets the generic
     rule.
 
@@ -94,7 +94,7 @@ class EmbeddingBagRule(AffineRule):
     sparse = True
 
     def refuses(self, module: nn.Module) -> str | None:
-        """Mode "max" picks entries by their value."""
+        """Mode "max", which is not linear in the table."""
         assert isinstance(module, nn.EmbeddingBag)
         if module.mode == "max":
             return (
@@ -121,7 +121,7 @@ class EmbeddingBagRule(AffineRule):
 
         Returns:
             Integers `[B, L]`, -1 after the end of a bag. With `per_sample_weights`, pairs (token, weight)
-            `[B, L, 2]` in float64, which holds both exactly. Either is returned as it is when it comes back alone.
+            `[B, L, 2]` in float64, which represents both exactly. Either is returned unchanged if it is the only input.
 
         Raises:
             ValueError: If the input is no tensor, or has one dimension and comes without offsets.
@@ -181,7 +181,7 @@ def _dtype(module: nn.Embedding | nn.EmbeddingBag) -> torch.dtype:
 
 
 def _places_in_bags(entries: int, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the entries of each bag stand in a flat list, `[B, L]`, and which of these places are the bag's own."""
+    """Positions of the entries of each bag in a flat list, `[B, L]`, and which of them belong to the bag."""
     lengths = torch.diff(starts, append=starts.new_tensor([entries]))
     longest = int(lengths.max()) if len(lengths) else 0
     steps = torch.arange(longest, device=starts.device)
@@ -191,8 +191,8 @@ def _places_in_bags(entries: int, starts: Tensor) -> tuple[Tensor, Tensor]:
 def refuse_renormalization(module: nn.Embedding | nn.EmbeddingBag) -> None:
     """Refuse a table with rows that are longer than its `max_norm`, by more than rounding.
 
-    A forward pass that meets such a row shortens it in place, before it is read. If there is none, `max_norm` has
-    nothing to do: rows that PyTorch itself has shortened pass.
+    A forward pass that reads such a row first shortens it in place. If there is none, `max_norm` has no effect: rows
+    that PyTorch itself has shortened pass.
 
     Raises:
         UnsupportedError: If there is such a row.

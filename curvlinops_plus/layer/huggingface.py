@@ -1,4 +1,4 @@
-"""What layers of Hugging Face's libraries saw; they are known by name, so that nothing needs to be installed."""
+"""Rules of Hugging Face's layers, registered by full name, so that `transformers` need not be installed."""
 
 from __future__ import annotations
 

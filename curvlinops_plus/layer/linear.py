@@ -1,4 +1,4 @@
-"""What `nn.Linear` saw: its inputs are the rows, on any number of shared positions."""
+"""Rule of `nn.Linear`: its inputs are the rows, with any number of shared positions."""
 
 from __future__ import annotations
 

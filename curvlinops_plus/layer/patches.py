@@ -1,9 +1,9 @@
 """The patches that a convolution multiplies its weight with, in one, two or three dimensions.
 
-A patch is what the kernel covers at one output position. Two layouts are used: *rows* in the order of the flattened
-weight `(c *kernel)`, which is what the rest of the package sees, and *channels-last* rows `(*kernel c)`, which are
-cheaper to copy together and serve where the order can be repaired afterwards. The groups of a grouped convolution are
-kept apart as *columns* `[groups, c·kernel, B·S]`, ready for one matrix product per group.
+A patch holds the input under the kernel at one output position. Two layouts are used: *rows* in the order of the
+flattened weight `(c *kernel)`, which is the public format, and *channels-last* rows `(*kernel c)`, which are cheaper to
+copy and are used where the result can be permuted afterwards. Grouped convolutions also use *columns*
+`[groups, c·kernel, B·S]`, for one matrix product per group.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 __all__ = ["Geometry"]
 
-# Below this many examples, finding the places of patch entries costs more than it saves.
+# Below this many examples, computing the offsets of patch entries costs more than it saves.
 _FEW_EXAMPLES = 4
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where a convolution's kernel is put on its input, per spatial dimension.
+    """Kernel size, stride, dilation and padding of a convolution, per spatial dimension.
 
     Attributes:
         kernel: Number of taps.
         stride: Steps between output positions.
         dilation: Steps between taps.
-        padding: What is added before and after, in order of the dimensions.
+        padding: Padding before and after, in order of the dimensions.
         mode: Padding mode of `torch.nn.functional.pad`, `"constant"` for zeros.
 
     Example:
@@ -89,7 +89,7 @@ class Geometry:
             return self.windows(x, 2).flatten(2).mT
         if len(x) < _FEW_EXAMPLES:
             return self._ordered(x)
-        # The entries of a patch lie apart in memory, at the same places in every example: find these once.
+        # The entries of a patch have the same strided offsets in every example: compute them once.
         places = self._ordered(torch.arange(x[0].numel(), device=x.device).view(1, *x.shape[1:]))
         return x.flatten(1).index_select(1, places.flatten()).view(len(x), *places.shape[1:])
 
@@ -98,7 +98,7 @@ class Geometry:
         return self.windows(padded, 2).movedim(1, n + 1).flatten(n + 1).flatten(1, n)
 
     def channels_last_rows(self, x: Tensor) -> Tensor:  # [B, c, *size] -> [B·S, kernel·c]
-        """Patches of all examples with columns ordered `(*kernel c)`: memory is copied in longer runs."""
+        """Patches of all examples with columns ordered `(*kernel c)`: memory is copied in longer contiguous runs."""
         n = len(self.kernel)
         windows = self.windows(self.pad(x).movedim(1, -1).contiguous(), 1)  # [B, *out, c, *kernel]
         return windows.movedim(n + 1, -1).flatten(n + 1).flatten(0, n)

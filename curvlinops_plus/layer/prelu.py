@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from curvlinops_plus.layer.norm import sum_of_products
+from curvlinops_plus.layer.normalization import sum_of_products
 from curvlinops_plus.layer.replay import at_least_float32, why_computed
 from curvlinops_plus.layer.rule import LayerRule, register_rule
 
@@ -27,7 +27,7 @@ class PReLURule(LayerRule):
     """
 
     def refuses(self, module: nn.Module) -> str | None:
-        """Layers whose slopes are no parameter (a parametrization)."""
+        """Layers whose slopes are computed from other parameters (a parametrization)."""
         return why_computed(module, ("weight",))
 
     def per_example_grads(
@@ -41,7 +41,7 @@ class PReLURule(LayerRule):
         return {"weight": sum_of_products(rows, x, lambda some: some.clamp(max=0), [2])}
 
     def masked(self, g: Tensor, mask: Tensor | None) -> Tensor:
-        """Positions stand before the features, or behind the channels: where the mask fits."""
+        """Positions come before the features or after the channels, whichever has the mask's size."""
         if mask is not None and g.ndim > 3 and g.shape[2] != mask.shape[1]:
             return _ChannelsFirst().masked(g, mask)
         return super().masked(g, mask)

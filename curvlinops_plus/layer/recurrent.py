@@ -1,12 +1,12 @@
-"""Recurrent layers: their steps run once for all examples, and the gradients at every step say the rest.
+"""Rules of recurrent layers: per-example gradients from one pass through the steps, for all examples at once.
 
 The weights of a recurrent layer enter through products `W a + b` at every step. With the gradients `δ_t` of all these
-products, `Σ_t δ_t a_tᵀ` are the gradients of each example: one forward and one backward pass through the recurrence,
-written out, give them for all examples together. (Running the fused layer again for one example at a time would, too,
-but `vmap` knows none of these layers.)
+products, `Σ_t δ_t a_tᵀ` are the gradients of each example: one forward and one backward pass through the unfused
+recurrence give them for all examples. (Running the fused layer again for each example would, too, but `vmap` supports
+none of these layers.)
 
-The steps of a sequence are not independent given the input, so that there are no Kronecker factors: the blocks are the
-exact diagonal or the full block.
+The steps of a sequence depend on each other, so that there are no Kronecker factors: the blocks are the exact diagonal
+or the full block.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from curvlinops_plus.layer.rule import LayerRule, register_rule
 
 __all__ = ["CellRule", "RecurrentRule"]
 
-# Work memory per example and step, in multiples of the gates: what the steps keep for their backward pass.
+# Work memory per example and step, in multiples of the gates, for tensors that autograd saves.
 _ACTIVATIONS = 4
 
 
@@ -38,7 +38,7 @@ class _Products:
 
     def __call__(self, a: Tensor, weight: str, bias: str = "") -> Tensor:  # [..., i] -> [..., o]
         y = F.linear(a, self.params[weight], self.params.get(bias))
-        if not y.requires_grad:  # the parameters do not, so that no gradient of theirs is computed
+        if not y.requires_grad:  # the parameters do not: their summed gradients are not needed
             y.requires_grad_()
         self.calls.setdefault((weight, bias), []).append((a.detach(), y))
         return y
@@ -70,7 +70,7 @@ class RecurrentRule(LayerRule):
     """
 
     def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
-        """Sequences, which come first, have examples where `batch_first` says, states always on axis 1.
+        """Sequences have the examples on the axis that `batch_first` sets, states on axis 1.
 
         Raises:
             UnsupportedError: If the input is one sequence without an example axis, or a `PackedSequence`.
@@ -94,7 +94,7 @@ class RecurrentRule(LayerRule):
         return [0 if module.batch_first else 1, *[1] * (len(leaves) - 1)]
 
     def check(self, module: nn.Module) -> None:
-        """Dropout between layers draws random numbers.
+        """Refuse dropout between layers, which draws random numbers.
 
         Raises:
             UnsupportedError: For dropout in training mode.
@@ -115,9 +115,10 @@ class RecurrentRule(LayerRule):
         in_axes: Sequence[int] | None = None,
         out_axes: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
-        """Gradients of each example, examples first everywhere: the module itself is not run.
+        """Gradients of each example by repeating the steps of the layer, for all examples at once.
 
-        Where weights are computed from others (weight normalization, pruning), it is, one example at a time.
+        Layers whose weights are computed from other parameters (weight normalization, pruning) are run again instead,
+        one example at a time.
         """
         self.check(module)
         g = [g] if isinstance(g, Tensor) else list(g)
@@ -203,7 +204,6 @@ class CellRule(RecurrentRule):
         return [*_step(module, products, given, _states(module, x, states), "")]
 
 
-# Below the classes, whose names it needs: what the recurrent layers of PyTorch are called.
 register_rule(nn.RNN, nn.LSTM, nn.GRU)(RecurrentRule)
 register_rule(nn.RNNCell, nn.LSTMCell, nn.GRUCell)(CellRule)
 
@@ -231,7 +231,7 @@ def _sequence(
 def _step(
     module: nn.Module, products: _Products, given: Tensor, state: tuple[Tensor, ...], name: str
 ) -> tuple[Tensor, ...]:
-    """State after one step; `given` is the input's part of the gates, in the order of PyTorch's weights."""
+    """State after one step; `given` is the contribution of the input to the gates, in PyTorch's order."""
     h = state[0]
     past = products(h, f"weight_hh{name}", f"bias_hh{name}")
     if isinstance(module, (nn.LSTM, nn.LSTMCell)):

@@ -1,20 +1,20 @@
 """Per-example gradients of any module, by running it again one example at a time.
 
-A layer was called with some inputs, and a gradient came back for its output. To learn what each example says about
-the layer's own parameters, the layer is called again with that example alone and the gradient is pulled back through
-it. `torch.func.vmap` does this for many examples at once; where it cannot, a plain loop does.
+Given the inputs of a layer's call and gradients of its output, the layer is called again with each example alone, and
+the gradient of that example is backpropagated to the layer's own parameters. `torch.func.vmap` does this for many
+examples at once; where it fails, a plain loop does.
 
-The user's module is left as found: it runs on copies of its inputs and buffers and on detached parameters
-(`torch.func.functional_call`), and attributes that its `forward` sets are put back.
+The user's module is not changed: it runs on copies of its inputs and buffers and on detached parameters
+(`torch.func.functional_call`), and attributes that its `forward` sets are restored.
 
-What goes in and what comes out may be nested (tuples, dicts, model outputs); their tensors are counted in the order of
-PyTorch's pytrees. Parameters behind a parametrization (`torch.nn.utils.parametrize`) are parameters of the module.
+Inputs and outputs may be nested (tuples, dicts, model outputs); their tensors are numbered in the order of PyTorch's
+pytrees. Parameters behind a parametrization (`torch.nn.utils.parametrize`) are parameters of the module.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -47,7 +47,7 @@ _ACTIVATIONS = 6
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Convert half-precision floats to float32; everything else is returned as it is.
+    """Convert half-precision floats to float32; other tensors are returned unchanged.
 
     Example:
         >>> at_least_float32(torch.ones(2, dtype=torch.bfloat16)).dtype
@@ -57,9 +57,9 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 
 
 def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a module itself holds, frozen ones too, but no quantized (integer) ones.
+    """The floating-point parameters that a module itself holds, including frozen ones.
 
-    Those of its parametrizations are among them, under dotted names: the module reads them through a computed weight.
+    Those of its parametrizations are included, under dotted names.
 
     Example:
         >>> list(differentiable_parameters(nn.Sequential(nn.Linear(3, 2)))), list(differentiable_parameters(nn.PReLU()))
@@ -68,12 +68,12 @@ def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
     first: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, p in _own(module):
+    for name, p in _own_parameters(module):
         first.setdefault(id(p), (name, p))
     return dict(first.values())
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and differentiable parameters, once per name."""
     every = list(module.named_parameters(recurse=False, remove_duplicate=False))
     if parametrize.is_parametrized(module):
@@ -83,7 +83,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def why_computed(module: nn.Module, names: Sequence[str]) -> str | None:
-    """Say that some of a module's tensors are computed from its parameters, `None` if all are parameters.
+    """A message if some of a module's tensors are computed from its parameters; None if all are parameters.
 
     Example:
         >>> why_computed(nn.utils.parametrizations.weight_norm(nn.LayerNorm(3)), ("weight", "bias"))
@@ -94,7 +94,7 @@ def why_computed(module: nn.Module, names: Sequence[str]) -> str | None:
 
 
 def check_repeatable(module: nn.Module) -> None:
-    """Refuse modules that compute something else when they are run again for one example alone.
+    """Refuse modules whose output for an example depends on the batch or on the number of calls.
 
     Raises:
         UnsupportedError: For batch normalization with the statistics of the batch, and spectral normalization in
@@ -129,19 +129,19 @@ def replay_per_example(
     in_axes: Sequence[int] | None = None,
     out_axes: Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
-    """Pull output gradients back to a module's own parameters, for each example by itself.
+    """Backpropagate output gradients to a module's own parameters, for each example separately.
 
     Args:
         module: Any module that treats its examples independently.
         args: Positional inputs of the call. Tensors whose dimension 0 has size `B` hold one entry per example, also
-            inside tuples, lists and dicts; everything else is the same for all examples.
+            inside tuples, lists and dicts; all other values are shared by all examples.
         kwargs: Keyword inputs of the call, likewise.
         g: Gradients of the output, `[V, B, *out]`; of a module that returns several tensors a list of them, one for
             each floating-point tensor.
-        max_bytes: Work memory aimed at, on top of the result. At least one example is done at a time.
-        in_axes: For each tensor of `(args, kwargs)`, the axis where the module itself wants the examples, or the size
-            1 of what is broadcast over them. All other tensors stay as they are. Default 0.
-        out_axes: For each floating-point tensor of the output, the axis where the module returns them. Default 0.
+        max_bytes: Target for work memory, in addition to the result. At least one example is processed at a time.
+        in_axes: For each tensor of `(args, kwargs)`, the axis of the examples in the module itself, or of the size 1
+            of a tensor that is broadcast over them. Other tensors are passed unchanged. Default 0.
+        out_axes: For each floating-point tensor of the output, the axis of the examples. Default 0.
 
     Returns:
         Local name of each parameter (see `differentiable_parameters`) to its gradients, `[V, B, *shape]`, in float32
@@ -170,21 +170,21 @@ def replay_per_example(
     sizes = call.chunk_sizes(g, max_bytes)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        for kind in {t.device.type for t in g}:  # rounding to half in a replay would undo the conversion to float32
+        for kind in {t.device.type for t in g}:  # autocast would undo the conversion to float32
             stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(_left_as_found(module))
+        stack.enter_context(_attributes_restored(module))
         try:
             return in_chunks(call.all_at_once, g, sizes)
         except UnsupportedError:
             raise
-        except Exception:  # vmap refuses in many ways: control flow, in-place writes, unknown operations
+        except Exception:  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
             pass
         with _no_random_numbers(module, g[0].device):
             return in_chunks(call.one_by_one, g, sizes)
 
 
 class _Call:
-    """One call of a module, to be repeated for single examples at other parameters."""
+    """One call of a module, repeated for single examples with copies of its parameters."""
 
     def __init__(
         self,
@@ -195,42 +195,50 @@ class _Call:
         in_axes: Sequence[int] | None = None,
         out_axes: Sequence[int] | None = None,
     ) -> None:
-        self.module = module
+        self.module, self.out_axes = module, out_axes
+        self.copy_parameters()
+        self.copy_inputs(args, kwargs, num_examples, in_axes)
+
+    def copy_parameters(self) -> None:
+        """Detached parameters and buffers, in float32 at least."""
+        module = self.module
         own = differentiable_parameters(module)
-        # Copies: some layers write into their weight (`nn.Embedding(max_norm=...)`).
+        # Copies: some layers write to their weight (`nn.Embedding(max_norm=...)`).
         self.params = {name: at_least_float32(p.detach().clone()) for name, p in own.items()}
-        # An own parameter may have two names; a child's use of it is the child's own business (`tie_weights=False`).
+        # An own parameter may have two names. A child that shares it keeps using its own copy (`tie_weights=False`).
         first = {id(p): name for name, p in own.items()}
-        self.aliases = {name: first[id(p)] for name, p in _own(module)}
+        self.aliases = {name: first[id(p)] for name, p in _own_parameters(module)}
         inner = module.named_parameters(remove_duplicate=False)
         self.frozen = {n: at_least_float32(p.detach()) for n, p in inner if n not in self.aliases}
         self.buffers = {n: at_least_float32(b.detach()) for n, b in module.named_buffers(remove_duplicate=False)}
 
+    def copy_inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], num_examples: int, in_axes: Sequence[int] | None
+    ) -> None:
+        """Detached inputs, in float32 at least, and which of them carry examples on which axis of the module."""
         leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)), is_leaf=_is_packed)
         self.refuse_packed(leaves, "got")
         tensors = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
         axes = dict(zip(tensors, self.matching(in_axes, len(tensors), "in_axes", "tensors in its inputs")))
         self.leaves = [at_least_float32(t.detach()) if isinstance(t, Tensor) else t for t in leaves]
-        # Which tensors carry examples, and on which axis the module wants them.
         self.per_example = {i: axes[i] for i in tensors if leaves[i].ndim > 0 and len(leaves[i]) == num_examples}
         for i in axes.keys() - self.per_example.keys():
             if leaves[i].ndim > axes[i] and len(leaves[i]) == 1:
                 self.leaves[i] = self.leaves[i].movedim(0, axes[i])
-        self.out_axes = out_axes
 
     @property
     def name(self) -> str:
-        """How messages call the module."""
+        """Type of the module, for messages."""
         return type(self.module).__name__
 
     def matching(self, axes: Sequence[int] | None, count: int, what: str, of: str) -> Sequence[int]:
-        """The axes, 0 each by default, after a look at their number."""
+        """The axes, 0 each by default, with their number checked."""
         if axes is not None and len(axes) != count:
             raise ValueError(f"{self.name}: {what} has {len(axes)} entries, but there are {count} {of}: give one each.")
         return [0] * count if axes is None else axes
 
     def refuse_packed(self, leaves: Sequence[Any], verb: str) -> None:
-        """Packed sequences interleave the steps of all examples."""
+        """Refuse packed sequences, which interleave the steps of all examples."""
         if any(map(_is_packed, leaves)):
             raise UnsupportedError(
                 f"{self.name} {verb} a PackedSequence, in which the steps of all examples are interleaved. Give the "
@@ -303,8 +311,10 @@ class _Call:
 
         inputs = [self.leaves[i][examples] for i in self.per_example]
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*batching rule.*")  # vmap's own loop: slow, and right
-            # Out dimension 0 and a transpose: with another one, vmap misplaces what depends on no example (torch 2.13).
+            warnings.filterwarnings(
+                "ignore", message=".*batching rule.*"
+            )  # vmap falls back to a loop, which is correct
+            # Out dimension 0 and a transpose: with another one, vmap misplaces constant outputs (torch 2.13).
             chunk = vmap(one, in_dims=(0, 1))(inputs, [t[vectors, examples] for t in g])
         return {name: J.transpose(0, 1) for name, J in chunk.items()}
 
@@ -315,22 +325,26 @@ class _Call:
             with torch.enable_grad():
                 params = {name: p.detach().requires_grad_() for name, p in self.params.items()}
                 out = self.run(params, [self.leaves[i][n] for i in self.per_example], [t.shape[2:] for t in g])
-            leaves, depends = list(params.values()), [k for k, o in enumerate(out) if o.requires_grad]
-            rows = [
-                torch.autograd.grad(
-                    [out[k] for k in depends],
-                    leaves,
-                    [row[k].to(out[k].dtype) for k in depends],
-                    retain_graph=True,
-                    materialize_grads=True,
-                )
-                if depends
-                else tuple(torch.zeros_like(p) for p in leaves)
-                for row in zip(*(t[vectors, n] for t in g))
-            ]
-            columns = zip(*([J.to_dense() for J in row] for row in rows), strict=True)  # `sparse=True` embeddings
-            chunk.append({name: torch.stack(J) for name, J in zip(params, columns, strict=True)})
+            chunk.append(_pull_back(out, params, zip(*(t[vectors, n] for t in g))))
         return {name: torch.stack([c[name] for c in chunk], dim=1) for name in self.params}
+
+
+def _pull_back(
+    out: Sequence[Tensor], params: Mapping[str, Tensor], g: Iterable[Sequence[Tensor]]
+) -> dict[str, Tensor]:  # {name: [V, *shape]}
+    """Gradients of one example's outputs for V vectors, one backward pass each; zero where nothing depends on it."""
+    leaves, depends = list(params.values()), [k for k, o in enumerate(out) if o.requires_grad]
+    rows = []
+    for row in g:
+        if depends:
+            back = [row[k].to(out[k].dtype) for k in depends]
+            found = torch.autograd.grad(
+                [out[k] for k in depends], leaves, back, retain_graph=True, materialize_grads=True
+            )
+            rows.append([J.to_dense() for J in found])  # those of `sparse=True` embeddings are sparse
+        else:
+            rows.append([torch.zeros_like(p) for p in leaves])
+    return {name: torch.stack(J) for name, J in zip(params, zip(*rows, strict=True), strict=True)}
 
 
 def _is_packed(value: Any) -> bool:
@@ -362,14 +376,16 @@ def in_chunks(
 
 
 @contextmanager
-def _left_as_found(module: nn.Module) -> Iterator[None]:
-    """Undo what `forward` writes to attributes, e.g. `self.attention = ...`: a vmapped tensor must not stay there."""
+def _attributes_restored(module: nn.Module) -> Iterator[None]:
+    """Undo what `forward` writes to attributes, e.g. `self.attention = ...`: vmapped tensors must not stay there."""
     found = [(vars(m), dict(vars(m))) for m in module.modules()]
-    # What lists and dicts hold is written to as well: recurrent layers keep their weights in a list.
+    # The contents of lists and dicts too: recurrent layers keep their weights in a list.
     held = [(v, v.copy()) for _, before in found for v in before.values() if isinstance(v, (list, dict))]
     for m in module.modules():
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
-            m.scale_grad_by_freq = False  # it rescales gradients by what else is in a batch: no derivative of anything
+            m.scale_grad_by_freq = (
+                False  # it rescales gradients by frequencies in the batch: the result is not a derivative
+            )
     cached, parametrize._cache_enabled = parametrize._cache_enabled, 0  # `parametrize.cached()`: of other parameters
     try:
         yield
@@ -380,11 +396,11 @@ def _left_as_found(module: nn.Module) -> Iterator[None]:
                 del now[name]
             now.update(before)
         for now, before in held:
-            _put_back(now, before)
+            _restore_contents(now, before)
 
 
-def _put_back(now: Any, before: Any) -> None:
-    """Give a list or a dict its earlier contents; one that has them still is not touched."""
+def _restore_contents(now: Any, before: Any) -> None:
+    """Restore the contents of a list or a dict if they have changed."""
 
     def entries(container: Any) -> list[tuple[Any, Any]]:
         return list(container.items() if isinstance(container, dict) else enumerate(container))
@@ -400,7 +416,7 @@ def _put_back(now: Any, before: Any) -> None:
 
 @contextmanager
 def _no_random_numbers(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the global generator, and refuse a module that drew from it: the first call's draw is gone."""
+    """Restore the global random state, and refuse a module that draws from it: the draws of the first call are lost."""
 
     def states() -> list[Tensor]:
         return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])

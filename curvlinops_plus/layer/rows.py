@@ -1,7 +1,7 @@
-"""Rows with a few non-zero entries out of many: what an embedding multiplies its table with.
+"""Sparse rows: the one-hot and bag-of-words rows that an embedding table is multiplied with.
 
-An embedding of token 7 is the table times the 7-th unit vector. With 50 000 tokens such rows are never written out: a
-row is kept as the places and the values of its entries, and sums of products are formed for the places that occur.
+The embedding of token 7 is the table times the 7-th unit vector. Such rows are stored as the indices and values of
+their non-zero entries, and sums of products are formed for the indices that occur.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _WORK_BYTES = 16 * 2**20
 class SparseRows:
     """Rows `a_{b,s} = Σ_l weight[b,s,l] · e_{index[b,s,l]}` of length `size`.
 
-    Entries of one row at the same place add up. Rows that are not kept are zero and count nowhere, also not in means.
+    Entries of one row with the same index add up. Rows that are not kept are zero, and are not counted in means.
 
     Attributes:
-        index: Places of the entries, integers `[B, S, L]`.
+        index: Indices of the entries, integers `[B, S, L]`.
         weight: Values of the entries, `[B, S, L]`; None for ones.
         size: Length `i` of a row.
-        kept: Rows that count, `[B, S]` bool; None for all.
-        dtype: Of the results; default that of `weight`, or else PyTorch's default dtype.
+        kept: Rows that are counted, `[B, S]` bool; None for all.
+        dtype: Dtype of the results; default that of `weight`, or else PyTorch's default dtype.
 
     Raises:
         ValueError: If the shapes don't fit together.
@@ -75,16 +75,16 @@ class SparseRows:
     # ------------------------------------------------------------------------------------------------ other rows
     @property
     def shape(self) -> torch.Size:
-        """`[B, S, i]`, that of the rows written out."""
+        """`[B, S, i]`, the shape of the dense rows."""
         return torch.Size((*self.index.shape[:2], self.size))
 
     def masked(self, mask: Tensor) -> SparseRows:  # [B, S] bool
-        """The same rows, of which only those with `mask` True are kept."""
+        """The same rows, keeping only those where `mask` is True."""
         kept = mask if self.kept is None else self.kept & mask
         return SparseRows(self.index, self.weight, self.size, kept, self.dtype)
 
     def reshape(self, num_examples: int) -> SparseRows:
-        """Rows `[N·p, S]` as `[N, p·S]`: the `p` are more positions of an example.
+        """Rows `[N·p, S]` as `[N, p·S]`: `p` times as many positions per example.
 
         Raises:
             ValueError: If the number of rows is no multiple of N.
@@ -135,7 +135,7 @@ class SparseRows:
 
     # ------------------------------------------------------------------------------------------------ statistics
     def to_dense(self) -> Tensor:  # [B, S, i]
-        """The rows written out; those that are not kept are zero."""
+        """The dense rows; those that are not kept are zero."""
         B, S, _ = self.index.shape
         dense = torch.zeros(B, S, self.size, dtype=self.dtype, device=self.index.device)
         return dense.scatter_add_(2, self.index, self._values)
@@ -146,7 +146,7 @@ class SparseRows:
 
     def square_sum(self) -> Tensor:  # [i]
         """`Σ a²` over all rows: the diagonal of `Σ a aᵀ`."""
-        if self.index.shape[2] == 1:  # nothing meets
+        if self.index.shape[2] == 1:  # no entries to add up
             return self._at_places(self.index.flatten(), self._values.square().flatten())
         B, S, _ = self.index.shape
         return self._square_sum(torch.arange(B * S, device=self.index.device).view(B, S), self._values)
@@ -164,7 +164,7 @@ class SparseRows:
 
     # ------------------------------------------------------------------------------------- products with gradients
     def outer(self, g: Tensor) -> Tensor:  # [V, B, S, o] -> [V, B, o, i]
-        """`Σ_s g aᵀ` of each example, written out: V·B·o·i numbers.
+        """`Σ_s g aᵀ` of each example as a dense tensor: V·B·o·i numbers.
 
         Example:
             >>> rows = SparseRows(torch.tensor([[[2], [2]]]), None, 3)
@@ -182,7 +182,7 @@ class SparseRows:
     def squared(self, g: Tensor, Q: Tensor | None = None) -> Tensor:  # [V, B, S, o], [o, o] -> [o, i]
         """`Σ_{v,n} (Qᵀ Σ_s g a)²`, entry by entry: EKFAC's eigenvalues where the input factor is a diagonal.
 
-        Only pairs of an example and a place that occur are formed.
+        Only pairs of an example and an index that occur are formed.
 
         Args:
             g: Gradients of the layer's output, a row for each row of `a`.
@@ -237,7 +237,7 @@ class SparseRows:
 
     @cached_property
     def _pairs(self) -> _Pairs:
-        """Pairs of an example and a place."""
+        """Pairs of an example and an index."""
         B, S, L = self.index.shape
         example = torch.arange(B, device=self.index.device)[:, None, None].expand(B, S, L)
         keys = (self.index * B + example).flatten()
@@ -247,7 +247,7 @@ class SparseRows:
         return _Pairs.of(keys[entry], entry, B)
 
     def _square_sum(self, group: Tensor, values: Tensor) -> Tensor:
-        """`Σ_k (Σ values)²` at each place, summed within the groups `[B, S]` before squaring."""
+        """`Σ_k (Σ values)²` at each index, summed within the groups `[B, S]` before squaring."""
         groups = group.numel()
         keys = (self.index * groups + group[..., None]).flatten()
         places, inverse = torch.unique(keys, return_inverse=True)
@@ -267,12 +267,12 @@ class SparseRows:
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Entries sorted by the pair of place and example that they belong to.
+    """Entries sorted by index and example.
 
     Attributes:
-        entry: Number of the entry in `[B, S, L]`, pair after pair.
-        start: Where in `entry` each pair begins.
-        place: The place of each pair.
+        entry: Flat position of the entry in `[B, S, L]`, pair after pair.
+        start: Start of each pair in `entry`.
+        place: The index of each pair.
     """
 
     entry: Tensor
@@ -287,5 +287,5 @@ class _Pairs:
 
 
 def _widened(t: Tensor, L: int) -> Tensor:
-    """More entries, of weight 0 at place 0."""
+    """Entries padded with weight 0 at index 0."""
     return t if t.shape[2] == L else F.pad(t, [0, L - t.shape[2]])

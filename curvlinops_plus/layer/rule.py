@@ -1,14 +1,14 @@
-"""Rules that say what a layer saw, and the registry that finds the rule of a module.
+"""Layer rules, and the registry that finds the rule of a module.
 
-A rule turns what was recorded for a layer, its inputs and the gradients of its output, into what the layer's parameters
-have to do with it. `LayerRule` gives per-example gradients for any module. `AffineRule` is for layers whose output is
-`W a + b`, the ones Kronecker factors are made for: a subclass states three facts and inherits the rest.
+A rule computes derivatives with respect to a layer's parameters from the layer's recorded inputs and the gradients of
+its output. `LayerRule` gives per-example gradients of any module. `AffineRule` is for layers whose output is `W a + b`,
+which have Kronecker factors: a subclass defines three methods and inherits the rest.
 
-Shapes, here and in the files of this folder:
+Shapes of all layer rules:
 
     x   [B, *in]        the layer's input, B examples in dimension 0
     g   [V, B, *out]    gradients of the layer's output for V vectors sent back
-    a   [B, S, i]       rows: what W is multiplied with, S positions that share W, no column of ones for the bias
+    a   [B, S, i]       rows that W multiplies, at S positions that share W; without a column of ones for the bias
     J   [V, B, *shape]  per-example gradients of one parameter
 
 Half-precision inputs and gradients are converted to float32 before they are multiplied or summed.
@@ -37,7 +37,7 @@ class LayerRule:
     """Per-example gradients of any module that treats its examples (dimension 0) independently.
 
     This is the rule of every layer that has no other: it runs the module again for each example. Register a subclass
-    with `register_rule` for a layer that can say the same with less work.
+    with `register_rule` for a layer whose gradients have a cheaper formula.
 
     Attributes:
         max_bytes: Work memory that one call of `per_example_grads` aims at, on top of its result (default 64 MiB).
@@ -57,11 +57,11 @@ class LayerRule:
     max_bytes: int = 64 * 2**20
     direct_grads: ClassVar[bool] = False
 
-    #: Attribute that is True in classes that define a method, to the method.
+    #: Attribute to the method whose definition in a subclass makes it True.
     _set_by_methods: ClassVar[Mapping[str, str]] = {"direct_grads": "per_example_grads"}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Note which methods have formulas of their own, unless a class says so itself."""
+        """Set the attributes of the methods that a class defines, unless the class body sets them."""
         super().__init_subclass__(**kwargs)
         for attribute, method in cls._set_by_methods.items():
             nearest = next(base for base in cls.__mro__ if attribute in vars(base) or method in vars(base))
@@ -69,22 +69,22 @@ class LayerRule:
                 setattr(cls, attribute, True)
 
     def refuses(self, module: nn.Module) -> str | None:
-        """Say why this rule does not fit a module of the registered type, or `None` if it does.
+        """The reason why this rule does not apply to a module of the registered type, or None if it applies.
 
         The module then gets the generic rule. Override it for options of a layer that the rule cannot express.
         """
         return None
 
     def check(self, module: nn.Module) -> None:
-        """Look at a module before its first forward pass.
+        """Check a module before its first forward pass.
 
         Raises:
-            UnsupportedError: If its curvature can't be right, whatever the rule.
+            UnsupportedError: If its curvature would be wrong with any rule.
         """
         return None
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
-        """How each direct parameter is part of the layer's one matrix: an einops pattern per local name.
+        """Einops pattern of each direct parameter, by local name, that makes it columns of the layer's one matrix.
 
         The default is a matrix with one row that holds all parameters side by side.
         """
@@ -95,7 +95,7 @@ class LayerRule:
         return {}
 
     def parts(self, module: nn.Module) -> list[Any]:
-        """Parameters that are read by function calls inside the module's forward (see `attention.Part`)."""
+        """Parameters that are read by function calls inside the module's forward (see `Part`)."""
         return []
 
     def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
@@ -103,20 +103,20 @@ class LayerRule:
 
         Args:
             module: The layer.
-            axis: The axis in this layer, as far as the model is known: 0, or 1 in `batch_first=False` modules.
+            axis: The axis in the model around this layer: 0, or 1 in `batch_first=False` modules.
             leaves: The tensors, in the order of PyTorch's pytrees (of outputs: the floating-point ones).
             inputs: Whether they are the inputs.
         """
         return [axis] * len(leaves)
 
-    #: Whether positions stand behind the channels in the output, `[B, C, *positions]`, rather than `[B, T, ...]`.
+    #: Whether positions come after the channels in the output, `[B, C, *positions]`, rather than `[B, T, ...]`.
     channels_first: ClassVar[bool] = False
 
     def masked(self, g: Tensor, mask: Tensor | None) -> Tensor:  # [V, B, *out] -> [V, B, *out]
         """Output gradients that are zero where a mask [N, T] says that a position does not count.
 
-        Outputs with T positions are `[B, T, ...]` with something behind, or `[B, C, *positions]` in layers that have
-        channels first; B may be N times other positions. Everything else is left as it is.
+        Outputs with T positions are `[B, T, ...]` with at least one more axis, or `[B, C, *positions]` in layers with
+        channels first. Other outputs are returned unchanged.
         """
         if mask is None or g.ndim < 4:
             return g
@@ -144,8 +144,8 @@ class LayerRule:
             args: As for `per_example_grads`.
             kwargs: As for `per_example_grads`.
             g: As for `per_example_grads`.
-            in_axes: Where the module itself wants the examples, for each tensor of the inputs; default 0.
-            out_axes: Where it returns them, for each floating-point tensor of the output; default 0.
+            in_axes: Axis of the examples in the module itself, for each tensor of the inputs; default 0.
+            out_axes: The same for each floating-point tensor of the output; default 0.
         """
         return replay_per_example(module, args, kwargs, g, self.max_bytes, in_axes, out_axes)
 
@@ -154,9 +154,9 @@ class LayerRule:
     ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}
         """Gradients of each example for the module's direct parameters, for V vectors at the output.
 
-        The module may have any inputs and parameters (frozen ones too), may contain other modules, and is left as
-        found. It is run with one example at a time, under `torch.func.vmap` if possible, else in a plain loop (V·B
-        backward passes; for modules with in-place writes, control flow or operations that vmap does not know).
+        The module may have any inputs and parameters (frozen ones too), may contain other modules, and is not
+        changed. It is run with one example at a time, under `torch.func.vmap` if possible, else in a plain loop (V·B
+        backward passes; for modules with in-place writes, control flow or operations that vmap does not support).
 
         Args:
             module: The layer.
@@ -184,7 +184,7 @@ class LayerRule:
         in_axes: Sequence[int] | None = None,
         out_axes: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}
-        """`per_example_grads` of a recorded call, whose module may want the examples on another axis.
+        """`per_example_grads` of a recorded call, whose module may have the examples on another axis.
 
         Override `per_example_grads` rather than this. Arguments are those of `replay`.
         """
@@ -194,15 +194,15 @@ class LayerRule:
 
 
 class AffineRule(LayerRule):
-    """Rule of a layer whose output is `W a` or `W a + b`: state three facts, inherit the rest.
+    """Rule of a layer whose output is `W a` or `W a + b`: define three methods, inherit the rest.
 
     `patterns` names the weight, with the pattern that turns it into the matrix `W [o, i]`, and after it `"bias"` with
     the pattern `"o -> o 1"` if the layer has one. `inputs` gives the rows `a` and `grads` the rows of the output
     gradient. The other methods follow; override them where a layer can do it faster.
 
-    Two things may be said beyond that. A layer of `b` matrices has patterns with a batch axis (whose size `sizes`
-    tells), and rows and gradients with one more axis. A layer whose rows are zero almost everywhere returns
-    `SparseRows` and sets `sparse`: its input factor is kept as a diagonal.
+    Two variants exist. A layer of `b` matrices has patterns with a batch axis, whose size `sizes` returns, and rows
+    and gradients with one more axis. A layer with mostly zero rows returns `SparseRows` and sets `sparse`: its input
+    factor is stored as a diagonal.
 
     Attributes:
         sparse: Whether `inputs` returns `SparseRows`.
@@ -255,27 +255,27 @@ class AffineRule(LayerRule):
         raise NotImplementedError(f"{type(self).__name__} must define grads(module, g), [V, B, *out] -> [V, B, S, o].")
 
     def at(self, rows: slice, total: int) -> AffineRule:
-        """The rule of a function call that reads some rows of the weight, for `Part`s.
+        """The rule of a function call that reads only some rows of the weight (see `Part`).
 
         Raises:
             UnsupportedError: If there is none.
         """
         if rows.stop - rows.start != total:
             raise UnsupportedError(
-                f"A call reads rows {rows.start}:{rows.stop} of a weight with {total} rows; {type(self).__name__} is "
-                "about all of them."
+                f"A call reads rows {rows.start}:{rows.stop} of a weight with {total} rows; {type(self).__name__} "
+                "needs all of them."
             )
         return self
 
     def reads(self, module: nn.Module) -> Tensor | None:
-        """Which matrices of a batch a call reads, `[b]` of zeros and ones; None for all."""
+        """Which of the `b` matrices a call reads, `[b]` of zeros and ones; None for all."""
         return None
 
     def input_of(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """The `x` among the inputs of a call: the first positional input, or else the first keyword.
 
-        A layer of several inputs puts them into one tensor, examples first. Called again with that tensor alone, it
-        returns it as it is.
+        A layer of several inputs concatenates them into one tensor, examples first. Called with that tensor alone, it
+        returns it unchanged.
 
         Raises:
             ValueError: If that is not a tensor.
@@ -291,7 +291,7 @@ class AffineRule(LayerRule):
     def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
         """Sum of `a aᵀ` over all rows [*b, i, i], sum of `a` [*b, i], and the number of rows B·S.
 
-        Of sparse rows only the diagonal [i] of the first, and the number of rows that count.
+        Of sparse rows only the diagonal [i] of the first, and the number of rows that are kept.
         """
         a = self.rows(module, x)
         if isinstance(a, SparseRows):
@@ -354,7 +354,7 @@ class AffineRule(LayerRule):
         return self.per_example_grads(module, args, kwargs, g)
 
     def rows(self, module: nn.Module, x: Tensor) -> Tensor | SparseRows:  # [B, *in] -> [B, S, *b, i]
-        """`inputs` in float32 at least, its shape checked.
+        """`inputs` in at least float32, with its shape checked.
 
         Raises:
             ValueError: If `inputs` returned another shape.
@@ -370,7 +370,7 @@ class AffineRule(LayerRule):
         return at_least_float32(a)
 
     def grad_rows(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, *out] -> [V, B, S, *b, o]
-        """`grads` in float32 at least, its shape checked.
+        """`grads` in at least float32, with its shape checked.
 
         Raises:
             ValueError: If `grads` returned another shape.
@@ -384,7 +384,7 @@ class AffineRule(LayerRule):
         return rows
 
     def split(self, module: nn.Module, J: Tensor, rows: Tensor) -> dict[str, Tensor]:
-        """Cut the columns of `J [V, B, *b, o, i]` into parameters, and add the bias's from gradient rows.
+        """Split the columns of `J [V, B, *b, o, i]` into parameters, and sum gradient rows for the bias.
 
         Raises:
             ValueError: If the columns are not those of the parameters.
@@ -416,14 +416,14 @@ _Rule = TypeVar("_Rule", bound=type[LayerRule])
 def register_rule(*types: type[nn.Module] | str) -> Callable[[_Rule], _Rule]:
     """Class decorator that makes a `LayerRule` the rule of some module types and of their subclasses.
 
-    A subclass with a `forward` of its own is not taken for its parent. Registering a type again replaces its rule.
+    Subclasses with a `forward` of their own are excluded. Registering a type again replaces its rule.
 
     Args:
         *types: One or more subclasses of `nn.Module`, or their full names, such as
             `"transformers.pytorch_utils.Conv1D"`, for types of libraries that need not be imported.
 
     Raises:
-        TypeError: If something else than module types is given, or something else than a rule is decorated.
+        TypeError: If the arguments are not module types, or the decorated class is not a rule.
 
     Example:
         >>> class MyLinear(nn.Linear):
@@ -463,8 +463,8 @@ def rule_of(module: nn.Module) -> LayerRule:
     """The rule of a module: that of its type or nearest base type, or else the generic `LayerRule`.
 
     A rule is used only if the module computes what its type does: with the type's own `forward`, with parameters that
-    are its own (no weight normalization, no parametrization) and with options that the rule can express.
-    `why_generic` says what stood in the way.
+    are its own (no weight normalization, no parametrization) and with options that the rule supports.
+    `why_generic` gives the reason otherwise.
 
     Raises:
         ValueError: If `patterns` of the rule names something that the module does not have.
@@ -478,7 +478,7 @@ def rule_of(module: nn.Module) -> LayerRule:
 
 
 def why_generic(module: nn.Module) -> str:
-    """One sentence that says why a module has only the generic rule; empty if it has one of its own.
+    """Why a module has only the generic rule, in one sentence; empty if it has one of its own.
 
     Example:
         >>> why_generic(nn.Softplus())
@@ -502,7 +502,7 @@ def _find(module: nn.Module) -> LayerRule | str:
         return f"this {kind.__name__} has another `forward` than {registered.__name__}: add a rule with @register_rule"
     if (reason := rule.refuses(module)) is not None:
         return reason
-    # Parametrized, `weight` is computed from others, which are the module's parameters then.
+    # Of a parametrized module, `weight` is computed from other parameters, which the module holds instead.
     direct, named = differentiable_parameters(module), rule.patterns(module)
     if missing := [name for name in named if name not in direct and not hasattr(module, name)]:
         raise ValueError(
@@ -547,7 +547,7 @@ def outer_products(g: Tensor, a: Tensor | SparseRows) -> Tensor:  # [V, B, S, *b
 
 
 def _to_parameter(J: Tensor, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> Tensor:
-    """Read a parameter's pattern backwards: [*lead, *b, o, i] -> [*lead, *shape]."""
+    """Invert a parameter's pattern: [*lead, *b, o, i] -> [*lead, *shape]."""
     tensor, matrix = (side.strip() for side in pattern.split("->"))
     axes = re.findall(r"\([^()]*\)|\w+", tensor)
     known = {axis: n for axis, n in zip(axes, shape, strict=True) if axis.isidentifier()}

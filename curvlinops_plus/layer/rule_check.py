@@ -1,7 +1,7 @@
-"""`check_rule`: whether a layer rule is right, for whoever writes one.
+"""`check_rule`: test a layer rule against autodiff.
 
 A rule is compared with plain autodiff on one example at a time, and its fast paths with the plain sums that they
-replace. Everything happens in double precision on a copy of the module, so that an error of 1e-8 is a mistake.
+replace. All is computed in double precision on a copy of the module, with a relative tolerance of 1e-8.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOLERANCE = 1e-8  # of double precision
 
 @dataclass(frozen=True)
 class RuleCheck:
-    """What `check_rule` found; `print` it.
+    """Result of `check_rule`, printed as a table.
 
     Attributes:
         module: Type of the module.
@@ -62,9 +62,9 @@ def check_rule(
 ) -> RuleCheck:
     """Compare a layer rule with plain autodiff.
 
-    Looked at are per-example gradients, entry by entry, also for other numbers of vectors and examples; of affine rules
+    Checked are per-example gradients, entry by entry, also for other numbers of vectors and examples; of affine rules
     also rows and their fast paths (`input_gram`, `mean_inputs`, `grad_gram`, `sum_grads`); and whether the rule changes
-    the module or its inputs. The parameters are used as they are: a weight that is zero hides what multiplies it.
+    the module or its inputs. The parameters are used with their values: a zero weight hides errors in its factors.
 
     Args:
         module: A layer, in the mode in which it will be used. Not changed: a double precision copy is.
@@ -83,7 +83,7 @@ def check_rule(
         UnsupportedError: If the module draws random numbers, mixes examples by design, or the rule refuses it.
         ValueError: If there are less than two examples, or nothing to check.
 
-    Cost: a forward and backward pass per example and vector, a few times. Made for small inputs.
+    Cost: several forward and backward passes per example and vector. Intended for small inputs.
 
     Example:
         >>> print(check_rule(nn.PReLU(), torch.linspace(-2, 2, 6).view(3, 2)))
@@ -117,7 +117,7 @@ def check_rule(
 
 
 class _Inputs:
-    """The inputs of a call: as the module wants them for some examples, or with the examples first as rules do."""
+    """The inputs of a call for some of the examples, with the examples on the module's axis or first, as in rules."""
 
     def __init__(self, module: nn.Module, rule: LayerRule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)))
@@ -132,11 +132,11 @@ class _Inputs:
             raise ValueError(
                 f"check_rule needs at least two examples on axis {at} of the input, got shape {list(first.shape)}."
             )
-        # Where tensors carry examples; None for what is the same for all.
+        # Axis of the examples of each tensor; None for tensors that all examples share.
         every = iter([a if t.ndim > a and t.shape[a] == self.num_examples else None for t, a in zip(tensors, axes)])
         self.axes = [next(every) if isinstance(t, Tensor) else None for t in self.leaves]
 
-    def some(self, start: int, stop: int, examples_first: bool = False) -> tuple[Any, Any]:
+    def examples(self, start: int, stop: int, examples_first: bool = False) -> tuple[Any, Any]:
         """Fresh copies of the (args, kwargs) of some examples."""
         found = []
         for t, axis in zip(self.leaves, self.axes):
@@ -148,7 +148,7 @@ class _Inputs:
 
     @property
     def in_axes(self) -> list[int]:
-        """Where the module wants the examples, for each tensor."""
+        """Axis of the examples in the module, for each tensor."""
         return [axis or 0 for t, axis in zip(self.leaves, self.axes) if isinstance(t, Tensor)]
 
 
@@ -174,7 +174,7 @@ class _Check:
             ("gradients, as many vectors as examples", N, N),
             ("gradients, one vector and fewer examples", 1, N - 1),
         ):
-            args, kwargs = self.inputs.some(0, stop, examples_first=True)
+            args, kwargs = self.inputs.examples(0, stop, examples_first=True)
             self.gradients(name, args, kwargs, [self.randn(vectors, stop, *t.shape[1:]) for t in outputs])
         if (named := self.by_keyword()) is not None:
             g = [self.randn(1, *t.shape) for t in outputs]
@@ -184,7 +184,7 @@ class _Check:
 
     # ------------------------------------------------------------------------------------------------------ checks
     def patterns(self) -> None:
-        """Every parameter is a part of the matrix."""
+        """Every parameter is part of the matrix."""
         patterns = self.rule.patterns(self.module)
         if patterns.keys() != self.params.keys():
             raise self.failed(
@@ -199,7 +199,7 @@ class _Check:
         self.rows["patterns"] = 0.0
 
     def independent(self) -> list[Tensor]:
-        """One example alone gives what it gives in a batch. Returns the outputs, examples first."""
+        """The output for an example does not depend on its batch. Returns the outputs, examples first."""
         name, N, before = "examples are independent", self.inputs.num_examples, torch.get_rng_state()
         outputs = self.run(0, N)
         if not torch.equal(before, torch.get_rng_state()):
@@ -221,7 +221,7 @@ class _Check:
     def gradients(self, name: str, args: Any, kwargs: Any, g: list[Tensor]) -> None:
         """Per-example gradients, against one example at a time."""
         given = g[0] if self.single else g
-        with self.asking(name, args, kwargs, g):
+        with self.calling_rule(name, args, kwargs, g):
             found = self.rule.example_grads(self.module, args, kwargs, given, self.inputs.in_axes, self.out_axes)
         if isinstance(self.rule, AffineRule):
             hint = (
@@ -238,10 +238,10 @@ class _Check:
             self.equal(name, found[key], expected, f"This is {key!r} [vectors, examples, *shape]. {hint}")
 
     def affine(self, rule: AffineRule, out: Tensor, g: Tensor) -> None:
-        """The output is `W a + b` with the rows `a` of the rule, and fast paths are what they stand for."""
+        """The output is `W a + b` with the rows `a` of the rule, and fast paths agree with sums over rows."""
         N = self.inputs.num_examples
-        args, kwargs = self.inputs.some(0, N, examples_first=True)
-        with self.asking("rows", args, kwargs, g):
+        args, kwargs = self.inputs.examples(0, N, examples_first=True)
+        with self.calling_rule("rows", args, kwargs, g):
             x = rule.input_of(self.module, args, kwargs)
             a, b = rule.rows(self.module, x), rule.grad_rows(self.module, g)
             J = rule.split(self.module, outer_products(b, a), b)
@@ -258,7 +258,7 @@ class _Check:
             out,
             "The layer is no W a + b: its rule can be a LayerRule, which has no Kronecker factors.",
         )
-        # By autograd again: what padding of an embedding gives is no function of the weight to it.
+        # Gradients by autograd again, to which the padding row of an embedding is a constant.
         for key, expected in self.one_by_one([g]).items():
             self.equal(
                 "rows",
@@ -272,9 +272,9 @@ class _Check:
         self.fast_paths(rule, x, g, a, b)
 
     def fast_paths(self, rule: AffineRule, x: Tensor, g: Tensor, a: Tensor | SparseRows, b: Tensor) -> None:
-        """What a rule may override, against sums over its own rows `a` of the input and `b` of the gradient."""
+        """Methods that a rule may override, against sums over its rows `a` of the input and `b` of the gradient."""
         rows, module = _dense(a), self.module
-        with self.asking("fast paths", (x,), {}, g):
+        with self.calling_rule("fast paths", (x,), {}, g):
             A, total, count = rule.input_gram(module, x)
             G, sums = rule.grad_gram(module, g), rule.sum_grads(module, g)
             mean = None if isinstance(a, SparseRows) else rule.mean_inputs(module, x)
@@ -297,7 +297,7 @@ class _Check:
     # -------------------------------------------------------------------------------------------------- references
     def run(self, start: int, stop: int, params: Mapping[str, Tensor] | None = None) -> list[Tensor]:
         """Outputs of the module for some examples, examples first."""
-        args, kwargs = self.inputs.some(start, stop)
+        args, kwargs = self.inputs.examples(start, stop)
         with torch.enable_grad():
             out = functional_call(self.module, dict(params or {}), args, kwargs)
         self.single = isinstance(out, Tensor)
@@ -340,14 +340,14 @@ class _Check:
 
     def by_keyword(self) -> dict[str, Any] | None:
         """All inputs by keyword, examples first; None if the module takes them by position only."""
-        args, kwargs = self.inputs.some(0, self.inputs.num_examples, examples_first=True)
+        args, kwargs = self.inputs.examples(0, self.inputs.num_examples, examples_first=True)
         known = list(inspect.signature(self.module.forward).parameters.values())[: len(args)]
         if not args or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in known):
             return None
         return {**{p.name: t for p, t in zip(known, args)}, **kwargs}
 
     def randn(self, *shape: int) -> Tensor:
-        """Random numbers of our own generator, where the parameters are."""
+        """Random numbers of the check's own generator, on the device of the parameters."""
         device = next(iter(self.params.values())).device
         return torch.randn(*shape, dtype=torch.float64, generator=self.generator).to(device)
 
@@ -357,7 +357,7 @@ class _Check:
         return VerificationError(f"{type(self.rule).__name__} of {type(self.module).__name__}, check {name!r}: {what}")
 
     def equal(self, name: str, got: Tensor, expected: Tensor, cause: str) -> None:
-        """Note the error of a check, or raise if it is too large."""
+        """Store the error of a check, or raise if it is too large."""
         if got.shape != expected.shape:
             raise self.failed(name, f"shape {list(got.shape)}, expected {list(expected.shape)}. {cause}")
         got, expected = got.detach().double(), expected.detach().double()
@@ -368,8 +368,8 @@ class _Check:
         self.rows[name] = max(error, self.rows.get(name, 0.0))
 
     @contextmanager
-    def asking(self, name: str, *given: Any) -> Iterator[None]:
-        """Around calls of the rule: its errors are failed checks, and it must leave everything as it was."""
+    def calling_rule(self, name: str, *given: Any) -> Iterator[None]:
+        """Context for calls of the rule: its errors are failed checks, and it must not change its inputs."""
         before = self.state(given)
         try:
             yield
@@ -380,10 +380,10 @@ class _Check:
         after = self.state(given)
         changed = [key for key in {**before, **after} if not _equal(before.get(key), after.get(key))]
         if changed:
-            raise self.failed(name, f"the rule changed {changed[0]}. It must leave the module and all inputs as found.")
+            raise self.failed(name, f"the rule changed {changed[0]}. It must not change the module or its inputs.")
 
     def state(self, given: Any) -> dict[str, Any]:
-        """Everything that a rule must not change."""
+        """Copies of everything that a rule must not change."""
         state: dict[str, Any] = {"the state of the random number generator": torch.get_rng_state()}
         for k, t in enumerate(t for t in tree_leaves(given) if isinstance(t, Tensor)):
             state[f"tensor {k} of its inputs"] = t.clone()
@@ -410,16 +410,7 @@ def _to_double(t: Tensor) -> Tensor:
 
 def _double(module: nn.Module) -> nn.Module:
     """A copy in double precision, whose own parameters require gradients."""
-    # Old weight normalization keeps a computed weight in an attribute, which deepcopy refuses.
-    tensors = [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
-    memo = {id(t): t.detach().clone() for t in tensors}
-    try:
-        mine = copy.deepcopy(module, memo).double()
-    except Exception as error:
-        raise ValueError(
-            f"check_rule works on a copy of the module, but copy.deepcopy of this {type(module).__name__} raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    mine = _copy_in_double(module)
     own = differentiable_parameters(mine)
     known = {id(p) for p in own.values()}
     for name, m in mine.named_modules():
@@ -427,12 +418,25 @@ def _double(module: nn.Module) -> nn.Module:
             if isinstance(value, Tensor):
                 setattr(m, key, _to_double(value))
         if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
-            m.scale_grad_by_freq = False  # rescales gradients by what else is in a batch: no derivative of anything
+            m.scale_grad_by_freq = False  # rescales gradients by frequencies in the batch: not a derivative
         if name and not name.startswith("parametrizations"):
             for key, p in m._parameters.items():
-                if id(p) in known:  # a child's use of a parameter is the child's own business
+                if id(p) in known:  # a child that shares a parameter gets a copy: only the module's own use is checked
                     assert p is not None
                     m._parameters[key] = nn.Parameter(p.detach().clone())
     for p in own.values():
         p.requires_grad_()
     return mine
+
+
+def _copy_in_double(module: nn.Module) -> nn.Module:
+    # Old weight normalization keeps a computed weight in an attribute, which deepcopy refuses.
+    tensors = [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
+    memo = {id(t): t.detach().clone() for t in tensors}
+    try:
+        return copy.deepcopy(module, memo).double()
+    except Exception as error:
+        raise ValueError(
+            f"check_rule works on a copy of the module, but copy.deepcopy of this {type(module).__name__} raised "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -1,8 +1,8 @@
-"""Binary cross-entropy: independent Bernoulli distributions, with all that PyTorch's losses can do with them.
+"""Binary cross-entropy: independent Bernoulli distributions, with every option of PyTorch's losses.
 
 A number `f` with target `y` costs `-weight (pos_weight y log p + (1 - y) log (1 - p))`, where `p = sigmoid(f)`. The two
-weights are aligned with the target's own shape, which the canonical form forgets, so `canonical` multiplies them in:
-its target is the pair `(weight pos_weight y, weight (1 - y))`, called `(yes, no)` here, of which all else is made.
+weights broadcast with the target's own shape, which the canonical format does not keep, so `canonical` includes them:
+its target is the pair `(weight pos_weight y, weight (1 - y))`, called `(yes, no)` here.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class BCEWithLogits(DiagonalLikelihood):
         target = super().canonical_target  # checks the shape
         no = target(1 - y.to(F.dtype), F, f_shape, class_axis)
         yes = target(y, F, f_shape, class_axis)
-        weight, pos_weight = self._spread("weight", y, F), self._spread("pos_weight", y, F)
+        weight, pos_weight = self._expanded("weight", y, F), self._expanded("pos_weight", y, F)
         if pos_weight is not None:
             yes = yes * target(pos_weight, F, f_shape, class_axis)
         Y = torch.stack([yes, no], -1)
         return Y if weight is None else Y * target(weight, F, f_shape, class_axis)[..., None]
 
-    def _spread(self, option: str, y: Tensor, F: Tensor) -> Tensor | None:
+    def _expanded(self, option: str, y: Tensor, F: Tensor) -> Tensor | None:
         """The option `weight` or `pos_weight` of the loss, expanded to the shape of the target."""
         value = getattr(self.loss, option, None)
         if value is None:
@@ -90,13 +90,6 @@ class BCEWithLogits(DiagonalLikelihood):
     def root_diagonal(self, F: Tensor, Y: Tensor) -> Tensor:
         return (self._checked_scale(F, Y) * _variance(F)).sqrt()
 
-    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
-        column = torch.zeros_like(F)
-        f, y = F[..., k : k + 1], Y[..., k : k + 1, :]
-        h = self.scale(f, y) if k else self._checked_scale(F, Y)[..., :1]  # checked once, with the first column
-        column[..., k : k + 1] = (h * _variance(f)).sqrt()
-        return column
-
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         N, R, C = F.shape
         p = F.sigmoid()
@@ -122,13 +115,13 @@ def _variance(F: Tensor) -> Tensor:
 class BCE(BCEWithLogits):
     """Rules of `nn.BCELoss`, for a model that ends in a sigmoid: its output holds probabilities `p`.
 
-    The Hessian in `p` depends on the target, so the Fisher matrix `diag(h / p (1-p))` takes its place: what the sigmoid
-    makes of it is the Hessian in the logits, `diag(h p (1-p))`, and all matrices are those of `nn.BCEWithLogitsLoss`
+    The Hessian in `p` depends on the target, so the Fisher matrix `diag(h / p (1-p))` replaces it: in the logits it is
+    the Hessian `diag(h p (1-p))`, and all matrices are those of `nn.BCEWithLogitsLoss`
     without the sigmoid. That loss is the better choice: a sigmoid that rounds to 0 or 1 loses its gradient. As in
     PyTorch, `p (1-p)` is at least 1e-12 where it divides, and logarithms are at least -100.
 
     Raises:
-        UnsupportedError: (by `canonical`) If outputs are no probabilities, or as for `BCEWithLogits`.
+        UnsupportedError: (by `canonical`) If outputs are not probabilities, or as for `BCEWithLogits`.
 
     Example:
         >>> bce = BCE(nn.BCELoss())
@@ -167,9 +160,6 @@ class BCE(BCEWithLogits):
 
     def root_diagonal(self, F: Tensor, Y: Tensor) -> Tensor:
         return (self._checked_scale(F, Y) / self._divisor(F)).sqrt()
-
-    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
-        return DiagonalLikelihood.hessian_root_column(self, F, Y, k)
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         N, R, C = F.shape

@@ -1,4 +1,4 @@
-"""The losses of PyTorch that this package knows with all their options, and how to make one again from its options."""
+"""The losses of PyTorch that are supported with all their options, and their construction from saved options."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ BUILTIN: tuple[type[Likelihood], ...] = (MSE, CrossEntropy, NLL, BCEWithLogits, 
 
 
 def rebuild_loss(options: Mapping[str, Any]) -> nn.Module:
-    """A loss from the `options()` of its likelihood, with all of them.
+    """The loss that `Likelihood.options()` describes.
 
     Raises:
-        UnsupportedError: If the loss is none of those of PyTorch that this package knows.
+        UnsupportedError: If the loss is not one of the supported losses of PyTorch.
 
     Example:
         >>> from curvlinops_plus.likelihood import likelihood_of
@@ -35,7 +35,6 @@ def rebuild_loss(options: Mapping[str, Any]) -> nn.Module:
     losses = {rules.loss_type.__name__: rules.loss_type for rules in BUILTIN if rules.loss_type}
     if name not in losses:
         raise UnsupportedError(
-            f"the loss {name} can't be made again from saved options, as {', '.join(losses)} can; "
-            "pass it as loss_func=..."
+            f"the loss {name} can't be rebuilt from saved options, as {', '.join(losses)} can; pass it as loss_func=..."
         )
     return losses[name](**{option: value for option, value in options.items() if option != "loss"})

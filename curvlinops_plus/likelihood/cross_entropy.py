@@ -1,4 +1,4 @@
-"""Cross-entropy: a categorical distribution with the output as logits, and all that PyTorch's losses can do with it.
+"""Cross-entropy: a categorical distribution with the output as logits, with every option of PyTorch's losses.
 
 With weights `w`, smoothing `ε` and predictions `p = softmax(f)`, every kind of target makes a term `-Σ_c q_c log p_c`
 with target weights `q` that need not sum to one. So its gradient is `h p - q` and its Hessian `h (diag p - p pᵀ)`,
@@ -7,6 +7,7 @@ where `h = Σ_c q_c`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, register_likelihood
-from curvlinops_plus.likelihood.sampling import categories, number, wide_dtype
+from curvlinops_plus.likelihood.sampling import categories, scalar, wide_dtype
 
 __all__ = ["NLL", "CrossEntropy"]
 
@@ -48,11 +49,12 @@ class CrossEntropy(Likelihood):
             raise UnsupportedError(
                 f"{self.name}(weight=...) has the negative weight {loss.weight.min().item():.3g}; weights must be >= 0."
             )
-        if not 0 <= self._smoothing <= 1:
-            raise ValueError(f"{self.name}(label_smoothing={self._smoothing}) must be between 0 and 1.")
+        smoothing = getattr(loss, "label_smoothing", 0.0)  # NLLLoss has none
+        if not 0 <= smoothing <= 1:
+            raise ValueError(f"{self.name}(label_smoothing={smoothing}) must be between 0 and 1.")
 
     def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
-        N, C = len(F), F.shape[-1]
+        C = F.shape[-1]
         if self.loss.weight is not None and self.loss.weight.shape != (C,):
             raise ValueError(
                 f"{self.name}(weight=...) has shape {list(self.loss.weight.shape)}, but the output of shape "
@@ -67,7 +69,19 @@ class CrossEntropy(Likelihood):
                 f"indices of shape {list(index_shape)} or class probabilities of shape {list(f_shape)}, got a target "
                 f"of shape {list(y.shape)}."
             )
-        return self._checked_indices(y, C).reshape(N, -1)
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise ValueError(
+                f"{self.name}: a target of shape {list(y.shape)} holds class indices and must be an integer tensor, "
+                f"got {y.dtype}."
+            )
+        y = y.long()
+        wrong = ((y < 0) | (y >= C)) & (y != self.loss.ignore_index)
+        if wrong.any():
+            raise ValueError(
+                f"{self.name}: the target holds the class index {y[wrong][0].item()}, but the output has C = {C} "
+                f"classes, 0 to {C - 1} (ignore_index is {self.loss.ignore_index})."
+            )
+        return y.reshape(len(F), -1)
 
     def _checked_probabilities(self, y: Tensor) -> Tensor:
         if not y.is_floating_point():
@@ -82,21 +96,6 @@ class CrossEntropy(Likelihood):
             )
         return y
 
-    def _checked_indices(self, y: Tensor, num_classes: int) -> Tensor:
-        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise ValueError(
-                f"{self.name}: a target of shape {list(y.shape)} holds class indices and must be an integer tensor, "
-                f"got {y.dtype}."
-            )
-        y = y.long()
-        wrong = ((y < 0) | (y >= num_classes)) & (y != self.loss.ignore_index)
-        if wrong.any():
-            raise ValueError(
-                f"{self.name}: the target holds the class index {y[wrong][0].item()}, but the output has "
-                f"C = {num_classes} classes, 0 to {num_classes - 1} (ignore_index is {self.loss.ignore_index})."
-            )
-        return y
-
     # ---------------------------------------------------------------------------------------------- the loss
 
     def nll(self, F: Tensor, Y: Tensor) -> Tensor:
@@ -105,25 +104,24 @@ class CrossEntropy(Likelihood):
             Y.flatten(0, 1),
             weight=self._weight(F),
             ignore_index=self.loss.ignore_index,
-            label_smoothing=self._smoothing,
+            label_smoothing=self.loss.label_smoothing,
             reduction="none",
         ).view(F.shape[:2])
 
     def count(self, F: Tensor, Y: Tensor) -> Tensor:
         """Kept terms, or their summed class weights; every term, also with weights, for class probabilities."""
         if Y.ndim == 3:
-            return number(F.shape[0] * F.shape[1], F.device)
-        return self._index_weights(wide_dtype(F.device), *self._kept(Y)).sum()
+            return scalar(F.shape[0] * F.shape[1], F.device)
+        return self._class_weights(Y, wide_dtype(F.device))[1].sum()
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
-        smoothing, weight, C = self._smoothing, self._weight(F), F.shape[-1]
+        smoothing, weight, C = self.loss.label_smoothing, self._weight(F), F.shape[-1]
         g = self.scale(F, Y) * F.softmax(-1)
         if Y.ndim == 3:
             q = (1 - smoothing) * Y + smoothing / C
             return g - (q if weight is None else weight * q)
-        index, keep = self._kept(Y)
-        q_index = (1 - smoothing) * self._index_weights(F.dtype, index, keep)
-        g = g.scatter_add(-1, index[..., None], -q_index[..., None])
+        index, own, keep = self._class_weights(Y, F.dtype)
+        g = g.scatter_add(-1, index[..., None], -(1 - smoothing) * own[..., None])
         if smoothing:
             q = smoothing / C if weight is None else smoothing / C * weight
             g = g - keep[..., None].to(F.dtype) * q
@@ -133,12 +131,11 @@ class CrossEntropy(Likelihood):
 
     def scale(self, F: Tensor, Y: Tensor) -> Tensor:
         """`h [N, R, 1]`, computed without anything of size C for class indices."""
-        smoothing, weight, C = self._smoothing, self._weight(F), F.shape[-1]
+        smoothing, weight, C = getattr(self.loss, "label_smoothing", 0.0), self._weight(F), F.shape[-1]
         if Y.ndim == 3:
             q = (1 - smoothing) * Y + smoothing / C
             return (q.sum(-1) if weight is None else q @ weight)[..., None]
-        index, keep = self._kept(Y)
-        h = self._index_weights(F.dtype, index, keep)
+        _, h, keep = self._class_weights(Y, F.dtype)
         if smoothing and weight is not None:
             h = (1 - smoothing) * h + smoothing * weight.mean() * keep
         return h[..., None]
@@ -154,73 +151,69 @@ class CrossEntropy(Likelihood):
 
     def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
         p = F.softmax(-1)
-        q = self._checked_scale(F, Y).sqrt() * p.sqrt()  # [N, R, C]
+        q = self._root_scale(F, Y) * p.sqrt()  # [N, R, C]
         B = -q.movedim(-1, 0)[..., None] * p
         B.diagonal(dim1=0, dim2=3).add_(q)
         return B
 
-    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
-        p = F.softmax(-1)
-        h = self.scale(F, Y) if k else self._checked_scale(F, Y)  # checked once, with the first column
-        q = h.sqrt() * p[..., k : k + 1].sqrt()  # [N, R, 1]
-        column = -q * p
-        column[..., k] += q[..., 0]
-        return column
+    def hessian_root_columns(self, F: Tensor, Y: Tensor) -> Iterator[Tensor]:
+        p, root_h = F.softmax(-1), self._root_scale(F, Y)
+        for k in range(F.shape[-1]):
+            q = root_h * p[..., k : k + 1].sqrt()  # [N, R, 1]
+            column = -q * p
+            column[..., k] += q[..., 0]
+            yield column
 
     def hessian_root_product(self, F: Tensor, Y: Tensor, U: Tensor) -> Tensor:
         p = F.softmax(-1)
-        qU = self._checked_scale(F, Y).sqrt() * p.sqrt() * U
+        qU = self._root_scale(F, Y) * p.sqrt() * U
         return torch.addcmul(qU, p, qU.sum(-1, keepdim=True), value=-1)
 
     def hessian_root_transpose_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
         p = F.softmax(-1)
-        return self._checked_scale(F, Y).sqrt() * p.sqrt() * (V - (p * V).sum(-1, keepdim=True))
+        return self._root_scale(F, Y) * p.sqrt() * (V - (p * V).sum(-1, keepdim=True))
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         N, R, _ = F.shape
-        p, root_h = F.softmax(-1), self._checked_scale(F, Y).sqrt()
+        p, root_h = F.softmax(-1), self._root_scale(F, Y)
         drawn = categories(p, uniform(N, R, num).to(F.device)).permute(2, 0, 1)[..., None]  # [num, N, R, 1]
         return (root_h * p).expand(num, -1, -1, -1).scatter_add(-1, drawn, -root_h.expand(drawn.shape))
 
     # ---------------------------------------------------------------------------------------------- parts
 
-    @property
-    def _smoothing(self) -> float:
-        return self.loss.label_smoothing
-
     def _weight(self, F: Tensor) -> Tensor | None:
         return None if self.loss.weight is None else self.loss.weight.to(F)
 
-    def _kept(self, Y: Tensor) -> tuple[Tensor, Tensor]:
-        """Class indices [N, R] that are safe to index with, and whether [N, R] each term is kept."""
-        keep = Y.ne(self.loss.ignore_index)
-        return Y.where(keep, 0), keep
+    def _class_weights(self, Y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Of class indices `Y [N, R]`: valid indices, the weight of each term's own class, whether the term counts.
 
-    def _index_weights(self, dtype: torch.dtype, index: Tensor, keep: Tensor) -> Tensor:
-        """Weight [N, R] of each term's own class, 0 where it is ignored."""
-        weight = self.loss.weight
-        return keep.to(dtype) if weight is None else weight.to(index.device, dtype)[index] * keep
+        Where `Y` is `ignore_index`, the index is 0 and the weight is 0.
+        """
+        keep, weight = Y.ne(self.loss.ignore_index), self.loss.weight
+        index = Y.where(keep, 0)
+        return index, keep.to(dtype) if weight is None else weight.to(Y.device, dtype)[index] * keep, keep
 
-    def _checked_scale(self, F: Tensor, Y: Tensor) -> Tensor:
+    def _root_scale(self, F: Tensor, Y: Tensor) -> Tensor:
+        """`√h [N, R, 1]`."""
         h = self.scale(F, Y)
         if Y.ndim == 3 and (h < 0).any():
             raise UnsupportedError(
                 f"{self.name}: a row of class probabilities sums (with weights and smoothing) to {h.min().item():.3g}; "
                 "below 0 the loss is not convex and its Hessian has no root. Are these logits? Give probabilities."
             )
-        return h
+        return h.sqrt()
 
 
 @register_likelihood(nn.NLLLoss)
 class NLL(CrossEntropy):
     """Rules of `nn.NLLLoss`, for a model that ends in a log-softmax: its output holds log-probabilities.
 
-    The loss is linear in them, so its Hessian is zero, and the Fisher matrix `h (diag p - p pᵀ)` takes its place. What
-    the log-softmax makes of it is the same matrix in the logits: all matrices are those of `nn.CrossEntropyLoss`
+    The loss is linear in them, so its Hessian is zero, and the Fisher matrix `h (diag p - p pᵀ)` replaces it. In the
+    logits it is the same matrix: all matrices are those of `nn.CrossEntropyLoss`
     without the log-softmax.
 
     Raises:
-        UnsupportedError: (by `canonical`) If outputs are no log-probabilities.
+        UnsupportedError: (by `canonical`) If outputs are not log-probabilities.
 
     Example:
         >>> nll = NLL(nn.NLLLoss())
@@ -252,14 +245,9 @@ class NLL(CrossEntropy):
         return super().canonical_target(y, F, f_shape, class_axis)
 
     def nll(self, F: Tensor, Y: Tensor) -> Tensor:
-        index, keep = self._kept(Y)
-        return -self._index_weights(F.dtype, index, keep) * F.gather(-1, index[..., None])[..., 0]
+        index, weight, _ = self._class_weights(Y, F.dtype)
+        return -weight * F.gather(-1, index[..., None])[..., 0]
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
-        index, keep = self._kept(Y)
-        weight = self._index_weights(F.dtype, index, keep)
+        index, weight, _ = self._class_weights(Y, F.dtype)
         return torch.zeros_like(F).scatter(-1, index[..., None], -weight[..., None])
-
-    @property
-    def _smoothing(self) -> float:
-        return 0.0

@@ -1,4 +1,4 @@
-"""A likelihood from a `torch.distributions` object, in one line."""
+"""`FromDistribution`: a likelihood from a `torch.distributions` object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributions import Distribution, kl_divergence
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, hessian_products
-from curvlinops_plus.likelihood.sampling import categories, counts, inside, number, wide_dtype
+from curvlinops_plus.likelihood.sampling import categories, counts, inside, scalar, wide_dtype
 
 __all__ = ["FromDistribution"]
 
@@ -24,10 +24,10 @@ class FromDistribution(Likelihood):
     `KL(p(. | f₀) ‖ p(. | f))` at `f = f₀`; it is the Hessian too where `f` are natural parameters (logits, log-rates,
     means). Monte-Carlo vectors are gradients at targets drawn from the distribution, which average to the same matrix.
 
-    The divergence is that of `torch.distributions`, which has it for most families: normal (also multivariate),
+    The divergence is that of `torch.distributions`, which implements it for most families: normal (also multivariate),
     Bernoulli, binomial, categorical, Poisson, geometric, exponential, gamma, beta, Dirichlet, Laplace, Cauchy, Gumbel,
-    log-normal, .... For others, as Student's t, only Monte-Carlo vectors and the empirical Fisher are there, unless you
-    add the divergence with `torch.distributions.register_kl`.
+    log-normal, .... For others, such as Student's t, only Monte-Carlo vectors and the empirical Fisher are available,
+    unless you add the divergence with `torch.distributions.register_kl`.
 
     Args:
         make: Function from the output [N, R, C] to a distribution with batch shape [N, R] or [N, R, ...].
@@ -36,7 +36,7 @@ class FromDistribution(Likelihood):
         class_axis: Axis of the model's output that becomes the last one. Default: the last one.
 
     Draws invert the distribution function where there is one (`icdf`, Poisson, or finitely many values). Otherwise each
-    example is sampled by itself, from a seed of its own; the global random state is put back.
+    example is sampled separately, from its own seed; the global random state is restored.
 
     Raises:
         UnsupportedError: (by products, roots and draws) If the support of the distribution may depend on `f`; (by
@@ -57,7 +57,7 @@ class FromDistribution(Likelihood):
         self.class_axis = class_axis
 
     def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
-        """Target as the distribution has it: a number per term, or as many along the class axis as one draw holds."""
+        """Target in the shape of the distribution: a number per term, or the shape of one draw at the class axis."""
         distribution = self._distribution(F)
         expected = distribution.batch_shape + distribution.event_shape
         own = expected[2:]  # the shape of one term's target; its axes stand where the output has its class axis
@@ -78,7 +78,7 @@ class FromDistribution(Likelihood):
 
     def count(self, F: Tensor, Y: Tensor) -> Tensor:
         """One for every entry of `log_prob`."""
-        return number(self._distribution(F).batch_shape.numel(), F.device)
+        return scalar(self._distribution(F).batch_shape.numel(), F.device)
 
     @property
     def no_ggn(self) -> str | None:
@@ -112,7 +112,7 @@ class FromDistribution(Likelihood):
             return self._sample_each(F, num, uniform)
 
     def _sample_each(self, F: Tensor, num: int, uniform: Uniform) -> Tensor:
-        """Samples [num, N, R, ...], example by example, so that batches don't matter."""
+        """Samples [num, N, R, ...], example by example, so that they don't depend on batch sizes."""
         seeds = (uniform(len(F), 1)[:, 0] * 2**53).long().tolist()
         samples = []
         with _own_random_state(F.device) as reseed:
@@ -142,7 +142,7 @@ class FromDistribution(Likelihood):
     def _require_divergence(self, distribution: Distribution) -> None:
         self._require_support(distribution)
         kind = _innermost(distribution)
-        # PyTorch would compare transforms at one output and take equal ones for constant.
+        # PyTorch would compare transforms at one output and assume that equal ones are constant.
         moved = isinstance(kind, distributions.TransformedDistribution) and type(kind) not in _CONSTANT_TRANSFORMS
         known = not moved
         if known:
@@ -159,7 +159,7 @@ class FromDistribution(Likelihood):
             )
 
 
-#: Transformed distributions whose transforms do not depend on their parameters, or whose divergence is written out.
+#: Transformed distributions whose transforms do not depend on their parameters, or whose divergence is implemented.
 _CONSTANT_TRANSFORMS = (
     distributions.LogNormal,
     distributions.LogisticNormal,
@@ -170,14 +170,14 @@ _CONSTANT_TRANSFORMS = (
 
 
 def _innermost(distribution: Distribution) -> Distribution:
-    """What `Independent` distributions are made of."""
+    """The distribution inside nested `Independent` ones."""
     while isinstance(distribution, distributions.Independent):
         distribution = distribution.base_dist
     return distribution
 
 
 def _divergence(p: Distribution, q: Distribution) -> Tensor:
-    """`KL(p ‖ q)`, or what has the same second derivative in `q` at `q = p`."""
+    """`KL(p ‖ q)`, or a function with the same second derivative in `q` at `q = p`."""
     inner, other = _innermost(p), _innermost(q)
     if isinstance(inner, distributions.Laplace) and isinstance(other, distributions.Laplace):
         # PyTorch's formula has |m - n| in it, whose second derivative at 0 comes out as 0.
@@ -187,7 +187,7 @@ def _divergence(p: Distribution, q: Distribution) -> Tensor:
 
 @contextmanager
 def _own_random_state(device: torch.device) -> Iterator[Callable[[int], object]]:
-    """Gives a function that seeds the global generator of one device, whose state is put back at the end.
+    """Context with a function that seeds the global generator of one device, whose state is restored at the end.
 
     `torch.manual_seed` would seed those of all other devices too.
     """
@@ -201,7 +201,7 @@ def _own_random_state(device: torch.device) -> Iterator[Callable[[int], object]]
 
 
 def _finitely_many_values(distribution: Distribution) -> Tensor | None:
-    """The values [L, 1, 1, ...] of a discrete distribution of numbers, if there is a list of them."""
+    """The values [L, 1, 1, ...] of a discrete distribution of numbers, if they can be enumerated."""
     if distribution.event_shape or not distribution.has_enumerate_support:
         return None
     try:
@@ -211,11 +211,11 @@ def _finitely_many_values(distribution: Distribution) -> Tensor | None:
 
 
 def _has_icdf(distribution: Distribution, device: torch.device) -> bool:
-    """Whether the inverse distribution function works; found by trying, since a transformed one may only seem to."""
+    """Whether the inverse distribution function is implemented, found by calling it."""
     if distribution.event_shape:
         return False
     try:
-        distribution.icdf(number(0.5, device).expand(distribution.batch_shape))
+        distribution.icdf(scalar(0.5, device).expand(distribution.batch_shape))
     except NotImplementedError:
         return False
     return True

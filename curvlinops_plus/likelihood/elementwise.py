@@ -1,8 +1,9 @@
-"""Losses that are a sum over the numbers of the output, so that the Hessian of every term is diagonal."""
+"""Losses that are a sum over the numbers of the output: the Hessian of every term is diagonal."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ __all__ = ["DiagonalLikelihood"]
 
 
 class DiagonalLikelihood(Likelihood):
-    """A likelihood whose Hessian `diag(b²)` has the root `diag(b)`; a subclass writes `nll` and `root_diagonal`.
+    """A likelihood whose Hessian `diag(b²)` has the root `diag(b)`; a subclass defines `nll` and `root_diagonal`.
 
     Example:
         >>> class Scaled(DiagonalLikelihood):
@@ -37,10 +38,12 @@ class DiagonalLikelihood(Likelihood):
     def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
         return torch.diag_embed(self.root_diagonal(F, Y)).movedim(-1, 0)
 
-    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
-        column = torch.zeros_like(F)
-        column[..., k] = self.root_diagonal(F, Y)[..., k]
-        return column
+    def hessian_root_columns(self, F: Tensor, Y: Tensor) -> Iterator[Tensor]:
+        diagonal = self.root_diagonal(F, Y)
+        for k in range(F.shape[-1]):
+            column = torch.zeros_like(F)
+            column[..., k] = diagonal[..., k]
+            yield column
 
     def hessian_root_product(self, F: Tensor, Y: Tensor, U: Tensor) -> Tensor:
         return self.root_diagonal(F, Y) * U

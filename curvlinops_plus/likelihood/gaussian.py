@@ -1,4 +1,4 @@
-"""Gaussian negative log-likelihood with a predicted variance. Its Hessian is indefinite: a Fisher matrix stands in."""
+"""Gaussian negative log-likelihood with a predicted variance: the Fisher matrix replaces its indefinite Hessian."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn import functional
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.elementwise import DiagonalLikelihood
 from curvlinops_plus.likelihood.likelihood import Uniform, register_likelihood
-from curvlinops_plus.likelihood.sampling import normals, number
+from curvlinops_plus.likelihood.sampling import normals, scalar
 
 __all__ = ["GaussianNLL"]
 
@@ -65,7 +65,7 @@ class GaussianNLL(DiagonalLikelihood):
 
     def count(self, F: Tensor, Y: Tensor) -> Tensor:
         """One for every mean."""
-        return number(Y.numel(), Y.device)
+        return scalar(Y.numel(), Y.device)
 
     def root_diagonal(self, F: Tensor, Y: Tensor) -> Tensor:
         """Diagonal [N, R, 2C] of the root of the Fisher matrix."""

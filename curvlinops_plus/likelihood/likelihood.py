@@ -1,15 +1,15 @@
-"""The rules of a loss: what it is of one batch, its Hessian with respect to the model's output, and random vectors.
+"""`Likelihood`: a loss of one batch, its Hessian with respect to the model's output, and random vectors.
 
-Shapes, here and in every file of this folder. A batch has `N` examples, each with `R` loss terms (tokens, pixels) that
+Shapes of all likelihoods: a batch has `N` examples, each with `R` loss terms (tokens, pixels) that
 depend on `C` numbers of the output each:
 
 * `F [N, R, C]` is the model's output, at least in float32,
-* `Y [N, R, ...]` is the target: `[N, R]` class indices, `[N, R, C]` numbers, or what a likelihood's `canonical` makes,
+* `Y [N, R, ...]` is the target: `[N, R]` class indices, `[N, R, C]` numbers, or what `canonical_target` returns,
 * `H [C, C]` of each term is the Hessian of its un-reduced loss, `B [C, K]` a root of it, `B Bᵀ = H`. Where that Hessian
-  is indefinite, or zero by the choice of the output, the Fisher matrix takes its place, and `no_ggn` says why.
+  is indefinite, or zero by the choice of the output, `H` is the Fisher matrix instead, and `no_ggn` gives the reason.
 
-`canonical` and `restore` translate between these and a user's shapes. Nothing here knows `reduction` except `reduction`
-itself and `count`, what PyTorch's "mean" divides by: the factor belongs to the whole data set, not to a batch.
+`canonical` and `restore` convert between these and a user's shapes. All other methods are about un-reduced terms:
+`reduction` and `count`, the divisor of PyTorch's "mean", are applied to the whole data set, not to a batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.sampling import normals, number
+from curvlinops_plus.likelihood.sampling import normals, scalar
 
 __all__ = ["Likelihood", "Uniform", "has_likelihood", "hessian_products", "likelihood_of", "register_likelihood"]
 
@@ -36,14 +36,14 @@ _Maker = TypeVar("_Maker", bound=Callable[..., "Likelihood"])
 
 
 class Likelihood(ABC):
-    """What a loss says about one batch: loss terms, gradients, Hessians and Monte-Carlo vectors.
+    """Loss terms of one batch, their gradients, Hessians and Monte-Carlo vectors.
 
-    A subclass writes `nll`. The rest follows by automatic differentiation, and may be overwritten where a formula is
+    A subclass defines `nll`. The rest follows by automatic differentiation, and may be overridden where a formula is
     faster. `nll[n, r]` may depend on `F[n, r]` and `Y[n, r]` only. Gradients flow through every method: pass a
     detached `F` where they are not wanted.
 
     Args:
-        loss: The loss whose rules these are; its `reduction` is read, if it has one.
+        loss: The loss; its `reduction` is used, if it has one.
         reduction: "mean" or "sum", for a loss that has no attribute `reduction`. Default: "mean".
 
     Example:
@@ -59,10 +59,10 @@ class Likelihood(ABC):
     """Axis of the output that holds the `C` numbers of a loss term."""
 
     loss_type: ClassVar[type | None] = None
-    """Class of PyTorch's own loss that these rules cover with every option, if it is one."""
+    """PyTorch's loss class that this likelihood supports with every option, if any."""
 
     option_names: ClassVar[tuple[str, ...]] = ("reduction",)
-    """Attributes of the loss that determine its value; together they rebuild it."""
+    """Attributes of the loss that determine its value; `rebuild_loss` passes them to its constructor."""
 
     def __init__(self, loss: Any = None, reduction: str = "mean") -> None:
         self.loss = loss
@@ -85,16 +85,16 @@ class Likelihood(ABC):
 
     @property
     def no_ggn(self) -> str | None:
-        """Why `H` is the Fisher matrix and not the Hessian of the loss, in words that follow the loss's name.
+        """Why `H` is the Fisher matrix and not the Hessian of the loss, as the predicate of a sentence about the loss.
 
-        None where both are the same, or `H` is the Hessian.
+        None if `H` is the Hessian.
         """
         return None
 
     def options(self) -> dict[str, Any]:
-        """Everything that determines the loss, as plain Python and tensors, for a state that can be saved.
+        """Everything that determines the loss, as plain Python and tensors, for serialization.
 
-        `rebuild_loss` makes the loss again from it, if the loss is one of PyTorch's that this package knows.
+        `rebuild_loss` constructs the loss from it, if the loss is one of PyTorch's that this package supports.
 
         Example:
             >>> likelihood_of(torch.nn.MSELoss(reduction="sum")).options()
@@ -116,7 +116,7 @@ class Likelihood(ABC):
 
         Args:
             f: Output [M, ...] of the model, with M = N or a multiple of it: positions of an example next to each other.
-                Half precision is raised to float32.
+                Half precision is converted to float32.
             y: Target, in the shape that the loss expects beside `f`.
             num_examples: N.
             class_axis: Axis of `f` that holds the C numbers of a term. Default: the loss's own, 1 for cross-entropy and
@@ -133,7 +133,9 @@ class Likelihood(ABC):
             (torch.Size([2, 20, 10]), torch.Size([2, 20]))
         """
         if not isinstance(y, Tensor):
-            raise TypeError(f"{self.name} needs a target that is a tensor, got a {type(y).__name__}. {_as_tensor(y)}")
+            raise TypeError(
+                f"{self.name} needs a target that is a tensor, got a {type(y).__name__}. {_how_to_convert(y)}"
+            )
         if not f.is_floating_point():
             raise ValueError(f"{self.name} needs a floating-point output of the model, got {f.dtype} {list(f.shape)}.")
         axis = self._class_axis(f.shape, num_examples, class_axis)
@@ -142,9 +144,9 @@ class Likelihood(ABC):
         return F, self.canonical_target(y, F, f.shape, axis)
 
     def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
-        """Target `Y [N, R, ...]` of the output `F`, which had shape `f_shape` and its terms along `class_axis`.
+        """Target `Y [N, R, ...]` for the output `F`, which had the shape `f_shape` and class axis `class_axis`.
 
-        This default expects one number per number of the output.
+        The default expects one number per number of the output.
         """
         if y.shape != f_shape:
             raise ValueError(
@@ -171,7 +173,7 @@ class Likelihood(ABC):
         return v.reshape(*lead, *moved).movedim(-1, len(lead) + axis)
 
     def _class_axis(self, f_shape: torch.Size | tuple[int, ...], num_examples: int, class_axis: int | None) -> int:
-        """The class axis counted from the front, after checks of the output's shape."""
+        """The class axis as a non-negative number; checks the shape of the output."""
         if len(f_shape) == 0 or num_examples < 1 or f_shape[0] == 0 or f_shape[0] % num_examples:
             raise ValueError(
                 f"the first axis of the output, of shape {list(f_shape)}, must hold the {num_examples} examples "
@@ -195,14 +197,14 @@ class Likelihood(ABC):
         """Un-reduced loss [N, R] of each term, with every option of the loss."""
 
     def count(self, F: Tensor, Y: Tensor) -> Tensor:
-        """What PyTorch's "mean" divides the summed terms of this batch by, a 0-d float64 tensor; may be 0.
+        """Divisor of PyTorch's "mean" for the terms of this batch, a 0-d float64 tensor; may be 0.
 
-        This default is one for every number of the output.
+        The default counts every number of the output.
         """
-        return number(F.numel(), F.device)
+        return scalar(F.numel(), F.device)
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
-        """Gradient [N, R, C] of each un-reduced term. Cost of this default: one backward pass through `nll`."""
+        """Gradient [N, R, C] of each un-reduced term. Cost of the default: one backward pass through `nll`."""
         return torch.func.grad(lambda F: self.nll(F, Y).sum())(F)
 
     # ---------------------------------------------------------------------------------------------- its Hessian
@@ -214,7 +216,7 @@ class Likelihood(ABC):
     def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
         """Hessian of each term times vectors: V [*lead, N, R, C] -> [*lead, N, R, C].
 
-        Cost of this default: two backward passes through `nll` per vector, run together.
+        Cost of the default: two backward passes through `nll` per vector, batched.
         """
         return hessian_products(lambda F: self.nll(F, Y).sum(), F, V)
 
@@ -225,9 +227,9 @@ class Likelihood(ABC):
     def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
         """Columns [K, N, R, C] of a root of each term's Hessian: `H = Σ_k b_k b_kᵀ`.
 
-        This default forms the Hessian [N, R, C, C] of every term and its eigendecomposition; `hessian_root_columns`
-        gives one column at a time. The result may be a view that must not be written to. Negative eigenvalues are
-        rounding, and set to zero, down to `-√eps` of the largest magnitude in the batch.
+        The default forms the Hessian [N, R, C, C] of every term and its eigendecomposition; `hessian_root_columns`
+        yields one column at a time. The result may be a view that must not be written to. Negative eigenvalues are
+        treated as rounding errors, and set to zero, down to `-√eps` of the largest magnitude in the batch.
 
         Raises:
             UnsupportedError: If the Hessian has eigenvalues below that: the loss is not convex in the output and no
@@ -247,21 +249,17 @@ class Likelihood(ABC):
             )
         return (Q * eigenvalues.clamp(min=0).sqrt()[..., None, :]).permute(3, 0, 1, 2)
 
-    def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
-        """Column `k` of `hessian_root`, [N, R, C]. Cheap where the root has a formula, else a slice of all of it."""
-        return self.hessian_root(F, Y)[k]
-
     def hessian_root_columns(self, F: Tensor, Y: Tensor) -> Iterator[Tensor]:
-        """Columns [N, R, C] of `hessian_root`, made one at a time where they have a formula."""
-        if type(self).hessian_root_column is Likelihood.hessian_root_column:
-            yield from self.hessian_root(F, Y)
-        else:
-            yield from (self.hessian_root_column(F, Y, k) for k in range(self.num_columns(F)))
+        """Columns [N, R, C] of `hessian_root`, one after the other.
+
+        The default forms all of them at once. Override it where a column has a formula.
+        """
+        yield from self.hessian_root(F, Y)
 
     def hessian_root_product(self, F: Tensor, Y: Tensor, U: Tensor) -> Tensor:
         """Root of each term's Hessian times vectors, `B u`: U [*lead, N, R, K] -> [*lead, N, R, C].
 
-        Cost of this default: the root, one column at a time where columns have a formula.
+        Cost of the default: the columns of the root, one at a time where they have a formula.
 
         Example:
             >>> mse = likelihood_of(torch.nn.MSELoss())
@@ -276,7 +274,7 @@ class Likelihood(ABC):
     def hessian_root_transpose_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
         """Transposed root of each term's Hessian times vectors, `Bᵀ v`: V [*lead, N, R, C] -> [*lead, N, R, K].
 
-        Cost of this default: the root, one column at a time where columns have a formula.
+        Cost of the default: the columns of the root, one at a time where they have a formula.
 
         Example:
             >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
@@ -299,14 +297,14 @@ class Likelihood(ABC):
             uniform: `uniform(N, ...)` returns float64 numbers in [0, 1). It is called with the example axis first, so
                 that splitting a batch doesn't change the draws.
 
-        This default is a root of the Hessian times standard normal numbers.
+        The default is a root of the Hessian times standard normal numbers.
         """
         noise = normals(uniform(*F.shape[:2], num, self.num_columns(F))).to(F)
         return self.hessian_root_product(F, Y, noise.permute(2, 0, 1, 3))
 
 
 def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor) -> Tensor:
-    """Second derivative of a scalar function of `F` times vectors [*lead, *F.shape], run together.
+    """Second derivative of a scalar function of `F` times vectors [*lead, *F.shape], batched with `vmap`.
 
     Example:
         >>> hessian_products(lambda F: (F**3).sum(), torch.tensor([2.0]), torch.ones(1))
@@ -316,22 +314,22 @@ def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor)
     return torch.func.vmap(lambda v: pull(v)[0])(V.reshape(-1, *F.shape)).reshape(V.shape)
 
 
-def _as_tensor(y: Any) -> str:
-    """What to do about a target that is no tensor."""
+def _how_to_convert(y: Any) -> str:
+    """Advice about a target that is not a tensor."""
     if y is None:
         return "Batches must be (X, y) with the target y, or mappings with 'labels' that are not None."
     if isinstance(y, np.ndarray):
         return "Convert it with torch.from_numpy, in the data set or in the collate function of the loader."
     if any(isinstance(part, Tensor) for part in tree_leaves(y)):
         return (
-            "One loss reads one target: give losses in the form of the targets, as {'a': loss_a, 'b': loss_b} or "
+            "One loss reads one target: give losses in the structure of the targets, as {'a': loss_a, 'b': loss_b} or "
             "(loss_a, loss_b), or batches (X, y) with one tensor y."
         )
     return "Convert it with torch.tensor, in the data set or in the collate function of the loader."
 
 
 def _terms(t: Tensor, num_examples: int, axis: int) -> Tensor:
-    """Tensor [M, ...] with the numbers of a term along `axis`, as [N, R, C]."""
+    """A tensor [M, ...] with class axis `axis` as [N, R, C]."""
     t = t[:, None] if t.ndim == 1 else t.movedim(axis, -1)
     return t.reshape(num_examples, -1, t.shape[-1])
 
@@ -340,9 +338,9 @@ _MAKERS: dict[type, Callable[[Any], Likelihood]] = {}
 
 
 def register_likelihood(loss_type: type) -> Callable[[_Maker], _Maker]:
-    """Decorator that teaches this package a loss: a `Likelihood` class, or a function `loss -> Likelihood`.
+    """Decorator that registers a loss: of a `Likelihood` class, or of a function `loss -> Likelihood`.
 
-    Instances of subclasses follow the same rules, unless they have a `forward` of their own.
+    Subclasses of the loss are included, unless they have a `forward` of their own.
 
     Args:
         loss_type: Class of the loss. An existing entry is replaced.
@@ -368,11 +366,11 @@ def register_likelihood(loss_type: type) -> Callable[[_Maker], _Maker]:
 
 
 def likelihood_of(loss: Any) -> Likelihood:
-    """The rules of a loss.
+    """The likelihood of a loss.
 
     Args:
         loss: A loss whose class, or a base class with the same `forward`, is registered. A `Likelihood` is returned
-            as it is.
+            unchanged.
 
     Raises:
         UnsupportedError: If nothing is registered for the loss, or its reduction is neither "mean" nor "sum".
@@ -384,32 +382,41 @@ def likelihood_of(loss: Any) -> Likelihood:
     if isinstance(loss, Likelihood):
         likelihood = loss
     else:
-        likelihood = _maker_of(loss)(loss)
+        make = _maker_of(loss)
+        if make is None:
+            raise _not_registered(loss)
+        likelihood = make(loss)
         if likelihood.loss is None:
             likelihood.loss = loss
-    _ = likelihood.reduction  # raises now, where the loss is in sight, if the loss is not reduced
+    _ = likelihood.reduction  # raises here if the loss is not reduced
     return likelihood
 
 
 def has_likelihood(loss: Any) -> bool:
-    """Whether rules for a loss of this class are registered; they may still refuse one of its options.
+    """Whether a likelihood is registered for the class of this loss; it may still refuse one of its options.
 
     Example:
         >>> has_likelihood(torch.nn.MSELoss()), has_likelihood(torch.nn.HuberLoss())
         (True, False)
     """
-    parent = next((t for t in type(loss).__mro__ if t in _MAKERS), None)
-    return isinstance(loss, Likelihood) or (parent is not None and _computes_like(loss, parent))
+    return isinstance(loss, Likelihood) or _maker_of(loss) is not None
 
 
-def _maker_of(loss: Any) -> Callable[[Any], Likelihood]:
-    kind = type(loss)
-    parent = next((t for t in kind.__mro__ if t in _MAKERS), None)
-    if parent is not None and _computes_like(loss, parent):
-        return _MAKERS[parent]
+def _maker_of(loss: Any) -> Callable[[Any], Likelihood] | None:
+    """What makes the likelihood of a loss; None if its class is not registered, or overrides `forward`."""
+    parent = _registered_class(loss)
+    return _MAKERS[parent] if parent is not None and _computes_like(loss, parent) else None
+
+
+def _registered_class(loss: Any) -> type | None:
+    return next((t for t in type(loss).__mro__ if t in _MAKERS), None)
+
+
+def _not_registered(loss: Any) -> UnsupportedError:
+    kind, parent = type(loss), _registered_class(loss)
     name = getattr(loss, "__name__", "a function") if isinstance(loss, (FunctionType, type)) else kind.__name__
-    why = f" It changes the forward of {parent.__name__}, whose rules may be wrong for it." if parent else _why(loss)
-    raise UnsupportedError(
+    why = f" It changes the forward of {parent.__name__}, whose rules may be wrong for it." if parent else _advice(loss)
+    return UnsupportedError(
         f"no likelihood is registered for the loss {name}.{why} Known losses: "
         f"{', '.join(sorted(t.__name__ for t in _MAKERS))}. To add yours (a class), say which distribution it is the "
         f"negative log-likelihood of:\n\n    @register_likelihood({name})\n    def _(loss):\n"
@@ -419,11 +426,11 @@ def _maker_of(loss: Any) -> Callable[[Any], Likelihood]:
 
 
 _ROBUST = (
-    " {name} has no curvature far from the target: its Hessian is 0 there, so what it says depends on which examples "
-    "happen to be fitted. GGNLinearOperator and HessianLinearOperator take it as it is; for all else choose a "
+    " {name} has no curvature far from the target: its Hessian is 0 there, so it depends on which examples "
+    "happen to be fitted. GGNLinearOperator and HessianLinearOperator accept it; for all else choose a "
     "distribution, as torch.distributions.Laplace(f, 1.0), whose Fisher matrix counts every example."
 )
-# What to do about losses of PyTorch that we don't take.
+# What to use instead of losses of PyTorch that are not supported.
 _ADVICE: dict[type, str] = {
     nn.L1Loss: _ROBUST,
     nn.SmoothL1Loss: _ROBUST,
@@ -437,8 +444,8 @@ _ADVICE: dict[type, str] = {
 }
 
 
-def _why(loss: Any) -> str:
-    """Why a loss has no rules, and what to use instead, if we know."""
+def _advice(loss: Any) -> str:
+    """Why a loss is not supported and what to use instead, if known; else empty."""
     if isinstance(loss, type):
         return f" This is a class, not a loss: call it, {loss.__name__}(...)."
     if getattr(loss, "__module__", None) == nn.functional.__name__:
@@ -448,6 +455,6 @@ def _why(loss: Any) -> str:
 
 
 def _computes_like(loss: Any, parent: type) -> bool:
-    """Whether calling the loss runs the same code as calling an instance of the registered class."""
+    """Whether calling the loss runs the `forward` of the registered class."""
     same = all(getattr(type(loss), m, None) is getattr(parent, m, None) for m in ("forward", "__call__"))
     return same and "forward" not in getattr(loss, "__dict__", {})

@@ -21,7 +21,7 @@ class PoissonNLL(DiagonalLikelihood):
     Log-rates (`log_input=True`): `H = diag(λ)` with rates `λ = exp f`, draws `λ - k` with `k ~ Poisson(λ)`.
 
     Rates (`log_input=False`): the loss is that of the rates `λ = f + eps`. Its Hessian `diag(y / λ²)` depends on the
-    targets and is zero where nothing was counted, so the Fisher matrix `diag(1 / λ)` takes its place; draws are
+    targets and is zero where nothing was counted, so the Fisher matrix `diag(1 / λ)` replaces it; draws are
     `1 - k / λ`. `full` adds a constant.
 
     Raises:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["categories", "counts", "inside", "normals", "number", "wide_dtype"]
+__all__ = ["categories", "counts", "inside", "normals", "scalar", "wide_dtype"]
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """float64, or float32 on the one kind of device (Apple's MPS) that has no float64."""
+    """float64, or float32 on Apple's MPS devices, which have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def number(value: float, device: torch.device) -> Tensor:
-    """A number as a 0-d tensor, made on the device: nothing is copied to it, so nothing waits."""
+def scalar(value: float, device: torch.device) -> Tensor:
+    """A number as a 0-d tensor, created on the device without a copy or synchronization."""
     return torch.full((), value, dtype=wide_dtype(device), device=device)
 
 
@@ -55,7 +55,7 @@ def categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative[..., -1:]
     # u * total may round up to total itself, beyond the last class.
     level = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    # NaN is larger than everything to searchsorted; the clamp lets it surface in the numbers, not as a bad index.
+    # searchsorted treats NaN as the largest number; the clamp keeps the index valid, so that NaN appears in the result.
     return torch.searchsorted(cumulative, level.contiguous(), right=True).clamp_(max=probabilities.shape[-1] - 1)
 
 

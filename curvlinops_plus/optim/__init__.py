@@ -1,4 +1,4 @@
-"""Floor 5: algorithms that step."""
+"""Optimization with curvature: stochastic reconfiguration."""
 
 from curvlinops_plus.optim.reconfiguration import (
     CenteredFisherLinearOperator,

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import F64, seeded, with_eigenvalues
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Generator, Tensor
+from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.estimate import logdet
@@ -26,20 +27,6 @@ from curvlinops_plus.estimate.lanczos import lanczos
 from curvlinops_plus.estimate.matrix import as_matrix
 from curvlinops_plus.estimate.spectrum import lanczos_approximate_spectrum
 from curvlinops_plus.linalg import Dense, Diagonal, Structure
-
-F64 = torch.float64
-
-
-def seeded(seed: int = 0) -> Generator:
-    return Generator().manual_seed(seed)
-
-
-def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:
-    values = torch.as_tensor(values, dtype=F64)
-    Q = torch.linalg.qr(torch.randn(len(values), len(values), dtype=F64, generator=seeded(seed)))[0]
-    A = Q * values @ Q.T
-    return (A + A.T) / 2
-
 
 SPECTRA = {
     "flat": torch.linspace(1, 2, 100, dtype=F64),

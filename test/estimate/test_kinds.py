@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from helpers import F64, seeded
 from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
 from scipy.sparse.linalg import aslinearoperator
-from torch import Generator, Tensor
+from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.estimate import logdet
@@ -25,12 +26,6 @@ from curvlinops_plus.estimate.probes import random_vector
 from curvlinops_plus.estimate.spectrum import lanczos_approximate_log_spectrum, lanczos_approximate_spectrum
 from curvlinops_plus.estimate.trace import hutchinson_trace, hutchpp_trace, xtrace
 from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
-
-F64 = torch.float64
-
-
-def seeded(seed: int = 0) -> Generator:
-    return Generator().manual_seed(seed)
 
 
 def psd(n: int, seed: int = 0) -> Tensor:

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Generator, Tensor
+from helpers import F64, seeded, with_eigenvalues
+from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.estimate import logdet
 from curvlinops_plus.estimate.lanczos import lanczos
 from curvlinops_plus.estimate.matrix import as_matrix
 from curvlinops_plus.linalg import Dense, Structure
-
-F64 = torch.float64
-
-
-def seeded(seed: int = 0) -> Generator:
-    return Generator().manual_seed(seed)
-
-
-def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:
-    values = torch.as_tensor(values, dtype=F64)
-    Q = torch.linalg.qr(torch.randn(len(values), len(values), dtype=F64, generator=seeded(seed)))[0]
-    A = Q * values @ Q.T
-    return (A + A.T) / 2
 
 
 @pytest.mark.parametrize("distribution", ["rademacher", "normal", "sphere"])

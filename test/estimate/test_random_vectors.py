@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import F64, normal, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Generator, Tensor
+from torch import Tensor
 
 from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
 from curvlinops_plus.estimate.exchangeable import leave_one_out
@@ -17,16 +18,7 @@ from curvlinops_plus.estimate.norm import hutchinson_squared_fro
 from curvlinops_plus.estimate.probes import Mean, random_vector, random_vectors
 from curvlinops_plus.estimate.trace import hutchinson_trace, hutchpp_trace, xtrace
 
-F64 = torch.float64
 SEEDS = 300
-
-
-def seeded(seed: int = 0) -> Generator:
-    return Generator().manual_seed(seed)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=F64, generator=seeded(seed))
 
 
 def decaying(n: int = 30) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Generator, Tensor
+from helpers import F64, seeded
+from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.estimate import logdet
@@ -21,14 +22,9 @@ from curvlinops_plus.estimate.spectrum import lanczos_approximate_log_spectrum, 
 from curvlinops_plus.estimate.trace import hutchinson_trace, hutchpp_trace, xtrace
 from curvlinops_plus.linalg import Dense
 
-F64 = torch.float64
 N = 60
 SCALES = [(c, torch.float32) for c in (1e-30, 1e-20, 1e20, 1e25)] + [(c, F64) for c in (1e-250, 1e200)]
 each_scale = pytest.mark.parametrize(("c", "dtype"), SCALES, ids=str)
-
-
-def seeded() -> Generator:
-    return Generator().manual_seed(0)
 
 
 def matrix() -> Tensor:

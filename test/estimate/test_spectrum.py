@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Generator, Tensor
+from helpers import F64, seeded, with_eigenvalues
+from torch import Tensor
 
 from curvlinops_plus.estimate.boundaries import approximate_boundaries, approximate_boundaries_abs
 from curvlinops_plus.estimate.plot import plot_spectrum
@@ -21,20 +22,6 @@ from curvlinops_plus.estimate.spectrum import (
     lanczos_approximate_log_spectrum,
     lanczos_approximate_spectrum,
 )
-
-F64 = torch.float64
-
-
-def seeded(seed: int = 0) -> Generator:
-    return Generator().manual_seed(seed)
-
-
-def with_eigenvalues(values: Any) -> Tensor:
-    values = torch.as_tensor(values, dtype=F64)
-    Q = torch.linalg.qr(torch.randn(len(values), len(values), dtype=F64, generator=seeded()))[0]
-    A = Q * values @ Q.T
-    return (A + A.T) / 2
-
 
 BULK_AND_PEAKS = torch.cat([torch.linspace(0.01, 0.5, 150), torch.tensor([2.0, 3.0, 5.0])]).double()
 INDEFINITE = torch.cat([torch.linspace(-1, 1, 150), torch.tensor([-2.0, 4.0])]).double()

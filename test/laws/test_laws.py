@@ -11,6 +11,7 @@ import torch
 from cases import APPROXIMATIONS, FEW, LOSSES, NETS, PROBLEMS, VECTORS, Problem, close, problem, unchanged
 from reference import Inputs
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus import (
     EKFAC,
@@ -26,6 +27,8 @@ from curvlinops_plus import (
     MonteCarlo,
     curvature,
 )
+from curvlinops_plus.layer import ConvRule
+from curvlinops_plus.likelihood import CrossEntropy
 from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.risk import Vectors
 
@@ -588,30 +591,80 @@ def test_rows_of_the_twin_give_the_whole_jacobian(name: str) -> None:
         close(J[:, affine], b.J[:, affine], what="the Jacobian")
 
 
-@pytest.mark.parametrize(
-    "mutate",
-    ["divisor", "sign of the root", "missing example", "patch order", "bias column", "shared positions"],
-)
-def test_the_twin_notices_mistakes(mutate: str) -> None:
-    """A curvature with one thing wrong differs from the twin: none of the laws above holds by accident."""
-    p = problem("strided cnn")
-    exact = p.exact.only_blocks(p.exact.ggn(), False)
-    dense = p.curvature(FullBlock).to_dense()
-    close(dense, exact)
-    if mutate == "divisor":
-        wrong = dense * 6 / 7
-    elif mutate == "sign of the root":
-        wrong = dense + p.exact.c * 2 * torch.outer(p.exact.gradient(), p.exact.gradient())
-    elif mutate == "missing example":
-        wrong = p.curvature(FullBlock, [p.data[0], p.data[2]]).to_dense()
-    elif mutate == "patch order":
-        at = torch.arange(len(dense))
-        at[0], at[1] = 1, 0
-        wrong = dense[at[:, None], at]
-    elif mutate == "bias column":
-        wrong = dense.clone()
-        wrong[p.exact.places(["0.bias"])] = 0
-    else:
-        wrong = p.curvature(KFAC).to_dense()
+def a_little_more(right: Any) -> Any:
+    """A wrong function: each tensor that it returns is one percent too large."""
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: 1.01 * t, right(*args, **kwargs))
+
+    return wrong
+
+
+def reversed_columns(right: Any) -> Any:
+    return lambda *args: right(*args).flip(-1)
+
+
+def without_the_last_position(right: Any) -> Any:
+    def wrong(*args: Any) -> Tensor:
+        g = right(*args).clone()
+        g[:, :, -1] = 0
+        return g
+
+    return wrong
+
+
+def without_the_first_example(right: Any) -> Any:
+    def wrong(*args: Any) -> Tensor:
+        a = right(*args).clone()
+        a[0] = 0
+        return a
+
+    return wrong
+
+
+def without_the_last(right: Any) -> Any:
+    return lambda *args: list(right(*args))[:-1]
+
+
+def blocks_are_the_ggn_s() -> None:
+    test_full_and_diagonal_blocks_are_the_ggn_s("strided cnn", False)
+
+
+def kfac_is_its_definition() -> None:
+    test_kfac_is_its_definition("strided cnn", False, False)
+
+
+def reduced_kfac_is_its_definition() -> None:
+    test_kfac_is_its_definition("strided cnn", False, True)
+
+
+#: Mistakes in the code: what is replaced, by what, and the law that must then fail.
+MISTAKES: dict[str, tuple[Any, str, Any, Any]] = {
+    "the divisor of a mean": (CrossEntropy, "count", a_little_more, blocks_are_the_ggn_s),
+    "a column of the root": (CrossEntropy, "hessian_root_columns", without_the_last, blocks_are_the_ggn_s),
+    "the scale of the root": (CrossEntropy, "scale", a_little_more, kfac_is_its_definition),
+    "an example": (ConvRule, "inputs", without_the_first_example, blocks_are_the_ggn_s),
+    "the order of patches": (ConvRule, "inputs", reversed_columns, blocks_are_the_ggn_s),
+    "a shared position": (ConvRule, "grads", without_the_last_position, blocks_are_the_ggn_s),
+    "the bias": (ConvRule, "sum_grads", a_little_more, blocks_are_the_ggn_s),
+    "the input factor": (ConvRule, "input_gram", a_little_more, kfac_is_its_definition),
+    "the gradient factor": (ConvRule, "grad_gram", a_little_more, kfac_is_its_definition),
+    "the mean over positions": (ConvRule, "mean_inputs", a_little_more, reduced_kfac_is_its_definition),
+    "the product with the Hessian of the loss": (
+        CrossEntropy,
+        "hessian_product",
+        a_little_more,
+        lambda: test_matrix_free_operators_are_the_matrices("strided cnn"),
+    ),
+    "the loss": (CrossEntropy, "nll", a_little_more, lambda: test_gradient_and_loss("strided cnn")),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_laws_notice_mistakes_in_the_code(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one thing wrong in the code the law fails, and without it passes: none holds by accident."""
+    owner, name, wrong, law = MISTAKES[mistake]
+    law()
+    monkeypatch.setattr(owner, name, wrong(getattr(owner, name)))
     with pytest.raises(AssertionError, match="relative error"):
-        close(wrong, exact)
+        law()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from curvlinops_plus.layer import differentiable_parameters
+from curvlinops_plus.layer import RULES, differentiable_parameters
 
 
 def _loop(
@@ -85,3 +85,12 @@ def _float64_and_one_seed() -> Any:
         torch.manual_seed(0)
         yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture(autouse=True)
+def _own_registry() -> Iterator[None]:
+    """Rules that a test registers are gone after it."""
+    before = dict(RULES)
+    yield
+    RULES.clear()
+    RULES.update(before)

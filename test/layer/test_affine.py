@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import check_fast_paths
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -87,12 +88,13 @@ class TestLaws:
         same(rule.per_example_grads(module, (), {"input": x}, g), rule.per_example_grads(module, (x,), {}, g))
 
     def test_fast_paths(self, case: Case) -> None:
-        check_fast_paths(*case.build())
+        module, x, g = case.build()
+        check_fast_paths(affine(module), module, x, g)
 
     def test_half_precision_is_summed_in_float32(self, case: Case) -> None:
         module, x, g = case.build()
         rule, x, g = affine(module), x.bfloat16(), g.bfloat16()
-        check_fast_paths(module, x, g, dtype=torch.float32, tolerance=1e-5)
+        check_fast_paths(rule, module, x, g, dtype=torch.float32, tolerance=1e-5)
         halves = rule.per_example_grads(module.bfloat16(), (x,), {}, g)
         for name, J in rule.per_example_grads(module, (x.float(),), {}, g.float()).items():
             assert halves[name].dtype == torch.float32
@@ -106,22 +108,6 @@ def check_rows(module: nn.Module, x: Tensor, g: Tensor) -> None:
     bias = 0 if module.bias is None else module.bias
     assert a.shape == (B, expected.shape[1], weight.shape[1])
     torch.testing.assert_close(a @ weight.T + bias, expected, rtol=1e-12, atol=1e-12)
-
-
-def check_fast_paths(
-    module: nn.Module, x: Tensor, g: Tensor, dtype: torch.dtype = torch.float64, tolerance: float = 1e-11
-) -> None:
-    rule = affine(module)
-    a, rows = rule.inputs(module, x), rule.grads(module, g)
-    A, total, count = rule.input_gram(module, x)
-    close = {"rtol": tolerance, "atol": tolerance * 100}
-    assert (a.dtype, rows.dtype) == (dtype, dtype)
-    torch.testing.assert_close(A, torch.einsum("bsi,bsj->ij", a, a), **close)
-    torch.testing.assert_close(total, a.sum((0, 1)), **close)
-    assert count == a.shape[0] * a.shape[1]
-    torch.testing.assert_close(rule.mean_inputs(module, x), a.mean(1), **close)
-    torch.testing.assert_close(rule.grad_gram(module, g), torch.einsum("vbso,vbsp->op", rows, rows), **close)
-    torch.testing.assert_close(rule.sum_grads(module, g), rows.sum(2), **close)
 
 
 # ---------------------------------------------------------------------------------------- every option at once
@@ -162,7 +148,7 @@ def test_any_convolution(drawn: tuple[nn.Module, tuple[int, ...]]) -> None:
         return
     g = torch.randn(V, *out.shape)
     check_rows(module, x, g)
-    check_fast_paths(module, x, g)
+    check_fast_paths(affine(module), module, x, g)
     J, twin = (r.per_example_grads(module, (x,), {}, g) for r in (rule_of(module), LayerRule()))
     for name in twin:
         torch.testing.assert_close(J[name], twin[name], rtol=1e-11, atol=1e-11)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch.nn.utils import parametrizations
 
 from curvlinops_plus import layer
 from curvlinops_plus.layer import (
-    RULES,
     AffineRule,
     ConvRule,
     LayerRule,
@@ -24,14 +22,6 @@ from curvlinops_plus.layer import (
     rule_of,
     why_generic,
 )
-
-
-@pytest.fixture(autouse=True)
-def _own_registry() -> Iterator[None]:
-    before = dict(RULES)
-    yield
-    RULES.clear()
-    RULES.update(before)
 
 
 class Plain(nn.Linear):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import check_fast_paths
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -36,22 +37,6 @@ def check_rows(module: Any, x: Tensor, *call: Any) -> None:
     assert a.shape == (len(x), out[0, 0].numel(), module.groups, W.shape[2])
     bias = 0 if module.bias is None else module.bias.view(module.groups, -1)
     torch.testing.assert_close(torch.einsum("bsgi,goi->bsgo", a, W) + bias, expected, rtol=1e-11, atol=1e-11)
-
-
-def check_fast_paths(
-    module: Any, x: Tensor, g: Tensor, *call: Any, dtype: torch.dtype = torch.float64, tolerance: float = 1e-11
-) -> None:
-    x = RULE.input_of(module, (x, *call), {})
-    a, rows = RULE.inputs(module, x), RULE.grads(module, g)
-    assert (a.dtype, rows.dtype) == (dtype, dtype)
-    A, total, count = RULE.input_gram(module, x)
-    close = {"rtol": tolerance, "atol": 100 * tolerance}
-    torch.testing.assert_close(A, torch.einsum("bs...i,bs...j->...ij", a, a), **close)
-    torch.testing.assert_close(total, a.sum((0, 1)), **close)
-    assert count == a.shape[0] * a.shape[1]
-    torch.testing.assert_close(RULE.mean_inputs(module, x), a.mean(1), **close)
-    torch.testing.assert_close(RULE.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", rows, rows), **close)
-    torch.testing.assert_close(RULE.sum_grads(module, g), rows.sum(2), **close)
 
 
 CASES = {
@@ -84,7 +69,7 @@ class TestLaws:
         check_rows(module, x)
 
     def test_fast_paths(self, name: str) -> None:
-        check_fast_paths(*self.build(name))
+        check_fast_paths(RULE, *self.build(name))
 
     def test_per_example_grads(self, name: str, loop: Any, same: Any) -> None:
         module, x, g = self.build(name)
@@ -101,7 +86,7 @@ class TestLaws:
     def test_half_precision_is_summed_in_float32(self, name: str) -> None:
         module, x, g = self.build(name)
         x, g = x.bfloat16(), g.bfloat16()
-        check_fast_paths(module, x, g, dtype=torch.float32, tolerance=1e-5)
+        check_fast_paths(RULE, module, x, g, dtype=torch.float32, tolerance=1e-5)
         halves = RULE.per_example_grads(module.bfloat16(), (x,), {}, g)
         for key, J in RULE.per_example_grads(module, (x.float(),), {}, g.float()).items():
             assert halves[key].dtype == torch.float32
@@ -150,7 +135,7 @@ def test_any_transposed_convolution(drawn: tuple[Any, tuple[int, ...], tuple[int
     for call in ((), (asked,)):
         g = torch.randn(V, *module(x, *call).shape)
         check_rows(module, x, *call)
-        check_fast_paths(module, x, g, *call)
+        check_fast_paths(RULE, module, RULE.input_of(module, (x, *call), {}), g)
         J = RULE.per_example_grads(module, (x, *call), {}, g)
         twin = LayerRule().per_example_grads(module, (x, *call), {}, g)
         for name in twin:
@@ -233,4 +218,4 @@ def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError):
         check_rows(module, x)
     with pytest.raises(AssertionError):
-        check_fast_paths(module, x, torch.randn(V, B, 1, 5))
+        check_fast_paths(RULE, module, x, torch.randn(V, B, 1, 5))

@@ -270,7 +270,7 @@ def test_poisson_has_the_hessian_of_its_loss(monkeypatch: pytest.MonkeyPatch) ->
     expected = torch.func.jacrev(torch.func.jacrev(lambda f: loss(f.view(4, 3), y)))(OUTPUT.flatten())
     actual = torch.block_diag(*squared(likelihood.hessian_root(F, Y))[:, 0]) / likelihood.count(F, Y)
     torch.testing.assert_close(actual, expected)
-    with pytest.raises(UnsupportedError, match="PoissonNLLLoss can't be made again"):
+    with pytest.raises(UnsupportedError, match="PoissonNLLLoss can't be rebuilt"):
         rebuild_loss(likelihood.options())
 
 

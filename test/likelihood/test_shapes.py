@@ -61,7 +61,9 @@ def test_class_indices_of_any_integer_type(dtype: torch.dtype) -> None:
 def test_ignored_targets_need_not_be_classes() -> None:
     for ignored in (-100, -1, 255):
         ce = likelihood_of(nn.CrossEntropyLoss(ignore_index=ignored))
-        ce.canonical(torch.randn(2, 3), torch.tensor([0, ignored]), 2)
+        F, Y = ce.canonical(torch.randn(2, 3), torch.tensor([0, ignored]), 2)
+        assert ce.count(F, Y) == 1
+        assert ce.nll(F, Y)[1] == 0
 
 
 # ------------------------------------------------------------------------------------------ refused
@@ -133,7 +135,7 @@ def test_targets_without_a_root(loss: nn.Module, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         likelihood.hessian_root(F, Y)
     with pytest.raises(UnsupportedError, match=message):
-        likelihood.hessian_root_column(F, Y, 0)
+        next(iter(likelihood.hessian_root_columns(F, Y)))
     with pytest.raises(UnsupportedError, match=message):
         likelihood.draw(F, Y, 1, torch.rand)
 

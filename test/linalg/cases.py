@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from helpers import F64, normal
 from torch import Tensor
 
 from curvlinops_plus.linalg import (
@@ -26,7 +27,6 @@ from curvlinops_plus.linalg import (
 )
 
 Pair = tuple[LinearOperator, Tensor]
-F64 = torch.float64
 FORMS = ("trace", "logdet", "frobenius_norm", "eigenvalues", "diagonal", "inverse", "damped_inverse", "power", "sample")
 
 
@@ -35,10 +35,6 @@ class Case:
     name: str
     make: Callable[[torch.dtype], Pair]
     without: tuple[str, ...] = ()
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def psd(*shape: int, seed: int = 0) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError, UnsupportedError
 from curvlinops_plus.optim import fisher_inverse, stochastic_reconfiguration
 from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
-from curvlinops_plus.optim.reconfiguration.damped_solve import System, _smooth
+from curvlinops_plus.optim.reconfiguration.damped_solve import DampedSystem, _smoothed_pseudo_inverse
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 
 from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, real_net
@@ -335,10 +335,10 @@ def test_smoothed_pseudo_inverse_by_definition() -> None:
     values = torch.tensor([1.0, 0.5, 2 * cut, 0.1 * cut, -0.5 * cut], dtype=F64)
     expected = torch.tensor([1.0, 2.0, 1 / (2 * cut) / (1 + 2.0**-6), 0.0, 0.0], dtype=F64)
     b = normal(5, seed=1)
-    x, rank, condition = _smooth(Q @ torch.diag(values) @ Q.T, b, 0.0)
+    x, rank, condition = _smoothed_pseudo_inverse(Q @ torch.diag(values) @ Q.T, b, 0.0)
     assert rank in (2, 3, 4)  # which of the three small ones are kept is a matter of rounding
     assert condition > 1e14
-    x, rank, _ = _smooth(torch.diag(values), b, 0.0)
+    x, rank, _ = _smoothed_pseudo_inverse(torch.diag(values), b, 0.0)
     assert rank == 3
     assert close(x / expected.clamp(min=1), b * (expected > 0), 1e-12)
 
@@ -619,5 +619,5 @@ def test_system_of_the_same_norm() -> None:
     problem = real_net(9, 6)
     O, _ = dense(problem)
     e = Ensemble(LogAmplitude(problem.log_psi, problem.params), problem.samples)
-    system, v = System(e, LAMBDA, "kernel"), normal(37, seed=2)
+    system, v = DampedSystem(e, LAMBDA, "kernel"), normal(37, seed=2)
     assert close(system.product(v).square().sum() + system.shift * v @ v, v @ (O.T @ O @ v + LAMBDA * v))

@@ -15,7 +15,7 @@ from curvlinops_plus.linalg import Structure
 from curvlinops_plus.optim import CenteredFisherLinearOperator, stochastic_reconfiguration
 from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
-from curvlinops_plus.optim.reconfiguration.sample_kernel import captured_kernel
+from curvlinops_plus.optim.reconfiguration.sample_kernel import recorded_sample_kernel
 from curvlinops_plus.optim.reconfiguration.scores import MatrixFreeScores, StoredScores
 
 from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, real_net
@@ -234,7 +234,7 @@ def test_kernel_from_layers(make: Callable[[], nn.Module], chunk_size: int | Non
     x = normal(9, 4) if isinstance(net, Net) else x
     e = Ensemble(LogAmplitude(net, None), x, None, chunk_size)
     J = torch.cat([J for _, J in e.jacobians()])[:, 0]
-    captured = captured_kernel(e)
+    captured = recorded_sample_kernel(e)
     if make is Wave:  # a weight that is read outside of its layer is differentiated sample by sample
         assert captured is None
     else:
@@ -257,7 +257,7 @@ class Sneaky(nn.Module):
 def test_kernel_from_layers_is_checked_against_autograd() -> None:
     e = Ensemble(LogAmplitude(Sneaky(), None), normal(9, 4))
     J = torch.cat([J for _, J in e.jacobians()])[:, 0]
-    plain = captured_kernel(e)
+    plain = recorded_sample_kernel(e)
     assert plain is not None
     assert not close(plain, J @ J.T, 1e-3)
     assert MatrixFreeScores(e).recorded_kernel() is None
@@ -273,7 +273,7 @@ def test_kernel_from_layers_stores_no_jacobian(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "_pieces", lambda seen: [kept.append(t.numel()) or t for t in original(seen)])
     net = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1)).double()
     e = Ensemble(LogAmplitude(net, None), normal(10, 4))
-    plain = captured_kernel(e)
+    plain = recorded_sample_kernel(e)
     J = torch.cat([J for _, J in e.jacobians()])[:, 0]
     assert plain is not None
     assert close(plain, J @ J.T)

@@ -144,7 +144,7 @@ def test_numbers_of_numpy_are_taken() -> None:
         (Y.tolist(), "CrossEntropyLoss needs a target that is a tensor, got a list. Convert it with torch.tensor"),
         (None, r"got a NoneType. Batches must be \(X, y\) with the target y"),
         (Y.numpy(), "got a ndarray. Convert it with torch.from_numpy"),
-        ({"a": Y}, "got a dict. One loss reads one target: give losses in the form of the targets"),
+        ({"a": Y}, "got a dict. One loss reads one target: give losses in the structure of the targets"),
     ],
 )
 def test_targets_that_are_no_tensors(kind: Any, y: Any, words: str) -> None:

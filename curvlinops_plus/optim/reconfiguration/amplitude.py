@@ -1,6 +1,6 @@
-"""Reading a log-amplitude `log ψ(θ, x)`, its parameters and its samples, whatever their form, into real vectors.
+"""`LogAmplitude`: a log-amplitude `log ψ(θ, x)` as a function of real tensors.
 
-Three kinds of amplitude, after netket. `O` are the derivatives of `log ψ` that stochastic reconfiguration is about:
+There are three kinds of amplitude, as in netket. `O` are the derivatives of `log ψ`:
 
 | `amplitude` | log ψ | parameters | `O` of one sample |
 | --- | --- | --- | --- |
@@ -8,10 +8,10 @@ Three kinds of amplitude, after netket. `O` are the derivatives of `log ψ` that
 | "complex" | complex | real or complex, also mixed | `∇ Re log ψ` and `∇ Im log ψ`, two rows |
 | "holomorphic" | complex and holomorphic in the parameters | all complex | complex derivative, one row |
 
-Everything behind this file is real. A complex parameter of shape `[*s]` is a real tensor `[*s, 2]`, its real and
-imaginary parts (`torch.view_as_real`), and two rows are two numbers per sample. A holomorphic function in these terms
-has the same two rows as a complex one; only that the second follows from the first (Cauchy and Riemann), which saves
-half of the derivatives and of their memory.
+All other modules of this package work with real numbers. A complex parameter of shape `[*s]` is a real tensor
+`[*s, 2]`, its real and imaginary parts (`torch.view_as_real`), and two rows are two numbers per sample. A holomorphic
+function has the same two rows as a complex one, but the second follows from the first (Cauchy-Riemann equations), which
+halves the derivatives and their memory.
 
 The gradient of a real function with respect to a complex parameter is that with respect to the real part plus `i` times
 that with respect to the imaginary part, as in `p.grad`.
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import named_params
 
-__all__ = ["Amplitude", "LogAmplitude", "LogPsi", "Params", "as_real", "undisturbed"]
+__all__ = ["Amplitude", "LogAmplitude", "LogPsi", "Params", "as_real", "full_precision_no_grad"]
 
 Amplitude = Literal["real", "complex", "holomorphic"]
 LogPsi = nn.Module | Callable[[Any, Any], Tensor]
@@ -43,12 +43,12 @@ class LogAmplitude:
 
     Args:
         log_psi: A module called with samples, or a function `(params, samples)`; returns `[n]` or `[n, 1]`, one number
-            per sample, each of which depends on its own sample alone.
+            per sample, each of which depends on its own sample only.
         params: A list, tuple or dict of tensors; of a module its own (None: all that require a gradient).
-        amplitude: See the table above.
+        amplitude: "real", "complex" or "holomorphic".
 
     Raises:
-        ValueError: If `amplitude` is none of the three, or parameters are missing or of kinds that do not fit it.
+        ValueError: If `amplitude` is unknown, or parameters are missing or of a kind that does not match it.
         TypeError: If `log_psi` can't be called, or `params` is no collection of tensors.
     """
 
@@ -63,21 +63,7 @@ class LogAmplitude:
                 f"Expected log_psi to be a torch.nn.Module, or a function of (params, samples) that returns log ψ of "
                 f"each sample; got {type(log_psi).__name__}."
             )
-        places = {p.device for p in self.params.values()}
-        if len(places) > 1:
-            raise ValueError(f"Expected all parameters on one device, got {sorted(map(str, places))}.")
-        self.device = places.pop()
-        self.dtype = torch.float32
-        for name, p in self.params.items():
-            if not (p.is_floating_point() or p.is_complex()):
-                raise ValueError(f"Expected real or complex parameters; {name!r} is of {p.dtype}.")
-            self.dtype = torch.promote_types(self.dtype, p.dtype.to_real())
-        real = [name for name, p in self.params.items() if not p.is_complex()]
-        if amplitude == "holomorphic" and real:
-            raise ValueError(
-                f'amplitude="holomorphic" needs complex parameters, and {real} are real. Use "complex", which takes '
-                "parameters of both kinds."
-            )
+        self.device, self.dtype = self._check_parameters()
         self.space = Space.of({name: as_real(p) for name, p in self.params.items()})
 
     def _read_module(self, module: nn.Module, params: Params) -> dict[str, Tensor]:
@@ -100,8 +86,26 @@ class LogAmplitude:
             )
         return dict(items)
 
+    def _check_parameters(self) -> tuple[torch.device, torch.dtype]:
+        """Their device, and the real dtype in which they are combined."""
+        devices = {p.device for p in self.params.values()}
+        if len(devices) > 1:
+            raise ValueError(f"Expected all parameters on one device, got {sorted(map(str, devices))}.")
+        dtype = torch.float32
+        for name, p in self.params.items():
+            if not (p.is_floating_point() or p.is_complex()):
+                raise ValueError(f"Expected real or complex parameters; {name!r} is of {p.dtype}.")
+            dtype = torch.promote_types(dtype, p.dtype.to_real())
+        real = [name for name, p in self.params.items() if not p.is_complex()]
+        if self.kind == "holomorphic" and real:
+            raise ValueError(
+                f'amplitude="holomorphic" needs complex parameters, and {real} are real. Use "complex", which takes '
+                "parameters of both kinds."
+            )
+        return devices.pop(), dtype
+
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of the parameters' present values as real tensors, in their own precision."""
+        """Copies of the parameters' current values as real tensors, in their own precision."""
         with torch.inference_mode(False):
             return {name: as_real(p.detach()).clone() for name, p in self.params.items()}
 
@@ -126,14 +130,14 @@ class LogAmplitude:
             return out[:, None]
         return out.real[:, None] if self.kind == "real" else torch.stack((out.real, out.imag), 1)
 
-    # Vectors in the user's form --------------------------------------------------------------------------------------
+    # Vectors in the user's containers ------------------------------------------------------------------------------
 
     def read(self, given: Any, what: str) -> Tensor:  # list, tuple or dict like the parameters, or flat -> [P]
-        """A vector that was given in the form of the parameters.
+        """A vector given in the container and shapes of the parameters, as a flat real tensor.
 
         Raises:
             ValueError: If shapes, names or number of tensors are not those of the parameters.
-            TypeError: If it is something else.
+            TypeError: If it is none of a list, tuple, dict or tensor.
         """
         tree = given
         if not isinstance(given, (Mapping, list, tuple, Tensor)):
@@ -156,7 +160,7 @@ class LogAmplitude:
         return X[:, 0]
 
     def write(self, v: Tensor, like: Any = None) -> Any:  # [P] -> like the parameters
-        """A vector in the form of the parameters, in their shapes and dtypes; of a flat question a flat answer."""
+        """A flat vector in the container, shapes and dtypes of the parameters; flat if `like` is a flat tensor."""
         if isinstance(like, Tensor):
             return v.to(like.dtype)
         named = {
@@ -168,8 +172,8 @@ class LogAmplitude:
 
 
 @contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Context for arithmetic of ours: no graph, full precision, whatever the caller's modes are."""
+def full_precision_no_grad(device: torch.device) -> Iterator[None]:
+    """Context without autograd graph and autocast, whatever the modes of the caller."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 

@@ -1,4 +1,4 @@
-"""Damped solves with `S = Ōᵀ Ō`, in the space of the parameters or of the samples, and what they achieved.
+"""Damped solves with `S = Ōᵀ Ō`, in the space of the parameters or of the samples.
 
 | mode | what is formed | solvers (the first is the default) |
 | --- | --- | --- |
@@ -27,7 +27,7 @@ from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 from curvlinops_plus.optim.reconfiguration.fisher import CenteredFisherLinearOperator
 from curvlinops_plus.optim.reconfiguration.scores import MatrixFreeScores, StoredScores
 
-__all__ = ["Mode", "SolveReport", "Solver", "System"]
+__all__ = ["DampedSystem", "Mode", "SolveReport", "Solver"]
 
 Mode = Literal["lazy", "dense", "kernel", "auto"]
 Solver = Literal["cholesky", "eigh", "cg", "lsmr"]
@@ -44,13 +44,13 @@ _STORED_BYTES = 2**32
 
 @dataclass(frozen=True)
 class SolveReport:
-    """What a solve achieved.
+    """Accuracy and cost of a solve.
 
     Attributes:
         mode: "lazy", "dense" or "kernel".
         solver: "cholesky", "eigh", "cg", "lsmr", or "pinv": the smoothed pseudo-inverse, where Cholesky failed.
         size: Number of unknowns: P or n·c.
-        residual: Norm of the residual of the damped system over that of its right-hand side, from a product at the end.
+        residual: Norm of the final residual of the damped system over that of its right-hand side.
         rank: Number of eigenvalues of the matrix without damping that are not zero up to rounding; None of solvers that
             compute no eigenvalues.
         condition: Condition number of the damped matrix; of "cholesky" estimated by power iterations, a lower bound
@@ -71,8 +71,8 @@ class SolveReport:
     iterations: int | None = None
 
 
-class System:
-    """Systems with `S + λI` of one ensemble, in one mode.
+class DampedSystem:
+    """Linear systems with `S + λI` of one ensemble, in one mode.
 
     A diagonal shift `ε` makes it `S + ε diag(S) + λI`. That is `D (Ŝ + ε I) D` with `D² = diag(S) + λ/ε` and `Ŝ` made
     of `Ō D⁻¹`: the same problem in unknowns `D δ`, with damping `ε`.
@@ -80,8 +80,8 @@ class System:
     Args:
         ensemble: Log-amplitude, samples, weights.
         damping: `λ`.
-        mode: See above.
-        solver: See above; None: the first one of the mode.
+        mode: "lazy", "dense", "kernel" or "auto".
+        solver: "cholesky", "eigh", "cg" or "lsmr"; None: the default of the mode.
         diagonal_shift: `ε`.
         tol: Relative residual at which "cg" and "lsmr" stop; None: 1e-5 in float32, 1e-12 in float64 or what rounding
             allows.
@@ -89,7 +89,7 @@ class System:
         proj_reg: Added to the kernel, times the projection onto the directions that centring removes.
 
     Raises:
-        ValueError: On names that are none of the above or don't go together, and numbers out of range.
+        ValueError: If names are unknown or incompatible, or numbers out of range.
         SingularMatrixError: Without damping, if there are too few samples for the parameters.
     """
 
@@ -110,19 +110,19 @@ class System:
         self.mode, self.solver = self._choose(mode, solver)
         self._check_rank()
         self.tol, self.maxiter = tol, 10 * ensemble.psi.space.dim if maxiter is None else maxiter
-        self.D = self._diagonal()
-        self.scores, kernel = self._make()
+        self.D = self._diagonal_scaling()
+        self.scores, kernel = self._scores_and_kernel()
         if kernel is not None and proj_reg:
             null = MatrixFreeScores(ensemble).null_directions()
             kernel = kernel + proj_reg * null @ null.T
         self.kernel = kernel
 
-    # What is solved for ----------------------------------------------------------------------------------------------
+    # Solutions --------------------------------------------------------------------------------------------------------
 
     def direction(self, target: Tensor) -> tuple[Tensor, SolveReport]:  # [n·c] -> [P]
         """The `d` of least `|Ō d - target|² + |d|²_M`, with `M = λI + ε diag(S)`: `(S + M)⁻¹ Ōᵀ target`."""
         if self.kernel is not None:
-            x, report = self._decomposed(self.kernel, target)
+            x, report = self._solve_dense(self.kernel, target)
             return self.from_unknowns(self.scores._rmatmat(x[:, None])[:, 0]), report
         if self.solver == "lsmr":
             d, report = self._lsmr(target)
@@ -136,7 +136,7 @@ class System:
         if self.kernel is None:
             x, report = self._solve(g)
         else:  # Woodbury: (ŌᵀŌ + λ)⁻¹ = (I - Ōᵀ (Ō Ōᵀ + λ)⁻¹ Ō) / λ
-            y, report = self._decomposed(self.kernel, self.product(g))
+            y, report = self._solve_dense(self.kernel, self.product(g))
             x = (g - self.scores._rmatmat(y[:, None])[:, 0]) / self.shift
         return self.from_unknowns(x), report
 
@@ -152,7 +152,7 @@ class System:
         """`D⁻¹ v`."""
         return v if self.D is None else v / self.D
 
-    # How it is set up ------------------------------------------------------------------------------------------------
+    # Setup -----------------------------------------------------------------------------------------------------------
 
     def _choose(self, mode: Mode, solver: Solver | None) -> tuple[str, Solver]:
         if mode != "auto":
@@ -184,14 +184,14 @@ class System:
                 "most. Add a damping (1e-3 is common), or take more samples."
             )
 
-    def _diagonal(self) -> Tensor | None:
+    def _diagonal_scaling(self) -> Tensor | None:
         if not self.diagonal_shift:
             return None
         squares = MatrixFreeScores(self.ensemble).variances() + self.damping / self.diagonal_shift
-        return torch.where(squares > 0, squares, torch.ones_like(squares)).sqrt()  # 0: a parameter that does nothing
+        return torch.where(squares > 0, squares, torch.ones_like(squares)).sqrt()  # 0: a parameter without effect
 
-    def _make(self) -> tuple[LinearOperator, Tensor | None]:
-        """`Ō D⁻¹`, and the kernel in the mode of that name."""
+    def _scores_and_kernel(self) -> tuple[LinearOperator, Tensor | None]:
+        """`Ō D⁻¹`, and in mode "kernel" the kernel."""
         free = MatrixFreeScores(self.ensemble)
         if self.mode == "lazy":
             return (free if self.D is None else Product(free, Diagonal(1 / self.D))), None
@@ -206,30 +206,36 @@ class System:
         """`(Ŝ + shift)⁻¹ b`."""
         S = CenteredFisherLinearOperator.of(self.scores)
         if self.solver in ("cholesky", "eigh"):
-            return self._decomposed(S.to_dense(), b)
+            return self._solve_dense(S.to_dense(), b)
         return self._cg(S, b)
 
     def _cg(self, A: LinearOperator, b: Tensor) -> tuple[Tensor, SolveReport]:
-        with self._patient():
-            x, info = cg(A.shift(self.shift), b, x0=b, tol=self._goal(), max_iter=self.maxiter)
+        with self._solver_warnings():
+            x, info = cg(A.shift(self.shift), b, x0=b, tol=self._tolerance(), max_iter=self.maxiter)
         residual = float(info.relative_residual[0])
-        self._complain(residual, info.reason)
+        self._warn_of_residual(residual, info.reason)
         return x, SolveReport(self.mode, "cg", len(b), residual, iterations=info.iterations)
 
     def _lsmr(self, target: Tensor) -> tuple[Tensor, SolveReport]:
-        goal = self._goal()
-        with self._patient():
+        tolerance = self._tolerance()
+        with self._solver_warnings():
             x, info = lsmr(
-                self.scores, target, damp=self.shift**0.5, atol=goal, btol=goal, conlim=0.0, maxiter=self.maxiter
+                self.scores,
+                target,
+                damp=self.shift**0.5,
+                atol=tolerance,
+                btol=tolerance,
+                conlim=0.0,
+                maxiter=self.maxiter,
             )
         b = self.scores._rmatmat(target[:, None])[:, 0]
         left = b - self.scores._rmatmat(self.product(x)[:, None])[:, 0] - self.shift * x
         residual = relative(left, b)
-        self._complain(residual, info.reason)
+        self._warn_of_residual(residual, info.reason)
         return x, SolveReport(self.mode, "lsmr", len(x), residual, iterations=info.iterations)
 
-    def _decomposed(self, M: Tensor, b: Tensor) -> tuple[Tensor, SolveReport]:
-        """`(M + shift)⁻¹ b` with a matrix that is there."""
+    def _solve_dense(self, M: Tensor, b: Tensor) -> tuple[Tensor, SolveReport]:
+        """`(M + shift)⁻¹ b` with a dense matrix."""
         what = "the kernel" if self.kernel is not None else "S"
         check_finite(M, what)
         if self.solver == "cg":
@@ -241,7 +247,7 @@ class System:
                 x = torch.cholesky_solve(b[:, None], L)[:, 0]
                 condition = _condition(M, L, self.shift)
             except SingularMatrixError:
-                solver, (x, rank, condition) = "pinv", _smooth(M, b, self.shift)
+                solver, (x, rank, condition) = "pinv", _smoothed_pseudo_inverse(M, b, self.shift)
                 warnings.warn(
                     f"{what} {list(M.shape)} with damping {self.shift:.1e} is not positive definite in {M.dtype}; "
                     f"solved with a smoothed pseudo-inverse of rank {rank}. Compute in float64, or take a larger "
@@ -258,16 +264,16 @@ class System:
             condition = float((values[-1] + self.shift) / (values[0] + self.shift))
         return x, SolveReport(self.mode, solver, len(b), relative(b - M @ x - self.shift * x, b), rank, condition)
 
-    def _goal(self) -> float:
+    def _tolerance(self) -> float:
         if self.tol is not None:
             return self.tol
         return 1e-12 if self.ensemble.psi.dtype == torch.float64 else 1e-5
 
-    def _patient(self) -> Any:
-        """With no tolerance asked for, what rounding allows is fine: no warning unless `_complain` says so."""
+    def _solver_warnings(self) -> Any:
+        """Context without the solver's own warnings if no tolerance was given: `_warn_of_residual` gives one then."""
         return _without_warnings() if self.tol is None else nullcontext()
 
-    def _complain(self, residual: float, reason: str) -> None:
+    def _warn_of_residual(self, residual: float, reason: str) -> None:
         limit = torch.finfo(self.ensemble.psi.dtype).eps ** 0.5
         if self.tol is None and not residual <= limit:
             warnings.warn(
@@ -285,10 +291,10 @@ def _without_warnings() -> Iterator[None]:
 
 
 def check_options(mode: Mode, solver: Solver | None, **numbers: float) -> None:
-    """Look at names and numbers before anything is computed.
+    """Check names and numbers before anything is computed.
 
     Raises:
-        ValueError: Saying which one is wrong.
+        ValueError: If a name is unknown or a number out of range.
     """
     if mode not in get_args(Mode):
         raise ValueError(f"Expected mode to be one of {list(get_args(Mode))}, got {mode!r}.")
@@ -305,7 +311,7 @@ def check_options(mode: Mode, solver: Solver | None, **numbers: float) -> None:
 
 
 def check_finite(M: Tensor, what: str) -> None:
-    """Refuse a matrix with NaN or infinite entries; those of derivatives were looked at before.
+    """Refuse a matrix with NaN or infinite entries; those of derivatives are checked earlier.
 
     Raises:
         NumericsError: If it has any.
@@ -323,10 +329,10 @@ def relative(residual: Tensor, b: Tensor) -> float:
     return float(torch.linalg.vector_norm(residual)) / size if size else 0.0
 
 
-def _smooth(M: Tensor, b: Tensor, shift: float) -> tuple[Tensor, int, float]:
+def _smoothed_pseudo_inverse(M: Tensor, b: Tensor, shift: float) -> tuple[Tensor, int, float]:
     """Smoothed pseudo-inverse of `M + shift` times b: `1/σ` times `1 / (1 + (r σ_max/σ)⁶)`, and 0 below `r σ_max`.
 
-    `r` is the size times the machine precision, what eigenvalues are known up to; as in netket.
+    `r` is the size times the machine precision, the relative accuracy of eigenvalues; as in netket.
     """
     values, Q = eigh(M)
     values = values + shift

@@ -1,12 +1,11 @@
-"""Natural-gradient directions for log-amplitudes: `fisher_inverse` for any gradient, `stochastic_reconfiguration` for
-that of an average over the samples themselves.
+"""Natural-gradient directions: `stochastic_reconfiguration` for averages over samples, `fisher_inverse` for gradients.
 
 Conventions. With centred derivatives `Ō` and centred costs `ε̄`, both times the roots of the weights (`1/√n` each
 without weights),
 
     S = Ō* Ō,    δ = (S + λI)⁻¹ Ō* ε̄ = Ō* (Ō Ō* + λI)⁻¹ ε̄
 
-The gradient of an energy `⟨E⟩` over `|ψ|²` is `∇⟨E⟩ = 2 Re Ō* ε̄`, twice what stands here: `δ = (S + λI)⁻¹ ∇⟨E⟩ / 2`,
+The gradient of an energy `⟨E⟩` over `|ψ|²` is `∇⟨E⟩ = 2 Re Ō* ε̄`, twice the one here: `δ = (S + λI)⁻¹ ∇⟨E⟩ / 2`,
 as in vmcnet; netket's directions are `2 δ`. For a density, `log ψ = log p`, the gradient of `⟨E⟩` over `p` is `Ō* ε̄`,
 and `S` the Fisher matrix: then `δ` is the natural gradient itself.
 """
@@ -20,19 +19,25 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.optim.reconfiguration.amplitude import Amplitude, LogAmplitude, LogPsi, Params, undisturbed
-from curvlinops_plus.optim.reconfiguration.damped_solve import Mode, Solver, SolveReport, System, check_options
+from curvlinops_plus.optim.reconfiguration.amplitude import (
+    Amplitude,
+    LogAmplitude,
+    LogPsi,
+    Params,
+    full_precision_no_grad,
+)
+from curvlinops_plus.optim.reconfiguration.damped_solve import DampedSystem, Mode, Solver, SolveReport, check_options
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble, name_samples
 
 __all__ = ["FisherInverse", "Reconfiguration", "fisher_inverse", "reconfigure", "stochastic_reconfiguration"]
 
 
 class Reconfiguration(NamedTuple):
-    """What `stochastic_reconfiguration` returns.
+    """Result of `stochastic_reconfiguration`.
 
     Attributes:
-        direction: `δ`, in the form, shapes and dtypes of the parameters; subtract a multiple of it.
-        report: What the solve achieved.
+        direction: `δ`, in the container, shapes and dtypes of the parameters; subtract a multiple of it.
+        report: Residual, rank and condition of the solve.
     """
 
     direction: Any
@@ -61,25 +66,25 @@ def stochastic_reconfiguration(
     """The direction of stochastic reconfiguration (also minSR, SPRING), `δ = (S + λI)⁻¹ Ō* ε̄`.
 
     Subtracting a multiple of it lowers the average of the local costs, by natural gradient descent. Note that `Ō* ε̄` is
-    *half* the gradient of an energy over |ψ|² (see the top of this file); netket's direction is twice ours.
+    *half* the gradient of an energy over |ψ|²: `δ = (S + λI)⁻¹ ∇⟨E⟩ / 2`. netket's direction is twice this one.
 
-    With momentum it is SPRING's: the `δ` of least `|Ō δ - ε̄|² + λ |δ - μ φ|²`, `φ` being the direction before. On one
-    batch repeated forever it tends to the `δ` of damping `λ (1 - μ)`.
+    With momentum it is SPRING's: the `δ` of least `|Ō δ - ε̄|² + λ |δ - μ φ|²`, `φ` being the previous direction. For
+    one batch repeated it converges to the `δ` of damping `λ (1 - μ)`.
 
     Args:
         log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
         params: Parameters, a list or a dict; of a module its own, None for all that require a gradient.
         samples: `[n, ...]`, or a tuple, list or dict of such tensors; drawn from |ψ|², or with `weights`.
-        local_costs: A number for each sample, `[n]`: local energies `(H ψ)(x) / ψ(x)`, rewards, … Complex ones count as
-            such if ψ is complex, else by their real parts.
+        local_costs: A number for each sample, `[n]`: local energies `(H ψ)(x) / ψ(x)`, rewards, … Of complex ones
+            the real part is used if ψ is real.
         damping: `λ`.
         mode: "lazy" (products only), "dense" (`S` [P, P]), "kernel" (`Ō Ō*` [n, n], twice that if complex) or "auto",
             by sizes. All give the same direction.
         momentum: SPRING's `μ`, at least 0 and below 1.
-        previous: The direction before, in the form of the parameters; None: none.
+        previous: The previous direction, in the container of the parameters; None: none.
         weights: Weights `[n]` of the samples, divided by their sum.
         chunk_size: How many samples are differentiated at once; None: all. Does not change the result.
-        amplitude: "real", "complex" or "holomorphic", see `optim/amplitude.py`.
+        amplitude: "real", "complex" or "holomorphic", see `LogAmplitude`.
         diagonal_shift: `ε` of a shift by `ε diag(S)` on top of `λI`; the direction then hardly depends on the scales of
             the parameters.
         solver: "cholesky" (if that fails, a smoothed pseudo-inverse with a warning) or "eigh" for dense and kernel,
@@ -118,15 +123,15 @@ def stochastic_reconfiguration(
     phi = None if previous is None else psi.read(previous, "previous")
     options = {"diagonal_shift": diagonal_shift, "tol": tol, "maxiter": maxiter, "proj_reg": proj_reg}
     check_options(mode, solver, damping=damping, diagonal_shift=diagonal_shift, proj_reg=proj_reg)
-    with undisturbed(psi.device):
+    with full_precision_no_grad(psi.device):
         ensemble = Ensemble(psi, samples, weights, chunk_size)
         target, _ = centred_costs(ensemble, local_costs)
-        delta, report = reconfigure(System(ensemble, damping, mode, solver, **options), target, momentum, phi)
+        delta, report = reconfigure(DampedSystem(ensemble, damping, mode, solver, **options), target, momentum, phi)
         return Reconfiguration(psi.write(delta), report)
 
 
 def reconfigure(
-    system: System, target: Tensor, momentum: float = 0.0, phi: Tensor | None = None
+    system: DampedSystem, target: Tensor, momentum: float = 0.0, phi: Tensor | None = None
 ) -> tuple[Tensor, SolveReport]:  # [n·c], [P] -> [P]
     """The direction for centred costs `target`, from flat vectors.
 
@@ -182,10 +187,10 @@ def check_momentum(momentum: float) -> None:
 
 
 class FisherInverse:
-    """What `fisher_inverse` returns: a function `(grad, samples) -> direction`.
+    """Result of `fisher_inverse`: a function `(grad, samples) -> direction`.
 
     Attributes:
-        report: What the last solve achieved, a `SolveReport`; None before the first.
+        report: `SolveReport` of the last solve; None before the first.
     """
 
     def __init__(self, psi: LogAmplitude, chunk_size: int | None, damping: float, **options: Any) -> None:
@@ -193,21 +198,21 @@ class FisherInverse:
         self.report: SolveReport | None = None
 
     def __call__(self, grad: Any, samples: Any, weights: Any = None) -> Any:
-        """`(S + λI)⁻¹ grad`, with `S` at the parameters' present values.
+        """`(S + λI)⁻¹ grad`, with `S` at the parameters' current values.
 
         Args:
-            grad: A gradient in the form of the parameters, or one flat tensor [P].
+            grad: A gradient in the container of the parameters, or one flat tensor [P].
             samples: Samples for `S`.
             weights: Their weights.
 
         Returns:
-            The direction in the form of `grad`.
+            The direction in the container of `grad`.
         """
         g = self.psi.read(grad, "grad")
         if not bool(torch.isfinite(g).all()):
             raise NumericsError("grad has NaN or infinite entries.")
-        with undisturbed(self.psi.device):
-            system = System(Ensemble(self.psi, samples, weights, self.chunk_size), self.damping, **self.options)
+        with full_precision_no_grad(self.psi.device):
+            system = DampedSystem(Ensemble(self.psi, samples, weights, self.chunk_size), self.damping, **self.options)
             direction, self.report = system.inverse(g)
             return self.psi.write(direction, like=grad)
 
@@ -224,9 +229,9 @@ def fisher_inverse(
     solver: Solver | None = None,
     tol: float | None = None,
 ) -> Callable[..., Any]:
-    """A function `(grad, samples) -> (S + λI)⁻¹ grad`: natural-gradient directions for gradients from elsewhere.
+    """A function `(grad, samples) -> (S + λI)⁻¹ grad`: natural-gradient directions for any gradient.
 
-    The parameters are looked at in each call, so that one function serves a whole optimization.
+    The parameters are read in each call, so that one function serves a whole optimization.
 
     Args:
         log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
@@ -242,7 +247,7 @@ def fisher_inverse(
         tol: Relative residual at which CG stops; None: 1e-5 in float32, 1e-12 in float64, or what rounding allows.
 
     Returns:
-        The function. It also takes `weights` of the samples; its attribute `report` tells what the last solve achieved.
+        The function. It also takes `weights` of the samples; its `report` is the `SolveReport` of the last solve.
 
     Raises:
         ValueError: If arguments do not fit each other, or for mode "kernel" without damping.

@@ -1,4 +1,4 @@
-"""A log-amplitude at given parameters, with samples and weights; derivatives of each sample."""
+"""`Ensemble`: a log-amplitude at fixed parameters, with weighted samples and their derivatives."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Ensemble", "name_samples"]
 
 
 class Ensemble:
-    """A log-amplitude at its parameters' present values, with samples and their weights: what averages are over.
+    """A log-amplitude at its parameters' current values, with samples and their weights.
 
-    Values of the parameters are copied: what is computed from it does not change when an optimizer moves them.
+    Values of the parameters are copied, so that steps of an optimizer don't change the ensemble.
 
     Args:
         psi: The log-amplitude.
@@ -36,7 +36,7 @@ class Ensemble:
         components: Numbers per sample, 1 or 2.
 
     Raises:
-        ValueError: If there are fewer than two samples that count, or weights are not such.
+        ValueError: If there are fewer than two samples of positive weight, or weights are invalid.
         NumericsError: If log ψ of a sample is NaN or infinite.
         UnsupportedError: If log ψ is random, or that of one sample depends on others.
 
@@ -91,7 +91,7 @@ class Ensemble:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Context for everything that runs `log_psi`; it and the global random state are as before afterwards."""
+        """Context for calls of `log_psi`; restores the module and the global random state."""
         kind = self.psi.device.type
         with ExitStack() as stack:
             stack.enter_context(preserve_state(self.psi.module or nn.Module(), None))
@@ -109,8 +109,8 @@ class Ensemble:
             after = self._random_state()
             if not all(map(torch.equal, before, after)):
                 raise UnsupportedError(
-                    "log_psi draws random numbers (dropout in training mode?), so that it has no derivatives to speak "
-                    "of. Call .eval() first, or take the randomness into the samples."
+                    "log_psi draws random numbers (dropout in training mode?), so that its derivatives are random. "
+                    "Call .eval() first, or make the randomness part of the samples."
                 )
             self._check_finite(out)
             alone = tree_map_only(Tensor, lambda t: t[-1:], self.chunks[-1])
@@ -143,7 +143,7 @@ class Ensemble:
         return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(self.psi.device)] if cuda else [])
 
     def _check_holomorphic(self) -> None:
-        """Cauchy and Riemann: the derivatives of the imaginary part are those of the real part, turned by i."""
+        """Cauchy and Riemann: the derivatives of the imaginary part are `i` times those of the real part."""
         first = tree_map_only(Tensor, lambda t: t[:2], self.chunks[0])
         with self.running():
             J = self._jacobian(first, 2).movedim(1, 0)  # [2, m, P]
@@ -185,7 +185,7 @@ class Ensemble:
 
         try:
             return vmap(one)(chunk).detach()
-        except Exception:  # vmap refuses in many ways: control flow, in-place writes, unknown operations
+        except Exception:  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
             return self._jacobian_row_by_row(chunk, rows)
 
     def _jacobian_row_by_row(self, chunk: Any, rows: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""`S`, the covariance of log-derivatives, as a linear operator on vectors like the parameters."""
+"""`S`, the covariance of log-derivatives, as a linear operator on the space of the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from curvlinops_plus.optim.reconfiguration.amplitude import (
     LogPsi,
     Params,
     as_real,
-    undisturbed,
+    full_precision_no_grad,
 )
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 from curvlinops_plus.optim.reconfiguration.scores import MatrixFreeScores, StoredScores
@@ -30,11 +30,11 @@ class CenteredFisherLinearOperator(LinearOperator):
     log-density with samples from it) `S` is the Fisher matrix itself. Adding a function of the parameters alone to
     `log ψ` changes nothing: normalisation does not matter.
 
-    It multiplies vectors in the form of the parameters, lists and dicts of complex tensors included; as a flat vector a
+    It multiplies lists and dicts of tensors like the parameters, including complex ones; as a flat vector a
     complex parameter is `torch.view_as_real` of it, real and imaginary parts in turn. For a holomorphic amplitude that
     is the complex matrix `S = Cov(O*, O)` on complex vectors; for a complex one its real part, `Re⟨O* O⟩ - …`.
 
-    The matrix is that of the parameters' values when it was made.
+    The matrix belongs to the parameters' values at construction.
 
     Args:
         log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
@@ -43,7 +43,7 @@ class CenteredFisherLinearOperator(LinearOperator):
         weights: Weights `[n]` of the samples, for instance |ψ|²/q for samples from q, or |ψ|² of an enumeration;
             divided by their sum.
         chunk_size: How many samples are differentiated at once; None: all. Does not change the result.
-        amplitude: "real", "complex" or "holomorphic", see `optim/amplitude.py`.
+        amplitude: "real", "complex" or "holomorphic", see `LogAmplitude`.
         stored: Keep all derivatives, n·P numbers (twice that if complex): each product is then two matrix products.
 
     Raises:
@@ -77,7 +77,7 @@ class CenteredFisherLinearOperator(LinearOperator):
         stored: bool = False,
     ) -> None:
         psi = LogAmplitude(log_psi, params, amplitude)
-        with undisturbed(psi.device):
+        with full_precision_no_grad(psi.device):
             ensemble = Ensemble(psi, samples, weights, chunk_size)
             self.scores: Any = StoredScores(ensemble) if stored else MatrixFreeScores(ensemble)
 
@@ -109,32 +109,38 @@ class CenteredFisherLinearOperator(LinearOperator):
 
     def __matmul__(self, X: Any) -> Any:
         """`S @ X`; also lists and dicts of complex tensors."""
-        named = isinstance(X, Mapping)
-        if not named and not isinstance(X, (list, tuple)):
-            return super().__matmul__(X)
-        items = list(X.items()) if named else list(enumerate(X))
-        if not any(isinstance(t, Tensor) and t.is_complex() for _, t in items):
-            return super().__matmul__(X)
+        if isinstance(X, Mapping):
+            return self._times_named(dict(X)) if _any_complex(X.values()) else super().__matmul__(X)
+        if isinstance(X, (list, tuple)) and _any_complex(X):
+            names = self.in_space.names
+            if len(X) != len(names):
+                return super().__matmul__(X)  # raises with the numbers of tensors
+            product = self._times_named(dict(zip(names, X)))
+            return type(X)(product[name] for name in names)
+        return super().__matmul__(X)
+
+    def _times_named(self, X: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Some tensors of `X` are complex: [*s, K] is the real [*s, 2, K]."""
         params = self.scores.ensemble.psi.params
-        given = dict(zip(params, params.values())) if named else dict(enumerate(params.values()))
-        ndim = {key: p.ndim for key, p in given.items() if p.is_complex()}
-        # A complex tensor [*s, K] is the real one [*s, 2, K].
-        real = {k: as_real(t).movedim(-1, ndim[k]) if k in ndim and t.is_complex() else t for k, t in items}
-        Y = super().__matmul__(real if named else type(X)(real.values()))
-        answer = dict(Y if named else enumerate(Y))
-        back = {
-            k: torch.view_as_complex(t.movedim(ndim[k], -1).contiguous()) if k in ndim else t for k, t in answer.items()
+        axes = {name: p.ndim for name, p in params.items() if p.is_complex()}
+        real = {k: as_real(t).movedim(-1, axes[k]) if k in axes and t.is_complex() else t for k, t in X.items()}
+        return {
+            k: torch.view_as_complex(t.movedim(axes[k], -1).contiguous()) if k in axes else t
+            for k, t in super().__matmul__(real).items()
         }
-        return back if named else type(X)(back.values())
 
     def _to_dense(self) -> Tensor:
-        with undisturbed(self.device):
+        with full_precision_no_grad(self.device):
             return self.scores.covariance()
 
     def diagonal(self) -> Tensor:
-        with undisturbed(self.device):
+        with full_precision_no_grad(self.device):
             return self.scores.variances()
 
     @property
     def trace(self) -> Tensor:
         return self.diagonal().sum()
+
+
+def _any_complex(tensors: Iterable[Any]) -> bool:
+    return any(isinstance(t, Tensor) and t.is_complex() for t in tensors)

@@ -8,8 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from curvlinops_plus.optim.reconfiguration.amplitude import Amplitude, LogAmplitude, LogPsi, Params, undisturbed
-from curvlinops_plus.optim.reconfiguration.damped_solve import Mode, Solver, SolveReport, System, check_options
+from curvlinops_plus.optim.reconfiguration.amplitude import (
+    Amplitude,
+    LogAmplitude,
+    LogPsi,
+    Params,
+    full_precision_no_grad,
+)
+from curvlinops_plus.optim.reconfiguration.damped_solve import DampedSystem, Mode, Solver, SolveReport, check_options
 from curvlinops_plus.optim.reconfiguration.directions import centred_costs, check_momentum, reconfigure
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 
@@ -19,13 +25,14 @@ __all__ = ["StochasticReconfiguration"]
 class StochasticReconfiguration(torch.optim.Optimizer):
     """Steps `θ ← θ - lr δ` along the directions `δ` of `stochastic_reconfiguration`.
 
-    `step(samples, local_costs)` takes a batch of samples of the present |ψ|² (or of anything, with weights) and a cost
-    for each; no backward pass is needed before, and `.grad` is neither read nor written. Learning rates are about half
-    of the gradient of an energy, see `stochastic_reconfiguration`: netket's are half as large for the same step.
+    `step(samples, local_costs)` takes a batch of samples of the current |ψ|² (or of anything, with weights) and a cost
+    for each; no backward pass is needed before, and `.grad` is neither read nor written. Directions are for half
+    the gradient of an energy, see `stochastic_reconfiguration`: netket's learning rates are half as large for the same
+    step.
 
     There is one parameter group, `param_groups[0]`, because one matrix couples all parameters. Its `lr`, `damping`,
     `momentum`, `diagonal_shift` and `norm_constraint` are read in every step: `torch.optim.lr_scheduler` works on `lr`,
-    and the others may be changed between steps. With momentum, `φ` is the direction of the step before, without
+    and the others may be changed between steps. With momentum, `φ` is the direction of the previous step, without
     learning rate and norm constraint, as in SPRING.
 
     Args:
@@ -48,13 +55,13 @@ class StochasticReconfiguration(torch.optim.Optimizer):
         maxiter: As there.
 
     Attributes:
-        report: What the last step's solve achieved, a `SolveReport`; None before the first.
+        report: `SolveReport` of the last step; None before the first.
 
     Raises:
         ValueError: If a number is out of range, or arguments do not fit each other.
 
-    Its `state_dict` holds the group, the number of steps, and the direction before; loaded into an optimizer that was
-    made with the same arguments, beside the same parameters, it continues bit for bit. Schedules are not part of it.
+    Its `state_dict` holds the group, the number of steps, and the previous direction; loaded into an optimizer that was
+    made with the same arguments and the same parameters, it continues bit for bit. Schedules are not part of it.
 
     Example:
         >>> a = torch.tensor(2.0)  # the harmonic oscillator, whose ground state has a = 1 and energy 1/2
@@ -103,7 +110,7 @@ class StochasticReconfiguration(torch.optim.Optimizer):
         super().__init__(list(self._psi.params.values()), group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add the one group there is.
+        """Add the only parameter group.
 
         Raises:
             ValueError: For a second one.
@@ -133,10 +140,10 @@ class StochasticReconfiguration(torch.optim.Optimizer):
         if self._schedule is not None:
             group["damping"] = self._schedule(group["steps"])
         self._check(group)
-        with undisturbed(self._psi.device):
+        with full_precision_no_grad(self._psi.device):
             ensemble = Ensemble(self._psi, samples, weights, self._chunk_size)
             target, mean = centred_costs(ensemble, local_costs)
-            system = System(ensemble, group["damping"], diagonal_shift=group["diagonal_shift"], **self._options)
+            system = DampedSystem(ensemble, group["damping"], diagonal_shift=group["diagonal_shift"], **self._options)
             direction, self.report = reconfigure(system, target, group["momentum"], self._previous())
             factor = float(group["lr"])
             if group["norm_constraint"] is not None:
@@ -156,8 +163,8 @@ class StochasticReconfiguration(torch.optim.Optimizer):
         named = dict(zip(self._psi.params, states, strict=True))
         return self._psi.read(named, "the direction before")
 
-    def _shorten(self, system: System, direction: Tensor, lr: float, limit: float) -> float:
-        """Factor at most 1 that brings the squared norm of `lr δ` down to the limit."""
+    def _shorten(self, system: DampedSystem, direction: Tensor, lr: float, limit: float) -> float:
+        """Factor of at most 1 that reduces the squared norm of `lr δ` to the limit."""
         if self._norm == "fisher":
             unknowns = system.to_unknowns(direction)
             square = system.product(unknowns).square().sum() + system.shift * unknowns.square().sum()

@@ -1,4 +1,4 @@
-"""The kernel `J Jᵀ` between samples, layer by layer from what a module's layers see: no Jacobian is stored.
+"""The kernel `J Jᵀ` between samples, from the inputs and output gradients of layers: no Jacobian is stored.
 
 For a layer `W a + b` without weight sharing, the derivative of sample n is the outer product `g_n (a_n, 1)ᵀ` of its
 output gradient and its input. The inner product of two such is `(g_n·g_m)(a_n·a_m + 1)`, so that the layer adds
@@ -20,11 +20,11 @@ from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors, find_layers
 from curvlinops_plus.risk.sweep import sweep
 
-__all__ = ["captured_kernel"]
+__all__ = ["recorded_sample_kernel"]
 
 
 class _Ones(Vectors):
-    """The gradient of the sum of all outputs: each layer receives every sample's own gradient."""
+    """Backpropagates ones: the output gradients of each layer are then those of each sample."""
 
     def count(self, likelihood: Likelihood, F: Tensor) -> int:
         return 1
@@ -33,7 +33,7 @@ class _Ones(Vectors):
         yield torch.ones_like(F)
 
 
-def captured_kernel(ensemble: Ensemble) -> Tensor | None:
+def recorded_sample_kernel(ensemble: Ensemble) -> Tensor | None:
     """`J Jᵀ` [n, n] of a real module, neither centred nor weighted; None if its layers can't be recorded.
 
     Cost: one forward and one backward pass, without gradients of weights, and n² products per input and output of each
@@ -58,7 +58,7 @@ def captured_kernel(ensemble: Ensemble) -> Tensor | None:
     try:
         risk = EmpiricalRisk(
             psi.module,
-            nn.MSELoss(reduction="sum"),  # of no matter: the vectors are ours
+            nn.MSELoss(reduction="sum"),  # without effect: the vectors are ones
             data,
             psi.params,
             output=lambda out: (out.real if out.is_complex() else out).reshape(-1),
@@ -67,7 +67,7 @@ def captured_kernel(ensemble: Ensemble) -> Tensor | None:
         layers = find_layers(risk.model, risk.params, False)
         with ensemble.running():
             totals = sweep(risk, layers, _Ones(), consume)
-    except (NotImplementedError, ValueError):  # something that layers do not see; differentiating samples is exact too
+    except (NotImplementedError, ValueError):  # not supported by recording; per-sample differentiation is exact too
         return None
     complete = totals.reached == set(range(len(layers))) and not held
     return total if complete else None

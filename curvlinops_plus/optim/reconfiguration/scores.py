@@ -1,4 +1,4 @@
-"""Centred log-derivatives `Ō` as linear operators; the covariance `S = Ōᵀ Ō` is made of them in `fisher.py`.
+"""Centred log-derivatives `Ō` as linear operators, from which the covariance `S = Ōᵀ Ō` is formed.
 
     Ō = √W (I - 1 wᵀ) J        [n·c, P]
 
@@ -21,13 +21,13 @@ from torch import Tensor
 from curvlinops_plus.linalg import LinearOperator, Space, gram
 from curvlinops_plus.linalg.numerics import standard_normal
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
-from curvlinops_plus.optim.reconfiguration.sample_kernel import captured_kernel
+from curvlinops_plus.optim.reconfiguration.sample_kernel import recorded_sample_kernel
 
 __all__ = ["MatrixFreeScores", "Scores", "StoredScores"]
 
 
 class Scores(LinearOperator):
-    """`Ō` [n·c, P]. Subclasses know how to multiply with it; what is quadratic in it has its own method.
+    """`Ō` [n·c, P]. Subclasses define its products; quadratic functions of it have their own methods.
 
     Args:
         ensemble: Log-amplitude, samples and weights.
@@ -168,12 +168,12 @@ class MatrixFreeScores(Scores):
         return total
 
     def recorded_kernel(self) -> Tensor | None:
-        """`Ō Ōᵀ` from what a module's layers see; None where that does not work.
+        """`Ō Ōᵀ` from the recorded inputs and output gradients of layers; None if they can't be recorded.
 
-        A parameter may be read in ways that layers do not see. So the result is compared with plain autograd on one
+        A parameter may also be read outside of the recorded calls. So the result is compared with plain autograd on one
         random vector: `uᵀ Ō Ōᵀ u = |Ōᵀ u|²`.
         """
-        plain = captured_kernel(self.ensemble)
+        plain = recorded_sample_kernel(self.ensemble)
         if plain is None:
             return None
         kernel = self.centred(self.centred(plain).T)

@@ -1,7 +1,7 @@
-"""Layers that normalize, then scale and shift: the scale's gradient is the output gradient times what was normalized.
+"""Normalization layers: the gradient of the scale is the output gradient times the normalized input.
 
 `y = weight · x̂ + bias` entry by entry, so that for each example `J_weight = Σ g x̂` and `J_bias = Σ g`, over the
-positions that share an entry. There is no matrix to take apart: the blocks are the exact diagonal or the full block.
+positions that share an entry. There are no Kronecker factors: the blocks are the exact diagonal or the full block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WORK_BYTES = 2**20
 
 
 class ScaleShiftRule(LayerRule):
-    """Layers `weight · x̂ + bias` with `x̂` of the input's shape: a subclass says what `x̂` is and where features are.
+    """Layers `weight · x̂ + bias` with `x̂` of the input's shape: a subclass defines `x̂` and the axes of the features.
 
     Example:
         >>> layer, x = nn.LayerNorm(3), torch.tensor([[1.0, 2, 3], [0, 0, 3]])
@@ -47,11 +47,11 @@ class ScaleShiftRule(LayerRule):
         raise NotImplementedError(f"{type(self).__name__} must define normalized(module, x), [B, *in] -> [B, *in].")
 
     def refuses(self, module: nn.Module) -> str | None:
-        """Layers whose weight is no parameter (weight normalization, pruning)."""
+        """Layers whose weight is computed from other parameters (weight normalization, pruning)."""
         return why_computed(module, ("weight", "bias"))
 
     def features(self, module: nn.Module, x: Tensor) -> range:
-        """Dimensions of `x` that weight and bias have; the others, but dimension 0, are positions. Default: 1."""
+        """Dimensions of `x` that weight and bias have; the others, except dimension 0, are positions. Default: 1."""
         return range(1, 2)
 
     def check(self, module: nn.Module) -> None:
@@ -92,7 +92,7 @@ def sum_of_products(
     g, x, over = g.detach(), x.detach(), list(over)
     if not over:
         return g * of(x)
-    # A few examples at a time, and products in the same memory: asking for pages can cost more than the products.
+    # A few examples at a time, with products in the same memory: page faults can cost more than the products.
     num = max(1, _WORK_BYTES // max(1, x[0].nbytes)) if x.device.type == "cpu" else len(x)
     parts: list[Tensor] = []
     for some, of_some in zip(x.split(num), g.split(num, 1)):
@@ -143,7 +143,7 @@ class GroupNormRule(ScaleShiftRule):
 class BatchNormRule(ScaleShiftRule):
     """Batch normalization in evaluation mode, with running statistics: the features are dimension 1.
 
-    In training mode, and without running statistics, the examples of a batch depend on each other: that is refused.
+    In training mode, and without running statistics, the examples of a batch depend on each other: this is refused.
     """
 
     channels_first: ClassVar[bool] = True
@@ -195,7 +195,7 @@ class ScaledRMSNormRule(ScaleShiftRule):
         return range(x.ndim - 1, x.ndim)
 
     def normalized(self, module: nn.Module, x: Tensor) -> Tensor:
-        """What a weight is multiplied with."""
+        """Output at weight one minus output at weight zero."""
         weight = module.get_parameter("weight").detach().to(x.dtype)
         at_one, at_zero = (
             functional_call(module, {"weight": torch.full_like(weight, value)}, (x,)) for value in (1.0, 0.0)

@@ -15,8 +15,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer import RULES, LayerRule, PReLURule, ScaleShiftRule, norm, rule_of, why_generic
-from curvlinops_plus.layer.norm import BatchNormRule, GroupNormRule, InstanceNormRule, LayerNormRule, RMSNormRule
+from curvlinops_plus.layer import RULES, LayerRule, PReLURule, ScaleShiftRule, normalization, rule_of, why_generic
+from curvlinops_plus.layer.normalization import (
+    BatchNormRule,
+    GroupNormRule,
+    InstanceNormRule,
+    LayerNormRule,
+    RMSNormRule,
+)
 from curvlinops_plus.layer.rule_check import check_rule
 
 V, B = 2, 3
@@ -164,7 +170,7 @@ class TestLaws:
         g, rule = torch.randn(V, *x.shape), rule_of(module)
         whole = rule.per_example_grads(module, (x,), {}, g)
         for examples in (1, 2):  # two, and then the one that is left
-            monkeypatch.setattr(norm, "_WORK_BYTES", examples * x[0].nbytes)
+            monkeypatch.setattr(normalization, "_WORK_BYTES", examples * x[0].nbytes)
             same(rule.per_example_grads(module, (x,), {}, g), whole)
 
     def test_nothing_is_changed(self, name: str) -> None:

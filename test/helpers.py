@@ -1,0 +1,49 @@
+"""What tests of several folders use: seeded random numbers, matrices with known eigenvalues, a law of affine rules.
+
+Problems and their exact twin are in `cases.py` and `reference.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+F64 = torch.float64
+
+
+def seeded(seed: int = 0) -> Generator:
+    """A generator of its own, so that the global random state is not touched."""
+    return Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal numbers in float64."""
+    return torch.randn(*shape, dtype=F64, generator=seeded(seed))
+
+
+def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:
+    """A symmetric matrix with these eigenvalues and random eigenvectors."""
+    values = torch.as_tensor(values, dtype=F64)
+    Q = torch.linalg.qr(normal(len(values), len(values), seed=seed))[0]
+    A = Q * values @ Q.T
+    return (A + A.T) / 2
+
+
+def check_fast_paths(
+    rule: Any, module: Any, x: Tensor, g: Tensor, dtype: torch.dtype = F64, tolerance: float = 1e-11
+) -> None:
+    """What a rule computes without its rows is what plain sums over its rows `a` and `b` give."""
+    a, b = rule.inputs(module, x), rule.grads(module, g)
+    assert isinstance(a, Tensor)
+    A, total, count = rule.input_gram(module, x)
+    assert {a.dtype, b.dtype, A.dtype, total.dtype} == {dtype}
+    assert b.shape[1:3] == a.shape[:2]
+    close = {"rtol": tolerance, "atol": 100 * tolerance}
+    torch.testing.assert_close(A, torch.einsum("bs...i,bs...j->...ij", a, a), **close)
+    torch.testing.assert_close(total, a.sum((0, 1)), **close)
+    assert count == a.shape[0] * a.shape[1]
+    torch.testing.assert_close(rule.mean_inputs(module, x), a.mean(1), **close)
+    torch.testing.assert_close(rule.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", b, b), **close)
+    torch.testing.assert_close(rule.sum_grads(module, g), b.sum(2), **close)
