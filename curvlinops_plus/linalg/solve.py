@@ -37,7 +37,7 @@ from torch import Tensor
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.products import outside_autocast
-from curvlinops_plus.linalg.space import Form
+from curvlinops_plus.linalg.space import Container
 
 __all__ = ["Preconditioner", "SolveInfo"]
 
@@ -114,8 +114,8 @@ class System:
 
     Args:
         A: The operator.
-        b: Right-hand sides in any form of a vector of `A.out_space`.
-        x0: First guess in any form of a vector of `A.in_space`; a single one serves all columns. `None` is 0.
+        b: Right-hand sides, anything that `A.out_space` reads.
+        x0: First guess, anything that `A.in_space` reads; a single one serves all columns. `None` is 0.
         preconditioner: Operator or function `[n, k] -> [n, k]`.
     """
 
@@ -127,8 +127,8 @@ class System:
         if square and A.shape[0] != A.shape[1]:
             raise ValueError(f"Expected a square matrix, got {A.label}; use LSMR for a rectangular one.")
         self.operator = A
-        self.form: Form
-        B, self.form = A.out_space.read(b, A.dtype, A.device)
+        self.container: Container
+        B, self.container = A.out_space.read(b, A.dtype, A.device)
         self.dtype = torch.float32 if A.dtype in _HALF else A.dtype
         self.eps = torch.finfo(self.dtype).eps
         B = B.detach().to(self.dtype)
@@ -192,8 +192,8 @@ class System:
         return call
 
     def solution(self, X: Tensor) -> Any:
-        """Scaled columns [n, K] in the form of the question."""
-        return self.operator.in_space.write((X * self.scale).to(self.operator.dtype), self.form)
+        """Scaled columns [n, K] in the container type of the right-hand side."""
+        return self.operator.in_space.write((X * self.scale).to(self.operator.dtype), self.container)
 
 
 class Method(ABC):

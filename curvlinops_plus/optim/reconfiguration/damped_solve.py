@@ -220,7 +220,7 @@ class System:
         goal = self._goal()
         with self._patient():
             x, info = lsmr(
-                self.scores, target, damp=self.shift**0.5, atol=goal, btol=goal, conlim=0.0, maxiter=self.maxiter
+                self.scores, target, damp=self.shift**0.5, atol=goal, btol=goal, conlim=0.0, max_iter=self.maxiter
             )
         b = self.scores._rmatmat(target[:, None])[:, 0]
         left = b - self.scores._rmatmat(self.product(x)[:, None])[:, 0] - self.shift * x
