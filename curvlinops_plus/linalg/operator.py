@@ -148,8 +148,8 @@ class Sum(Wrapper):
             raise ValueError(f"Expected operators on equal spaces, got {_spaces(A)} and {_spaces(B)}.")
         _check_same_place(A, B)
         self.A, self.B = A, B
-        self.in_space = _more_telling(A.in_space, B.in_space)
-        self.out_space = _more_telling(A.out_space, B.out_space)
+        self.in_space = _with_names(A.in_space, B.in_space)
+        self.out_space = _with_names(A.out_space, B.out_space)
 
     @property
     def structure(self) -> Structure:
@@ -384,8 +384,8 @@ class Shifted(Wrapper):
         return self.power(0.5)._matmat(X)
 
 
-def _more_telling(a: Space, b: Space) -> Space:
-    """Of two spaces that match, the one that knows more shapes."""
+def _with_names(a: Space, b: Space) -> Space:
+    """Of two spaces that match, the one with names and shapes."""
     return b if a.is_flat and not b.is_flat else a
 
 

@@ -97,23 +97,26 @@ class CenteredFisherLinearOperator(LinearOperator):
 
     def __matmul__(self, X: Any) -> Any:
         """`S @ X`; also lists and dicts of complex tensors."""
-        named = isinstance(X, Mapping)
-        if not named and not isinstance(X, (list, tuple)):
+        if not isinstance(X, (Mapping, list, tuple)):
             return super().__matmul__(X)
-        items = list(X.items()) if named else list(enumerate(X))
-        if not any(isinstance(t, Tensor) and t.is_complex() for _, t in items):
+        named = isinstance(X, Mapping)
+        items = dict(X) if named else dict(enumerate(X))
+        if not any(isinstance(t, Tensor) and t.is_complex() for t in items.values()):
             return super().__matmul__(X)
         params = self.scores.ensemble.psi.params
-        given = dict(zip(params, params.values())) if named else dict(enumerate(params.values()))
+        given = params if named else dict(enumerate(params.values()))
         ndim = {key: p.ndim for key, p in given.items() if p.is_complex()}
-        # A complex tensor [*s, K] is the real one [*s, 2, K].
-        real = {k: as_real(t).movedim(-1, ndim[k]) if k in ndim and t.is_complex() else t for k, t in items}
+
+        def to_real(key: Any, t: Tensor) -> Tensor:  # complex [*s, K] -> [*s, 2, K]
+            return as_real(t).movedim(-1, ndim[key]) if key in ndim and t.is_complex() else t
+
+        def to_complex(key: Any, t: Tensor) -> Tensor:  # [*s, 2, K] -> complex [*s, K]
+            return torch.view_as_complex(t.movedim(ndim[key], -1).contiguous()) if key in ndim else t
+
+        real = {key: to_real(key, t) for key, t in items.items()}
         Y = super().__matmul__(real if named else type(X)(real.values()))
-        answer = dict(Y if named else enumerate(Y))
-        back = {
-            k: torch.view_as_complex(t.movedim(ndim[k], -1).contiguous()) if k in ndim else t for k, t in answer.items()
-        }
-        return back if named else type(X)(back.values())
+        result = {key: to_complex(key, t) for key, t in (Y.items() if named else enumerate(Y))}
+        return result if named else type(X)(result.values())
 
     def _to_dense(self) -> Tensor:
         with undisturbed(self.device):
