@@ -17,8 +17,12 @@ from curvlinops_plus.blocks import (
     ScaledIdentity,
     compute_eigenvalue_correction_linear_weight_sharing,
     curvature,
-    load,
-    save,
+)
+from curvlinops_plus.blocks import (
+    load as load,
+)
+from curvlinops_plus.blocks import (
+    save as save,
 )
 from curvlinops_plus.classic import (
     EKFACLinearOperator,
@@ -49,13 +53,15 @@ from curvlinops_plus.estimate import (
     hutchpp_trace,
     lanczos_approximate_log_spectrum,
     lanczos_approximate_spectrum,
-    logdet,
     plot_spectrum,
     random_vector,
     spectral_norm,
     top_eigenpairs,
     xdiag,
     xtrace,
+)
+from curvlinops_plus.estimate import (
+    logdet as logdet,
 )
 from curvlinops_plus.exact import (
     ActivationHessianLinearOperator,
@@ -71,8 +77,8 @@ from curvlinops_plus.layer import AffineRule, LayerRule, SparseRows, check_rule,
 from curvlinops_plus.likelihood import FromDistribution, Likelihood, register_likelihood
 from curvlinops_plus.linalg import (
     CGInverseLinearOperator,
+    HeuristicDamping,
     IdentityLinearOperator,
-    LinearOperator,
     LSMRInverseLinearOperator,
     MINRESInverseLinearOperator,
     NeumannInverseLinearOperator,
@@ -80,12 +86,21 @@ from curvlinops_plus.linalg import (
     RelativeDamping,
     SolveInfo,
     SubmatrixLinearOperator,
-    cg,
     from_scipy,
-    lsmr,
-    minres,
     neumann,
     submatrix,
+)
+from curvlinops_plus.linalg import (
+    LinearOperator as LinearOperator,
+)
+from curvlinops_plus.linalg import (
+    cg as cg,
+)
+from curvlinops_plus.linalg import (
+    lsmr as lsmr,
+)
+from curvlinops_plus.linalg import (
+    minres as minres,
 )
 from curvlinops_plus.optim import (
     CenteredFisherLinearOperator,
@@ -105,6 +120,7 @@ from curvlinops_plus.risk import (
 )
 from curvlinops_plus.version import __version__
 
+# Names that SciPy or PyTorch have too can be imported by name, and do not come with `*`.
 __all__ = [
     "EKFAC",
     "KFAC",
@@ -133,6 +149,7 @@ __all__ = [
     "GGNFactorLinearOperator",
     "GGNLinearOperator",
     "HessianLinearOperator",
+    "HeuristicDamping",
     "IdentityLinearOperator",
     "JacobianLinearOperator",
     "KFACInverseLinearOperator",
@@ -144,7 +161,6 @@ __all__ = [
     "LanczosApproximateSpectrumCached",
     "LayerRule",
     "Likelihood",
-    "LinearOperator",
     "MINRESInverseLinearOperator",
     "MonteCarlo",
     "NearestKronecker",
@@ -167,7 +183,6 @@ __all__ = [
     "approximate_boundaries",
     "approximate_boundaries_abs",
     "as_vectors",
-    "cg",
     "check_rule",
     "compute_eigenvalue_correction_linear_weight_sharing",
     "condition_number",
@@ -180,16 +195,11 @@ __all__ = [
     "hutchpp_trace",
     "lanczos_approximate_log_spectrum",
     "lanczos_approximate_spectrum",
-    "load",
-    "logdet",
-    "lsmr",
-    "minres",
     "neumann",
     "plot_spectrum",
     "random_vector",
     "register_likelihood",
     "register_rule",
-    "save",
     "spectral_norm",
     "stochastic_reconfiguration",
     "submatrix",

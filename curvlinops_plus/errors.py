@@ -1,7 +1,7 @@
-"""Warnings and errors of this package, so that a program can tell ours from everybody else's.
+"""Warnings and errors of this package.
 
-Every error says what was expected, what came, and what to do next. Each class is also a built-in one, so that code that
-catches `ValueError` or `NotImplementedError` keeps working.
+Every message says what was expected, what was given, and what to do next. Each class derives from a built-in one, so
+that code that catches `ValueError` or `NotImplementedError` keeps working.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class CurvatureWarning(UserWarning):
 
 
 class UnsupportedError(NotImplementedError, ValueError):
-    """An option of a loss, a layer or a model that we refuse by name, because the answer would be wrong."""
+    """An option of a loss, a layer or a model that is not supported, because the result would be wrong."""
 
 
 class NoClosedForm(NotImplementedError):
@@ -37,4 +37,4 @@ class SingularMatrixError(NumericsError):
 
 
 class VerificationError(RuntimeError):
-    """A check of `verify()` that failed: some number of ours disagrees with plain autodiff."""
+    """A check of `verify()` that failed: a number disagrees with plain autodiff."""

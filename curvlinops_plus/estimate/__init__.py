@@ -1,7 +1,7 @@
 """Numbers of a matrix from its products alone: trace, diagonal, norms, log-determinant, eigenvalues, spectral density.
 
 Every function takes an operator of this package, a tensor, a NumPy array, or a SciPy operator or sparse matrix, and
-answers with tensors in its dtype and on its device.
+returns tensors in its dtype and on its device.
 """
 
 from curvlinops_plus.estimate.boundaries import approximate_boundaries, approximate_boundaries_abs

@@ -1,4 +1,4 @@
-"""Where the spectrum of a symmetric matrix begins and ends."""
+"""The ends of the spectrum of a symmetric matrix."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check_boundaries(boundaries: Boundaries, absolute: bool) -> tuple[float | No
 
 
 def ends(
-    M: Matrix, given: tuple[float | None, float | None], tolerance: float, absolute: bool, generator: Generator | None
+    M: Matrix, given: tuple[float | None, float | None], tol: float, absolute: bool, generator: Generator | None
 ) -> tuple[float, float]:
     """The smallest and the largest (absolute) eigenvalue, where they are not given."""
     low, high = given
@@ -100,12 +100,12 @@ def ends(
         return float(low), float(high)
     if absolute:
         if high is None:
-            high = extreme_eigenpairs(M, 1, "largest magnitude", tolerance, 1000, generator).eigenvalues.abs().item()
+            high = extreme_eigenpairs(M, 1, "largest magnitude", tol, 1000, generator).eigenvalues.abs().item()
         if low is None:
-            nearest = extreme_eigenpairs(M, 1, "smallest magnitude", tolerance, 100, generator)
+            nearest = extreme_eigenpairs(M, 1, "smallest magnitude", tol, 100, generator)
             low = min(torch.hypot(nearest.eigenvalues, nearest.residuals).item(), high)  # |A x|
         return float(low), float(high)
     which = "ends" if low is None and high is None else "smallest" if low is None else "largest"
-    found = extreme_eigenpairs(M, min(2, M.shape[0]) if which == "ends" else 1, which, tolerance, 1000, generator)
+    found = extreme_eigenpairs(M, min(2, M.shape[0]) if which == "ends" else 1, which, tol, 1000, generator)
     values = found.eigenvalues.tolist()
     return float(values[-1] if low is None else low), float(values[0] if high is None else high)

@@ -1,8 +1,8 @@
 """Extreme eigenvalues of a matrix from its products: the largest ones, the spectral norm, the condition number.
 
-The method is Lanczos' with full reorthogonalization, restarted with the best approximations (Wu and Simon 2000), in the
-form of Davidson's: the basis and its products are kept, so that residuals are those of the vectors returned, and not
-only what a recurrence says.
+The method is thick-restart Lanczos with full reorthogonalization (Wu and Simon 2000). As in Davidson's method, the
+basis and its products are kept, so that residuals are those of the vectors returned and not estimates from a
+recurrence.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def top_eigenpairs(
     k: int = 1,
     largest: bool = True,
     *,
-    tolerance: float | None = None,
+    tol: float | None = None,
     max_iter: int = 1000,
     generator: Generator | None = None,
     progressbar: bool = False,
@@ -59,7 +59,7 @@ def top_eigenpairs(
         A: Symmetric `[n, n]`, of any kind that `hutchinson_trace` takes.
         k: How many, at most `n`.
         largest: Whether to take the largest or the smallest (most negative) ones; the latter in ascending order.
-        tolerance: Largest residual `|A x - λ x|`, relative to the largest absolute eigenvalue. By default the root of
+        tol: Largest residual `|A x - λ x|`, relative to the largest absolute eigenvalue. By default the root of
             machine precision, 1.5e-8 in float64 and 3.5e-4 in float32: the error of an eigenvalue is about the
             residual's square divided by the distance to the next eigenvalue.
         max_iter: Largest number of products with a block of at most `k` columns.
@@ -93,7 +93,7 @@ def top_eigenpairs(
         if not 1 <= k <= M.shape[0]:
             raise ValueError(f"k ({k}) must be between 1 and A's size ({M.shape[0]}).")
         which = "largest" if largest else "smallest"
-        pairs = extreme_eigenpairs(M, k, which, tolerance, max_iter, generator)
+        pairs = extreme_eigenpairs(M, k, which, tol, max_iter, generator)
         _warn_unless(pairs, f"The {k} {which} eigenvalues of {M.label}", max_iter)
     return pairs
 
@@ -102,7 +102,7 @@ def top_eigenpairs(
 def spectral_norm(
     A: MatrixLike,
     *,
-    tolerance: float | None = None,
+    tol: float | None = None,
     max_iter: int = 1000,
     generator: Generator | None = None,
     return_error: Literal[False] = False,
@@ -113,7 +113,7 @@ def spectral_norm(
 def spectral_norm(
     A: MatrixLike,
     *,
-    tolerance: float | None = None,
+    tol: float | None = None,
     max_iter: int = 1000,
     generator: Generator | None = None,
     return_error: Literal[True],
@@ -123,7 +123,7 @@ def spectral_norm(
 def spectral_norm(
     A: MatrixLike,
     *,
-    tolerance: float | None = None,
+    tol: float | None = None,
     max_iter: int = 1000,
     generator: Generator | None = None,
     return_error: bool = False,
@@ -157,7 +157,7 @@ def spectral_norm(
         symmetric = M.looks_symmetric()
         which = "largest magnitude" if symmetric else "largest"
         G = M if symmetric else M.gram()
-        pairs = extreme_eigenpairs(G, 1, which, tolerance, max_iter, generator)
+        pairs = extreme_eigenpairs(G, 1, which, tol, max_iter, generator)
         _warn_unless(pairs, f"The spectral norm of {M.label}", max_iter, _unit(M, symmetric))
         value, residual = pairs.eigenvalues[0].abs(), pairs.residuals[0]
         if not symmetric:
@@ -169,7 +169,7 @@ def spectral_norm(
 def condition_number(
     A: MatrixLike,
     *,
-    tolerance: float = 1e-3,
+    tol: float = 1e-3,
     max_iter: int = 1000,
     generator: Generator | None = None,
     return_error: Literal[False] = False,
@@ -180,7 +180,7 @@ def condition_number(
 def condition_number(
     A: MatrixLike,
     *,
-    tolerance: float = 1e-3,
+    tol: float = 1e-3,
     max_iter: int = 1000,
     generator: Generator | None = None,
     return_error: Literal[True],
@@ -190,7 +190,7 @@ def condition_number(
 def condition_number(
     A: MatrixLike,
     *,
-    tolerance: float = 1e-3,
+    tol: float = 1e-3,
     max_iter: int = 1000,
     generator: Generator | None = None,
     return_error: bool = False,
@@ -209,7 +209,7 @@ def condition_number(
 
     Args:
         A: Any shape; of a rectangular one, min(m, n) singular values count.
-        tolerance: Largest residual of both ends, each relative to its own eigenvalue (of `A`, or of `AᵀA`).
+        tol: Largest residual of both ends, each relative to its own eigenvalue (of `A`, or of `AᵀA`).
         return_error: Return `(condition number, error)`, with the error that the residuals allow.
 
     Raises:
@@ -228,8 +228,8 @@ def condition_number(
     with multiplying(A, "condition number", None, chunk_size=chunk_size, progressbar=progressbar, square=False) as M:
         symmetric = M.looks_symmetric()
         G = M if symmetric else M.gram()
-        top = extreme_eigenpairs(G, 1, "largest magnitude", tolerance, max_iter, generator)
-        end = extreme_eigenpairs(G, 1, "smallest magnitude", tolerance, max_iter, generator)
+        top = extreme_eigenpairs(G, 1, "largest magnitude", tol, max_iter, generator)
+        end = extreme_eigenpairs(G, 1, "smallest magnitude", tol, max_iter, generator)
         unit = _unit(M, symmetric)
         _warn_unless(top, f"The largest eigenvalue for the condition number of {G.label}", max_iter, unit)
         _warn_unless(end, f"The smallest eigenvalue for the condition number of {G.label}", max_iter, unit)
@@ -251,7 +251,7 @@ _LEAST_BASIS = 10
 
 @torch.no_grad()
 def extreme_eigenpairs(
-    A: Matrix, k: int, which: Which, tolerance: float | None, max_iter: int, generator: Generator | None
+    A: Matrix, k: int, which: Which, tol: float | None, max_iter: int, generator: Generator | None
 ) -> Eigenpairs:
     """The `k` eigenpairs of a symmetric matrix at one end or both ends of its spectrum, or nearest to zero.
 
@@ -259,7 +259,7 @@ def extreme_eigenpairs(
         A: Symmetric `[n, n]`.
         k: How many.
         which: Which ones; "ends" is half of them from each.
-        tolerance: As for `top_eigenpairs`; for the "smallest magnitude" relative to each eigenvalue itself.
+        tol: As for `top_eigenpairs`; for the "smallest magnitude" relative to each eigenvalue itself.
         max_iter: Largest number of block products.
         generator: For the starting vectors.
 
@@ -274,7 +274,7 @@ def extreme_eigenpairs(
     """
     check_at_least(1, max_iter=max_iter)
     n = A.shape[0]
-    limit = A.eps**0.5 if tolerance is None else tolerance
+    limit = A.eps**0.5 if tol is None else tol
     room = 20 if k == 1 and which != "smallest magnitude" else max(40, 2 * k)  # halves the products of hard cases
     size = min(n, k + room)  # of the basis
     V = orthonormal(random_vectors(k, n, "normal", generator, A.zero))[0]
@@ -296,7 +296,7 @@ def extreme_eigenpairs(
         if V.shape[1] + int(missing.sum()) > size < n:
             keep = k + room // 2  # leaves room for k
             V, AV = V @ S[:, :keep], AV @ S[:, :keep]
-        new = _apart_from(V, R[:, missing][:, : size - V.shape[1]])
+        new = _orthonormal_to(V, R[:, missing][:, : size - V.shape[1]])
         if new.shape[1] == 0:  # the residuals are rounding errors
             break
         V, AV = torch.cat([V, new], 1), torch.cat([AV, A.matmat(new)], 1)
@@ -320,8 +320,8 @@ def _small_problem(V: Tensor, AV: Tensor, which: Which, A: Matrix) -> tuple[Tens
     return S[:, order], torch.diag(values[order])
 
 
-def _apart_from(V: Tensor, R: Tensor) -> Tensor:
-    """Orthonormal columns that span `R` apart from `V`; fewer if some of it lies in the span of `V` up to rounding."""
+def _orthonormal_to(V: Tensor, R: Tensor) -> Tensor:
+    """Orthonormal columns that span the part of `R` orthogonal to `V`; fewer where that is only rounding."""
     eps = torch.finfo(R.dtype).eps
     Q = R
     for _ in range(3):

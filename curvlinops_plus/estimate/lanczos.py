@@ -1,4 +1,4 @@
-"""Lanczos tridiagonalization of a symmetric matrix for several vectors at once, and Gauss quadrature by it.
+"""Lanczos tridiagonalization of a symmetric matrix for several vectors at once, and the Gauss quadrature that follows.
 
 For a vector `v` of length 1, `steps` products give nodes `θ` and weights `w` with `vᵀ f(A) v ≈ Σ w f(θ)`, exact for
 polynomials `f` up to degree `2 steps - 1` (Golub and Meurant 2010, chapter 6).
@@ -90,8 +90,8 @@ def lanczos(A: Matrix, V: Tensor, steps: int, *, reorthogonalize: bool) -> Tridi
         if reorthogonalize:
             basis[:, step] = V.T
             for _ in range(2):  # twice is enough (Giraud, Langou, Rozložník 2005)
-                seen = basis[:, : step + 1]
-                W = W - (seen.mT @ (seen @ W.T[..., None]))[..., 0].T
+                known = basis[:, : step + 1]
+                W = W - (known.mT @ (known @ W.T[..., None]))[..., 0].T
         size = length(W)
         scale = torch.maximum(scale, alpha.abs() + beta)
         alive = alive & (size > 100 * torch.finfo(V.dtype).eps * scale)
@@ -137,19 +137,19 @@ def check_symmetric(left: Tensor, right: Tensor, products: Tensor, vectors: Tens
         return
     repeated = A.repeat_by(vectors[:, :1])
     unit = A.unit or 1.0
-    seen = (
+    asymmetry = (
         f"for some vectors of length 1, uᵀ(Av) and vᵀ(Au) differ by {difference * unit:.1e}, and |Av| is "
         f"{size * unit:.1e}"
     )
     if repeated > difference / 10:
         raise ValueError(
-            f"{A.label} is not symmetric: {seen}. Expected a symmetric matrix. Its products are not reproducible: two "
-            f"with the same vector differ by {repeated * unit:.1e}. Look for dropout, a shuffled loader or batch "
+            f"{A.label} is not symmetric: {asymmetry}. Expected a symmetric matrix. Its products are not reproducible: "
+            f"two with the same vector differ by {repeated * unit:.1e}. Look for dropout, a shuffled loader or batch "
             "normalization in training mode."
         )
     if difference > GROSS * size:
         raise ValueError(
-            f"{A.label} is not symmetric: {seen}. Expected a symmetric matrix; take `A.T @ A` or `(A + A.T) / 2`. "
+            f"{A.label} is not symmetric: {asymmetry}. Expected a symmetric matrix; take `A.T @ A` or `(A + A.T) / 2`. "
             "It is neither rounding, which would be smaller, nor randomness: products with the same vector agree."
         )
     A.eps = difference / size  # above the former
@@ -159,11 +159,11 @@ def warn_of_rounding(A: Matrix) -> None:
     """Say how accurate results are, if `check_symmetric` has put an asymmetry down to rounding.
 
     Warns:
-        CurvatureWarning: With the largest asymmetry seen, relative to the length of products.
+        CurvatureWarning: With the largest asymmetry found, relative to the length of products.
 
     Example:
         >>> from curvlinops_plus.estimate.matrix import as_matrix
-        >>> warn_of_rounding(as_matrix(torch.eye(2)))  # nothing was seen
+        >>> warn_of_rounding(as_matrix(torch.eye(2)))  # no asymmetry was found
     """
     if A.repeated is not None:
         advice = "if it should be symmetric, compute in float64; " if A.dtype != torch.float64 else ""

@@ -1,4 +1,4 @@
-"""What estimators ask of a matrix: products with blocks of columns, whatever library the matrix comes from."""
+"""The interface of a matrix to estimators: products with blocks of columns, whatever library it comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of spectral densities; needs Matplotlib, which nothing else here does."""
+"""Plots of spectral densities, which need Matplotlib."""
 
 from __future__ import annotations
 

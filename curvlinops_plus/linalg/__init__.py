@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
-from curvlinops_plus.linalg.damping import RelativeDamping, heuristic_damping
+from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, heuristic_damping
 from curvlinops_plus.linalg.deferred import Deferred
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.iterative_inverse import (
@@ -34,6 +34,7 @@ __all__ = [
     "Diagonal",
     "Eigendecomposed",
     "Factor",
+    "HeuristicDamping",
     "Identity",
     "IdentityLinearOperator",
     "Kronecker",

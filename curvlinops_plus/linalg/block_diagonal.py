@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.closed_forms import naming
 from curvlinops_plus.linalg.damping import Damping, Scalar
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.operator import LinearOperator
-from curvlinops_plus.linalg.products import outside_autocast
+from curvlinops_plus.linalg.products import error_context, outside_autocast
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
@@ -54,18 +55,22 @@ class BlockDiagonal(LinearOperator):
                 f"Expected one layout per block and at least one block, got blocks {list(blocks)} "
                 f"and layouts {list(layouts)}."
             )
-        self.blocks, self.layouts, self.space = dict(blocks), {name: layouts[name] for name in blocks}, space
+        first = next(iter(blocks.values()))
+        super().__init__(space, first.dtype, first.device)
+        self.space = space
+        #: Name to operator, and to how the parameters of the block make its vector.
+        self.blocks, self.layouts = dict(blocks), {name: layouts[name] for name in blocks}
         self._check_spaces()
         self._check_blocks()
 
     def _check_spaces(self) -> None:
         listed = [parameter for layout in self.layouts.values() for parameter in layout.names]
-        if sorted(listed) != sorted(self.space.names):
-            raise ValueError(f"Expected each of the parameters {self.space.names} in one layout, got {listed}.")
+        if sorted(listed) != sorted(self.in_space.names):
+            raise ValueError(f"Expected each of the parameters {self.in_space.names} in one layout, got {listed}.")
         for name, layout in self.layouts.items():
             for parameter, shape in layout.shapes.items():
-                if shape != self.space.shapes[parameter]:
-                    expected = list(self.space.shapes[parameter])
+                if shape != self.in_space.shapes[parameter]:
+                    expected = list(self.in_space.shapes[parameter])
                     raise ValueError(
                         f'block "{name}": expected parameter "{parameter}" of shape {expected}, got {list(shape)}.'
                     )
@@ -83,47 +88,34 @@ class BlockDiagonal(LinearOperator):
                 )
 
     @property
-    def in_space(self) -> Space:
-        return self.space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self.blocks.values())).dtype
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.blocks.values())).device
-
-    @property
     def structure(self) -> Structure:
         return min(block.structure for block in self.blocks.values())
 
     # Products --------------------------------------------------------------------------------------------------------
 
     def _matmat(self, X: Tensor) -> Tensor:
-        return self._blockwise(X, lambda block, x: block._matmat(x))
+        return self._blockwise("_matmat", X)
 
     def _rmatmat(self, X: Tensor) -> Tensor:
-        return self._blockwise(X, lambda block, x: block._rmatmat(x))
+        return self._blockwise("_rmatmat", X)
 
     def _root_matmat(self, X: Tensor) -> Tensor:
-        return self._blockwise(X, lambda block, x: block._root_matmat(x))
+        return self._blockwise("_root_matmat", X)
 
-    def _blockwise(self, X: Tensor, product: Callable[[LinearOperator, Tensor], Tensor]) -> Tensor:
+    def _blockwise(self, product: str, X: Tensor) -> Tensor:
         """Multiply block by block, each result written straight to its place in `[n, K]`.
 
         Columns are stored one after another, as `Kronecker` and `Layout.join` do: then a block's rows are moved in long
         runs, and the whole is transposed once at most.
         """
-        n, K = X.shape
-        tree = self.space.unflatten(X.T.contiguous().T)
-        Y = X.new_empty(K, n).T
+        Y = X.new_empty(X.shape[1], X.shape[0]).T
+        parts = self.in_space.unflatten(X.T.contiguous().T)
         for name, block in self.blocks.items():
             layout = self.layouts[name]
-            with naming(f'block "{name}"'):
-                y = product(block, layout.join(tree))
+            with error_context(f'block "{name}"'):
+                y = getattr(block, product)(layout.join(parts))
             for parameter, part in layout.split(y).items():
-                self.space.part(Y, parameter).copy_(part)
+                self.in_space.part(Y, parameter).copy_(part)
         return Y
 
     def split(self, v: Any) -> dict[str, Tensor]:
@@ -144,10 +136,10 @@ class BlockDiagonal(LinearOperator):
             >>> K.split(torch.tensor([1.0, 2.0, 3.0]))
             {'b': tensor([3.]), 'a': tensor([1., 2.])}
         """
-        X, form = self.space.read(v, self.dtype, self.device)
-        tree = self.space.unflatten(X)
+        X, container = self.in_space.read(v, self.dtype, self.device)
+        tree = self.in_space.unflatten(X)
         parts = {name: layout.join(tree) for name, layout in self.layouts.items()}
-        return {name: part[:, 0] if form.columns is None else part for name, part in parts.items()}
+        return {name: part[:, 0] if container.columns is None else part for name, part in parts.items()}
 
     def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The vector `[n]`, or `[n, K]`, of which `parts` are the blocks' parts: undoes `split`.
@@ -166,17 +158,17 @@ class BlockDiagonal(LinearOperator):
                 )
             split = layout.split(part if part.ndim == 2 else part[:, None])
             tree |= {key: t if part.ndim == 2 else t[..., 0] for key, t in split.items()}
-        return self.space.flatten(tree)
+        return self.in_space.flatten(tree)
 
     def adjoint(self) -> LinearOperator:
-        return self if self.structure >= Structure.SYMMETRIC else self._map(lambda block: block.adjoint())
+        return self if self.structure >= Structure.SYMMETRIC else self._with(self._each(methodcaller("adjoint")))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
-        return self._map(lambda block: block.to(device, dtype))
+        return self._with(self._each(methodcaller("to", device, dtype)))
 
     def _to_dense(self) -> Tensor:
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        positions = self.space.unflatten(torch.arange(self.shape[0], device=self.device)[:, None])
+        positions = self.in_space.unflatten(torch.arange(self.shape[0], device=self.device)[:, None])
         for name, block in self.blocks.items():
             at = self.layouts[name].join(positions)[:, 0]
             with outside_autocast(self.device):
@@ -187,60 +179,60 @@ class BlockDiagonal(LinearOperator):
 
     @property
     def trace(self) -> Tensor:
-        return torch.stack(self._each(lambda block: block.trace)).sum()
+        return torch.stack(list(self._each(lambda block: block.trace).values())).sum()
 
     @property
     def frobenius_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(torch.stack(self._each(lambda block: block.frobenius_norm)))
+        return torch.linalg.vector_norm(torch.stack(list(self._each(lambda block: block.frobenius_norm).values())))
 
     def eigenvalues(self) -> Tensor:
-        return torch.cat(self._each(lambda block: block.eigenvalues()))
+        return torch.cat(list(self._each(methodcaller("eigenvalues")).values()))
 
     def diagonal(self) -> Tensor:
         """The diagonal, `[n]`, in the order of the parameters."""
-        parts: dict[str, Tensor] = {}
-        for layout, d in zip(self.layouts.values(), self._each(lambda block: block.diagonal()), strict=True):
-            parts |= {parameter: t[..., 0] for parameter, t in layout.split(d[:, None]).items()}
-        return self.space.flatten(parts)
+        return self.merge(self._each(methodcaller("diagonal")))
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        signs, logarithms = zip(*self._each(lambda block: block._slogdet()), strict=True)
+        signs, logarithms = zip(*self._each(methodcaller("_slogdet")).values(), strict=True)
         return torch.stack(signs).prod(), torch.stack(logarithms).sum()
 
     def _entrywise_square(self) -> BlockDiagonal:
-        return self._map(lambda block: block._entrywise_square())
+        return self._with(self._each(methodcaller("_entrywise_square")))
 
-    def inverse(self, damping: Damping = 0.0, **options: Any) -> BlockDiagonal:
-        """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse` for the options."""
+    def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> BlockDiagonal:
+        """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`."""
         dampings = self.per_block(damping)
-        return self._map_named(lambda name, block: block.inverse(dampings[name], **options))
+        return self._with(
+            self._each(lambda block, d: block.inverse(d, retry_double_precision=retry_double_precision), dampings)
+        )
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
         dampings = self.per_block(damping)
-        return self._map_named(lambda name, block: block.power(p, dampings[name], exact=exact))
+        return self._with(self._each(lambda block, d: block.power(p, d, exact=exact), dampings))
 
     def shift(self, delta: Damping) -> BlockDiagonal:
         """`K + delta I`, block by block."""
-        deltas = self.per_block(delta)
-        return self._map_named(lambda name, block: block.shift(deltas[name]))
+        return self._with(self._each(lambda block, d: block.shift(d), self.per_block(delta)))
 
     def _scale(self, c: Scalar) -> BlockDiagonal:
-        return self._map(lambda block: block._scale(c))
+        return self._with(self._each(methodcaller("_scale", c)))
 
-    def _each(self, function: Callable[[LinearOperator], T]) -> list[T]:
-        results = []
-        for name, block in self.blocks.items():
-            with naming(f'block "{name}"'), outside_autocast(self.device):
-                results.append(function(block))
+    def _each(self, function: Callable[..., T], arguments: Mapping[str, Any] | None = None) -> dict[str, T]:
+        """Block name to `function(block)`, or to `function(block, arguments[name])`."""
+        results = {}
+        with outside_autocast(self.device):
+            for name, block in self.blocks.items():
+                with error_context(f'block "{name}"'):
+                    results[name] = function(block) if arguments is None else function(block, arguments[name])
         return results
 
-    def _map(self, function: Callable[[LinearOperator], LinearOperator]) -> BlockDiagonal:
-        return BlockDiagonal(dict(zip(self.blocks, self._each(function), strict=True)), self.layouts, self.space)
-
-    def _map_named(self, function: Callable[[str, LinearOperator], LinearOperator]) -> BlockDiagonal:
-        names = iter(self.blocks)
-        return self._map(lambda block: function(next(names), block))
+    def _with(self, blocks: dict[str, LinearOperator]) -> BlockDiagonal:
+        """The same groups of parameters with other blocks of the same sizes."""
+        first = next(iter(blocks.values()))
+        other = copy(self)
+        other.blocks, other.dtype, other.device = blocks, first.dtype, first.device
+        return other
 
     def per_block(self, damping: Any) -> dict[str, Any]:
         """The damping of each block."""

@@ -1,18 +1,17 @@
-"""What a matrix may know of itself without being formed: trace, determinant, eigenvalues, inverse, square root.
+"""Closed forms, which need no entries of the whole matrix: trace, determinant, eigenvalues, inverse, square root.
 
-Every operator has these members. Those whose structure gives the answer implement them; the others raise `NoClosedForm`
-and say what to use instead. Singular matrices follow the rule of `numerics.py`.
+Every operator has these members. Structured ones implement them; the others raise `NoClosedForm`, which says what to
+use instead. Which eigenvalues count as zero is the rule of `psd_clip`.
 """
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.errors import NoClosedForm, NumericsError
+from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg.damping import Damping, Scalar, resolve
 from curvlinops_plus.linalg.numerics import standard_normal
 from curvlinops_plus.linalg.products import Products, outside_autocast
@@ -21,7 +20,7 @@ from curvlinops_plus.linalg.structure import Structure
 if TYPE_CHECKING:  # for annotations only: operators inherit from what is defined here
     from curvlinops_plus.linalg.operator import LinearOperator
 
-__all__ = ["ClosedForms", "naming"]
+__all__ = ["ClosedForms"]
 
 _ADVICE = {
     "trace": "estimate it from products with random vectors: `xtrace(A, ...)` or `hutchinson_trace(A, ...)`",
@@ -36,7 +35,7 @@ _ADVICE = {
 
 
 class ClosedForms(Products):
-    """The members that follow from structure, with defaults that tell what to do instead."""
+    """The members that follow from structure; by default they raise errors that say what to use instead."""
 
     @property
     def trace(self) -> Tensor:
@@ -71,22 +70,13 @@ class ClosedForms(Products):
         """The diagonal, `[n]`."""
         raise self._no_closed_form("diagonal")
 
-    def inverse(
-        self,
-        damping: Damping = 0.0,
-        *,
-        use_heuristic_damping: bool = False,
-        min_damping: float = 1e-8,
-        retry_double_precision: bool = True,
-    ) -> LinearOperator:
+    def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> LinearOperator:
         """The matrix `(A + damping I)⁻¹` as an operator that has its own `logdet`, `trace`, `sample`.
 
         Args:
-            damping: A number, a 0-d tensor (results are differentiable in it), a rule such as `RelativeDamping`; what
-                else a Kronecker product or a block-diagonal matrix takes is said in `inverse.py`.
-            use_heuristic_damping: Split the damping between the factors of a Kronecker product (`heuristic_damping`).
-                A matrix without factors takes it whole.
-            min_damping: Smallest part that this split may give.
+            damping: A number, a 0-d tensor (results are differentiable in it), a rule such as `RelativeDamping` or
+                `HeuristicDamping`; of a Kronecker product also a pair `(λ_A, λ_G)`, and of a block-diagonal matrix one
+                per block: a tensor, or a mapping from block name to any of these.
             retry_double_precision: Repeat a Cholesky decomposition that failed in float32 in float64, with a warning.
 
         Raises:
@@ -94,10 +84,8 @@ class ClosedForms(Products):
             SingularMatrixError: If the matrix is singular and there is no damping.
             ValueError: If the damping is negative or of a kind that does not fit the matrix.
         """
-        if use_heuristic_damping:
-            if isinstance(damping, tuple):
-                raise ValueError("Heuristic and exact damping require a single damping value.")
-            damping = self._split_damping(resolve(damping, self), min_damping)
+        if callable(damping):
+            damping = damping(self)
         if isinstance(damping, tuple):
             return self._inverse_by_factors(damping, retry_double_precision)
         return self._inverse(resolve(damping, self), retry_double_precision)
@@ -107,7 +95,7 @@ class ClosedForms(Products):
 
         Args:
             p: The exponent.
-            damping: A number, a 0-d tensor, a rule, or what else `inverse.py` says.
+            damping: A number, a 0-d tensor or a rule; of a block-diagonal matrix also one per block.
             exact: False splits the damping between the factors of a Kronecker product (`heuristic_damping`), whose
                 power is then a product of powers, as in kfac_jax: nothing is decomposed together, the matrix dominates
                 the damped one. Where one factor is 1 x 1 or zero, the exact power costs nothing and is taken.
@@ -162,7 +150,7 @@ class ClosedForms(Products):
         with outside_autocast(self.device):
             return X.T.view(rows.shape) @ self._matmat(X).T.reshape(rows.shape).mT
 
-    # What a structure implements; arguments are checked and dampings are numbers -------------------------------------
+    # What a structure implements; arguments are checked, and dampings are numbers -------------------------------------
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         """Sign of the determinant and logarithm of its absolute value."""
@@ -177,11 +165,9 @@ class ClosedForms(Products):
             f"{self.label}; pass a single number."
         )
 
-    def _split_damping(self, damping: Scalar, min_damping: float) -> Damping:
-        raise ValueError(
-            f"Heuristic damping is split between the two factors of a Kronecker product, which {self.label} is not; "
-            "pass a single number and use_heuristic_damping=False."
-        )
+    def _split_damping(self, damping: Scalar, smallest: float) -> Scalar | tuple[Tensor, Tensor]:
+        """What `HeuristicDamping` adds: a pair of at least `smallest` for two factors, otherwise the whole damping."""
+        return damping
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
         raise self._no_closed_form("power")
@@ -198,22 +184,6 @@ class ClosedForms(Products):
         raise self._no_closed_form("diagonal")
 
     def _no_closed_form(self, member: str) -> NoClosedForm:
-        formed = (
-            f"Dense(A.to_dense(), A.structure).{member}" if self.structure >= Structure.SYMMETRIC else "A.to_dense()"
-        )
+        formed = f"A.materialize().{member}" if self.structure >= Structure.SYMMETRIC else "A.to_dense()"
         advice = f"if the matrix is small, use {formed}; otherwise {_ADVICE[member]}"
         return NoClosedForm(f"{self.label} has no closed form of `{member}`: {advice}.")
-
-
-class naming:
-    """Errors of ours that happen inside begin with the name of the part of the matrix that they are about."""
-
-    def __init__(self, part: str) -> None:
-        self.part = part
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, (NumericsError, NotImplementedError, TypeError, ValueError)):
-            raise type(error)(f"{self.part}: {error}") from error

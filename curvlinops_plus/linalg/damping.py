@@ -1,10 +1,11 @@
-"""What may be given as a damping, and how a damping is split between the two factors of a Kronecker product.
+"""Dampings: numbers and rules, and how one is split between the two factors of a Kronecker product.
 
 `K.inverse(damping)`, `K.power(p, damping)` and `K.shift(delta)` take
 
 * a number or 0-d tensor `λ`: `λ I` is added to the matrix; results are differentiable in a tensor,
 * a rule: anything that is called with a matrix and returns such a number, for example `RelativeDamping(0.1)`,
-* for `inverse` of a Kronecker product `G ⊗ A` also a pair `(λ_A, λ_G)`: each is added to its own factor,
+* for `inverse` of a Kronecker product `G ⊗ A` also a pair `(λ_A, λ_G)`: each is added to its own factor; or a rule that
+  returns a pair, `HeuristicDamping(0.1)`,
 * for a block-diagonal matrix a 1-d tensor with one number per block, or a mapping from block name to any of the above.
 """
 
@@ -21,11 +22,20 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = ["Damping", "RelativeDamping", "Scalar", "heuristic_damping", "is_zero", "resolve", "scalar"]
+__all__ = [
+    "Damping",
+    "HeuristicDamping",
+    "RelativeDamping",
+    "Scalar",
+    "heuristic_damping",
+    "is_zero",
+    "resolve",
+    "scalar",
+]
 
 
 class Matrix(Protocol):
-    """What a damping asks of the matrix that it is added to."""
+    """The attributes of a matrix that dampings depend on."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -40,7 +50,7 @@ class Matrix(Protocol):
 
 
 Scalar = float | Tensor
-Rule = Callable[[Any], Scalar]
+Rule = Callable[[Any], Any]  # a number, or a pair for the factors of a Kronecker product
 Damping = Scalar | Rule | tuple[Any, Any] | Mapping[str, Any]
 
 
@@ -68,6 +78,34 @@ class RelativeDamping:
 
     def __call__(self, operator: Matrix) -> Tensor:
         return self.factor * operator.trace / operator.shape[0]
+
+
+@dataclass(frozen=True)
+class HeuristicDamping:
+    """A rule: one damping, split between the two factors of a Kronecker product by `heuristic_damping`.
+
+    A matrix that is no Kronecker product gets the whole damping. Only inverses can be damped by factors.
+
+    Args:
+        damping: `λ`, a number, a 0-d tensor or a rule such as `RelativeDamping`.
+        min: Neither factor gets less than this.
+
+    Source: Martens and Grosse 2015, arXiv 1503.05671, section 6.3.
+
+    Example:
+        >>> from curvlinops_plus.linalg import Kronecker
+        >>> K = Kronecker(torch.eye(2), 4.0 * torch.eye(3))
+        >>> HeuristicDamping(1e-2)(K)
+        (tensor(0.2000), tensor(0.0500))
+        >>> K.inverse(HeuristicDamping(1e-2)).diagonal()[0]
+        tensor(0.2268)
+    """
+
+    damping: Scalar | Rule
+    min: float = 1e-8
+
+    def __call__(self, operator: Any) -> Any:
+        return operator._split_damping(resolve(self.damping, operator), self.min)
 
 
 def scalar(value: Any, operator: Matrix, what: str) -> Scalar:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
 
 from torch import Tensor
 
@@ -14,9 +13,9 @@ __all__ = ["Deferred"]
 
 
 class Deferred(LinearOperator):
-    """Hands every question about the matrix on to `self.operator`; shapes, dtype and device are known without it.
+    """Forwards products and closed forms to `self.operator`; spaces, dtype, device and structure are known without it.
 
-    Subclasses write `operator`, `in_space`, `dtype`, `device` and `structure`.
+    Subclasses write `operator`, and set those attributes by the constructor of `LinearOperator` or on the class.
 
     Example:
         >>> import torch
@@ -59,8 +58,8 @@ class Deferred(LinearOperator):
     def diagonal(self) -> Tensor:
         return self.operator.diagonal()
 
-    def inverse(self, damping: Damping = 0.0, **options: Any) -> LinearOperator:
-        return self.operator.inverse(damping, **options)
+    def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> LinearOperator:
+        return self.operator.inverse(damping, retry_double_precision=retry_double_precision)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> LinearOperator:
         return self.operator.power(p, damping, exact=exact)

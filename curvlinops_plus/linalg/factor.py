@@ -1,41 +1,29 @@
-"""What the factors of a Kronecker product share: one matrix, or a batch of matrices, asked matrix by matrix."""
+"""The interface of the factors of a Kronecker product: one matrix, or a batch of matrices of one size."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.damping import Scalar
 from curvlinops_plus.linalg.operator import LinearOperator
-from curvlinops_plus.linalg.space import Space
+from curvlinops_plus.linalg.products import derived
 
-__all__ = ["Factor", "OneTensor"]
-
-T = TypeVar("T")
+__all__ = ["Factor"]
 
 
 class Factor(LinearOperator):
     """A matrix `[m, n]`, or `b` of them seen as one block-diagonal matrix; may be a factor of a `Kronecker` product.
 
-    Subclasses answer for each matrix of the batch (`[*b]` stands for no axis or one of size `b`); the numbers of the
-    whole follow here.
+    Subclasses give the numbers of each matrix of the batch (`[*b]` stands for no axis or one of size `b`); the numbers
+    of the whole follow here.
     """
 
     batch: tuple[int, ...]  # () or (b,)
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Columns of one matrix."""
-
-    @property
-    def rows(self) -> int:
-        """Rows of one matrix."""
-        return self.size
+    size: int  # columns of one matrix
+    rows: int = derived("size")  # rows of one matrix
 
     @abstractmethod
     def left(self, M: Tensor) -> Tensor:  # [..., n, k] -> [..., m, k]
@@ -63,7 +51,7 @@ class Factor(LinearOperator):
 
     @abstractmethod
     def eigh(self) -> tuple[Tensor, Factor]:  # [*b, n] and a factor Q
-        """Eigenvalues, with zeros by the rule of `numerics.py`, and the orthogonal matrix of eigenvectors (columns)."""
+        """Eigenvalues, with zeros by the rule of `psd_clip`, and the orthogonal matrix of eigenvectors (columns)."""
 
     @abstractmethod
     def root(self) -> Factor:
@@ -94,7 +82,7 @@ class Factor(LinearOperator):
         return torch.linalg.vector_norm(self.norms())
 
     def eigenvalues(self) -> Tensor:
-        return self.eigh()[0].flatten().clone()  # what is remembered stays ours
+        return self.eigh()[0].flatten().clone()  # what is remembered must not be changed by the caller
 
     def diagonal(self) -> Tensor:
         return self.diagonals().flatten().clone()
@@ -105,54 +93,3 @@ class Factor(LinearOperator):
 
     def _root_matmat(self, X: Tensor) -> Tensor:
         return self.root()._matmat(X)
-
-    def _split_damping(self, damping: Scalar, min_damping: float) -> Scalar:
-        return damping  # one factor takes it whole
-
-
-class OneTensor(Factor):
-    """What `Dense` and `Diagonal` share: one tensor, kept by reference, and results remembered until it changes."""
-
-    def __init__(self, tensor: Tensor, axes: int) -> None:
-        if not isinstance(tensor, Tensor) or tensor.ndim not in (axes, axes + 1) or not tensor.is_floating_point():
-            given = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(
-                f"{type(self).__name__}: expected a real tensor with {axes} axes, or {axes + 1} for a batch; "
-                f"got {given}."
-            )
-        self._tensor = tensor
-        self.batch = tuple(tensor.shape[:-axes])
-        self._memory: dict[str, tuple[Any, Any]] = {}
-        self._in_space = Space.from_shapes([(tensor.shape[:-axes].numel() * tensor.shape[-1],)])
-
-    @property
-    def size(self) -> int:
-        return self._tensor.shape[-1]
-
-    @property
-    def in_space(self) -> Space:
-        return self._in_space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._tensor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._tensor.device
-
-    def _state(self) -> Any:
-        """Changes whenever the tensor does; None if nothing may be remembered."""
-        if self._tensor.is_inference() or (torch.is_grad_enabled() and self._tensor.requires_grad):
-            return None  # no version to look at; or a graph that can be used only once
-        return self._tensor._version, self._tensor.data_ptr()
-
-    def _remember(self, name: str, compute: Callable[[], T]) -> T:
-        state = self._state()
-        known = self._memory.get(name)
-        if known is not None and state is not None and known[0] == state:
-            return known[1]
-        value = compute()
-        if state is not None:
-            self._memory[name] = state, value
-        return value

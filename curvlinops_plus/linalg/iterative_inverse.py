@@ -1,7 +1,7 @@
-"""Inverses as linear operators that solve anew in every product; names and arguments as in curvlinops 3.0.1.
+"""Inverses as linear operators that solve a system in every product; names and arguments as in curvlinops 3.0.1.
 
-They take every form of vector, keep dtype and device, have adjoints and `to_scipy()`. After a product, `info` tells
-how well it was solved, and a missed tolerance warns. Products are differentiable in the vector (backward solves with
+They have adjoints and `to_scipy()` like every operator. After a product, `info` says how well it was solved, and a
+missed tolerance warns. Products are differentiable in the vector (backward solves with
 the adjoint), not in what `A` is made of. For a matrix with structure, such as KFAC, use `A.inverse(damping)`: it is
 exact and has its own log-determinant.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.linalg.krylov import cg, lsmr, minres, neumann
-from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.operator import LinearOperator, Wrapper
+from curvlinops_plus.linalg.products import derived
 from curvlinops_plus.linalg.solve import Preconditioner, SolveInfo
-from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
 __all__ = [
@@ -33,13 +33,16 @@ __all__ = [
 Inverse = TypeVar("Inverse", bound="_IterativeInverse")
 
 
-class _IterativeInverse(LinearOperator):
+class _IterativeInverse(Wrapper):
     """`A⁻¹`, whose products solve with `A`."""
+
+    in_space = derived("A.out_space")
+    out_space = derived("A.in_space")
 
     def __init__(self, A: LinearOperator, **options: Any) -> None:
         if not isinstance(A, LinearOperator):
             raise TypeError(f"Expected a LinearOperator, got {type(A).__name__}; wrap it: Dense(A) or from_scipy(A).")
-        self.A = A
+        super().__init__(A)
         #: Keywords of the solver.
         self.options = options
         #: How well the last product was solved; None before the first.
@@ -50,22 +53,6 @@ class _IterativeInverse(LinearOperator):
         other = copy(self)
         other.A, other.info, other.options = A, None, self.options | options
         return other
-
-    @property
-    def in_space(self) -> Space:
-        return self.A.out_space
-
-    @property
-    def out_space(self) -> Space:
-        return self.A.in_space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.A.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.A.device
 
     @abstractmethod
     def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]: ...
@@ -118,7 +105,7 @@ class CGInverseLinearOperator(_SymmetricInverse):
         stop_updating_after: If larger than `tolerance`, it takes its place.
         max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
         max_tridiag_iter: Accepted for code written for curvlinops, without effect: nothing is tridiagonalized.
-        initial_guess: First guess in any form that `A` multiplies; by default 0.
+        initial_guess: First guess, anything that `A` multiplies; by default 0.
         preconditioner: Approximation of `A⁻¹`, symmetric positive definite: an operator, for example the inverse of an
             EKFAC, or a function `[n, k] -> [n, k]`.
 
@@ -153,9 +140,9 @@ class MINRESInverseLinearOperator(_SymmetricInverse):
 
     Args:
         A: The matrix. It is taken for symmetric, whatever it declares.
-        tolerance: A column is solved when `‖b - A x‖ <= tolerance ‖b‖`.
+        tol: A column is solved when `‖b - A x‖ <= tol ‖b‖`.
         max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
-        initial_guess: First guess in any form that `A` multiplies; by default 0.
+        x0: First guess, anything that `A` multiplies; by default 0.
         preconditioner: Symmetric positive definite operator, or function `[n, k] -> [n, k]`.
 
     Example:
@@ -168,12 +155,12 @@ class MINRESInverseLinearOperator(_SymmetricInverse):
         self,
         A: LinearOperator,
         *,
-        tolerance: float = 1e-5,
+        tol: float = 1e-5,
         max_iter: int | None = None,
-        initial_guess: Any = None,
+        x0: Any = None,
         preconditioner: Preconditioner = None,
     ) -> None:
-        super().__init__(A, tol=tolerance, max_iter=max_iter, x0=initial_guess, preconditioner=preconditioner)
+        super().__init__(A, tol=tol, max_iter=max_iter, x0=x0, preconditioner=preconditioner)
 
     def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]:
         return minres(self.A, X, **self.options)
@@ -190,7 +177,7 @@ class LSMRInverseLinearOperator(_IterativeInverse):
         conlim: Largest condition number; 0 means no limit.
         maxiter: Iteration limit, by default the smaller of `10 min(m, n)` and 1000.
         show: Print a line per iteration.
-        x0: First guess in any form that `A` multiplies; by default 0. The adjoint starts from 0.
+        x0: First guess, anything that `A` multiplies; by default 0. The adjoint starts from 0.
 
     Example:
         >>> from curvlinops_plus.linalg import Dense
@@ -212,11 +199,7 @@ class LSMRInverseLinearOperator(_IterativeInverse):
         show: bool = False,
         x0: Any = None,
     ) -> None:
-        super().__init__(A, damp=damp, atol=atol, btol=btol, conlim=conlim, maxiter=maxiter, show=show, x0=x0)
-
-    @property
-    def structure(self) -> Structure:
-        return self.A.structure
+        super().__init__(A, damp=damp, atol=atol, btol=btol, conlim=conlim, max_iter=maxiter, show=show, x0=x0)
 
     def adjoint(self) -> LSMRInverseLinearOperator:
         return self if self.structure >= Structure.SYMMETRIC else self._like(self.A.adjoint(), x0=None)

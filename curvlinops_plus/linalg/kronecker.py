@@ -8,16 +8,19 @@ Every number is computed from the small factors, never from the big matrix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.closed_forms import naming
 from curvlinops_plus.linalg.damping import Scalar, heuristic_damping, is_zero, resolve
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.numerics import powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.products import error_context
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, IdentityLinearOperator
@@ -65,25 +68,16 @@ class Kronecker(LinearOperator):
                 f"and A {self.A.dtype} on {self.A.device}."
             )
         self.batch = self.G.batch or self.A.batch
-        b = self.batch[0] if self.batch else 1
-        self._in_space = Space.from_shapes([(b * self.G.size * self.A.size,)])
-        self._out_space = Space.from_shapes([(b * self.G.rows * self.A.rows,)])
+        super().__init__(dtype=self.G.dtype, device=self.G.device)
 
-    @property
+    # Spaces are made when asked for: most products of eigenvectors never are.
+    @cached_property
     def in_space(self) -> Space:
-        return self._in_space
+        return Space.flat(prod(self.batch) * self.G.size * self.A.size)
 
-    @property
+    @cached_property
     def out_space(self) -> Space:
-        return self._out_space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.G.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.G.device
+        return Space.flat(prod(self.batch) * self.G.rows * self.A.rows)
 
     @property
     def structure(self) -> Structure:
@@ -91,11 +85,17 @@ class Kronecker(LinearOperator):
 
     # Products --------------------------------------------------------------------------------------------------------
 
-    def _matmat(self, X: Tensor) -> Tensor:
-        return _product(self.G, self.A, self.batch, X)
+    def _matmat(self, X: Tensor) -> Tensor:  # [b o i, K] -> [b o' i', K]
+        """Two matrix products, whatever the number of columns."""
+        G, A, K = self.G, self.A, X.shape[1]
+        if K == 1:
+            return A.right(G.left(X.reshape(*self.batch, G.size, A.size))).reshape(-1, 1)
+        # Columns first: then all of them are rows of one product with A. No copy if X was stored like that already.
+        M = X.T.reshape(K, *self.batch, G.size, A.size)
+        return G.left(A.right(M)).reshape(K, prod(self.batch) * G.rows * A.rows).T
 
     def _rmatmat(self, X: Tensor) -> Tensor:
-        return _product(self.G.adjoint(), self.A.adjoint(), self.batch, X)
+        return self.adjoint()._matmat(X)
 
     def adjoint(self) -> Kronecker:
         return self if self.structure >= Structure.SYMMETRIC else Kronecker(self.G.adjoint(), self.A.adjoint())
@@ -132,7 +132,10 @@ class Kronecker(LinearOperator):
         return (sign_G**i * sign_A**o).expand(self.batch).prod(), (i * log_G + o * log_A).expand(self.batch).sum()
 
     def _eigh(self) -> tuple[Tensor, Kronecker]:
-        (values_G, Q_G), (values_A, Q_A) = self._factors(lambda factor: factor.eigh())
+        with error_context("factor G"):
+            values_G, Q_G = self.G.eigh()
+        with error_context("factor A"):
+            values_A, Q_A = self.A.eigh()
         return _outer(values_G, values_A, self.batch), Kronecker(Q_G, Q_A)
 
     def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
@@ -141,33 +144,33 @@ class Kronecker(LinearOperator):
         if self.structure < Structure.SYMMETRIC:
             raise self._no_closed_form("inverse")
         values, Q = self._eigh()
-        return Eigendecomposed(Q, powers(values + damping, -1.0, self.label), self.structure, rtol=0.0)
+        return Eigendecomposed(Q, powers(values + damping, -1.0, self), self.structure, rtol=0.0)
 
     def _inverse_by_factors(self, damping: tuple[Any, Any], retry: bool) -> LinearOperator:
         damping_A, damping_G = damping
-        with naming("factor G"):
+        with error_context("factor G"):
             G = self.G._inverse(_factor_damping(damping_G, self.G), retry)
-        with naming("factor A"):
+        with error_context("factor A"):
             A = self.A._inverse(_factor_damping(damping_A, self.A), retry)
         return Kronecker(G, A)
 
-    def _split_damping(self, damping: Scalar, min_damping: float) -> tuple[Tensor, Tensor]:
-        return heuristic_damping(self.A, self.G, damping, min_damping)
+    def _split_damping(self, damping: Scalar, smallest: float) -> tuple[Tensor, Tensor]:
+        return heuristic_damping(self.A, self.G, damping, smallest)
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
         if is_zero(damping):
             return Kronecker(*self._factors(lambda factor: factor._power(p, 0.0)))
         values, Q = self._eigh()
-        return Eigendecomposed(Q, powers(values + damping, p, self.label), rtol=0.0)
+        return Eigendecomposed(Q, powers(values + damping, p, self), rtol=0.0)
 
     def _power_by_factors(self, p: float, damping: Scalar) -> LinearOperator:
         usable = bool((self.G.traces() * self.A.traces() > 0).all())
         if is_zero(damping) or not usable or 1 in (self.G.size, self.A.size):
             return self._power(p, damping)
         damping_A, damping_G = heuristic_damping(self.A, self.G, damping, min_damping=0.0)
-        with naming("factor G"):
+        with error_context("factor G"):
             G = self.G._power(p, _factor_damping(damping_G, self.G))
-        with naming("factor A"):
+        with error_context("factor A"):
             return Kronecker(G, self.A._power(p, _factor_damping(damping_A, self.A)))
 
     def _root_matmat(self, X: Tensor) -> Tensor:
@@ -176,11 +179,11 @@ class Kronecker(LinearOperator):
     def _entrywise_square(self) -> Kronecker:
         return Kronecker(self.G._entrywise_square(), self.A._entrywise_square())
 
-    def _factors(self, function: Any) -> tuple[Any, Any]:
+    def _factors(self, function: Callable[[Factor], Any]) -> tuple[Any, Any]:
         """`function` of both factors; its errors say which one they are about."""
-        with naming("factor G"):
+        with error_context("factor G"):
             of_G = function(self.G)
-        with naming("factor A"):
+        with error_context("factor A"):
             return of_G, function(self.A)
 
 
@@ -216,30 +219,15 @@ class Eigendecomposed(LinearOperator):
                 f"Expected basis and values in one dtype and on one device, got {basis.dtype} on {basis.device} "
                 f"and {values.dtype} on {values.device}."
             )
-        self.basis, self.values, self._structure, self.rtol = basis, values, structure, rtol
-
-    @property
-    def in_space(self) -> Space:
-        return self.basis.out_space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
-
-    @property
-    def structure(self) -> Structure:
-        return self._structure
+        super().__init__(basis.out_space, values.dtype, values.device, structure)
+        self.basis, self.values, self.rtol = basis, values, rtol
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.basis._matmat(self.values[:, None] * self.basis._rmatmat(X))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Eigendecomposed:
         values = self.values.to(device=device, dtype=dtype)
-        return Eigendecomposed(self.basis.to(device, dtype), values, self._structure, self.rtol)
+        return Eigendecomposed(self.basis.to(device, dtype), values, self.structure, self.rtol)
 
     @property
     def trace(self) -> Tensor:
@@ -250,7 +238,7 @@ class Eigendecomposed(LinearOperator):
         return torch.linalg.vector_norm(self.values)
 
     def eigenvalues(self) -> Tensor:
-        return psd_clip(self.values, rtol=0.0) if self._structure == Structure.PSD else self.values.clone()
+        return psd_clip(self.values, rtol=0.0) if self.structure == Structure.PSD else self.values.clone()
 
     def diagonal(self) -> Tensor:
         return self.basis._entrywise_square()._matmat(self.values[:, None])[:, 0]
@@ -266,29 +254,18 @@ class Eigendecomposed(LinearOperator):
 
     def _function(self, p: float, damping: Scalar) -> Eigendecomposed:
         values = self._counted() if is_zero(damping) else self.eigenvalues()
-        return Eigendecomposed(self.basis, powers(values + damping, p, self.label), self._structure, rtol=0.0)
+        return Eigendecomposed(self.basis, powers(values + damping, p, self), self.structure, rtol=0.0)
 
     def _root_matmat(self, X: Tensor) -> Tensor:
         return self.basis._matmat(self.eigenvalues().sqrt()[:, None] * X)
 
     def _counted(self) -> Tensor:
         """The values, with 0 where they count as zero."""
-        if self._structure < Structure.PSD:
+        if self.structure < Structure.PSD:
             return self.values
         if self.rtol is not None:
             return psd_clip(self.values, self.rtol)
         return psd_clip(self.values, _decomposed_size(self.basis) * torch.finfo(self.dtype).eps)
-
-
-def _product(G: Factor, A: Factor, batch: tuple[int, ...], X: Tensor) -> Tensor:  # [b o i, K] -> [b o' i', K]
-    """The product of `G ⊗ A`: two matrix products, whatever the number of columns."""
-    K = X.shape[1]
-    if K == 1:
-        return A.right(G.left(X.reshape(*batch, G.size, A.size))).reshape(-1, 1)
-    b = batch[0] if batch else 1
-    # Columns first: then all of them are rows of one product with A. Costs no copy if X was stored like that already.
-    M = X.T.reshape(K, *batch, G.size, A.size)
-    return G.left(A.right(M)).reshape(K, b * G.rows * A.rows).T
 
 
 def _kron(G: Tensor, A: Tensor) -> Tensor:  # [o, o'], [i, i'] -> [o i, o' i']

@@ -1,9 +1,10 @@
 """Solve `A x = b` by products: CG (positive definite), MINRES (symmetric), LSMR (any shape), Neumann series.
 
 All take many right-hand sides at once, report `SolveInfo`, and warn with a `CurvatureWarning` that says what was
-reached if a tolerance is missed. There are no settings but their arguments. What they share is explained in `solve.py`.
+reached if a tolerance is missed. There are no settings but their arguments. Stopping
+and restarts are explained where `iterate` is defined.
 
-Solutions carry no graph; the operators of `iterative.py` are differentiable in the vector.
+Solutions carry no graph; operators such as `CGInverseLinearOperator` are differentiable in the vector.
 
 Sources: Hestenes and Stiefel 1952 (CG); Paige and Saunders 1975 (MINRES); Fong and Saunders 2011 (LSMR); Lorraine,
 Vicol and Duvenaud 2020 (Neumann series for implicit differentiation).
@@ -49,8 +50,8 @@ def cg(
 
     Args:
         A: The matrix [n, n]; that it is symmetric is not checked.
-        b: Right-hand sides in any form that `A` multiplies: a tensor [n] or [n, K], a list, a dictionary, NumPy.
-        x0: First guess in any such form; a single vector serves all columns. By default 0.
+        b: Right-hand sides, anything that `A` multiplies: a tensor [n] or [n, K], a list, a dictionary, NumPy.
+        x0: First guess, any of these; a single vector serves all columns. By default 0.
         tol: A column is done when `‖b - A x‖ <= max(tol ‖b‖, atol)` holds for its true residual.
         atol: See `tol`.
         max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
@@ -58,7 +59,7 @@ def cg(
             or a function `[n, k] -> [n, k]` for any `k`.
 
     Returns:
-        `x` in the form of `b`, and a `SolveInfo`.
+        `x` in the container type of `b`, and a `SolveInfo`.
 
     Raises:
         ValueError: If `A` is not square, shapes do not fit, or a tolerance is negative.
@@ -97,8 +98,8 @@ def minres(
 
     Args:
         A: The matrix [n, n]; that it is symmetric is not checked.
-        b: Right-hand sides in any form that `A` multiplies: a tensor [n] or [n, K], a list, a dictionary, NumPy.
-        x0: First guess in any such form; a single vector serves all columns. By default 0.
+        b: Right-hand sides, anything that `A` multiplies: a tensor [n] or [n, K], a list, a dictionary, NumPy.
+        x0: First guess, any of these; a single vector serves all columns. By default 0.
         tol: A column is done when `‖b - A x‖ <= max(tol ‖b‖, atol)` holds for its true residual.
         atol: See `tol`.
         max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
@@ -106,7 +107,7 @@ def minres(
             a function `[n, k] -> [n, k]` for any `k`.
 
     Returns:
-        `x` in the form of `b`, and a `SolveInfo`.
+        `x` in the container type of `b`, and a `SolveInfo`.
 
     Raises:
         ValueError: If `A` is not square, shapes do not fit, or a tolerance is negative.
@@ -134,11 +135,11 @@ def lsmr(
     atol: float = 1e-6,
     btol: float = 1e-6,
     conlim: float = 1e8,
-    maxiter: int | None = None,
+    max_iter: int | None = None,
     show: bool = False,
     x0: Any = None,
 ) -> tuple[Any, SolveInfo]:
-    """LSMR: the `x` of least `‖b - A x‖² + damp² ‖x - x0‖²`, for an `A` of any shape, with SciPy's arguments.
+    """LSMR: the `x` of least `‖b - A x‖² + damp² ‖x - x0‖²`, for an `A` of any shape.
 
     Among several such `x` it is the one closest to `x0`. With `r` the residual of that least-squares problem, a column
     is done when `‖r‖ <= btol ‖b‖ + atol ‖A‖ ‖x‖` (compatible systems) or `‖Aᵀ r‖ <= atol ‖A‖ ‖r‖` holds for the true
@@ -147,17 +148,17 @@ def lsmr(
 
     Args:
         A: The matrix [m, n]; its adjoint is needed too.
-        b: Right-hand sides in any form of a result of `A`.
+        b: Right-hand sides, anything that `Aᵀ` multiplies.
         damp: Weight of the distance from `x0`.
         atol: See above. Values below the machine precision count as that.
         btol: See above. Values below the machine precision count as that.
         conlim: A column ends, with a warning, when the estimated condition number exceeds this. 0 means no limit.
-        maxiter: Iteration limit, by default the smaller of `10 min(m, n)` and 1000.
+        max_iter: Iteration limit, by default the smaller of `10 min(m, n)` and 1000.
         show: Print a line per iteration.
-        x0: First guess in any form that `A` multiplies; a single vector serves all columns. By default 0.
+        x0: First guess, anything that `A` multiplies; a single vector serves all columns. By default 0.
 
     Returns:
-        `x` in the form of `b`, and a `SolveInfo`.
+        `x` in the container type of `b`, and a `SolveInfo`.
 
     Raises:
         ValueError: If shapes do not fit, or a number is negative.
@@ -174,7 +175,7 @@ def lsmr(
     """
     check_at_least_zero(damp=damp, atol=atol, btol=btol, conlim=conlim)
     method = LSMR(System(A, b, x0, None, square=False), damp, atol, btol, conlim, show)
-    limit = count("maxiter", maxiter, min(A.shape))
+    limit = count("max_iter", max_iter, min(A.shape))
     return iterate(method, limit, "LSMR", f"atol={atol:g}, btol={btol:g}")
 
 
@@ -195,7 +196,7 @@ def neumann(
 
     Args:
         A: The matrix [n, n].
-        b: Right-hand sides in any form that `A` multiplies: a tensor [n] or [n, K], a list, a dictionary, NumPy.
+        b: Right-hand sides, anything that `A` multiplies: a tensor [n] or [n, K], a list, a dictionary, NumPy.
         num_terms: How many terms follow the first.
         scale: See above.
         preconditioner: `P`, by default the identity: an operator, or a function `[n, K] -> [n, K]`.
@@ -204,7 +205,7 @@ def neumann(
         check_nan: Raise when the series overflows, instead of returning NaN with a warning.
 
     Returns:
-        `x` in the form of `b`, and a `SolveInfo`.
+        `x` in the container type of `b`, and a `SolveInfo`.
 
     Raises:
         ValueError: If `A` is not square, shapes do not fit, or the terms overflow (see `check_nan`).

@@ -21,24 +21,15 @@ __all__ = ["Layout"]
 
 @dataclass(frozen=True)
 class _Steps:
-    """A pattern taken apart: view as `atoms`, permute by `order`, view as `matrix`; and the way back."""
+    """A parsed pattern: view as `atoms`, permute by `order`, view as `matrix`; and the inverse of that."""
 
     shape: tuple[int, ...]  # of the parameter
     atoms: tuple[int, ...]  # sizes of the elementary axes, in the order of the parameter
     order: tuple[int, ...]  # positions of these axes in the order of the matrix
     matrix: tuple[int, ...]  # [*batch, rows, cols]
     permutes: bool  # whether `order` changes anything
-
-    def forth(self, t: Tensor, K: int) -> Tensor:  # [*shape, K] -> [K, *matrix]
-        if K == 1 and not self.permutes:
-            return t.reshape(1, *self.matrix)
-        return t.reshape(*self.atoms, K).permute(len(self.order), *self.order).reshape(K, *self.matrix)
-
-    def back(self, M: Tensor, K: int) -> Tensor:  # [*matrix, K] -> [*shape, K]
-        if self.permutes:
-            M = M.view(*(self.atoms[axis] for axis in self.order), K)
-            M = M.permute(*(self.order.index(axis) for axis in range(len(self.order))), len(self.order))
-        return M.reshape(*self.shape, K)
+    ordered: tuple[int, ...]  # sizes of the elementary axes, in the order of the matrix
+    back: tuple[int, ...]  # positions of the axes of the matrix in the order of the parameter; the last axis stays
 
 
 class Layout:
@@ -104,11 +95,15 @@ class Layout:
 
         A view if there is one parameter whose axes keep their order. Otherwise one copy, stored column by column.
         """
-        first, *others = self._steps
-        K = tree[first].shape[-1]
-        if not others and not self._steps[first].permutes:
-            return tree[first].reshape(self.dim, K)
-        parts = [steps.forth(tree[name], K) for name, steps in self._steps.items()]
+        K = tree[next(iter(self._steps))].shape[-1]
+        parts = []
+        for name, steps in self._steps.items():
+            t = tree[name]
+            if not steps.permutes and len(self._steps) == 1:
+                return t.reshape(self.dim, K)
+            if steps.permutes or K > 1:
+                t = t.reshape(*steps.atoms, K).permute(len(steps.order), *steps.order)
+            parts.append(t.reshape(K, *steps.matrix))
         return torch.cat(parts, dim=-1).view(K, self.dim).T
 
     def split(self, v: Tensor) -> dict[str, Tensor]:  # [dim, K] -> {name: [*shape, K]}
@@ -117,9 +112,11 @@ class Layout:
         M = v.reshape(*self.matrix_shape, K)
         out, start = {}, 0
         for name, steps in self._steps.items():
-            cols = steps.matrix[-1]
-            out[name] = steps.back(M.narrow(-2, start, cols), K)
-            start += cols
+            part = M.narrow(-2, start, steps.matrix[-1])
+            if steps.permutes:
+                part = part.reshape(*steps.ordered, K).permute(steps.back)
+            out[name] = part.reshape(*steps.shape, K)
+            start += steps.matrix[-1]
         return out
 
 
@@ -144,7 +141,13 @@ def _parse(name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int])
     matrix = tuple(prod(known[atom] for atom in group) for group in right)
     positions = tuple(names.index(atom) for atom in order)
     return _Steps(
-        tuple(shape), tuple(known[a] for a in names), positions, matrix, positions != tuple(range(len(order)))
+        shape=tuple(shape),
+        atoms=tuple(known[atom] for atom in names),
+        order=positions,
+        matrix=matrix,
+        permutes=positions != tuple(range(len(order))),
+        ordered=tuple(known[atom] for atom in order),
+        back=(*(order.index(atom) for atom in names), len(names)),
     )
 
 

@@ -42,8 +42,8 @@ def psd_clip(values: Tensor, rtol: float | None = None) -> Tensor:  # [*b, d] ->
     return torch.where(values > threshold, values, torch.zeros_like(values))
 
 
-def powers(values: Tensor, p: float, what: str) -> Tensor:
-    """`values ** p` of eigenvalues in which zeros are exact.
+def powers(values: Tensor, p: float, what: object) -> Tensor:
+    """`values ** p` of eigenvalues in which zeros are exact; `what` names their matrix in messages.
 
     Raises:
         SingularMatrixError: If `p` is negative and an eigenvalue is 0.

@@ -1,7 +1,8 @@
 """A matrix that is known by its products: `LinearOperator`, and what `+ - * / @ .T` return.
 
-To write one, subclass `LinearOperator` and give `in_space`, `dtype`, `device` and `_matmat`; say in `structure` that
-the matrix is symmetric, or write `_rmatmat`. All forms of vectors, arithmetic, SciPy and adjoints follow.
+To write one, subclass `LinearOperator`, hand `in_space`, `dtype` and `device` to its constructor (or set them on the
+class) and write `_matmat`; declare a symmetric matrix by `structure`, or write `_rmatmat`. Products with every kind of
+vector, arithmetic, export to SciPy and adjoints follow.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg.closed_forms import ClosedForms
 from curvlinops_plus.linalg.damping import Damping, Scalar, is_zero, scalar
 from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of
+from curvlinops_plus.linalg.products import Products, derived
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
@@ -25,7 +27,14 @@ class LinearOperator(ClosedForms):
     """A matrix `[m, n]` that is multiplied with and need not be formed.
 
     `A @ X` takes a tensor or NumPy array `[n]` or `[n, K]`, a list or dictionary of tensors `[*shape]` or `[*shape,
-    K]`, or another operator; the answer has the form of the question. `X @ A` takes the same with `K` first.
+    K]`, and returns the container type it was given; or another operator. `X @ A` takes the same with `K` first.
+
+    Args:
+        in_space: The space of the vectors that it multiplies. This and what follows is by default what the class says.
+        dtype: What it computes in.
+        device: Where it computes.
+        structure: What is known about the matrix; `Structure.GENERAL` if the class says nothing.
+        out_space: The space of the results; `in_space` if the class says nothing.
 
     Example:
         >>> class Twice(LinearOperator):
@@ -38,9 +47,9 @@ class LinearOperator(ClosedForms):
         (tensor([2., 2., 2.]), [tensor([1., 1., 1.])])
     """
 
-    def __matmul__(self, X: Any) -> Any:
-        """`A @ X`."""
-        return Product(self, X) if isinstance(X, LinearOperator) else super().__matmul__(X)
+    def _compose(self, other: Products) -> LinearOperator:
+        assert isinstance(other, LinearOperator)
+        return Product(self, other)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
         """The same matrix on another device or in another dtype (a copy where something changes).
@@ -57,9 +66,11 @@ class LinearOperator(ClosedForms):
         """The transposed matrix; a symmetric one is its own."""
         return self if self.structure >= Structure.SYMMETRIC else Adjoint(self)
 
-    if TYPE_CHECKING:  # set by submatrix.py, which builds on this file
+    if TYPE_CHECKING:  # set where the classes they return are defined, which builds on this one
 
         def __getitem__(self, key: tuple[Any, Any]) -> LinearOperator: ...
+
+        def materialize(self) -> LinearOperator: ...
 
     @property
     def T(self) -> LinearOperator:
@@ -111,7 +122,25 @@ class LinearOperator(ClosedForms):
         return None
 
 
-class Sum(LinearOperator):
+class Wrapper(LinearOperator):
+    """An operator made from another one, `A`. What is said of every operator, it says of `A` unless it is set here.
+
+    Attributes are read from `A` when they are asked for: entries of a matrix may change, and its structure with them.
+    """
+
+    A: LinearOperator
+
+    in_space = derived("A.in_space")
+    out_space = derived("A.out_space")
+    dtype = derived("A.dtype")
+    device = derived("A.device")
+    structure = derived("A.structure")
+
+    def __init__(self, A: LinearOperator) -> None:
+        self.A = A
+
+
+class Sum(Wrapper):
     """`A + B`."""
 
     def __init__(self, A: LinearOperator, B: LinearOperator) -> None:
@@ -119,22 +148,8 @@ class Sum(LinearOperator):
             raise ValueError(f"Expected operators on equal spaces, got {_spaces(A)} and {_spaces(B)}.")
         _check_same_place(A, B)
         self.A, self.B = A, B
-
-    @property
-    def in_space(self) -> Space:
-        return _more_telling(self.A.in_space, self.B.in_space)
-
-    @property
-    def out_space(self) -> Space:
-        return _more_telling(self.A.out_space, self.B.out_space)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.A.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.A.device
+        self.in_space = _with_names(A.in_space, B.in_space)
+        self.out_space = _with_names(A.out_space, B.out_space)
 
     @property
     def structure(self) -> Structure:
@@ -160,30 +175,17 @@ class Sum(LinearOperator):
         return self.A.diagonal() + self.B.diagonal()
 
 
-class Product(LinearOperator):
+class Product(Wrapper):
     """`A B`."""
+
+    in_space = derived("B.in_space")
+    structure = Structure.GENERAL
 
     def __init__(self, A: LinearOperator, B: LinearOperator) -> None:
         if not A.in_space.matches(B.out_space):
             raise ValueError(f"Expected the spaces inside a product to be equal, got {_spaces(A)} @ {_spaces(B)}.")
         _check_same_place(A, B)
         self.A, self.B = A, B
-
-    @property
-    def in_space(self) -> Space:
-        return self.B.in_space
-
-    @property
-    def out_space(self) -> Space:
-        return self.A.out_space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.A.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.A.device
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.A._matmat(self.B._matmat(X))
@@ -207,45 +209,11 @@ class Product(LinearOperator):
         return Product(B, A)
 
 
-class Wrapper(LinearOperator):
-    """An operator made from one other, on its spaces."""
-
-    A: LinearOperator
-
-    @property
-    def in_space(self) -> Space:
-        return self.A.in_space
-
-    @property
-    def out_space(self) -> Space:
-        return self.A.out_space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.A.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.A.device
-
-
 class Adjoint(Wrapper):
     """`Aᵀ`."""
 
-    def __init__(self, A: LinearOperator) -> None:
-        self.A = A
-
-    @property
-    def in_space(self) -> Space:
-        return self.A.out_space
-
-    @property
-    def out_space(self) -> Space:
-        return self.A.in_space
-
-    @property
-    def structure(self) -> Structure:
-        return self.A.structure
+    in_space = derived("A.out_space")
+    out_space = derived("A.in_space")
 
     def adjoint(self) -> LinearOperator:
         return self.A
@@ -416,8 +384,8 @@ class Shifted(Wrapper):
         return self.power(0.5)._matmat(X)
 
 
-def _more_telling(a: Space, b: Space) -> Space:
-    """Of two spaces that match, the one that knows more shapes."""
+def _with_names(a: Space, b: Space) -> Space:
+    """Of two spaces that match, the one with names and shapes."""
     return b if a.is_flat and not b.is_flat else a
 
 

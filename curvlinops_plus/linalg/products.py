@@ -1,18 +1,22 @@
-"""What every operator does with vectors: take them in all forms, multiply, and answer in the form of the question."""
+"""Products of every operator with vectors in all the containers that `Space.read` takes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg.scipy_export import to_scipy
-from curvlinops_plus.linalg.space import Form, Space
+from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = ["Products"]
+__all__ = ["Products", "derived", "error_context", "outside_autocast"]
 
 
 def outside_autocast(device: torch.device) -> torch.autocast:
@@ -20,37 +24,81 @@ def outside_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, enabled=False)
 
 
+@contextmanager
+def error_context(part: str) -> Iterator[None]:
+    """Errors of this package that are raised inside begin with the name of the part of the matrix they are about."""
+    try:
+        yield
+    except (NumericsError, NotImplementedError, TypeError, ValueError) as error:
+        raise type(error)(f"{part}: {error}") from error
+
+
+class _Derived:
+    """See `derived`."""
+
+    def __init__(self, path: str | None) -> None:
+        self.read = None if path is None else attrgetter(path)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, operator: Any, owner: type | None = None) -> Any:
+        if operator is None:
+            return self
+        if self.read is None:
+            raise AttributeError(
+                f"{type(operator).__name__} has no `{self.name}`: pass it to LinearOperator.__init__(in_space, dtype, "
+                "device), or set it as an attribute of the class."
+            )
+        return self.read(operator)
+
+
+def derived(path: str | None = None) -> Any:
+    """The default of an attribute: another attribute, read when it is asked for, or (`None`) an error that says so.
+
+    A subclass or an instance replaces it by plain assignment.
+    """
+    return _Derived(path)
+
+
 class Products(ABC):
-    """Products with vectors from both sides; `LinearOperator` says more, and adds closed forms and arithmetic."""
+    """Products with vectors from both sides; `LinearOperator` adds closed forms and arithmetic.
+
+    Args:
+        in_space: The space of the vectors that it multiplies. This and what follows is by default what the class says.
+        dtype: What it computes in.
+        device: Where it computes.
+        structure: What is known about the matrix; `Structure.GENERAL` if the class says nothing.
+        out_space: The space of the results; `in_space` if the class says nothing.
+    """
 
     __array_ufunc__ = None  # NumPy hands `array @ A` and `number * A` over to us
 
-    # What a subclass gives -------------------------------------------------------------------------------------------
+    # `Wrapper` forwards these attributes: a new one has its default here and a line there.
+    in_space: Space = derived()
+    out_space: Space = derived("in_space")
+    dtype: torch.dtype = derived()
+    device: torch.device = derived()
+    structure: Structure = Structure.GENERAL
 
-    @property
-    @abstractmethod
-    def in_space(self) -> Space:
-        """The space of the vectors that it multiplies."""
-
-    @property
-    def out_space(self) -> Space:
-        """The space of the results; the same for a square matrix."""
-        return self.in_space
-
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """What it computes in."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device:
-        """Where it computes."""
-
-    @property
-    def structure(self) -> Structure:
-        """What is known about the matrix."""
-        return Structure.GENERAL
+    def __init__(
+        self,
+        in_space: Space | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        structure: Structure | None = None,
+        out_space: Space | None = None,
+    ) -> None:
+        if in_space is not None:
+            self.in_space = in_space
+        if dtype is not None:
+            self.dtype = dtype
+        if device is not None:
+            self.device = device
+        if structure is not None:
+            self.structure = structure
+        if out_space is not None:
+            self.out_space = out_space
 
     @abstractmethod
     def _matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [m, K]
@@ -95,22 +143,27 @@ class Products(ABC):
 
     def __matmul__(self, X: Any) -> Any:
         """`A @ X`."""
-        x, form = self._read(X, self.in_space, columns_first=False)
+        if isinstance(X, Products):
+            return self._compose(X)
+        try:
+            x, container = self.in_space.read(X, self.dtype, self.device)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.label} @ X: {error}") from error
         with outside_autocast(self.device):
-            return self.out_space.write(self._matmat(x) if x.shape[1] else x.new_zeros(self.shape[0], 0), form)
+            return self.out_space.write(self._matmat(x) if x.shape[1] else x.new_zeros(self.shape[0], 0), container)
 
     def __rmatmul__(self, X: Any) -> Any:
         """`X @ A`, with the `K` axis first."""
-        x, form = self._read(X, self.out_space, columns_first=True)
-        with outside_autocast(self.device):
-            return self.in_space.write(self._rmatmat(x) if x.shape[1] else x.new_zeros(self.shape[1], 0), form)
-
-    def _read(self, X: Any, space: Space, *, columns_first: bool) -> tuple[Tensor, Form]:
         try:
-            return space.read(X, self.dtype, self.device, columns_first=columns_first)
+            x, container = self.out_space.read(X, self.dtype, self.device, columns_first=True)
         except (TypeError, ValueError) as error:
-            product = f"X @ {self.label}" if columns_first else f"{self.label} @ X"
-            raise type(error)(f"{product}: {error}") from error
+            raise type(error)(f"X @ {self.label}: {error}") from error
+        with outside_autocast(self.device):
+            return self.in_space.write(self._rmatmat(x) if x.shape[1] else x.new_zeros(self.shape[1], 0), container)
+
+    @abstractmethod
+    def _compose(self, other: Products) -> Products:
+        """The product with another operator."""
 
     def matmat(self, X: Any) -> Any:
         """`A @ X`, under SciPy's name."""
@@ -141,5 +194,5 @@ class Products(ABC):
         return self._matmat(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))
 
     def to_scipy(self, dtype: Any = None) -> Any:
-        """The operator for SciPy, see `linalg.scipy.to_scipy`."""
+        """The operator as a SciPy one; see `to_scipy`."""
         return to_scipy(self, dtype)

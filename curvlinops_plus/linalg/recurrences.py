@@ -1,4 +1,4 @@
-"""The recurrences of CG, MINRES and LSMR, for many columns at once; `solve.py` starts and stops them.
+"""The recurrences of CG, MINRES and LSMR, for many columns at once; `iterate` starts and stops them.
 
 Vectors are [n, k] in the dtype of the solve, scalars [k] in float64. A state owns its vectors and changes them in
 place: large new tensors cost more than the arithmetic. Results of products may be somebody else's, and are only read.
@@ -194,8 +194,8 @@ class LSMR(Method):
         self.conlim, self.show, self.X0 = conlim, show, system.X
         # The smallest tolerances: those of the recurrence, and those that can be seen through roundings of products.
         # Solutions gain accuracy between the two. (The estimate of ‖A‖ is the Frobenius norm, so these are small.)
-        self.seen = torch.full_like(system.norm_b[:1], system.eps)  # [1]
-        self.claimed = self.seen / 10
+        self.visible = torch.full_like(system.norm_b[:1], system.eps)  # [1]
+        self.claimed = self.visible / 10
 
     def start(self, X: Tensor, R: Tensor, columns: Tensor) -> State:
         beta = norm(R)
@@ -281,7 +281,7 @@ class LSMR(Method):
     def distance(self, s: State, R: Tensor, columns: Tensor) -> Tensor:
         away = s.X - self.X0.index_select(1, columns)
         normal = norm(self.system.adjoint_product(R) - self.damp**2 * away)
-        precision = torch.where(s.claim, self.seen, self.claimed)
+        precision = torch.where(s.claim, self.visible, self.claimed)
         return self._ratio(s, torch.hypot(norm(R), self.damp * norm(away)), normal, s.norm_A2.sqrt(), precision)
 
     def at_floor(self, s: State, R: Tensor) -> Tensor:

@@ -22,33 +22,12 @@ __all__ = ["from_scipy"]
 
 class _FromSciPy(LinearOperator):
     def __init__(self, op: SciPyLinearOperator, dtype: torch.dtype, device: torch.device, structure: Structure) -> None:
-        self.op, self._dtype, self._device, self._structure = op, dtype, device, structure
         m, n = op.shape
-        self._in_space = Space.from_shapes([(n,)])
-        self._out_space = self._in_space if m == n else Space.from_shapes([(m,)])
-
-    @property
-    def in_space(self) -> Space:
-        return self._in_space
-
-    @property
-    def out_space(self) -> Space:
-        return self._out_space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def structure(self) -> Structure:
-        return self._structure
+        super().__init__(Space.flat(n), dtype, device, structure, None if m == n else Space.flat(m))
+        self.op = op
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
-        return from_scipy(self.op, dtype or self._dtype, device or self._device, self._structure)
+        return from_scipy(self.op, dtype or self.dtype, device or self.device, self.structure)
 
     def _matmat(self, X: Tensor) -> Tensor:
         return linear_in(X, self._product, self._adjoint_product)
@@ -60,7 +39,7 @@ class _FromSciPy(LinearOperator):
         return self._on_host(X, self.op.matmat)
 
     def _adjoint_product(self, X: Tensor) -> Tensor:
-        if self._structure >= Structure.SYMMETRIC:
+        if self.structure >= Structure.SYMMETRIC:
             return self._product(X)
         try:
             return self._on_host(X, self.op.rmatmat)
@@ -71,9 +50,9 @@ class _FromSciPy(LinearOperator):
             ) from error
 
     def _on_host(self, X: Tensor, product: Any) -> Tensor:
-        given = np.float64 if self._dtype == torch.float64 else np.float32
+        given = np.float64 if self.dtype == torch.float64 else np.float32
         array = X.detach().cpu().to(torch.float64 if given is np.float64 else torch.float32).numpy()
-        return torch.tensor(np.asarray(product(array)), dtype=self._dtype, device=self._device)
+        return torch.tensor(np.asarray(product(array)), dtype=self.dtype, device=self.device)
 
 
 def from_scipy(
@@ -106,18 +85,12 @@ def from_scipy(
         raise TypeError("Expected a SciPy operator, sparse matrix or NumPy array, got a tensor; use Dense(op).")
     if isinstance(op, LinearOperator):
         raise TypeError(f"Expected a SciPy operator, got {op.label}, which is one of ours already.")
-    if not (issparse(op) or (hasattr(op, "shape") and any(hasattr(op, n) for n in ("dtype", "matvec", "matmat")))):
+    if not _is_matrix(op):
         raise TypeError(
             f"Expected a SciPy operator, sparse matrix or NumPy array, got {op!r} of type {type(op).__name__}; make it "
             "an array, as by np.array(op, dtype=float)."
         )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"Expected dtype to be a floating-point torch.dtype such as torch.float32, got {dtype!r}.")
-    given = np.dtype(getattr(op, "dtype", None) or np.float64)
-    if given.kind not in "fiub":
-        raise TypeError(f"Expected a matrix of real numbers, got dtype {given}; take its real part.")
-    if dtype is None:
-        dtype = torch.float32 if given in (np.dtype(np.float32), np.dtype(np.float16)) else torch.float64
+    dtype = _working_dtype(op, dtype)
     where = torch.empty(0, device="cpu" if device is None else device).device
     if isinstance(op, np.ndarray):
         return Dense(torch.tensor(op, dtype=dtype, device=where), structure)
@@ -125,3 +98,19 @@ def from_scipy(
     if structure > Structure.GENERAL and wrapped.shape[0] != wrapped.shape[1]:
         raise ValueError(f"Expected a {structure.name} matrix to be square, got {list(wrapped.shape)}.")
     return _FromSciPy(wrapped, dtype, where, structure)
+
+
+def _is_matrix(op: Any) -> bool:
+    return issparse(op) or (hasattr(op, "shape") and any(hasattr(op, name) for name in ("dtype", "matvec", "matmat")))
+
+
+def _working_dtype(op: Any, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype asked for, if it is one; by default float32 for a float32 or half-precision `op`, float64 otherwise."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"Expected dtype to be a floating-point torch.dtype such as torch.float32, got {dtype!r}.")
+    given = np.dtype(getattr(op, "dtype", None) or np.float64)
+    if given.kind not in "fiub":
+        raise TypeError(f"Expected a matrix of real numbers, got dtype {given}; take its real part.")
+    if dtype is not None:
+        return dtype
+    return torch.float32 if given in (np.dtype(np.float32), np.dtype(np.float16)) else torch.float64

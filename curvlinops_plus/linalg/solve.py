@@ -1,24 +1,24 @@
-"""What iterative solvers share: many right-hand sides at once, each stopped by itself, and an honest report.
+"""The iteration that all solvers share: many right-hand sides at once, each stopped by its own true residual.
 
 A solver works on the columns of `B` [n, K] together, one product with `A` per iteration. Every column has its own
-scalars and its own end. When its recurrence says that a column is done, and every 50 iterations, the residual `b - A x`
-is computed anew, because recurrences drift from the truth in finite precision. If the tolerance is met, the column
-leaves the batch: it does not change again and costs no more. If the recurrence claimed too much, the solver starts
-again from the true residual, unless that is no larger than the roundings of `x` make it, and as long as it halves from
-one claim to the next. Otherwise no more can be had in this precision.
+scalars and its own end. When its recurrence says that a column has converged, and every 50 iterations, the true
+residual `b - A x` is computed, because the residual of a recurrence drifts from it in finite precision. If the
+tolerance is met, the column leaves the batch: it does not change again and costs no more. If the recurrence was wrong,
+the solver restarts from the true residual, unless that is no larger than rounding errors of `x` make it, and only while
+it halves from one restart to the next. Otherwise the column has stagnated in this precision.
 
-A smaller residual is not always a smaller error. What a recurrence leaves behind is `A` times the roundings of `x`,
-which costs next to no accuracy; a restart believes in a residual with the roundings of a product, and solves for them
-too. Of ill-conditioned float32 systems the error came out up to 7 times larger with restarts. So a recurrence that
-drifts is left alone until it claims something, and a restarted solution that misses the tolerance too must have a
-tenth of the residual to be preferred (of MINRES, half).
+A smaller residual is not always a smaller error. A drifting recurrence leaves a residual of `A` times the rounding
+errors of `x`, which hardly affects the error of `x`; a restart takes the rounding errors of a product for part of the
+residual, and solves for them too. For ill-conditioned float32 systems errors were up to 7 times larger with restarts.
+So nothing is restarted before the recurrence reports convergence, and a restarted solution that misses the tolerance
+too must have a tenth of the residual to be preferred (for MINRES, half).
 
-MINRES asks for a look before the first step that makes more roundings than it removes of the residual: where `b` is
-outside the range of `A`, all steps from there on go off along the null space. From then on the solution with the
-smallest residual of those looked at is kept.
+MINRES asks for the true residual before the first step whose rounding errors exceed its reduction of the residual:
+where `b` is outside the range of `A`, all later steps are along the null space. From then on the solution with the
+smallest true residual is kept.
 
 Right-hand sides are divided by their largest entry first, so that tiny and huge ones neither under- nor overflow, and
-scalars are kept in float64. Per iteration the host asks the device once: did any column end?
+scalars are kept in float64. Each iteration synchronizes host and device once: did any column end?
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch import Tensor
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.products import outside_autocast
-from curvlinops_plus.linalg.space import Form
+from curvlinops_plus.linalg.space import Container
 
 __all__ = ["Preconditioner", "SolveInfo"]
 
@@ -114,8 +114,8 @@ class System:
 
     Args:
         A: The operator.
-        b: Right-hand sides in any form of a vector of `A.out_space`.
-        x0: First guess in any form of a vector of `A.in_space`; a single one serves all columns. `None` is 0.
+        b: Right-hand sides, anything that `A.out_space` reads.
+        x0: First guess, anything that `A.in_space` reads; a single one serves all columns. `None` is 0.
         preconditioner: Operator or function `[n, k] -> [n, k]`.
     """
 
@@ -127,8 +127,8 @@ class System:
         if square and A.shape[0] != A.shape[1]:
             raise ValueError(f"Expected a square matrix, got {A.label}; use LSMR for a rectangular one.")
         self.operator = A
-        self.form: Form
-        B, self.form = A.out_space.read(b, A.dtype, A.device)
+        self.container: Container
+        B, self.container = A.out_space.read(b, A.dtype, A.device)
         self.dtype = torch.float32 if A.dtype in _HALF else A.dtype
         self.eps = torch.finfo(self.dtype).eps
         B = B.detach().to(self.dtype)
@@ -192,8 +192,8 @@ class System:
         return call
 
     def solution(self, X: Tensor) -> Any:
-        """Scaled columns [n, K] in the form of the question."""
-        return self.operator.in_space.write((X * self.scale).to(self.operator.dtype), self.form)
+        """Scaled columns [n, K] in the container type of the right-hand side."""
+        return self.operator.in_space.write((X * self.scale).to(self.operator.dtype), self.container)
 
 
 class Method(ABC):

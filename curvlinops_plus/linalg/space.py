@@ -1,16 +1,15 @@
-"""Named tensors seen as one vector: the one place that knows every form in which a user may hand over a vector.
+"""Named tensors seen as one vector, and the conversion between the two.
 
 A `Space` is an ordered list of names and shapes. Its vectors are the tensors of those shapes, each flattened row by
-row, one after another. Operators compute with flat matrices `[dim, K]` only; the forms a user likes (a flat tensor, a
-list, a dictionary, a NumPy array, with or without `K` columns) are translated on the way in by `Space.read` and on the
-way out by `Space.write`, so that the answer has the form of the question.
+row, one after another. Operators compute with flat matrices `[dim, K]` only; what a user passes (a flat tensor, a list,
+a dictionary, a NumPy array, with or without `K` columns) is converted by `Space.read`, and the result by `Space.write`
+to the container type that was given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -18,21 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Form", "Space"]
+__all__ = ["Container", "Space"]
 
 Tree = Mapping[str, Tensor] | Sequence[Tensor]
 _HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a vector was handed over: its container, and where its columns are (`None`: a single vector)."""
+class Container:
+    """The container type of a vector, and where its columns are (`None`: a single vector)."""
 
     kind: Literal["tensor", "numpy", "list", "tuple", "dict"]
     columns: Literal["last", "first"] | None
 
 
-@dataclass(frozen=True, eq=False)
 class Space:
     """An ordered list of named shapes whose tensors together make one vector of size `dim`.
 
@@ -48,10 +46,25 @@ class Space:
         {'weight': (2, 3, 5), 'bias': (2, 5)}
     """
 
-    shapes: dict[str, torch.Size]
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        #: Name to shape, in the order of the vector.
+        self.shapes: dict[str, torch.Size] = {name: torch.Size(shape) for name, shape in shapes.items()}
+        #: The number of entries of each tensor.
+        self.sizes: list[int] = [shape.numel() for shape in self.shapes.values()]
+        #: Name to first position in the vector, and number of entries.
+        self.extents: dict[str, tuple[int, int]] = dict(zip(self.shapes, zip([0, *accumulate(self.sizes)], self.sizes)))
+        #: The number of entries of the whole vector.
+        self.dim: int = sum(self.sizes)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shapes", {name: torch.Size(shape) for name, shape in self.shapes.items()})
+    @classmethod
+    def flat(cls, dim: int) -> Space:
+        """The space of one unnamed vector `[dim]`.
+
+        Example:
+            >>> Space.flat(3)
+            Space(0: [3])
+        """
+        return cls({"0": (dim,)})
 
     @classmethod
     def of(cls, tensors: Tree) -> Space:
@@ -79,28 +92,12 @@ class Space:
             raise ValueError(
                 f"Expected a sequence of shapes, got {shapes!r}; write [{tuple(s for _, s in items)}] for one shape."
             )
-        return cls({name: torch.Size(shape) for name, shape in items})
+        return cls(dict(items))
 
     @property
     def names(self) -> list[str]:
         """The names, in the order of the vector."""
         return list(self.shapes)
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """The number of entries of each tensor."""
-        return [shape.numel() for shape in self.shapes.values()]
-
-    @cached_property
-    def dim(self) -> int:
-        """The number of entries of the whole vector."""
-        return sum(self.sizes)
-
-    @cached_property
-    def _extents(self) -> dict[str, tuple[int, int]]:
-        """Where each tensor starts in the vector, and its size."""
-        starts = [0, *accumulate(self.sizes)]
-        return {name: (start, size) for name, start, size in zip(self.shapes, starts, self.sizes, strict=False)}
 
     @property
     def is_flat(self) -> bool:
@@ -163,7 +160,11 @@ class Space:
             tensor([[0, 1],
                     [2, 3]])
         """
-        return {name: self.part(v, name) for name in self.shapes}
+        K = v.shape[1:]
+        return {
+            name: v.narrow(0, start, size).view((*self.shapes[name], *K))
+            for name, (start, size) in self.extents.items()
+        }
 
     def part(self, v: Tensor, name: str) -> Tensor:  # [dim, *K] -> [*shape, *K]
         """One tensor of `[dim, *K]`, as a view.
@@ -172,11 +173,14 @@ class Space:
             >>> Space.from_shapes({"a": (2, 2), "b": (1,)}).part(torch.arange(5), "b")
             tensor([4])
         """
-        start, size = self._extents[name]
+        start, size = self.extents[name]
         return v.narrow(0, start, size).view((*self.shapes[name], *v.shape[1:]))
 
     def flatten_rows(self, tree: Tree) -> Tensor:  # {name: [*K, *shape]} -> [*K, dim]
         """Join tensors with leading axes `K`, as Jacobians and stacked gradients have them, into one `[*K, dim]`.
+
+        Raises:
+            ValueError: If names, number, shapes or leading axes of the tensors do not fit.
 
         Example:
             >>> space = Space.from_shapes([(2, 2), (1,)])
@@ -194,24 +198,40 @@ class Space:
             raise ValueError(f"Expected the same leading axes in every tensor, got {lead}.")
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def unflatten_rows(self, v: Tensor) -> dict[str, Tensor]:  # [*K, dim] -> {name: [*K, *shape]}
-        """Cut `[*K, dim]` into its named tensors, as views where strides allow.
+    def fill_rows(self, parts: Sequence[Tensor | None], like: Tensor) -> Tensor:  # [K, *shape] each -> [K, dim]
+        """Join gradients of `K` scalars, of which some are `None` (zero), in the dtype of rows `like` [K, dim].
+
+        Example:
+            >>> Space.from_shapes([(2,), (1,)]).fill_rows([None, torch.ones(3, 1)], like=torch.zeros(3, 3))[0]
+            tensor([0., 0., 1.])
+        """
+        rows = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        for part, (start, size) in zip(parts, self.extents.values(), strict=True):
+            if part is not None:
+                rows[:, start : start + size] = part.reshape(len(like), size)
+        return rows
+
+    def unflatten_rows(
+        self, v: Tensor, dtypes: Sequence[torch.dtype] | None = None
+    ) -> dict[str, Tensor]:  # [*K, dim] -> {name: [*K, *shape]}
+        """Cut `[*K, dim]` into its named tensors: views, or copies in the dtype of each tensor where `dtypes` differ.
 
         Example:
             >>> Space.from_shapes([(2, 2), (1,)]).unflatten_rows(torch.zeros(7, 5))["0"].shape
             torch.Size([7, 2, 2])
         """
-        return {
+        tree = {
             name: v.narrow(-1, start, size).view((*v.shape[:-1], *self.shapes[name]))
-            for name, (start, size) in self._extents.items()
+            for name, (start, size) in self.extents.items()
         }
+        return tree if dtypes is None else {name: t.to(d) for (name, t), d in zip(tree.items(), dtypes, strict=True)}
 
-    # Forms ----------------------------------------------------------------------------------------------------------
+    # Containers -----------------------------------------------------------------------------------------------------
 
     def read(
         self, X: Any, dtype: torch.dtype, device: torch.device, *, columns_first: bool = False
-    ) -> tuple[Tensor, Form]:
-        """Translate whatever a user multiplies with into `[dim, K]`, and remember its form for `write`.
+    ) -> tuple[Tensor, Container]:
+        """Convert whatever a user multiplies with into `[dim, K]`, and say what `write` has to convert back to.
 
         Args:
             X: A tensor or NumPy array `[dim]` or `[dim, K]`; a list, tuple or dictionary of tensors `[*shape]` or
@@ -226,83 +246,70 @@ class Space:
 
         Example:
             >>> space = Space.from_shapes({"a": (2, 2), "b": ()})
-            >>> X, form = space.read({"a": torch.eye(2), "b": torch.tensor(3.)}, torch.float32, torch.device("cpu"))
-            >>> X.T, form.kind
+            >>> tree = {"a": torch.eye(2), "b": torch.tensor(3.0)}
+            >>> X, container = space.read(tree, torch.float32, torch.device("cpu"))
+            >>> X.T, container.kind
             (tensor([[1., 0., 0., 1., 3.]]), 'dict')
         """
-        where = "first" if columns_first else "last"
-        if isinstance(X, np.ndarray):
+        if isinstance(X, Tensor):
+            kind, X = "tensor", _convert(X, dtype, device, "the vector")
+        elif isinstance(X, np.ndarray):
             if X.dtype.kind not in "fiub":
                 raise TypeError(f"Expected a NumPy array of real numbers, got dtype {X.dtype}.")
             # A copy, always: NumPy arrays may be read-only, or change while autograd still needs them.
-            return self._read_array(torch.tensor(np.ascontiguousarray(X), dtype=dtype, device=device), "numpy", where)
-        if isinstance(X, Tensor):
-            return self._read_array(_convert(X, dtype, device, "the vector"), "tensor", where)
-        if isinstance(X, (Mapping, list, tuple)):
-            return self._read_tree(X, dtype, device, where)
-        raise TypeError(
-            f"Expected a tensor or NumPy array [{self.dim}] or [{self.dim}, K], or a list or dictionary of "
-            f"{len(self.shapes)} tensors; got {type(X).__name__}."
-        )
+            kind, X = "numpy", torch.tensor(np.ascontiguousarray(X), dtype=dtype, device=device)
+        elif isinstance(X, (Mapping, list, tuple)):
+            return self._read_tree(X, dtype, device, columns_first)
+        else:
+            raise TypeError(
+                f"Expected a tensor or NumPy array [{self.dim}] or [{self.dim}, K], or a list or dictionary of "
+                f"{len(self.shapes)} tensors; got {type(X).__name__}."
+            )
+        if X.ndim not in (1, 2) or X.shape[-1 if columns_first else 0] != self.dim:
+            matrix = f"[K, {self.dim}]" if columns_first else f"[{self.dim}, K]"
+            raise ValueError(f"Expected shape [{self.dim}] or {matrix}, got {list(X.shape)}.")
+        if X.ndim == 1:
+            return X[:, None], Container(kind, None)
+        return (X.T, Container(kind, "first")) if columns_first else (X, Container(kind, "last"))
 
-    def write(self, Y: Tensor, form: Form) -> Any:  # [dim, K] -> form of the question
-        """Give a result `[dim, K]` of this space the form that the question had.
+    def write(self, Y: Tensor, container: Container) -> Any:
+        """Convert a result `[dim, K]` to the container type that was given.
 
         Example:
-            >>> Space.from_shapes([(2, 2), (1,)]).write(torch.ones(5, 1), Form("list", None))
+            >>> Space.from_shapes([(2, 2), (1,)]).write(torch.ones(5, 1), Container("list", None))
             [tensor([[1., 1.],
                     [1., 1.]]), tensor([1.])]
         """
-        v = Y[:, 0] if form.columns is None else Y.T if form.columns == "first" else Y
-        if form.kind == "tensor":
+        kind, columns = container.kind, container.columns
+        v = Y[:, 0] if columns is None else Y.T if columns == "first" else Y
+        if kind == "tensor":
             return v
-        if form.kind == "numpy":
+        if kind == "numpy":
             v = v.detach().cpu()
             return (v.float() if v.dtype in _HALF else v).numpy()
-        tree = self.unflatten_rows(v) if form.columns == "first" else self.unflatten(v)
-        return tree if form.kind == "dict" else tuple(tree.values()) if form.kind == "tuple" else list(tree.values())
-
-    def _read_array(
-        self, X: Tensor, kind: Literal["tensor", "numpy"], where: Literal["last", "first"]
-    ) -> tuple[Tensor, Form]:
-        axis = 0 if where == "last" else X.ndim - 1
-        if X.ndim not in (1, 2) or X.shape[axis] != self.dim:
-            matrix = f"[{self.dim}, K]" if where == "last" else f"[K, {self.dim}]"
-            raise ValueError(f"Expected shape [{self.dim}] or {matrix}, got {list(X.shape)}.")
-        if X.ndim == 1:
-            return X[:, None], Form(kind, None)
-        return (X if where == "last" else X.T), Form(kind, where)
+        tree = self.unflatten_rows(v) if columns == "first" else self.unflatten(v)
+        return tree if kind == "dict" else tuple(tree.values()) if kind == "tuple" else list(tree.values())
 
     def _read_tree(
-        self, tree: Any, dtype: torch.dtype, device: torch.device, where: Literal["last", "first"]
-    ) -> tuple[Tensor, Form]:
-        parts, extra = [], set()
+        self, tree: Any, dtype: torch.dtype, device: torch.device, columns_first: bool
+    ) -> tuple[Tensor, Container]:
+        parts, columns = [], set()
         for tensor, (name, shape) in zip(self._ordered(tree), self.shapes.items(), strict=True):
             if not isinstance(tensor, Tensor):
                 raise TypeError(
                     f'Entry "{name}": expected a tensor of shape {list(shape)}, got {type(tensor).__name__}.'
                 )
             parts.append(_convert(tensor, dtype, device, f'tensor "{name}"'))
-            if tensor.shape == shape:
-                extra.add(None)
-                continue
-            own, K = (tensor.shape[:-1], tensor.shape[-1:]) if where == "last" else (tensor.shape[1:], tensor.shape[:1])
-            if tensor.ndim != len(shape) + 1 or own != shape:
-                matrix = f"[{_inner(shape, 'K')}]" if where == "last" else f"[{_inner(torch.Size(()), 'K', shape)}]"
-                raise ValueError(
-                    f'Tensor "{name}": expected shape {list(shape)} or {matrix}, got {list(tensor.shape)}.'
-                )
-            extra.add(K[0])
-        if len(extra) > 1:
+            columns.add(_columns(tensor.shape, name, shape, columns_first))
+        if len(columns) > 1:
             given = {name: list(part.shape) for name, part in zip(self.shapes, parts, strict=True)}
             raise ValueError(f"Expected the same number of columns in every tensor, got shapes {given}.")
-        kind: Literal["dict", "tuple", "list"]
         kind = "dict" if isinstance(tree, Mapping) else "tuple" if isinstance(tree, tuple) else "list"
-        if extra == {None}:
-            return self.flatten(parts)[:, None], Form(kind, None)
-        if where == "last":
-            return self.flatten(parts), Form(kind, where)
-        return self.flatten_rows(parts).T, Form(kind, where)
+        if columns == {None}:
+            return self.flatten(parts)[:, None], Container(kind, None)
+        if columns_first:
+            return self.flatten_rows(parts).T, Container(kind, "first")
+        return self.flatten(parts), Container(kind, "last")
 
     def _ordered(self, tree: Tree) -> list[Tensor]:
         if isinstance(tree, Mapping):
@@ -321,6 +328,17 @@ def _items(sequence_or_mapping: Any) -> list[tuple[str, Any]]:
     if isinstance(sequence_or_mapping, Mapping):
         return list(sequence_or_mapping.items())
     return [(str(position), value) for position, value in enumerate(sequence_or_mapping)]
+
+
+def _columns(given: torch.Size, name: str, shape: torch.Size, columns_first: bool) -> int | None:
+    """How many columns a tensor for `shape` has; None if it is a single vector."""
+    if given == shape:
+        return None
+    own, K = (given[1:], given[:1]) if columns_first else (given[:-1], given[-1:])
+    if len(given) != len(shape) + 1 or own != shape:
+        matrix = f"[{_inner(torch.Size(()), 'K', shape)}]" if columns_first else f"[{_inner(shape, 'K')}]"
+        raise ValueError(f'Tensor "{name}": expected shape {list(shape)} or {matrix}, got {list(given)}.')
+    return K[0]
 
 
 def _inner(shape: Sequence[int], *more: Any) -> str:

@@ -1,7 +1,7 @@
 """Matrices that hold their entries: `Dense`, `Diagonal` and the identity.
 
 Each is one matrix, or with a batch axis in front a block-diagonal matrix of `b` equal-sized ones. They are operators of
-their own and also the factors of a `Kronecker` product, which needs them matrix by matrix; that is what `Factor` adds.
+their own and also the factors of a `Kronecker` product, which needs the numbers of each matrix: see `Factor`.
 
 Tensors are kept by reference: change one in place, and the operator has changed. Decompositions are remembered until
 then.
@@ -9,21 +9,57 @@ then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import SingularMatrixError
 from curvlinops_plus.linalg.damping import Scalar, is_zero
-from curvlinops_plus.linalg.factor import Factor, OneTensor
+from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.numerics import add_to_diagonal, damped_cholesky, eigh, powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
 __all__ = ["Dense", "Diagonal", "Identity", "IdentityLinearOperator"]
+
+T = TypeVar("T")
+
+
+class OneTensor(Factor):
+    """What `Dense` and `Diagonal` share: one tensor, kept by reference, and results remembered until it changes."""
+
+    def __init__(self, tensor: Tensor, axes: int, space: Space | None = None) -> None:
+        if not isinstance(tensor, Tensor) or tensor.ndim not in (axes, axes + 1) or not tensor.is_floating_point():
+            given = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(
+                f"{type(self).__name__}: expected a real tensor with {axes} axes, or {axes + 1} for a batch; "
+                f"got {given}."
+            )
+        self._tensor, self.size = tensor, tensor.shape[-1]
+        self.batch = tuple(tensor.shape[:-axes])
+        self._memory: dict[str, tuple[Any, Any]] = {}
+        super().__init__(space, tensor.dtype, tensor.device)
+
+    @cached_property
+    def in_space(self) -> Space:
+        return Space.flat(prod(self.batch) * self.size)  # factors of a Kronecker product are never asked for it
+
+    def _remember(self, name: str, compute: Callable[[], T]) -> T:
+        """The result of `compute`, which is called again only when the tensor has changed."""
+        tensor = self._tensor
+        if tensor.is_inference() or (torch.is_grad_enabled() and tensor.requires_grad):
+            return compute()  # no version to look at; or a graph that can be used only once
+        state, known = (tensor._version, tensor.data_ptr()), self._memory.get(name)
+        if known is not None and known[0] == state:
+            return known[1]
+        value = compute()
+        self._memory[name] = state, value
+        return value
 
 
 class Dense(OneTensor):
@@ -34,9 +70,11 @@ class Dense(OneTensor):
         structure: What is known about them (not checked, except that symmetric matrices are square).
         rtol: Eigenvalues of a positive semi-definite matrix below `rtol` times the largest count as zero; by default
             `d * eps`. Products and traces always use the entries as they are.
+        in_space: Names and shapes of the vectors that it multiplies; by default one flat vector.
+        out_space: Those of the results; by default `in_space` of a square matrix, one flat vector otherwise.
 
     Raises:
-        ValueError: If the tensor is not a matrix or batch of square matrices.
+        ValueError: If the tensor is not a matrix or batch of square matrices, or a space has another size.
 
     Example:
         >>> A = Dense(torch.tensor([[2.0, 1.0], [1.0, 2.0]]), Structure.PSD)
@@ -44,31 +82,35 @@ class Dense(OneTensor):
         tensor([ 3.0000, -1.0000])
     """
 
-    def __init__(self, matrix: Tensor, structure: Structure = Structure.GENERAL, rtol: float | None = None) -> None:
-        super().__init__(matrix, axes=2)
-        square = matrix.shape[-2] == matrix.shape[-1]
-        if not square and (structure > Structure.GENERAL or self.batch):
+    def __init__(
+        self,
+        matrix: Tensor,
+        structure: Structure = Structure.GENERAL,
+        rtol: float | None = None,
+        *,
+        in_space: Space | None = None,
+        out_space: Space | None = None,
+    ) -> None:
+        super().__init__(matrix, 2, in_space)
+        self.structure, self.rtol, self.rows = structure, rtol, matrix.shape[-2]
+        if out_space is not None:
+            self.out_space = out_space
+        elif self.rows != self.size:
+            self.out_space = Space.flat(self.rows)
+        if self.rows != self.size and (structure > Structure.GENERAL or self.batch):
             kind = f"a {structure.name} matrix" if structure > Structure.GENERAL else "a batch of matrices"
             raise ValueError(f"Dense: expected {kind} to be square, got {list(matrix.shape)}.")
-        self._structure, self.rtol = structure, rtol
-        self._out_space = self._in_space if square else Space.from_shapes([(matrix.shape[-2],)])
+        b = prod(self.batch)
+        if (in_space or out_space) is not None and self.shape != (b * self.rows, b * self.size):
+            raise ValueError(
+                f"Dense: expected spaces of {b * self.rows} rows and {b * self.size} columns, got {self.out_space} "
+                f"and {self.in_space}."
+            )
 
     @property
     def matrix(self) -> Tensor:
         """The entries, `[m, n]` or `[b, d, d]`."""
         return self._tensor
-
-    @property
-    def structure(self) -> Structure:
-        return self._structure
-
-    @property
-    def out_space(self) -> Space:
-        return self._out_space
-
-    @property
-    def rows(self) -> int:
-        return self._tensor.shape[-2]
 
     def left(self, M: Tensor) -> Tensor:
         return self._tensor @ M
@@ -88,11 +130,22 @@ class Dense(OneTensor):
         return self.adjoint()._matmat(X)
 
     def adjoint(self) -> Dense:
-        return self if self._structure >= Structure.SYMMETRIC else Dense(self._tensor.mT)
+        if self.structure >= Structure.SYMMETRIC:
+            return self
+        return Dense(self._tensor.mT, in_space=self.out_space, out_space=self.in_space)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Dense:
         moved = self._tensor.to(device=device, dtype=dtype)
-        return self if moved is self._tensor else Dense(moved, self._structure, self.rtol)
+        return self if moved is self._tensor else self._on_spaces(moved, self.structure, self.rtol)
+
+    def materialize(self) -> Dense:
+        return self._on_spaces(self.to_dense(), self.structure, self.rtol) if self.batch else self
+
+    def _on_spaces(self, matrix: Tensor, structure: Structure, rtol: float | None) -> Dense:
+        """A matrix that multiplies the same vectors."""
+        if matrix.ndim != self._tensor.ndim:  # one damping per matrix of the other factor's batch
+            return Dense(matrix, structure, rtol)
+        return Dense(matrix, structure, rtol, in_space=self.in_space, out_space=self.out_space)
 
     def _to_dense(self) -> Tensor:
         return torch.block_diag(*self._tensor) if self.batch else self._tensor.clone()
@@ -109,62 +162,60 @@ class Dense(OneTensor):
 
     def slogdets(self) -> tuple[Tensor, Tensor]:
         self._need_square()
-        if self._structure == Structure.PSD:
+        if self.structure == Structure.PSD:
             return self._remember("slogdets", lambda: slogdet_of(self.eigh()[0]))
         sign, logarithm = torch.linalg.slogdet(self._tensor)
         return sign, logarithm
 
     def eigh(self) -> tuple[Tensor, Dense]:
-        if self._structure < Structure.SYMMETRIC:
+        if self.structure < Structure.SYMMETRIC:
             raise self._no_closed_form("eigenvalues")
         return self._remember("eigh", self._decompose)
 
     def _decompose(self) -> tuple[Tensor, Dense]:
         values, Q = eigh(self._tensor)
-        return (psd_clip(values, self.rtol) if self._structure == Structure.PSD else values), Dense(Q)
+        return (psd_clip(values, self.rtol) if self.structure == Structure.PSD else values), Dense(Q)
 
     def root(self) -> Dense:
         values, Q = self.eigh()
         return Dense(Q.matrix * values.sqrt()[..., None, :])
 
     def _shift(self, delta: Scalar) -> LinearOperator:
-        if self._structure >= Structure.SYMMETRIC:
+        if self.structure >= Structure.SYMMETRIC:
             return super()._shift(delta)
         # Without eigenvalues, a shifted matrix has to be formed to have a determinant and an inverse.
-        return Dense(add_to_diagonal(self._tensor, delta))
+        return self._on_spaces(add_to_diagonal(self._tensor, delta), Structure.GENERAL, None)
 
     def _inverse(self, damping: Scalar, retry: bool) -> Dense:
-        self._need_square()
-        if self._structure < Structure.PSD:
+        if self.structure < Structure.PSD:
             return self._solve(damping)
         if is_zero(damping):  # only the eigenvalues tell whether it is singular
             return self._power(-1.0, 0.0)
         L = damped_cholesky(self._tensor, damping, retry_double_precision=retry)
         log_det = -2 * L.diagonal(dim1=-2, dim2=-1).log().sum(-1).to(self.dtype)
-        inverse = Dense(torch.cholesky_inverse(L).to(self.dtype), Structure.PSD, rtol=0.0)
-        return inverse._knowing("slogdets", (torch.ones_like(log_det), log_det))
+        inverse = self._on_spaces(torch.cholesky_inverse(L).to(self.dtype), Structure.PSD, rtol=0.0)
+        inverse._remember("slogdets", lambda: (torch.ones_like(log_det), log_det))
+        return inverse
 
     def _solve(self, damping: Scalar) -> Dense:
+        self._need_square()
         inverse, info = torch.linalg.inv_ex(
             self._tensor if is_zero(damping) else add_to_diagonal(self._tensor, damping)
         )
         if bool(info.any()) or not bool(torch.isfinite(inverse).all()):
             raise SingularMatrixError(f"{self.label} with damping {damping} is singular or not finite; add a damping.")
-        return Dense(inverse, self._structure)
+        return Dense(inverse, self.structure, in_space=self.out_space, out_space=self.in_space)
 
     def _power(self, p: float, damping: Scalar) -> Dense:
         values, Q = self.eigh()
-        result = powers(values + _column(damping), p, self.label)
+        result = powers(values + _column(damping), p, self)
         # Formed, because a product with the whole is half the work of two products with its eigenvectors.
-        power = Dense((Q.matrix * result[..., None, :]) @ Q.matrix.mT, Structure.PSD, rtol=0.0)
-        return power._knowing("eigh", (result, Q))
+        power = self._on_spaces((Q.matrix * result[..., None, :]) @ Q.matrix.mT, Structure.PSD, rtol=0.0)
+        power._remember("eigh", lambda: (result, Q))
+        return power
 
     def _entrywise_square(self) -> Dense:
         return Dense(self._tensor.square())
-
-    def _knowing(self, name: str, value: Any) -> Dense:
-        self._remember(name, lambda: value)
-        return self
 
     def _need_square(self) -> None:
         if self.rows != self.size:
@@ -186,7 +237,7 @@ class Diagonal(OneTensor):
     """
 
     def __init__(self, vector: Tensor) -> None:
-        super().__init__(vector, axes=1)
+        super().__init__(vector, 1)
 
     @property
     def vector(self) -> Tensor:
@@ -240,10 +291,10 @@ class Diagonal(OneTensor):
 
     def _inverse(self, damping: Scalar, retry: bool) -> Diagonal:
         damped = self._tensor + (damping[..., None] if isinstance(damping, Tensor) else damping)
-        return Diagonal(powers(damped, -1.0, self.label))
+        return Diagonal(powers(damped, -1.0, self))
 
     def _power(self, p: float, damping: Scalar) -> Diagonal:
-        return Diagonal(powers(self._tensor + _column(damping), p, self.label))
+        return Diagonal(powers(self._tensor + _column(damping), p, self))
 
     def _entrywise_square(self) -> Diagonal:
         return Diagonal(self._tensor.square())
@@ -274,30 +325,10 @@ class IdentityLinearOperator(Factor):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._in_space = shapes if isinstance(shapes, Space) else Space.from_shapes(shapes)
-        self._device = torch.empty(0, device="cpu" if device is None else device).device
-        self._dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.batch = ()
-
-    @property
-    def in_space(self) -> Space:
-        return self._in_space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def structure(self) -> Structure:
-        return Structure.PSD
-
-    @property
-    def size(self) -> int:
-        return self._in_space.dim
+        space = shapes if isinstance(shapes, Space) else Space.from_shapes(shapes)
+        where = torch.empty(0, device="cpu" if device is None else device).device
+        super().__init__(space, torch.get_default_dtype() if dtype is None else dtype, where, Structure.PSD)
+        self.batch, self.size = (), space.dim
 
     def left(self, M: Tensor) -> Tensor:
         return M
@@ -312,10 +343,10 @@ class IdentityLinearOperator(Factor):
         return self
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> IdentityLinearOperator:
-        return IdentityLinearOperator(self._in_space, device or self._device, dtype or self._dtype)
+        return IdentityLinearOperator(self.in_space, device or self.device, dtype or self.dtype)
 
     def _number(self, value: float) -> Tensor:
-        return torch.tensor(value, dtype=self._dtype, device=self._device)
+        return torch.tensor(value, dtype=self.dtype, device=self.device)
 
     def _identity_factor(self) -> Scalar:
         return 1.0
@@ -355,3 +386,27 @@ class IdentityLinearOperator(Factor):
 
 
 Identity = IdentityLinearOperator
+
+
+def _materialize(self: LinearOperator) -> LinearOperator:
+    """The same matrix with all its entries, on the same spaces: a `Dense` one, with all closed forms.
+
+    The exact matrices of a small network thus get `inverse`, `logdet`, `eigenvalues`, `sample` and so on, and still
+    take and return lists and dictionaries of tensors like the parameters.
+
+    Cost: one `to_dense`; memory of `m n` numbers.
+
+    Example:
+        >>> space = Space.from_shapes({"w": (2,), "b": (1,)})
+        >>> A = Dense(torch.diag(torch.tensor([1.0, 2.0, 4.0])), Structure.PSD, in_space=space)
+        >>> B = (A @ A.T + A).materialize()
+        >>> B.diagonal(), B.structure.name
+        (tensor([ 2.,  6., 20.]), 'GENERAL')
+        >>> A.materialize().inverse() @ {"w": torch.ones(2), "b": torch.ones(1)}
+        {'w': tensor([1.0000, 0.5000]), 'b': tensor([0.2500])}
+    """
+    return Dense(self.to_dense(), self.structure, in_space=self.in_space, out_space=self.out_space)
+
+
+# Set from here, because operators are defined without the classes that build on them.
+LinearOperator.materialize = _materialize

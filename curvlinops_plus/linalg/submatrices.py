@@ -58,34 +58,47 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
     Raises:
         ValueError: If it is of no known kind, out of bounds, or has duplicates.
     """
-    n = space.dim
     if isinstance(which, slice):
-        positions = torch.arange(n, device=device)
-        if which == slice(None):
-            return Selection(space, positions, n, tuple(space.names))
-        picked = range(n)[which]
-        return _of_positions(torch.tensor(picked, dtype=torch.long), n, device)
+        whole = torch.arange(space.dim, device=device)
+        return (
+            Selection(space, whole, space.dim, tuple(space.names))
+            if which == slice(None)
+            else _of_positions(whole[list(range(space.dim)[which])], space.dim, device)
+        )
     if isinstance(which, str):
         which = [which]
     if isinstance(which, Sequence) and len(which) and all(isinstance(name, str) for name in which):
         return _of_names(list(which), space, device, axis)
-    if isinstance(which, (Tensor, np.ndarray)):
-        picked = which if isinstance(which, Tensor) else torch.from_numpy(np.array(which))
-        integral = not picked.is_floating_point() and not picked.is_complex()
-    else:
-        values = list(which) if isinstance(which, Sequence) else [None]
-        masked = len(values) > 0 and all(isinstance(v, (bool, np.bool_)) for v in values)
-        integral = masked or all(isinstance(v, (int, np.integer)) and not isinstance(v, bool) for v in values)
-        picked = torch.tensor(values if integral else [], dtype=torch.bool if masked else torch.long)
-    if not integral or picked.ndim != 1:
+    picked = _integers_or_mask(which)
+    if picked is None or picked.ndim != 1:
         raise ValueError(
             f"Expected {axis}s as a list of integers, a boolean mask, a slice, or names of parameters out of "
             f"{space.names}; got {which!r}."
         )
+    return _of_positions(_checked_positions(picked, space.dim, axis), space.dim, device)
+
+
+def _integers_or_mask(which: Any) -> Tensor | None:
+    """A tensor, array or sequence as a tensor of integers or booleans; None if it is neither."""
+    if isinstance(which, (Tensor, np.ndarray)):
+        picked = which if isinstance(which, Tensor) else torch.from_numpy(np.array(which))
+        return None if picked.is_floating_point() or picked.is_complex() else picked
+    if not isinstance(which, Sequence):
+        return None
+    masks = [isinstance(value, (bool, np.bool_)) for value in which]
+    if masks and all(masks):
+        return torch.tensor(which, dtype=torch.bool)
+    if any(masks) or not all(isinstance(value, (int, np.integer)) for value in which):
+        return None
+    return torch.tensor(which, dtype=torch.long)
+
+
+def _checked_positions(picked: Tensor, n: int, axis: str) -> Tensor:
+    """The positions that integers or a mask pick out of `n`."""
     if picked.dtype == torch.bool:
         if len(picked) != n:
             raise ValueError(f"Expected a mask of {n} entries, one per {axis}, got {len(picked)}.")
-        return _of_positions(picked.nonzero()[:, 0], n, device)
+        return picked.nonzero()[:, 0]
     picked = picked.long().cpu()
     if len(picked) and (int(picked.min()) < 0 or int(picked.max()) >= n):
         raise ValueError(
@@ -94,11 +107,11 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
         )
     if len(picked.unique()) != len(picked):
         raise ValueError(f"Expected different {axis}s, got {len(picked) - len(picked.unique())} duplicates.")
-    return _of_positions(picked, n, device)
+    return picked
 
 
 def _of_positions(positions: Tensor, dim: int, device: torch.device) -> Selection:
-    return Selection(Space.from_shapes([(len(positions),)]), positions.to(device), dim)
+    return Selection(Space.flat(len(positions)), positions.to(device), dim)
 
 
 def _of_names(names: list[str], space: Space, device: torch.device, axis: str) -> Selection:
@@ -118,7 +131,7 @@ class SubmatrixLinearOperator(Wrapper):
 
     Args:
         A: The matrix.
-        row_idxs: Which rows: integers, a boolean mask, a slice, or names of parameters; see `submatrix.py`.
+        row_idxs: Which rows: integers, a boolean mask, a slice, or names of parameters; see `submatrix`.
         col_idxs: Which columns.
 
     Raises:
@@ -139,15 +152,8 @@ class SubmatrixLinearOperator(Wrapper):
         """Pick other rows and columns."""
         rows, cols = _both(self.A, row_idxs, col_idxs)
         self.rows, self.cols = rows, cols
+        self.out_space, self.in_space = rows.space, cols.space
         self._principal = self.A.in_space.matches(self.A.out_space) and rows.same(cols)
-
-    @property
-    def in_space(self) -> Space:
-        return self.cols.space
-
-    @property
-    def out_space(self) -> Space:
-        return self.rows.space
 
     @property
     def structure(self) -> Structure:
@@ -182,7 +188,7 @@ class ProjectedLinearOperator(Wrapper):
 
     Args:
         A: A square matrix.
-        idxs: What stays: integers, a boolean mask, a slice, or names of parameters; see `submatrix.py`.
+        idxs: What stays: integers, a boolean mask, a slice, or names of parameters; see `submatrix`.
 
     Raises:
         TypeError: If `A` is no operator of this package.
@@ -200,10 +206,6 @@ class ProjectedLinearOperator(Wrapper):
         if A.shape[0] != A.shape[1]:
             raise ValueError(f"Only a square matrix can be projected from both sides, got {A.label}.")
         self.A, self.kept = A, select(idxs, A.in_space, A.device, "row")
-
-    @property
-    def structure(self) -> Structure:
-        return self.A.structure
 
     def _project(self, X: Tensor) -> Tensor:
         return self.kept.scatter(self.kept.gather(X))
@@ -226,7 +228,7 @@ class ProjectedLinearOperator(Wrapper):
 
 
 def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
-    """The submatrix of some rows and columns, in the most telling form: what `A[rows, cols]` returns.
+    """The submatrix of some rows and columns, as the operator with the most closed forms: what `A[rows, cols]` returns.
 
     Of a `Dense` matrix it is `Dense`, with entries copied as they are now. With the same rows and columns, of a
     `Diagonal` it is `Diagonal`, and parameters that make up whole blocks of a block-diagonal matrix such as KFAC give
@@ -234,7 +236,7 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
 
     Args:
         A: The matrix.
-        rows: Integers, a boolean mask, a slice, or names of parameters; see `submatrix.py`.
+        rows: Integers, a boolean mask, a slice, or names of parameters; see `submatrix`.
         cols: The same.
 
     Raises:
@@ -257,7 +259,7 @@ def _getitem(self: LinearOperator, key: tuple[Any, Any]) -> LinearOperator:
     return submatrix(self, *key)
 
 
-# Set from here, because the file of the operators must not import what is built on it.
+# Set from here, because operators are defined without the classes that build on them.
 LinearOperator.__getitem__ = _getitem
 
 
@@ -279,7 +281,7 @@ def _again(selection: Selection) -> Any:
 
 @singledispatch
 def _structured(A: LinearOperator, rows: Selection, cols: Selection) -> LinearOperator | None:
-    """The submatrix as an operator that knows more than products, or None. One function per structure."""
+    """The submatrix as an operator with closed forms, or None. One function per structure."""
     return None
 
 
@@ -288,7 +290,8 @@ def _(A: Dense, rows: Selection, cols: Selection) -> LinearOperator | None:
     if A.batch:
         return None
     structure = A.structure if rows.same(cols) else Structure.GENERAL
-    return Dense(A.matrix.index_select(0, rows.positions).index_select(1, cols.positions), structure, A.rtol)
+    matrix = A.matrix.index_select(0, rows.positions).index_select(1, cols.positions)
+    return Dense(matrix, structure, A.rtol, in_space=cols.space, out_space=rows.space)
 
 
 @_structured.register
@@ -314,26 +317,11 @@ def _(A: BlockDiagonal, rows: Selection, cols: Selection) -> LinearOperator | No
 
 
 class _Later(Deferred):
-    """A submatrix of an operator that may not be computed yet, or be computed again."""
+    """A submatrix of an operator that may not be computed yet, or that may be computed again."""
 
     def __init__(self, A: Deferred, rows: Selection, cols: Selection) -> None:
+        super().__init__(cols.space, A.dtype, A.device, A.structure)
         self.A, self.rows, self.cols = A, rows, cols
-
-    @property
-    def in_space(self) -> Space:
-        return self.cols.space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.A.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.A.device
-
-    @property
-    def structure(self) -> Structure:
-        return self.A.structure
 
     @property
     def operator(self) -> LinearOperator:

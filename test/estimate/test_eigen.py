@@ -83,7 +83,7 @@ def test_restarts_keep_what_was_asked_for(k: int) -> None:
     """More eigenpairs than the basis has room for at once, for sizes around that of the basis."""
     for n in (k + 1, k + 20, k + 41, 3 * k + 1, 3 * k + 60):
         A = with_eigenvalues(torch.linspace(1, 2, n, dtype=F64))
-        values, X, _, converged = top_eigenpairs(A, k, tolerance=1e-4, generator=seeded())
+        values, X, _, converged = top_eigenpairs(A, k, tol=1e-4, generator=seeded())
         assert converged
         assert (values.shape, X.shape) == ((k,), (n, k))
         torch.testing.assert_close(values, torch.linspace(1, 2, n, dtype=F64).flip(0)[:k], rtol=0, atol=1e-4)
@@ -145,15 +145,15 @@ def test_tolerance_decides_how_many_products() -> None:
             return self.matrix @ X
 
     rough, fine = Counted(), Counted()
-    top_eigenpairs(rough, tolerance=1e-2, generator=seeded())
-    top_eigenpairs(fine, tolerance=1e-10, generator=seeded())
+    top_eigenpairs(rough, tol=1e-2, generator=seeded())
+    top_eigenpairs(fine, tol=1e-10, generator=seeded())
     assert rough.products < fine.products / 2 < 150
 
 
 @pytest.mark.parametrize("shape", [(200, 200), (300, 70), (70, 300)])
 def test_a_loose_tolerance_is_told(shape: tuple[int, int]) -> None:
     A = torch.randn(*shape, dtype=F64, generator=seeded())
-    norm, error = spectral_norm(A, tolerance=0.1, generator=seeded(), return_error=True)
+    norm, error = spectral_norm(A, tol=0.1, generator=seeded(), return_error=True)
     assert norm + 1e-6 < torch.linalg.matrix_norm(A, 2) <= norm + error
 
 

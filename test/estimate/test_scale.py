@@ -48,7 +48,7 @@ LINEAR: dict[str, Callable[..., Any]] = {
     "residuals": lambda A: top_eigenpairs(A, N, generator=seeded())[:1],
     "spectral_norm": lambda A: (spectral_norm(A, generator=seeded()),),
     "spectral_norm of a general one": lambda A: spectral_norm(
-        general(A), tolerance=0.3, generator=seeded(), return_error=True
+        general(A), tol=0.3, generator=seeded(), return_error=True
     ),
     "boundaries": lambda A: torch.tensor(approximate_boundaries(A, generator=seeded()), dtype=F64),
     "absolute boundaries": lambda A: torch.tensor(approximate_boundaries_abs(A, generator=seeded()), dtype=F64),

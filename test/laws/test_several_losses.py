@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -414,7 +415,7 @@ def test_masked_positions() -> None:
     masked = of_trunk(EmpiricalRisk(model, losses, data, mask=mask))
 
     def one(risk: EmpiricalRisk) -> Tensor:
-        risk.mask = mask
+        risk.options = replace(risk.options, mask=mask)
         return of_trunk(risk)
 
     close(masked, alone(model, losses, data, one))

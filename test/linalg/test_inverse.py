@@ -15,6 +15,7 @@ from curvlinops_plus.linalg import (
     Dense,
     Diagonal,
     Eigendecomposed,
+    HeuristicDamping,
     IdentityLinearOperator,
     Kronecker,
     LinearOperator,
@@ -54,9 +55,9 @@ def test_heuristic_split() -> None:
     close(split[0], torch.tensor(pi * 0.1, dtype=F64))
     close(split[1], torch.tensor(0.1 / pi, dtype=F64))
     K = Kronecker(G, A)
-    close(K.inverse(1e-2, use_heuristic_damping=True).to_dense(), K.inverse(split).to_dense())
+    close(K.inverse(HeuristicDamping(1e-2)).to_dense(), K.inverse(split).to_dense())
     differentiable = torch.tensor(1e-2, dtype=F64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda d: K.inverse(d, use_heuristic_damping=True).trace, differentiable)
+    assert torch.autograd.gradcheck(lambda d: K.inverse(HeuristicDamping(d)).trace, differentiable)
 
 
 def test_heuristic_split_has_a_floor() -> None:
@@ -64,7 +65,7 @@ def test_heuristic_split_has_a_floor() -> None:
     split = heuristic_damping(A, G, 1e-12, min_damping=1e-4)
     assert split[0].item() == pytest.approx(1.0)
     assert split[1].item() == pytest.approx(1e-4)
-    inverse = Kronecker(G, A).inverse(1e-12, use_heuristic_damping=True, min_damping=1e-4)
+    inverse = Kronecker(G, A).inverse(HeuristicDamping(1e-12, min=1e-4))
     assert isinstance(inverse, Kronecker)
     assert inverse.G.diagonal()[0].item() == pytest.approx(1e4, rel=1e-4)
 
@@ -84,20 +85,29 @@ def test_heuristic_split_of_each_group() -> None:
     for k in range(2):
         for part, alone in zip(split, heuristic_damping(A[k], G[k], 0.04), strict=True):
             close(part[k], alone)
-    inverse = Kronecker(G, A).inverse(0.04, use_heuristic_damping=True)
+    inverse = Kronecker(G, A).inverse(HeuristicDamping(0.04))
     one = [torch.linalg.inv(F + d[:, None, None] * torch.eye(F.shape[-1])) for F, d in zip((A, G), split, strict=True)]
     close(inverse.to_dense(), batched_kron(one[1], one[0]))
-    shared = Kronecker(psd(2, 2), A).inverse(0.04, use_heuristic_damping=True)
+    shared = Kronecker(psd(2, 2), A).inverse(HeuristicDamping(0.04))
     assert shared.shape == (12, 12)
     token_counts = Kronecker(psd(2, 2), Diagonal(normal(2, 3).abs()))
-    assert token_counts.inverse(0.04, use_heuristic_damping=True).shape == (12, 12)
+    assert token_counts.inverse(HeuristicDamping(0.04)).shape == (12, 12)
     with_identity = Kronecker(IdentityLinearOperator([(2,)], dtype=F64), A)
-    assert torch.isfinite(with_identity.inverse(0.04, use_heuristic_damping=True).logdet)
+    assert torch.isfinite(with_identity.inverse(HeuristicDamping(0.04)).logdet)
 
 
-@pytest.mark.parametrize("A", [Dense(psd(3, 3), PSD), Diagonal(torch.ones(3, dtype=F64))], ids=["dense", "diagonal"])
-def test_one_factor_takes_the_damping_whole(A: LinearOperator) -> None:
-    close(A.inverse(0.1, use_heuristic_damping=True).to_dense(), A.inverse(0.1).to_dense())
+EIGENDECOMPOSED = Eigendecomposed(Dense(torch.eye(3, dtype=F64)), torch.ones(3, dtype=F64))
+WITHOUT_FACTORS = {
+    "dense": Dense(psd(3, 3), PSD),
+    "diagonal": Diagonal(torch.ones(3, dtype=F64)),
+    "eigendecomposed": EIGENDECOMPOSED,
+    "shifted": Kronecker(psd(2, 2), psd(3, 3)).shift(1.0),
+}
+
+
+@pytest.mark.parametrize("A", WITHOUT_FACTORS.values(), ids=WITHOUT_FACTORS)
+def test_a_matrix_without_factors_takes_the_damping_whole(A: LinearOperator) -> None:
+    close(A.inverse(HeuristicDamping(0.1)).to_dense(), A.inverse(0.1).to_dense())
 
 
 @pytest.mark.parametrize(
@@ -172,11 +182,9 @@ def test_float32_cholesky_that_fails_is_repeated_in_float64() -> None:
 
 K12 = Kronecker(torch.eye(3), torch.eye(4))
 REFUSED = [
-    (
-        lambda: K12.inverse((0.1, 0.1), use_heuristic_damping=True),
-        ValueError,
-        "^Heuristic and exact damping require a single damping value.$",
-    ),
+    (lambda: K12.inverse(HeuristicDamping(cast(Any, (0.1, 0.1)))), TypeError, "to be one number.* got tuple"),
+    (lambda: K12.inverse(HeuristicDamping(-0.1)), ValueError, "at least 0, got -0.1"),
+    (lambda: K12.power(0.5, HeuristicDamping(0.1)), TypeError, "to be one number.* got tuple"),
     (
         lambda: K12.inverse(-0.1),
         ValueError,
@@ -193,12 +201,6 @@ REFUSED = [
         "pair of dampings .* belongs to the two factors",
     ),
     (
-        lambda: Eigendecomposed(Dense(torch.eye(2)), torch.ones(2)).inverse(0.1, use_heuristic_damping=True),
-        ValueError,
-        "Heuristic damping is split",
-    ),
-    (lambda: K12.shift(1.0).inverse(0.1, use_heuristic_damping=True), ValueError, "Heuristic damping is split"),
-    (
         lambda: Kronecker(torch.eye(2), torch.eye(2), Structure.GENERAL).inverse(0.1),
         NoClosedForm,
         "Kronecker.*no closed form of `inverse`",
@@ -211,7 +213,6 @@ REFUSED = [
         r"missing \['conv', 'scale', 'groups'\], unexpected \['f'\]",
     ),
     (lambda: blocks().inverse((0.1, 0.1)), ValueError, 'block "scale": A pair of dampings'),
-    (lambda: blocks().inverse(0.1, use_heuristic_damping=True), ValueError, 'block "fc": Heuristic damping is split'),
     (lambda: (0 * Dense(torch.eye(2), PSD)).inverse(), SingularMatrixError, "is zero; add a damping"),
 ]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
-from curvlinops_plus.linalg import LinearOperator, Space, Structure
+from curvlinops_plus.linalg import Dense, LinearOperator, Space, Structure
 
 from .cases import CASES, F64, FORMS, Case, eye_like, normal
 
@@ -64,7 +64,7 @@ def test_products(case: Case, dtype: torch.dtype) -> None:
 
 @each_case
 def test_forms(case: Case) -> None:
-    """Every form of a vector gives the same numbers, in the form of the question."""
+    """Every container type gives the same numbers, and is returned."""
     A, M = case.make(F64)
     products: list[tuple[Callable, Callable, Space, Space, Tensor]] = [
         (lambda X: A @ X, lambda X: A.matmat(X), A.in_space, A.out_space, M),
@@ -289,3 +289,27 @@ def test_scipy(case: Case) -> None:
     np.testing.assert_allclose(S @ X, M.numpy() @ X, atol=1e-10)
     np.testing.assert_allclose(S @ X[:, 0], M.numpy() @ X[:, 0], atol=1e-10)
     np.testing.assert_allclose(S.H @ Y, M.numpy().T @ Y, atol=1e-10)
+
+
+@each_case
+def test_materialize(case: Case, dtype: torch.dtype) -> None:
+    """The same matrix on the same spaces, with every closed form that its structure allows."""
+    A, M = case.make(dtype)
+    B = A.materialize()
+    assert isinstance(B, Dense)
+    assert (B.in_space, B.out_space, B.structure) == (A.in_space, A.out_space, A.structure)
+    close(B.to_dense(), M)
+    x = normal(M.shape[1]).to(dtype)
+    answer = B @ A.in_space.unflatten(x)
+    assert list(answer) == A.out_space.names
+    close(A.out_space.flatten(answer), M @ x)
+    close(normal(3, len(M)).to(dtype) @ B, normal(3, len(M)).to(dtype) @ M)
+    if A.structure == Structure.PSD:
+        close(B.trace, M.trace())
+        close(B.eigenvalues(), torch.linalg.eigvalsh(M))
+        damped = M + 0.1 * eye_like(M)
+        inverse = B.inverse(0.1)
+        close(A.in_space.flatten(inverse @ A.in_space.unflatten(x)), torch.linalg.solve(damped, x))
+        close(inverse.logdet, -torch.logdet(damped))
+        close(B.quadratic_form(x[None]), (x @ M @ x)[None, None])
+        assert B.sample(torch.Generator().manual_seed(0), num=2).shape == (len(M), 2)

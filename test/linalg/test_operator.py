@@ -15,6 +15,7 @@ from curvlinops_plus.linalg import (
     Kronecker,
     LinearOperator,
     Product,
+    ProjectedLinearOperator,
     Scaled,
     Shifted,
     Space,
@@ -118,7 +119,7 @@ REFUSED = [
     (
         lambda A: (A + A).logdet,
         NoClosedForm,
-        r"Sum\(3 x 3.*no closed form of `logdet`: .*Dense\(A.to_dense\(\), A.structure\).logdet.*Lanczos",
+        r"Sum\(3 x 3.*no closed form of `logdet`: .*A.materialize\(\).logdet.*Lanczos",
     ),
     (lambda A: (A @ A).inverse(0.1), NoClosedForm, "Product.*CGInverseLinearOperator"),
     (lambda A: (A + A).to_scipy() @ np.ones(3, dtype=complex), TypeError, "real numbers, got dtype complex128"),
@@ -137,7 +138,7 @@ def test_an_operator_without_closed_forms_says_what_to_use(form: str) -> None:
     member = "inverse" if form == "damped_inverse" else form
     with pytest.raises(
         NoClosedForm,
-        match=rf"OnlyProducts\(6 x 6.* has no closed form of `{member}`: if the matrix is small, use Dense\(",
+        match=rf"OnlyProducts\(6 x 6.* has no closed form of `{member}`: if the matrix is small, use A.materialize\(",
     ):
         apply_form(A, form)
 
@@ -168,6 +169,35 @@ def test_abstract_members_must_be_written() -> None:
 
     with pytest.raises(TypeError, match="abstract"):
         Incomplete()  # type: ignore[abstract]
+
+
+def test_attributes_by_constructor_or_class() -> None:
+    space, out = Space.from_shapes({"w": (2,)}), Space.from_shapes({"y": (2,)})
+
+    class Twice(LinearOperator):
+        device = torch.device("cpu")
+
+        def _matmat(self, X: torch.Tensor) -> torch.Tensor:
+            return 2 * X
+
+    A = Twice(space, F64)
+    assert (A.in_space, A.out_space, A.structure, A.device.type) == (space, space, GENERAL, "cpu")
+    assert Twice(space, F64, structure=PSD).structure == PSD
+    assert Twice(space, F64, out_space=out).T.in_space is out
+    (y,) = (Twice(space, F64, out_space=out) @ {"w": torch.ones(2, dtype=F64)}).items()
+    assert (y[0], y[1].tolist()) == ("y", [2, 2])
+    for missing, B in {"dtype": Twice(space), "in_space": Twice(dtype=F64)}.items():
+        with pytest.raises(AttributeError, match=rf"Twice has no `{missing}`: pass it to LinearOperator.__init__"):
+            B @ torch.ones(2, dtype=F64)
+
+
+def test_wrappers_follow_the_matrix() -> None:
+    d = torch.ones(3, dtype=F64)
+    A = Diagonal(d)
+    wrappers = [2 * A, A.shift(1.0), A + Diagonal(d), A[[0, 1], :].T.T, ProjectedLinearOperator(A, [0])]
+    assert [B.structure for B in wrappers] == [PSD, PSD, PSD, GENERAL, PSD]
+    d[0] = -1
+    assert [B.structure for B in wrappers] == [SYMMETRIC, SYMMETRIC, SYMMETRIC, GENERAL, SYMMETRIC]
 
 
 def test_shapes_and_names() -> None:

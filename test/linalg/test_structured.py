@@ -324,3 +324,55 @@ def test_on_a_gpu(case) -> None:
         close(B.inverse(0.1).to_dense().cpu(), A.inverse(0.1).to_dense())
     if "sample" not in case.without:  # eigenvectors have a sign, so draws agree in distribution only
         assert B.sample(torch.Generator().manual_seed(0)).device.type == "cuda"
+
+
+# Spaces of a formed matrix -------------------------------------------------------------------------------------------
+
+NAMED = Space.from_shapes({"w": (2, 1), "b": (2,)})
+
+
+def test_a_dense_matrix_keeps_its_spaces() -> None:
+    M = psd(4, 4)
+    A = Dense(M, PSD, in_space=NAMED)
+    tree = {"w": normal(2, 1), "b": normal(2)}
+    v = NAMED.flatten(tree)
+    same = {
+        "itself": (A, M),
+        "inverse": (A.inverse(), torch.linalg.inv(M)),
+        "damped inverse": (A.inverse(0.3), torch.linalg.inv(M + 0.3 * eye_like(M))),
+        "power": (A.power(2), M @ M),
+        "shift": (A.shift(0.3), M + 0.3 * eye_like(M)),
+        "multiple": (2 * A, 2 * M),
+        "float32": (A.to(dtype=torch.float32).to(dtype=F64), M.float().double()),
+    }
+    for name, (B, expected) in same.items():
+        assert B.in_space == B.out_space == NAMED, name
+        answer = B @ tree
+        assert list(answer) == ["w", "b"]
+        close(NAMED.flatten(answer), expected @ v)
+    general = Dense(M + torch.triu(M), in_space=NAMED)
+    assert general.shift(1.0).in_space == general.inverse().in_space == NAMED
+    part = A["b", "b"]
+    assert isinstance(part, Dense)
+    assert part.in_space.names == ["b"]
+
+
+def test_spaces_of_a_rectangular_matrix() -> None:
+    M = normal(3, 4)
+    A = Dense(M, in_space=NAMED, out_space=Space.from_shapes({"y": (3, 1)}))
+    assert (A @ {"w": torch.ones(2, 1, dtype=F64), "b": torch.ones(2, dtype=F64)})["y"].shape == (3, 1)
+    assert A.T.in_space.names == ["y"]
+    assert A.T.out_space == NAMED
+    square = Dense(psd(4, 4) + torch.triu(psd(4, 4)), in_space=NAMED, out_space=Space.from_shapes({"y": (4,)}))
+    inverse = square.inverse()
+    assert (inverse.in_space.names, inverse.out_space.names) == (["y"], ["w", "b"])
+    with pytest.raises(ValueError, match=r"expected spaces of 3 rows and 5 columns, got .* and Space\(w: \[2, 1\]"):
+        Dense(normal(3, 5), in_space=NAMED)
+
+
+def test_materialize_of_a_dense_matrix() -> None:
+    A = Dense(psd(4, 4), PSD, rtol=0.0, in_space=NAMED)
+    assert A.materialize() is A
+    batched = Dense(psd(2, 2, 2), PSD, rtol=0.0).materialize()
+    assert isinstance(batched, Dense)
+    assert (batched.batch, batched.rtol) == ((), 0.0)

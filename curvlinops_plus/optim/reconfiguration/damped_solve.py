@@ -226,7 +226,7 @@ class DampedSystem:
                 atol=tolerance,
                 btol=tolerance,
                 conlim=0.0,
-                maxiter=self.maxiter,
+                max_iter=self.maxiter,
             )
         b = self.scores._rmatmat(target[:, None])[:, 0]
         left = b - self.scores._rmatmat(self.product(x)[:, None])[:, 0] - self.shift * x

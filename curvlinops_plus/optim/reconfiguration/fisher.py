@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg import LinearOperator, Space, Structure
+from curvlinops_plus.linalg import LinearOperator, Structure
 from curvlinops_plus.optim.reconfiguration.amplitude import (
     Amplitude,
     LogAmplitude,
@@ -79,30 +79,18 @@ class CenteredFisherLinearOperator(LinearOperator):
         psi = LogAmplitude(log_psi, params, amplitude)
         with full_precision_no_grad(psi.device):
             ensemble = Ensemble(psi, samples, weights, chunk_size)
-            self.scores: Any = StoredScores(ensemble) if stored else MatrixFreeScores(ensemble)
+            self._set(StoredScores(ensemble) if stored else MatrixFreeScores(ensemble))
 
     @classmethod
     def of(cls, scores: LinearOperator) -> CenteredFisherLinearOperator:
         """`Ōᵀ Ō` of an operator `Ō`."""
         self = cls.__new__(cls)
-        self.scores = scores
+        self._set(scores)
         return self
 
-    @property
-    def in_space(self) -> Space:
-        return self.scores.in_space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.scores.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.scores.device
-
-    @property
-    def structure(self) -> Structure:
-        return Structure.PSD
+    def _set(self, scores: Any) -> None:
+        super().__init__(scores.in_space, scores.dtype, scores.device, Structure.PSD)
+        self.scores = scores
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.scores._rmatmat(self.scores._matmat(X))

@@ -34,24 +34,9 @@ class Scores(LinearOperator):
     """
 
     def __init__(self, ensemble: Ensemble) -> None:
+        psi = ensemble.psi
+        super().__init__(psi.space, psi.dtype, psi.device, out_space=Space.flat(ensemble.n * ensemble.components))
         self.ensemble = ensemble
-        self._out_space = Space.from_shapes([(ensemble.n * ensemble.components,)])
-
-    @property
-    def in_space(self) -> Space:
-        return self.ensemble.psi.space
-
-    @property
-    def out_space(self) -> Space:
-        return self._out_space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.ensemble.psi.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.ensemble.psi.device
 
     def stored(self) -> StoredScores:
         """The same with all derivatives in memory."""
