@@ -11,6 +11,7 @@ import curvlinops_plus
 # What users may import from the top. Adding a name here is a decision; removing one is a breaking change.
 NAMES = [
     "Accumulator",
+    "ActivationHessian",
     "ActivationHessianLinearOperator",
     "AffineRule",
     "BlockwiseLinearOperator",
@@ -31,11 +32,15 @@ NAMES = [
     "ForwardOnly",
     "FromDistribution",
     "FullBlock",
+    "GGN",
     "GGNDiagonalLinearOperator",
+    "GGNFactor",
     "GGNFactorLinearOperator",
     "GGNLinearOperator",
+    "Hessian",
     "HessianLinearOperator",
     "IdentityLinearOperator",
+    "Jacobian",
     "JacobianLinearOperator",
     "KFAC",
     "KFACInverseLinearOperator",

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.data import DataLoader, TensorDataset
 
-from curvlinops_plus import FisherMCLinearOperator, GGNLinearOperator
-from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.exact import jacobian
-from curvlinops_plus.exact.jacobian import (
+import curvlinops_plus
+from curvlinops_plus import (
+    FisherMCLinearOperator,
     GGNFactorLinearOperator,
+    GGNLinearOperator,
     JacobianLinearOperator,
     TransposedJacobianLinearOperator,
 )
+from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import Product
 from curvlinops_plus.risk import CurvaturePropagation, Empirical, Exact, ForwardOnly, MonteCarlo
 
@@ -129,7 +130,7 @@ def test_any_shape(
     data = [(x, torch.zeros(len(x), classes, dtype=torch.float64)) for x in X]
     params = dict(model.named_parameters())
     J = JacobianLinearOperator(model, params, data, check_deterministic=False, chunk_size=chunk_size)
-    J._rows.linear._forward = None if forward else False  # None: found out
+    J._linear._forward = None if forward else False  # None: found out
     theta = {key: p.detach() for key, p in params.items()}
     found = torch.func.jacrev(lambda t: torch.func.functional_call(model, t, (torch.cat(X),)).flatten())(theta)
     matrix = torch.cat([j.flatten(1) for j in found.values()], 1)
@@ -137,7 +138,7 @@ def test_any_shape(
     U = torch.randn(matrix.shape[0], columns, dtype=torch.float64)
     close(J @ V, matrix @ V)
     close(J.T @ U, matrix.T @ U)
-    assert J._rows.linear._forward is forward
+    assert J._linear._forward is forward
 
 
 def test_forms_of_vectors() -> None:
@@ -186,7 +187,7 @@ def test_same_numbers_as_curvlinops() -> None:
     data = [(torch.randn(n, 1, 4, 4, dtype=torch.float64), torch.zeros(n, 2, 3)) for n in (2, 3)]
     params = list(model.parameters())
     for name in ("JacobianLinearOperator", "TransposedJacobianLinearOperator"):
-        ours, theirs = getattr(jacobian, name)(model, params, data), getattr(peer, name)(model, params, data)
+        ours, theirs = getattr(curvlinops_plus, name)(model, params, data), getattr(peer, name)(model, params, data)
         assert ours.shape == tuple(theirs.shape)
         V = normal(ours.shape[1], 2)
         close(ours @ V, theirs @ V)
@@ -270,15 +271,15 @@ def test_forward_mode_only_where_it_is_right(name: str) -> None:
     matrix = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
     J = JacobianLinearOperator(model, params, data)
     V = normal(J.shape[1], 3)
-    assert J._rows.linear._forward is right
+    assert J._linear._forward is right
     close(J @ V, matrix @ V)
     close(J @ V[:, 0], matrix @ V[:, 0])
     close(J.to_dense(), matrix)
     close(
-        J._rows.linear.sandwich(*_first(J, V), lambda F, _: lambda JV: [2 * JV[0]]), 2 * V.T @ matrix[:6].T @ matrix[:6]
+        J._linear.ggn_product(*_first(J, V), lambda F, _: lambda JV: [2 * JV[0]]), 2 * V.T @ matrix[:6].T @ matrix[:6]
     )
     close(
-        J._rows.linear.sandwich(*_first(J, V[:, :1]), lambda F, _: lambda JV: JV),
+        J._linear.ggn_product(*_first(J, V[:, :1]), lambda F, _: lambda JV: JV),
         V[:, :1].T @ matrix[:6].T @ matrix[:6],
     )
 
@@ -295,7 +296,7 @@ def test_padding_has_no_derivative_in_either_mode(first_batch_is_padded: bool) -
     params = list(model.parameters())
     J = JacobianLinearOperator(model, params, data)
     V = normal(J.shape[1], 2)
-    assert J._rows.linear._forward
+    assert J._linear._forward
     matrix = J.to_dense()  # by backward passes
     assert not matrix[:, :2].any()
     close(J @ V, matrix @ V)
@@ -321,11 +322,11 @@ def test_dropout_draws_the_same_for_value_and_derivative() -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double().train()
     data = [(torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64))]
     J = JacobianLinearOperator(model, list(model.parameters()), data, check_deterministic=False)
-    linear, V = J._rows.linear, normal(J.shape[1], 2)
+    linear, V = J._linear, normal(J.shape[1], 2)
     for columns in (V, V[:, :1]):
         batch, rows = _first(J, columns)
         torch.manual_seed(1)
-        GV = linear.sandwich(batch, rows, lambda F, _: lambda JV: JV)
+        GV = linear.ggn_product(batch, rows, lambda F, _: lambda JV: JV)
         torch.manual_seed(1)
         f = model(data[0][0]).flatten()
         matrix = torch.stack(

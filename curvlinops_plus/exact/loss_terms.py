@@ -1,0 +1,168 @@
+"""What the losses of a risk say of one batch: outputs, targets, weights, and the root of their matrix over the outputs.
+
+Only the functions in here know whether a risk has one loss or several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from curvlinops_plus.likelihood import Likelihood
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
+from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.roots import Root
+
+__all__ = [
+    "LossRoots",
+    "LossTerms",
+    "check_vectors",
+    "loss_keys",
+    "loss_roots",
+    "loss_weights",
+    "run_losses",
+    "run_outputs",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class LossTerms:
+    """One loss on one batch.
+
+    Attributes:
+        F: The output, attached to its graph: [N, R, C], or as the model returned it for a loss without likelihood.
+        Y: The target.
+        likelihood: The loss as a likelihood, None if it has none.
+        loss: The value of a loss without likelihood, times N for "mean"; of others it is not needed.
+    """
+
+    F: Tensor
+    Y: Any
+    likelihood: Likelihood | None
+    loss: Any = None
+
+
+# ------------------------------------------------------------------------------------------------ one loss or several
+def run_outputs(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> tuple[list[Tensor], None]:
+    """Run the model: the outputs that the losses read."""
+    f = risk.run(batch, model)[0]
+    return [f] if risk.heads is None else [*f], None
+
+
+def run_losses(
+    risk: EmpiricalRisk, model: nn.Module, batch: Batch
+) -> tuple[list[Tensor], tuple[list[LossTerms], Totals]]:
+    """Run the model: the outputs that are differentiated; what each loss says, and the totals of the batch."""
+    f, y, class_axis = risk.run(batch, model)
+    if risk.heads is None and risk.known_loss:  # its value is not needed
+        F, Y = risk.canonical(f, y, batch, class_axis)
+        likelihood, N = risk.likelihood, batch.num_examples
+        return [F], ([LossTerms(F, Y, likelihood)], Totals(N, N * F.shape[1], likelihood.count(F, Y)))
+    F, Y, totals = risk.terms(f, y, batch, class_axis)
+    if risk.heads is None:
+        return [F], ([LossTerms(F, Y, None, totals.loss)], totals)
+    known = [head.likelihood if head.known else None for head in risk.heads]
+    return list(F), ([LossTerms(*term) for term in zip(F, Y, known, totals.losses, strict=True)], totals)
+
+
+def loss_weights(risk: EmpiricalRisk, vectors: Vectors, totals: Totals) -> list[float]:
+    """What the vectors of each loss are multiplied with, given the totals of a batch."""
+    return [1.0] if risk.heads is None else risk.heads.coefficients(risk.shares(totals), vectors.of_loss)
+
+
+def loss_keys(risk: EmpiricalRisk) -> list[str]:
+    """The names of the losses' outputs."""
+    return ["0"] if risk.heads is None else [*map(str, risk.heads.keys)]
+
+
+def _draws_of_losses(
+    risk: EmpiricalRisk, vectors: Vectors, terms: Sequence[LossTerms], draws: Draws
+) -> Sequence[Draws]:
+    """Random numbers for each loss, from one stream in the order of the examples."""
+    if risk.heads is None or not vectors.random:
+        return [draws] * len(terms)
+    about = (repr(vectors), *(tuple(term.F.shape[1:]) for term in terms))
+    return risk.heads.streams(about, draws, len(terms[0].F), [partial(_root, vectors, term) for term in terms])
+
+
+# -------------------------------------------------------------------------------------------------------------- roots
+def _root(vectors: Vectors, term: LossTerms, draws: Draws) -> Root:
+    assert term.likelihood is not None
+    return vectors.root(term.likelihood, term.F.detach(), term.Y, draws)
+
+
+class LossRoots:
+    """The root `B` of the matrix of all losses over the outputs of one batch.
+
+    Losses whose vectors are sent together have columns in common, and so cross terms; else each has its own columns,
+    side by side.
+
+    Args:
+        roots: The root of each loss.
+        weights: What each is multiplied with.
+        together: Whether vectors of all losses are sent together.
+
+    Attributes:
+        shapes: What it multiplies: `[N, R', K]`, for each loss where they have columns of their own.
+    """
+
+    def __init__(self, roots: Sequence[Root], weights: Sequence[float], together: bool) -> None:
+        self.roots, self.weights = roots, weights
+        shapes = [root.shape for root in roots]
+        self.joint = together and len(set(shapes)) == 1 and not any(root.per_term for root in roots)
+        self.shapes = shapes[:1] if self.joint else shapes
+
+    def product(self, U: Sequence[Tensor]) -> list[Tensor]:
+        """`B u`: [*lead, N, R', K] for each of `shapes` -> [*lead, N, R, C] for each output."""
+        U = [U[0]] * len(self.roots) if self.joint else U
+        return [w * root.product(u) for w, root, u in zip(self.weights, self.roots, U, strict=True)]
+
+    def transpose_product(self, V: Sequence[Tensor]) -> list[Tensor]:
+        """`Bᵀ v`: [*lead, N, R, C] for each output -> [*lead, N, R', K] for each of `shapes`."""
+        U = [w * root.transpose_product(v) for w, root, v in zip(self.weights, self.roots, V, strict=True)]
+        return [sum(U[1:], U[0])] if self.joint else U
+
+    def outer_product(self, V: Sequence[Tensor]) -> list[Tensor]:
+        """`B Bᵀ v`: [*lead, N, R, C] for each output, in and out."""
+        if len(self.roots) == 1:
+            return [self.roots[0].outer_product(V[0])]
+        if self.joint:
+            return self.product(self.transpose_product(V))
+        return [w**2 * root.outer_product(v) for w, root, v in zip(self.weights, self.roots, V, strict=True)]
+
+
+def loss_roots(
+    risk: EmpiricalRisk, vectors: Vectors, terms: Sequence[LossTerms], weights: Sequence[float], draws: Draws
+) -> LossRoots:
+    """The root of all losses, which have likelihoods."""
+    streams = _draws_of_losses(risk, vectors, terms, draws)
+    roots = [_root(vectors, term, own) for term, own in zip(terms, streams, strict=True)]
+    return LossRoots(roots, weights, vectors.together and len(roots) > 1)
+
+
+def check_vectors(name: str, risk: EmpiricalRisk, vectors: Vectors, any_loss: bool) -> None:
+    """Refuse, before anything is computed, vectors without a matrix and losses that have none.
+
+    Args:
+        name: Of the operator.
+        risk: Its risk.
+        vectors: Its mode.
+        any_loss: Whether losses without a likelihood are taken, if the mode takes them.
+
+    Raises:
+        ValueError: If no vectors are sent.
+        UnsupportedError: If a loss has no likelihood that is needed, or not this matrix.
+    """
+    if not vectors.backward:
+        raise ValueError(
+            f"{name} needs vectors that are sent back through the network; {vectors!r} sends none. Take Exact(), "
+            "MonteCarlo(samples, seed), CurvaturePropagation(samples, seed) or Empirical()."
+        )
+    if any_loss and not vectors.needs_likelihood and not risk.known_loss:
+        _ = risk.reduction  # refuses "none"
+    else:
+        vectors.check(risk.likelihood)
