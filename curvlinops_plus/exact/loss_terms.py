@@ -128,7 +128,7 @@ class LossRoots:
 
     def outer_product(self, V: Sequence[Tensor]) -> list[Tensor]:
         """`B Bᵀ v`: [*lead, N, R, C] for each output, in and out."""
-        if len(self.roots) == 1:
+        if self.weights == [1.0]:
             return [self.roots[0].outer_product(V[0])]
         if self.joint:
             return self.product(self.transpose_product(V))

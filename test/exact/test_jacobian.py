@@ -18,15 +18,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvlinops_plus
 from curvlinops_plus import (
+    EmpiricalRisk,
     FisherMCLinearOperator,
     GGNFactorLinearOperator,
     GGNLinearOperator,
+    Jacobian,
     JacobianLinearOperator,
     TransposedJacobianLinearOperator,
 )
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import Product
-from curvlinops_plus.risk import CurvaturePropagation, Empirical, Exact, ForwardOnly, MonteCarlo
+from curvlinops_plus.risk import Empirical, MonteCarlo
 
 #: Nets whose outputs have one shape in all batches, but for the number of examples.
 STACKABLE = [name for name in NETS if name != "uneven sequences"]
@@ -440,27 +442,36 @@ def test_outputs_that_cannot_be_stacked() -> None:
     assert J.out_shapes == ((sum(b.N for b in p.exact.batches), 3),)
 
 
-def test_vectors_without_columns() -> None:
-    model = _mlp()
-    for vectors in (Exact(signs=True), ForwardOnly(), CurvaturePropagation(), "curvature-propagation"):
-        with pytest.raises(ValueError, match="has columns for each loss term"):
-            GGNFactorLinearOperator(
-                model, nn.MSELoss(), list(model.parameters()), _loader(shuffle=False), vectors=vectors
-            )
-
-
 def test_chunk_size() -> None:
     model = _mlp()
     with pytest.raises(ValueError, match="chunk_size=0 must be an integer of at least 1"):
         JacobianLinearOperator(model, list(model.parameters()), _loader(shuffle=False), chunk_size=0)
 
 
-def test_several_losses() -> None:
-    model = _mlp()
-    with pytest.raises(UnsupportedError, match="takes one loss, got losses for the outputs"):
-        GGNFactorLinearOperator(
-            model, {"a": nn.MSELoss(), "b": nn.MSELoss()}, list(model.parameters()), _loader(shuffle=False)
-        )
+def test_outputs_of_several_losses() -> None:
+    """One tensor of rows for each output; each of them differs in shape."""
+    model, X = _mlp(), normal(5, 3)
+    losses = {"a": nn.MSELoss(), "b": nn.CrossEntropyLoss()}
+
+    def output(f: Tensor) -> dict[str, Tensor]:
+        return {"a": f[:, :1], "b": f.sin()}
+
+    data = [(x, {"a": normal(len(x), 1), "b": torch.zeros(len(x), dtype=torch.long)}) for x in X.split([2, 3])]
+    J = Jacobian(EmpiricalRisk(model, losses, data, output=output), check_deterministic=True)
+    assert {key: list(shape) for key, shape in J.out_space.shapes.items()} == {"a": [5, 1], "b": [5, 2]}
+    theta = {key: p.detach() for key, p in model.named_parameters()}
+
+    def rows(t: dict[str, Tensor]) -> Tensor:
+        f = output(torch.func.functional_call(model, t, (X,)))
+        return torch.cat([f["a"].flatten(), f["b"].flatten()])
+
+    matrix = torch.cat([j.flatten(1) for j in torch.func.jacrev(rows)(theta).values()], 1)
+    close(J.to_dense(), matrix)
+    V, U = normal(J.shape[1], 2), normal(J.shape[0], 2)
+    close(J @ V, matrix @ V)
+    close(J.T @ U, matrix.T @ U)
+    few = Jacobian(EmpiricalRisk(model, losses, data, [model[2].bias], output=output))
+    close(few.to_dense(), matrix[:, -2:])  # by tangents: there are fewer parameters than outputs
 
 
 def test_losses_without_likelihood() -> None:
