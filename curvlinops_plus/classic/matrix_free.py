@@ -271,8 +271,7 @@ class JacobianLinearOperator(Jacobian):
 
 
 class TransposedJacobianLinearOperator(Adjoint):
-    """`Jacobian(risk).T`: the transposed Jacobian `[P, N·C]`. Arguments and conventions as for
-    `JacobianLinearOperator`.
+    """`Jacobian(risk).T`: the transposed Jacobian `[P, N·C]`. Arguments as for `JacobianLinearOperator`.
 
     Example:
         >>> import torch

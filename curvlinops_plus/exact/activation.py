@@ -124,7 +124,7 @@ class ActivationHessian(SymmetricRiskOperator):
 
         def loop(model: nn.Module) -> None:
             for batch in risk.batches(f"{type(self).__name__}, {what}"):
-                with torch.compiler.set_stance("force_eager"), self._leaf() as caught:
+                with self._leaf() as caught:
                     f, y, class_axis = risk.run(batch, model)
                 if len(caught) != 1:
                     name, side, _ = self._activation

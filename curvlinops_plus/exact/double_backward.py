@@ -32,12 +32,14 @@ __all__ = [
 def differentiable() -> Iterator[None]:
     """Context in which a forward pass can be differentiated in every mode, whatever the caller's modes are.
 
-    Attention runs by plain operations: its fused kernels have neither forward mode nor second derivatives.
+    Attention runs by plain operations, whose fused kernels have neither forward mode nor second derivatives, and
+    compiled modules run eagerly.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), eager:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +15,9 @@ from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 
 __all__ = ["GGN"]
+
+# [K, *output] for each output, in and out.
+OutputProduct = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class GGN(ParameterCurvature):
@@ -98,8 +100,11 @@ class GGN(ParameterCurvature):
 
         def output_product(F: Outputs, extra: tuple[list[LossTerms], Totals]) -> OutputProduct:
             terms, part = extra
-            totals.add(part.detached())
-            return self._output_product(terms, loss_weights(self.risk, self.vectors, part), draws)
+            totals.add(part)
+            weights = loss_weights(self.risk, self.vectors, part)
+            if all(term.likelihood is not None for term in terms):
+                return loss_roots(self.risk, self.vectors, terms, weights, draws).outer_product
+            return _hessian_product(terms, weights)
 
         for batch in self.risk.batches(type(self).__name__):
             if X is None:
@@ -110,20 +115,16 @@ class GGN(ParameterCurvature):
         assert total is not None  # without a batch `batches` raises
         return total.T, totals
 
-    def _output_product(self, terms: list[LossTerms], weights: Sequence[float], draws: Draws) -> OutputProduct:
-        """The product with `M` of one batch: [K, *output] -> [K, *output] for each output."""
-        if all(term.likelihood is not None for term in terms):
-            return loss_roots(self.risk, self.vectors, terms, weights, draws).outer_product
-        products = [
-            loss_hessian_product(term.loss, term.F)
-            if term.likelihood is None
-            else partial(term.likelihood.hessian_product, term.F.detach(), term.Y)
-            for term in terms
-        ]
-        return lambda V: [w**2 * product(v) for w, product, v in zip(weights, products, V, strict=True)]
-
     def _to_dense(self) -> Tensor:
         return self._scaled(partial(self._sweep, None))
 
 
-OutputProduct = Callable[[Sequence[Tensor]], Any]
+def _hessian_product(terms: Sequence[LossTerms], weights: Sequence[float]) -> OutputProduct:
+    """The product with the Hessians of losses of which some have no likelihood, and so no root."""
+    products = [
+        loss_hessian_product(term.loss, term.F)
+        if term.likelihood is None
+        else partial(term.likelihood.hessian_product, term.F.detach(), term.Y)
+        for term in terms
+    ]
+    return lambda V: [w**2 * product(v) for w, product, v in zip(weights, products, V, strict=True)]

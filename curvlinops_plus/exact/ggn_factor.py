@@ -95,7 +95,7 @@ class GGNFactor(DataRows):
 
     def _row_block(self, F: Outputs, extra: tuple[list[LossTerms], Totals], draws: Draws, totals: Totals) -> RowBlock:
         terms, part = extra
-        totals.add(part.detached())
+        totals.add(part)
         return loss_roots(self.risk, self.vectors, terms, loss_weights(self.risk, self.vectors, part), draws)
 
     def _reduced(self, sweep: Callable[[], tuple[Tensor, Totals]]) -> Tensor:

@@ -82,7 +82,7 @@ class Hessian(ParameterCurvature):
         def loop(model: nn.Module) -> None:
             for batch in risk.batches(type(self).__name__):
                 watch = None if self._checked and not self._normed else PlainWeightNorm()
-                with torch.compiler.set_stance("force_eager"), watch or nullcontext():
+                with watch or nullcontext():
                     f, y, class_axis = risk.run(batch, model)
                 _, _, part = risk.terms(f, y, batch, class_axis)
                 if watch is not None:

@@ -203,18 +203,20 @@ class Linearizer:
     def outputs(self, batch: Batch) -> tuple[Outputs, Any]:
         """What `read` returns, without a graph; random states are as before."""
         state = random_state(self.risk.device)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad():
             found = self.read(self.risk.model, batch)
         set_random_state(self.risk.device, state)
         return found
 
     # ------------------------------------------------------------------------------------------------------- running
-    def _run(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
-        with torch.compiler.set_stance("force_eager"):
-            if self._largest and not self._padded:
-                return self.read(model, batch)
-            with _Watch() as watch:
-                found = self.read(model, batch)
+    @property
+    def _run(self) -> Read:
+        """`read`, which is watched the first time, and always if there are tables with padding."""
+        return self.read if self._largest and not self._padded else self._watched_read
+
+    def _watched_read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
+        with _Watch() as watch:
+            found = self.read(model, batch)
         self._largest, self._padded = max(self._largest, watch.largest), self._padded or watch.padded
         self._stopped = watch.stopped and torch.is_grad_enabled()
         return found

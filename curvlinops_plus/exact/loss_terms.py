@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.likelihood import Likelihood
@@ -21,6 +22,7 @@ __all__ = [
     "LossRoots",
     "LossTerms",
     "check_vectors",
+    "loss_draws",
     "loss_keys",
     "loss_roots",
     "loss_weights",
@@ -45,6 +47,11 @@ class LossTerms:
     likelihood: Likelihood | None
     loss: Any = None
 
+    def root(self, vectors: Vectors, draws: Draws) -> Root:
+        """The root of its matrix over the outputs."""
+        assert self.likelihood is not None
+        return vectors.root(self.likelihood, self.F.detach(), self.Y, draws)
+
 
 # ------------------------------------------------------------------------------------------------ one loss or several
 def run_outputs(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> tuple[list[Tensor], None]:
@@ -64,9 +71,9 @@ def run_losses(
         return [F], ([LossTerms(F, Y, likelihood)], Totals(N, N * F.shape[1], likelihood.count(F, Y)))
     F, Y, totals = risk.terms(f, y, batch, class_axis)
     if risk.heads is None:
-        return [F], ([LossTerms(F, Y, None, totals.loss)], totals)
+        return [F], ([LossTerms(F, Y, None, totals.loss)], totals.detached())
     known = [head.likelihood if head.known else None for head in risk.heads]
-    return list(F), ([LossTerms(*term) for term in zip(F, Y, known, totals.losses, strict=True)], totals)
+    return list(F), ([LossTerms(*term) for term in zip(F, Y, known, totals.losses, strict=True)], totals.detached())
 
 
 def loss_weights(risk: EmpiricalRisk, vectors: Vectors, totals: Totals) -> list[float]:
@@ -79,22 +86,15 @@ def loss_keys(risk: EmpiricalRisk) -> list[str]:
     return ["0"] if risk.heads is None else [*map(str, risk.heads.keys)]
 
 
-def _draws_of_losses(
-    risk: EmpiricalRisk, vectors: Vectors, terms: Sequence[LossTerms], draws: Draws
-) -> Sequence[Draws]:
+def loss_draws(risk: EmpiricalRisk, vectors: Vectors, terms: Sequence[LossTerms], draws: Draws) -> Sequence[Draws]:
     """Random numbers for each loss, from one stream in the order of the examples."""
     if risk.heads is None or not vectors.random:
         return [draws] * len(terms)
     about = (repr(vectors), *(tuple(term.F.shape[1:]) for term in terms))
-    return risk.heads.streams(about, draws, len(terms[0].F), [partial(_root, vectors, term) for term in terms])
+    return risk.heads.streams(about, draws, len(terms[0].F), [partial(term.root, vectors) for term in terms])
 
 
 # -------------------------------------------------------------------------------------------------------------- roots
-def _root(vectors: Vectors, term: LossTerms, draws: Draws) -> Root:
-    assert term.likelihood is not None
-    return vectors.root(term.likelihood, term.F.detach(), term.Y, draws)
-
-
 class LossRoots:
     """The root `B` of the matrix of all losses over the outputs of one batch.
 
@@ -105,16 +105,17 @@ class LossRoots:
         roots: The root of each loss.
         weights: What each is multiplied with.
         together: Whether vectors of all losses are sent together.
-
-    Attributes:
-        shapes: What it multiplies: `[N, R', K]`, for each loss where they have columns of their own.
     """
 
     def __init__(self, roots: Sequence[Root], weights: Sequence[float], together: bool) -> None:
         self.roots, self.weights = roots, weights
-        shapes = [root.shape for root in roots]
-        self.joint = together and len(set(shapes)) == 1 and not any(root.per_term for root in roots)
-        self.shapes = shapes[:1] if self.joint else shapes
+        same = together and len(roots) > 1 and len({root.shape for root in roots}) == 1
+        self.joint = same and not any(root.per_term for root in roots)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """What it multiplies: `[N, R', K]`, for each loss where they have columns of their own."""
+        return [root.shape for root in (self.roots[:1] if self.joint else self.roots)]
 
     def product(self, U: Sequence[Tensor]) -> list[Tensor]:
         """`B u`: [*lead, N, R', K] for each of `shapes` -> [*lead, N, R, C] for each output."""
@@ -139,9 +140,8 @@ def loss_roots(
     risk: EmpiricalRisk, vectors: Vectors, terms: Sequence[LossTerms], weights: Sequence[float], draws: Draws
 ) -> LossRoots:
     """The root of all losses, which have likelihoods."""
-    streams = _draws_of_losses(risk, vectors, terms, draws)
-    roots = [_root(vectors, term, own) for term, own in zip(terms, streams, strict=True)]
-    return LossRoots(roots, weights, vectors.together and len(roots) > 1)
+    streams = loss_draws(risk, vectors, terms, draws)
+    return LossRoots([term.root(vectors, own) for term, own in zip(terms, streams)], weights, vectors.together)
 
 
 def check_vectors(name: str, risk: EmpiricalRisk, vectors: Vectors, any_loss: bool) -> None:

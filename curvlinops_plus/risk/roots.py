@@ -22,12 +22,15 @@ class Root(ABC):
     """A root of a matrix over the outputs `[N, R, C]` of one loss on one batch.
 
     Attributes:
-        shape: What it multiplies, `[N, R', K]`.
         per_term: Whether the matrix has no entries between the loss terms of an example, or between losses.
     """
 
-    shape: torch.Size
     per_term: bool
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """What it multiplies, `[N, R', K]`."""
 
     @abstractmethod
     def product(self, U: Tensor) -> Tensor:  # [*lead, N, R', K] -> [*lead, N, R, C]
@@ -58,9 +61,12 @@ class ColumnsRoot(Root):
 
     def __init__(self, columns: Tensor, per_term: bool) -> None:
         self.columns, self.per_term = columns, per_term
-        K, N, R, _ = columns.shape
-        self.shape = torch.Size((N, R if per_term else 1, K))
         self._axes = (-1,) if per_term else (-2, -1)
+
+    @property
+    def shape(self) -> torch.Size:
+        K, N, R, _ = self.columns.shape
+        return torch.Size((N, R if self.per_term else 1, K))
 
     def product(self, U: Tensor) -> Tensor:
         total = torch.zeros(*U.shape[:-3], *self.columns.shape[1:], dtype=self.columns.dtype, device=U.device)
@@ -85,7 +91,10 @@ class HessianRoot(Root):
 
     def __init__(self, likelihood: Likelihood, F: Tensor, Y: Any) -> None:
         self.likelihood, self.F, self.Y = likelihood, F, Y
-        self.shape = torch.Size((*F.shape[:2], likelihood.num_columns(F)))
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.F.shape[:2], self.likelihood.num_columns(self.F)))
 
     def product(self, U: Tensor) -> Tensor:
         return self.likelihood.hessian_root_product(self.F, self.Y, U)
