@@ -120,20 +120,23 @@ class LossRoots:
     def product(self, U: Sequence[Tensor]) -> list[Tensor]:
         """`B u`: [*lead, N, R', K] for each of `shapes` -> [*lead, N, R, C] for each output."""
         U = [U[0]] * len(self.roots) if self.joint else U
-        return [w * root.product(u) for w, root, u in zip(self.weights, self.roots, U, strict=True)]
+        return _scaled(self.weights, [root.product(u) for root, u in zip(self.roots, U, strict=True)])
 
     def transpose_product(self, V: Sequence[Tensor]) -> list[Tensor]:
         """`Bᵀ v`: [*lead, N, R, C] for each output -> [*lead, N, R', K] for each of `shapes`."""
-        U = [w * root.transpose_product(v) for w, root, v in zip(self.weights, self.roots, V, strict=True)]
+        U = _scaled(self.weights, [root.transpose_product(v) for root, v in zip(self.roots, V, strict=True)])
         return [sum(U[1:], U[0])] if self.joint else U
 
     def outer_product(self, V: Sequence[Tensor]) -> list[Tensor]:
         """`B Bᵀ v`: [*lead, N, R, C] for each output, in and out."""
-        if self.weights == [1.0]:
-            return [self.roots[0].outer_product(V[0])]
         if self.joint:
             return self.product(self.transpose_product(V))
-        return [w**2 * root.outer_product(v) for w, root, v in zip(self.weights, self.roots, V, strict=True)]
+        found = [root.outer_product(v) for root, v in zip(self.roots, V, strict=True)]
+        return _scaled([w**2 for w in self.weights], found)
+
+
+def _scaled(weights: Sequence[float], tensors: list[Tensor]) -> list[Tensor]:
+    return tensors if weights == [1.0] else [w * t for w, t in zip(weights, tensors, strict=True)]
 
 
 def loss_roots(
