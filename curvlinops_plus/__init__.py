@@ -1,7 +1,7 @@
 """Curvature of neural networks as linear operators: Hessian, GGN, Fisher, KFAC, EKFAC.
 
 The classic door: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperator`, …. The composing door:
-`curvature(EmpiricalRisk(model, loss, data), {layer: approximation})`.
+`curvature(EmpiricalRisk(model, loss, data), {layer: approximation})` and `GGN(risk)`.
 """
 
 from curvlinops_plus.blocks import (
@@ -25,13 +25,21 @@ from curvlinops_plus.blocks import (
     save as save,
 )
 from curvlinops_plus.classic import (
+    ActivationHessianLinearOperator,
+    EFLinearOperator,
     EKFACLinearOperator,
+    FisherMCLinearOperator,
     FisherType,
     GGNDiagonalLinearOperator,
+    GGNFactorLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    JacobianLinearOperator,
     KFACInverseLinearOperator,
     KFACLinearOperator,
     KFACType,
     KFOCLinearOperator,
+    TransposedJacobianLinearOperator,
 )
 from curvlinops_plus.errors import (
     CurvatureWarning,
@@ -60,19 +68,8 @@ from curvlinops_plus.estimate import (
     xdiag,
     xtrace,
 )
-from curvlinops_plus.estimate import (
-    logdet as logdet,
-)
-from curvlinops_plus.exact import (
-    ActivationHessianLinearOperator,
-    EFLinearOperator,
-    FisherMCLinearOperator,
-    GGNFactorLinearOperator,
-    GGNLinearOperator,
-    HessianLinearOperator,
-    JacobianLinearOperator,
-    TransposedJacobianLinearOperator,
-)
+from curvlinops_plus.estimate import logdet as logdet
+from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian, Jacobian
 from curvlinops_plus.layer import AffineRule, LayerRule, SparseRows, check_rule, register_rule
 from curvlinops_plus.likelihood import FromDistribution, Likelihood, register_likelihood
 from curvlinops_plus.linalg import (
@@ -123,9 +120,11 @@ from curvlinops_plus.version import __version__
 # Names that SciPy or PyTorch have too can be imported by name, and do not come with `*`.
 __all__ = [
     "EKFAC",
+    "GGN",
     "KFAC",
     "TNT",
     "Accumulator",
+    "ActivationHessian",
     "ActivationHessianLinearOperator",
     "AffineRule",
     "BlockwiseLinearOperator",
@@ -146,11 +145,14 @@ __all__ = [
     "FromDistribution",
     "FullBlock",
     "GGNDiagonalLinearOperator",
+    "GGNFactor",
     "GGNFactorLinearOperator",
     "GGNLinearOperator",
+    "Hessian",
     "HessianLinearOperator",
     "HeuristicDamping",
     "IdentityLinearOperator",
+    "Jacobian",
     "JacobianLinearOperator",
     "KFACInverseLinearOperator",
     "KFACLinearOperator",

@@ -9,13 +9,31 @@ from curvlinops_plus.classic.kronecker_factored import (
     KFACType,
     KFOCLinearOperator,
 )
+from curvlinops_plus.classic.matrix_free import (
+    ActivationHessianLinearOperator,
+    EFLinearOperator,
+    FisherMCLinearOperator,
+    GGNFactorLinearOperator,
+    GGNLinearOperator,
+    HessianLinearOperator,
+    JacobianLinearOperator,
+    TransposedJacobianLinearOperator,
+)
 
 __all__ = [
+    "ActivationHessianLinearOperator",
+    "EFLinearOperator",
     "EKFACLinearOperator",
+    "FisherMCLinearOperator",
     "FisherType",
     "GGNDiagonalLinearOperator",
+    "GGNFactorLinearOperator",
+    "GGNLinearOperator",
+    "HessianLinearOperator",
+    "JacobianLinearOperator",
     "KFACInverseLinearOperator",
     "KFACLinearOperator",
     "KFACType",
     "KFOCLinearOperator",
+    "TransposedJacobianLinearOperator",
 ]

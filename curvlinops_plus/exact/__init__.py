@@ -1,25 +1,9 @@
 """Floor 4: exact matrix-free operators about a risk."""
 
-from curvlinops_plus.exact.activation import ActivationHessianLinearOperator
-from curvlinops_plus.exact.jacobian import (
-    GGNFactorLinearOperator,
-    JacobianLinearOperator,
-    TransposedJacobianLinearOperator,
-)
-from curvlinops_plus.exact.matrix_free import (
-    EFLinearOperator,
-    FisherMCLinearOperator,
-    GGNLinearOperator,
-    HessianLinearOperator,
-)
+from curvlinops_plus.exact.activation import ActivationHessian
+from curvlinops_plus.exact.ggn import GGN
+from curvlinops_plus.exact.ggn_factor import GGNFactor
+from curvlinops_plus.exact.hessian import Hessian
+from curvlinops_plus.exact.jacobian import Jacobian
 
-__all__ = [
-    "ActivationHessianLinearOperator",
-    "EFLinearOperator",
-    "FisherMCLinearOperator",
-    "GGNFactorLinearOperator",
-    "GGNLinearOperator",
-    "HessianLinearOperator",
-    "JacobianLinearOperator",
-    "TransposedJacobianLinearOperator",
-]
+__all__ = ["GGN", "ActivationHessian", "GGNFactor", "Hessian", "Jacobian"]

@@ -1,4 +1,4 @@
-"""What second derivatives need: operations that have them, and words for those that don't."""
+"""Second derivatives: operations that have them, the Hessian of any loss, and messages about operations without."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.exact.batched import vjp
 
 __all__ = [
     "PlainWeightNorm",
-    "naming_operations",
-    "plain_attention",
+    "differentiable",
+    "loss_hessian_product",
+    "operation_context",
     "refuse_asymmetry",
     "refuse_once_differentiable",
     "tried",
@@ -27,12 +29,17 @@ __all__ = [
 
 
 @contextmanager
-def plain_attention() -> Iterator[None]:
-    """Attention by plain operations meanwhile: its fused kernels have neither forward mode nor second derivatives."""
+def differentiable() -> Iterator[None]:
+    """Context in which a forward pass can be differentiated in every mode, whatever the caller's modes are.
+
+    Attention runs by plain operations, whose fused kernels have neither forward mode nor second derivatives, and
+    compiled modules run eagerly.
+    """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH):
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), eager:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
@@ -42,8 +49,8 @@ _MISSING = re.compile(r"derivative for '?(?:aten::)?_*(\w+?)(?:_dense)?(?:_backw
 
 
 @contextmanager
-def naming_operations(forward: str | None = None) -> Iterator[None]:
-    """Say which operation of the model can't be differentiated twice, if that is why the body fails.
+def operation_context(forward: str | None = None) -> Iterator[None]:
+    """Context that names the operation which can't be differentiated twice, if that is why its body fails.
 
     Args:
         forward: Why forward mode, which was tried first, is not possible.
@@ -63,6 +70,30 @@ def naming_operations(forward: str | None = None) -> Iterator[None]:
             "over its axis, attention as softmax(q kᵀ) v), or use an operator that goes back once, as "
             f"KFACLinearOperator.{tried(forward)}"
         ) from error
+
+
+def loss_hessian_product(loss: Tensor, F: Tensor) -> Callable[[Tensor], Tensor]:
+    """The product `[K, *F.shape] -> [K, *F.shape]` with the Hessian of a loss with respect to the output `F`.
+
+    Args:
+        loss: The loss, with a graph down to `F`.
+        F: The output.
+
+    Cost: one backward pass, and one for each product.
+    """
+    gradient = None
+    if loss.requires_grad and F.requires_grad:
+        with operation_context():
+            (gradient,) = torch.autograd.grad(loss, F, create_graph=True, allow_unused=True)
+    if gradient is None or not gradient.requires_grad:
+        return torch.zeros_like
+
+    def product(V: Tensor) -> Tensor:
+        with operation_context():
+            (found,) = vjp([gradient], [F], [V])
+        return torch.zeros_like(V) if found is None else found
+
+    return product
 
 
 def refuse_once_differentiable(output: Tensor) -> None:

@@ -10,8 +10,8 @@ operator, on the first batch.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -23,29 +23,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.exact.double_backward import naming_operations, plain_attention, refuse_once_differentiable, tried
+from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
+from curvlinops_plus.exact.double_backward import operation_context, refuse_once_differentiable, tried
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = [
-    "CHUNK_BYTES",
-    "FunctionModule",
-    "Linearizer",
-    "Outputs",
-    "checked_chunk_size",
-    "pull",
-    "random_state",
-    "set_random_state",
-]
+__all__ = ["Linearizer", "Outputs"]
 
 T = TypeVar("T")
 
-# Columns are vectorised in pieces whose copies of the largest intermediate result stay below this many bytes.
-CHUNK_BYTES = 2**28
-
 
 class _Watch(TorchFunctionMode):
-    """Sees every operation of a forward pass, and puts right what forward mode would do wrong.
+    """Observes every operation of a forward pass, and corrects what forward mode would do wrong.
 
     Attributes:
         largest: Numbers in the largest result.
@@ -66,8 +55,10 @@ class _Watch(TorchFunctionMode):
                     self.stopped = True
         return out
 
-    def _embedded(self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **more: Any) -> Any:
-        out = embedding(input, weight, None, *rest, **more)
+    def _embedded(
+        self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **options: Any
+    ) -> Any:
+        out = embedding(input, weight, None, *rest, **options)
         if padding_idx is None:
             return out
         self.padded = True
@@ -77,11 +68,11 @@ class _Watch(TorchFunctionMode):
 Outputs = Sequence[Tensor]
 Read = Callable[[nn.Module, Batch], tuple[Outputs, Any]]
 # From the outputs, and what was read beside them, a linear function of vectors [K, *output], one for each output.
-Linear = Callable[[Outputs, Any], Callable[[list[Tensor]], T]]
+OutputMap = Callable[[Outputs, Any], Callable[[list[Tensor]], T]]
 
 
 class Linearizer:
-    """Products with the Jacobian of what a model returns, batch by batch.
+    """Products with the Jacobian `J` of what a model returns, batch by batch; all inside of `differentiable()`.
 
     Args:
         risk: Model, parameters and data.
@@ -94,7 +85,7 @@ class Linearizer:
 
     def __init__(self, risk: EmpiricalRisk, read: Read, chunk_size: int | None = None) -> None:
         self.risk, self.read, self.chunk_size = risk, read, checked_chunk_size(chunk_size)
-        self.keys = list(risk.params)
+        self.keys, self.params = list(risk.params), list(risk.params.values())
         self._largest = 0  # numbers in the largest intermediate result; 0 asks to watch the next forward pass
         self._stopped = False  # whether a tangent came out of an operation under `no_grad` then
         self._padded = False  # whether a table with `padding_idx` was read
@@ -103,89 +94,88 @@ class Linearizer:
         self._why: str | None = None  # what speaks against forward mode
 
     # ------------------------------------------------------------------------------------------------------ products
-    def push(self, batch: Batch, rows: Tensor, left: Linear[Tensor]) -> Tensor:
+    def jvp(self, batch: Batch, rows: Tensor, output_map: OutputMap[Tensor]) -> Tensor:
         """`L J v` for several vectors of parameters: [K, n] -> [K, m].
 
         Args:
             batch: The batch.
             rows: The vectors.
-            left: Makes the product [K, *output] -> [K, m] with `L`.
+            output_map: Makes the product [K, *output] -> [K, m] with `L`.
 
         Cost: one forward pass with tangents for a single vector, another one without for several.
         """
-        with self._context():
-            self._try_forward(batch)
-            pieces = rows.split(self._columns())
-            if not self._forward:
+        if self._forward is None:
+            self._choose_mode(batch)
+        pieces = rows.split(self._columns())
+        if not self._forward:
 
-                def inside(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
-                    product = left([f.detach() for f in F], extra)
-                    return torch.cat([product(self._push_twice(F, free, piece)) for piece in pieces])
+            def by_double_backward(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
+                product = output_map([f.detach() for f in F], extra)
+                return torch.cat([product(self._jvp_double_backward(F, free, piece)) for piece in pieces])
 
-                return self._at(batch, inside)
-            with torch.no_grad():
-                if len(rows) == 1:
-                    return self._at_tangent(batch, rows, lambda F, extra, JV, _: left(F, extra)(JV))
-                state = random_state(self.risk.device)
-                product = self._at(batch, lambda F, extra, _: left(F, extra))
-                return torch.cat([product(self._push_forward(batch, piece, state)) for piece in pieces])
+            return self._at(batch, by_double_backward)
+        with torch.no_grad():
+            if len(rows) == 1:
+                return self._at_tangent(batch, rows, lambda F, extra, JV, _: output_map(F, extra)(JV))
+            state = random_state(self.risk.device)
+            product = self._at(batch, lambda F, extra, _: output_map(F, extra))
+            return torch.cat([product(self._jvp_forward(batch, piece, state)) for piece in pieces])
 
-    def pull(self, batch: Batch, rows: Callable[[Outputs, Any], list[Tensor]]) -> Tensor:
+    def vjp(self, batch: Batch, vectors: Callable[[Outputs, Any], list[Tensor]]) -> Tensor:
         """`Jᵀ u` for several vectors of the outputs' shapes: [K, *output] -> [K, n].
 
         Args:
             batch: The batch.
-            rows: Makes the vectors [K, *output], one tensor for each output.
+            vectors: Makes the vectors [K, *output], one tensor for each output.
 
         Cost: one forward pass, and one backward pass for each vector.
         """
 
         def inside(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
             with torch.no_grad():
-                vectors = rows([f.detach() for f in F], extra)
-            pieces = zip(*(v.split(self._columns()) for v in vectors), strict=True)
-            return torch.cat([self._pulled(F, free, piece, len(piece[0])) for piece in pieces])
+                made = vectors([f.detach() for f in F], extra)
+            pieces = zip(*(v.split(self._columns()) for v in made), strict=True)
+            return torch.cat([self._vjp(F, free, piece, len(piece[0])) for piece in pieces])
 
-        with self._context():
-            return self._at(batch, inside)
+        return self._at(batch, inside)
 
-    def sandwich(self, batch: Batch, rows: Tensor, middle: Linear[Sequence[Tensor | None]]) -> Tensor:
+    def ggn_product(self, batch: Batch, rows: Tensor, output_product: OutputMap[Sequence[Tensor | None]]) -> Tensor:
         """`Jᵀ M J v` for several vectors, [K, n] -> [K, n].
 
         Args:
             batch: The batch.
             rows: The vectors.
-            middle: Makes the product [K, *output] -> [K, *output] with `M` from the outputs, which are still part of a
-                graph; None for an output without a share.
+            output_product: Makes the product [K, *output] -> [K, *output] with `M` from the outputs, which are still
+                part of a graph; None for an output on which `M` is zero.
 
         Cost: one forward pass with tangents and one backward pass for a single vector, whose graph they share.
         """
-        with self._context():
-            self._try_forward(batch)
-            if self._forward and self._shared and len(rows) == 1:
-                return self._at_tangent(
-                    batch, rows, lambda F, extra, JV, free: self._pulled(F, free, middle(F, extra)(JV), 1)
-                )
-            state, pieces = random_state(self.risk.device), rows.split(self._columns())
+        if self._forward is None:
+            self._choose_mode(batch)
+        if self._forward and self._shared and len(rows) == 1:
+            return self._at_tangent(
+                batch, rows, lambda F, extra, JV, free: self._vjp(F, free, output_product(F, extra)(JV), 1)
+            )
+        state, pieces = random_state(self.risk.device), rows.split(self._columns())
 
-            def inside(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
-                product, found = middle(F, extra), []
-                for piece in pieces:
-                    forward = self._forward
-                    JV = self._push_forward(batch, piece, state) if forward else self._push_twice(F, free, piece)
-                    found.append(self._pulled(F, free, product(JV), len(piece)))
-                return torch.cat(found)
+        def inside(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
+            product, found = output_product(F, extra), []
+            for piece in pieces:
+                forward = self._forward
+                JV = self._jvp_forward(batch, piece, state) if forward else self._jvp_double_backward(F, free, piece)
+                found.append(self._vjp(F, free, product(JV), len(piece)))
+            return torch.cat(found)
 
-            return self._at(batch, inside)
+        return self._at(batch, inside)
 
-    def matrix(self, batch: Batch, middle: Linear[Sequence[Tensor | None]]) -> Tensor:
+    def ggn_matrix(self, batch: Batch, output_product: OutputMap[Sequence[Tensor | None]]) -> Tensor:
         """`Jᵀ M J`, [n, n]: from the rows of `J` if these are fewer than parameters, else column by column.
 
         Args:
             batch: The batch.
-            middle: As for `sandwich`.
+            output_product: As for `ggn_product`.
 
-        Cost: one forward pass, and a backward pass for each number in the outputs; or for each parameter as `sandwich`.
+        Cost: one forward pass, and a backward pass for each number in the outputs; or a `ggn_product` of all columns.
         """
         n = self.risk.space.dim
 
@@ -193,61 +183,56 @@ class Linearizer:
             sizes = [f.numel() for f in F]
             if sum(sizes) >= n:
                 return None
-            product, rows = middle(F, extra), []
+            product, rows = output_product(F, extra), []
             for k, f in enumerate(F):
                 for unit in torch.eye(sizes[k], dtype=f.dtype, device=f.device).split(self._columns()):
                     vectors = [unit.view(-1, *f.shape) if j == k else None for j in range(len(F))]
-                    rows.append(self._pulled(F, free, vectors, len(unit)))
+                    rows.append(self._vjp(F, free, vectors, len(unit)))
             J = torch.cat(rows)  # [m, n]
-            columns = [part.T.reshape(n, *f.shape).to(f.dtype) for part, f in zip(J.split(sizes), F, strict=True)]
-            middled = [
-                torch.zeros_like(V) if MV is None else MV for V, MV in zip(columns, product(columns), strict=True)
-            ]
-            return torch.cat([MV.flatten(1).to(J.dtype) for MV in middled], 1) @ J
+            V = [part.T.reshape(n, *f.shape).to(f.dtype) for part, f in zip(J.split(sizes), F, strict=True)]
+            MV = [torch.zeros_like(v) if Mv is None else Mv for v, Mv in zip(V, product(V), strict=True)]
+            return torch.cat([Mv.flatten(1).to(J.dtype) for Mv in MV], 1) @ J
 
         state = random_state(self.risk.device)
-        with self._context():
-            found = self._at(batch, inside)
+        found = self._at(batch, inside)
         if found is not None:
             return found
         set_random_state(self.risk.device, state)
-        return self.sandwich(batch, torch.eye(n, dtype=self.risk.dtype, device=self.risk.device), middle)
+        return self.ggn_product(batch, torch.eye(n, dtype=self.risk.dtype, device=self.risk.device), output_product)
+
+    def outputs(self, batch: Batch) -> tuple[Outputs, Any]:
+        """What `read` returns, without a graph; random states are as before."""
+        state = random_state(self.risk.device)
+        with torch.no_grad():
+            found = self.read(self.risk.model, batch)
+        set_random_state(self.risk.device, state)
+        return found
 
     # ------------------------------------------------------------------------------------------------------- running
-    @contextmanager
-    def _context(self) -> Iterator[None]:
-        with torch.inference_mode(False), torch.enable_grad(), plain_attention():
-            yield
+    @property
+    def _run(self) -> Read:
+        """`read`, which is watched the first time, and always if there are tables with padding."""
+        return self.read if self._largest and not self._padded else self._watched_read
 
-    def _call(self, values: Sequence[Tensor], function: Callable[[nn.Module], T]) -> T:
-        """`function(model)` with other values of the parameters."""
-        return self.risk.at(dict(zip(self.keys, values, strict=True)), function)
-
-    def _run(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
-        with torch.compiler.set_stance("force_eager"):
-            if self._largest and not self._padded:
-                return self.read(model, batch)
-            with _Watch() as watch:
-                found = self.read(model, batch)
+    def _watched_read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
+        with _Watch() as watch:
+            found = self.read(model, batch)
         self._largest, self._padded = max(self._largest, watch.largest), self._padded or watch.padded
         self._stopped = watch.stopped and torch.is_grad_enabled()
         return found
 
-    def _free(self) -> list[Tensor]:
-        return [p.detach().requires_grad_() for p in self.risk.params.values()]
-
     def _at(self, batch: Batch, function: Callable[[Outputs, Any, list[Tensor]], T]) -> T:
         """`function(F, extra, parameters)` while the model has these parameters; `F` has a graph."""
-        free = self._free()
-        return self._call(free, lambda model: function(*self._run(model, batch), free))
+        free = [p.detach().requires_grad_() for p in self.params]
+        return self.risk.at(dict(zip(self.keys, free)), lambda model: function(*self._run(model, batch), free))
 
     def _at_tangent(self, batch: Batch, row: Tensor, function: Callable[..., T]) -> T:  # row [1, n]
         """`function(F, extra, J v, parameters)`: one forward pass, whose graph is there for the backward pass."""
-        free = self._free()
+        free = [p.detach().requires_grad_() for p in self.params]
 
         with ExitStack() as level:
             level.enter_context(forward_ad.dual_level())
-            duals = [forward_ad.make_dual(p, t[0]) for p, t in zip(free, self._split(row), strict=True)]
+            duals = [forward_ad.make_dual(p, t[0]) for p, t in zip(free, split_rows(row, self.params), strict=True)]
 
             def inside(model: nn.Module) -> T:
                 with level:  # left before the backward pass, which would drag the tangents along
@@ -255,13 +240,11 @@ class Linearizer:
                     JV = [t.detach()[None] for t in _tangents(F)]
                 return function(F, extra, JV, free)
 
-            return self._call(duals, inside)
+            return self.risk.at(dict(zip(self.keys, duals)), inside)
 
     # ------------------------------------------------------------------------------------------------- forward mode
-    def _try_forward(self, batch: Batch) -> None:
-        """Find out, once, whether forward mode is possible and right: does it agree with a backward pass?"""
-        if self._forward is not None:
-            return
+    def _choose_mode(self, batch: Batch) -> None:
+        """Find out whether forward mode is possible and right: does it agree with a backward pass?"""
         device = self.risk.device
         generator, state = torch.Generator().manual_seed(0), random_state(device)
 
@@ -274,7 +257,7 @@ class Linearizer:
             JV = [t.to(v.dtype) for t in JV]
             norm = torch.stack([t.norm() for t in JV]).norm()
             u = [t / norm for t in JV] if bool((norm > 0) & norm.isfinite()) else [normal(*t.shape) for t in JV]
-            back = self._pulled(F, free, u, 1)
+            back = self._vjp(F, free, u, 1)
             if not bool(back.isfinite().all()):
                 return True  # nothing to compare, whichever way
             # <u, J v> from both sides. As v is random, rounding adds up to little; where it is much, the other way is
@@ -290,7 +273,7 @@ class Linearizer:
         except CheckpointError:  # the forward pass that it repeats has no tangents
             self._shared = False
             set_random_state(device, state)
-            right = self._at(batch, lambda F, extra, free: agrees(F, extra, self._push_forward(batch, v, state), free))
+            right = self._at(batch, lambda F, extra, free: agrees(F, extra, self._jvp_forward(batch, v, state), free))
         except RuntimeError as error:
             right, self._why = False, str(error).splitlines()[0]
         finally:
@@ -303,7 +286,7 @@ class Linearizer:
         def twice(F: Outputs, extra: Any, free: list[Tensor]) -> bool:
             for f in F:
                 refuse_once_differentiable(f)
-            return agrees(F, extra, self._push_twice(F, free, v), free)
+            return agrees(F, extra, self._jvp_double_backward(F, free, v), free)
 
         if not self._at(batch, twice):
             raise UnsupportedError(
@@ -313,13 +296,14 @@ class Linearizer:
         self._forward = False
         set_random_state(device, state)
 
-    def _push_forward(self, batch: Batch, rows: Tensor, state: Any) -> list[Tensor]:
+    def _jvp_forward(self, batch: Batch, rows: Tensor, state: Any) -> list[Tensor]:
         """`J v` without a graph, [K, n] -> [K, *output]; random numbers are those of the forward pass at `state`."""
         after = random_state(self.risk.device)
-        values, V = tuple(p.detach() for p in self.risk.params.values()), self._split(rows)
+        values, V = tuple(p.detach() for p in self.params), split_rows(rows, self.params)
 
         def function(*parameters: Tensor) -> tuple[Tensor, ...]:
-            return tuple(self._call(parameters, lambda model: self._run(model, batch)[0]))
+            found = self.risk.at(dict(zip(self.keys, parameters)), lambda model: self._run(model, batch))
+            return tuple(found[0])
 
         def one(*tangents: Tensor) -> tuple[Tensor, ...]:
             return torch.func.jvp(function, values, tangents)[1]
@@ -342,59 +326,29 @@ class Linearizer:
             set_random_state(self.risk.device, after)
 
     # ------------------------------------------------------------------------------------------------- reverse mode
-    def _push_twice(self, F: Outputs, free: list[Tensor], rows: Tensor) -> list[Tensor]:
+    def _jvp_double_backward(self, F: Outputs, free: list[Tensor], rows: Tensor) -> list[Tensor]:
         """`J v` as the derivative of `wᵀ J` with respect to `w`, [K, n] -> [K, *output]."""
         w = [torch.zeros_like(f, requires_grad=True) for f in F]
         reached = [i for i, f in enumerate(F) if f.requires_grad]
         JV = [f.new_zeros(len(rows), *f.shape) for f in F]
-        with naming_operations(self._why):
+        with operation_context(self._why):
             outputs, ws = [F[i] for i in reached], [w[i] for i in reached]
             back = torch.autograd.grad(outputs, free, ws, create_graph=True, allow_unused=True) if reached else ()
-            used = [(g, v) for g, v in zip(back, self._split(rows)) if g is not None and g.requires_grad]
+            used = [(g, v) for g, v in zip(back, split_rows(rows, self.params)) if g is not None and g.requires_grad]
             if used:
-                for i, t in zip(reached, pull([g for g, _ in used], ws, [v for _, v in used]), strict=True):
+                for i, t in zip(reached, vjp([g for g, _ in used], ws, [v for _, v in used]), strict=True):
                     JV[i] = JV[i] if t is None else t.detach()
         return JV
 
-    def _pulled(self, F: Outputs, free: list[Tensor], vectors: Sequence[Tensor | None], K: int) -> Tensor:
+    def _vjp(self, F: Outputs, free: list[Tensor], vectors: Sequence[Tensor | None], K: int) -> Tensor:
         """`Jᵀ u` for K vectors, [K, *output] -> [K, n]."""
         sent = [(f, v.to(f.dtype)) for f, v in zip(F, vectors, strict=True) if v is not None and f.requires_grad]
-        risk = self.risk
-        parts = pull([f for f, _ in sent], free, [v for _, v in sent]) if sent else [None] * len(free)
-        joined = [
-            torch.zeros(K, p.numel(), dtype=risk.dtype, device=risk.device)
-            if part is None
-            else part.reshape(K, -1).to(risk.dtype)
-            for part, p in zip(parts, free, strict=True)
-        ]
-        return torch.cat(joined, 1)
-
-    # ------------------------------------------------------------------------------------------------------- helpers
-    def _split(self, rows: Tensor) -> list[Tensor]:
-        """[K, n] to [K, *shape] for each parameter, in the parameters' own dtypes."""
-        space, params = self.risk.space, self.risk.params.values()
-        rows = rows.clone() if rows.is_inference() else rows
-        parts = rows.split(list(space.sizes), dim=1)
-        return [part.reshape(len(rows), *p.shape).to(p.dtype) for part, p in zip(parts, params, strict=True)]
+        parts = vjp([f for f, _ in sent], free, [v for _, v in sent]) if sent else [None] * len(free)
+        return join_rows(parts, free, K, self.risk.dtype)
 
     def _columns(self) -> int:
-        """Columns that are computed together."""
         # Forward mode and backward pass hold a few results of each column at a time.
-        return self.chunk_size or max(1, CHUNK_BYTES // (8 * (self.risk.space.dim + 4 * self._largest)))
-
-
-def checked_chunk_size(chunk_size: int | None) -> int | None:
-    """The number of columns that are computed together, if it is one.
-
-    Raises:
-        ValueError: If not.
-    """
-    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
-    if chunk_size is not None and not (whole and chunk_size >= 1):
-        raise ValueError(
-            f"chunk_size={chunk_size!r} must be an integer of at least 1, the number of columns computed together."
-        )
-    return chunk_size
+        return columns_at_once(self.chunk_size, self.risk.space.dim + 4 * self._largest)
 
 
 def _tangents(outputs: Outputs) -> list[Tensor]:
@@ -412,48 +366,3 @@ def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) 
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)
-
-
-def pull(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Vector-Jacobian products of several vectors [K, *output] at once; one vector takes the plain way, which is
-    faster.
-    """
-    if len(vectors[0]) == 1:
-        found = torch.autograd.grad(outputs, inputs, [v[0] for v in vectors], retain_graph=True, allow_unused=True)
-        return [None if g is None else g[None] for g in found]
-    try:
-        return list(
-            torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, is_grads_batched=True, allow_unused=True)
-        )
-    except RuntimeError:  # operations that can't be vectorised (group norm's second derivative); all else fails again
-        rows = [pull(outputs, inputs, [v[k : k + 1] for v in vectors]) for k in range(len(vectors[0]))]
-    columns = zip(*rows, strict=True)
-    return [None if column[0] is None else torch.cat([g for g in column if g is not None]) for column in columns]
-
-
-class FunctionModule(nn.Module):
-    """A function `(params, X) -> outputs` as a module that holds the parameters.
-
-    Args:
-        function: The function; its parameters may be replaced as those of any module.
-        params: Values of the parameters, by key.
-
-    Raises:
-        ValueError: If `params` is no mapping.
-    """
-
-    def __init__(self, function: Callable[..., Any], params: Sequence[Tensor] | Mapping[str, Tensor]) -> None:
-        super().__init__()
-        if not isinstance(params, Mapping):
-            raise ValueError(
-                "A model that is a function needs `params` as a dict, and is called as model_func(params, X). Pass "
-                "dict(model.named_parameters()) or the like, or a torch.nn.Module."
-            )
-        self.function, self.keys = function, list(params)
-        for index, p in enumerate(params.values()):
-            own = p if isinstance(p, nn.Parameter) else nn.Parameter(p.detach(), requires_grad=False)
-            self.register_parameter(f"p{index}", own)
-
-    def forward(self, X: Any) -> Any:
-        """The function's result with the module's parameters."""
-        return self.function({key: getattr(self, f"p{index}") for index, key in enumerate(self.keys)}, X)

@@ -1,8 +1,8 @@
-"""What is sent back through the network: the vectors whose layer-wise images build every curvature statistic.
+"""Estimation modes: which vectors are sent back through the network, and the matrix that they stand for.
 
-A curvature matrix of a loss is `Σ_n J_nᵀ (Σ_k v_k v_kᵀ) J_n` with vectors `v` that live where the network's output
-lives.
-Which vectors are sent decides which matrix comes out:
+A curvature matrix of a loss is `Σ_n J_nᵀ (Σ_k v_k v_kᵀ) J_n` with vectors `v` of the shape of the network's output.
+Layer-wise approximations send the vectors back one after the other; matrix-free operators multiply with
+`M = Σ_k v_k v_kᵀ`, or with its root, whose columns are the vectors. The mode decides which matrix it is:
 
 | object | vectors per batch | matrix |
 | --- | --- | --- |
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
+from curvlinops_plus.risk.roots import ColumnsRoot, HessianRoot, Root
 
 __all__ = [
     "CurvaturePropagation",
@@ -76,10 +77,16 @@ class Draws:
 
 
 class Vectors(ABC):
-    """One way of choosing the vectors. Subclass it to send vectors of your own."""
+    """One way of choosing the vectors.
+
+    Subclass it to send vectors of your own: write `count` and `send`. `curvature`, `GGN` and `GGNFactor` all take it;
+    `root` is the place for a formula that is cheaper than stacking the vectors.
+    """
 
     #: Whether a backward pass is needed at all.
     backward: bool = True
+    #: Whether a loss must have a likelihood. The exact Hessian of the loss is also there for any other.
+    needs_likelihood: bool = True
     #: Where the random numbers start; None if there are none.
     seed: int | None = None
     #: Name of the vectors in the vocabulary of `FisherType`.
@@ -90,6 +97,11 @@ class Vectors(ABC):
     together: bool = False
     #: Several losses: whether a vector is linear in its loss, like a gradient; else its square is.
     of_loss: bool = False
+
+    @property
+    def random(self) -> bool:
+        """Whether random numbers are drawn."""
+        return self.seed is not None
 
     def check(self, likelihood: Likelihood) -> None:
         """Refuse a loss whose GGN is asked for by name, if all we have is its Fisher matrix.
@@ -110,6 +122,15 @@ class Vectors(ABC):
     @abstractmethod
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
         """Yield the vectors, each of shape [N, R, C], for outputs `F` and targets `Y` in canonical form."""
+
+    def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
+        """The root `B` of `M = Σ_k v_k v_kᵀ`, the matrix of the vectors, for matrix-free operators.
+
+        This default has the vectors of `send` as columns, so that loss terms of an example that are sent together have
+        cross terms. Cost: memory for all of them.
+        """
+        sent = [*self.send(likelihood, F, Y, draws)]
+        return ColumnsRoot(torch.stack(sent) if sent else torch.zeros_like(F)[None], per_term=False)
 
 
 @dataclass(frozen=True)
@@ -141,6 +162,14 @@ class Exact(Vectors):
     def __post_init__(self) -> None:
         _check_matrix(self)
 
+    @property
+    def needs_likelihood(self) -> bool:
+        return self.signs or self.matrix == "fisher"
+
+    @property
+    def random(self) -> bool:
+        return self.signs
+
     def count(self, likelihood: Likelihood, F: Tensor) -> int:
         self.check(likelihood)
         columns = likelihood.num_columns(F)
@@ -162,6 +191,9 @@ class Exact(Vectors):
                     single = torch.zeros_like(column)
                     single[:, r] = column[:, r]
                     yield single
+
+    def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
+        return super().root(likelihood, F, Y, draws) if self.signs else HessianRoot(likelihood, F, Y)
 
 
 @dataclass(frozen=True)
@@ -237,10 +269,15 @@ class MonteCarlo(Vectors):
         return self.samples
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
+        yield from self._draw(likelihood, F, Y, draws)
+
+    def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
+        # Draws of different loss terms and losses are independent: their cross terms are 0 in the mean.
+        return ColumnsRoot(self._draw(likelihood, F, Y, draws), per_term=True)
+
+    def _draw(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Tensor:  # [samples, N, R, C]
         drawn = likelihood.draw(F, Y, self.samples, draws.uniform)
-        if self.samples > 1:
-            drawn = drawn / math.sqrt(self.samples)
-        yield from drawn
+        return drawn / math.sqrt(self.samples) if self.samples > 1 else drawn
 
 
 @dataclass(frozen=True)
@@ -275,6 +312,9 @@ class Empirical(Vectors):
             single = torch.zeros_like(gradient)
             single[:, r] = gradient[:, r]
             yield single
+
+    def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
+        return ColumnsRoot(likelihood.grad(F, Y)[None], self.per_term)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch.autograd.functional import hessian
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader, TensorDataset
 
+from curvlinops_plus import ActivationHessianLinearOperator
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.exact.activation import ActivationHessianLinearOperator
 
 
 class Block(nn.Module):

@@ -20,7 +20,7 @@ from curvlinops_plus import (
     TransposedJacobianLinearOperator,
 )
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
-from curvlinops_plus.exact import matrix_free
+from curvlinops_plus.exact import batched, hessian
 from curvlinops_plus.likelihood import likelihood_of
 
 F64 = torch.float64
@@ -192,15 +192,15 @@ def test_columns_at_once_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None
     batches = [(torch.randn(2, 1, 16, 16, dtype=F64), torch.randint(4, (2,)))]
     H = HessianLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), batches)
     expected, widths = H.to_dense(), []
-    pull = matrix_free.pull
+    vjp = hessian.vjp
 
     def watched(outputs: Any, inputs: Any, vectors: Any) -> Any:
         widths.append(len(vectors[0]))
-        return pull(outputs, inputs, vectors)
+        return vjp(outputs, inputs, vectors)
 
-    monkeypatch.setattr(matrix_free, "pull", watched)
+    monkeypatch.setattr(hessian, "vjp", watched)
     largest = 2 * 4 * 16 * 16
-    monkeypatch.setattr(matrix_free, "CHUNK_BYTES", 3 * 8 * (H.shape[0] + 4 * largest))
+    monkeypatch.setattr(batched, "CHUNK_BYTES", 3 * 8 * (H.shape[0] + 4 * largest))
     close(H.to_dense(), expected)
     assert max(widths) == 3
 

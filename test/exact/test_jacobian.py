@@ -16,16 +16,19 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.data import DataLoader, TensorDataset
 
-from curvlinops_plus import FisherMCLinearOperator, GGNLinearOperator
-from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.exact import jacobian
-from curvlinops_plus.exact.jacobian import (
+import curvlinops_plus
+from curvlinops_plus import (
+    EmpiricalRisk,
+    FisherMCLinearOperator,
     GGNFactorLinearOperator,
+    GGNLinearOperator,
+    Jacobian,
     JacobianLinearOperator,
     TransposedJacobianLinearOperator,
 )
+from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import Product
-from curvlinops_plus.risk import CurvaturePropagation, Empirical, Exact, ForwardOnly, MonteCarlo
+from curvlinops_plus.risk import Empirical, MonteCarlo
 
 #: Nets whose outputs have one shape in all batches, but for the number of examples.
 STACKABLE = [name for name in NETS if name != "uneven sequences"]
@@ -129,7 +132,7 @@ def test_any_shape(
     data = [(x, torch.zeros(len(x), classes, dtype=torch.float64)) for x in X]
     params = dict(model.named_parameters())
     J = JacobianLinearOperator(model, params, data, check_deterministic=False, chunk_size=chunk_size)
-    J._rows.linear._forward = None if forward else False  # None: found out
+    J._linear._forward = None if forward else False  # None: found out
     theta = {key: p.detach() for key, p in params.items()}
     found = torch.func.jacrev(lambda t: torch.func.functional_call(model, t, (torch.cat(X),)).flatten())(theta)
     matrix = torch.cat([j.flatten(1) for j in found.values()], 1)
@@ -137,7 +140,7 @@ def test_any_shape(
     U = torch.randn(matrix.shape[0], columns, dtype=torch.float64)
     close(J @ V, matrix @ V)
     close(J.T @ U, matrix.T @ U)
-    assert J._rows.linear._forward is forward
+    assert J._linear._forward is forward
 
 
 def test_forms_of_vectors() -> None:
@@ -186,7 +189,7 @@ def test_same_numbers_as_curvlinops() -> None:
     data = [(torch.randn(n, 1, 4, 4, dtype=torch.float64), torch.zeros(n, 2, 3)) for n in (2, 3)]
     params = list(model.parameters())
     for name in ("JacobianLinearOperator", "TransposedJacobianLinearOperator"):
-        ours, theirs = getattr(jacobian, name)(model, params, data), getattr(peer, name)(model, params, data)
+        ours, theirs = getattr(curvlinops_plus, name)(model, params, data), getattr(peer, name)(model, params, data)
         assert ours.shape == tuple(theirs.shape)
         V = normal(ours.shape[1], 2)
         close(ours @ V, theirs @ V)
@@ -270,15 +273,15 @@ def test_forward_mode_only_where_it_is_right(name: str) -> None:
     matrix = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
     J = JacobianLinearOperator(model, params, data)
     V = normal(J.shape[1], 3)
-    assert J._rows.linear._forward is right
+    assert J._linear._forward is right
     close(J @ V, matrix @ V)
     close(J @ V[:, 0], matrix @ V[:, 0])
     close(J.to_dense(), matrix)
     close(
-        J._rows.linear.sandwich(*_first(J, V), lambda F, _: lambda JV: [2 * JV[0]]), 2 * V.T @ matrix[:6].T @ matrix[:6]
+        J._linear.ggn_product(*_first(J, V), lambda F, _: lambda JV: [2 * JV[0]]), 2 * V.T @ matrix[:6].T @ matrix[:6]
     )
     close(
-        J._rows.linear.sandwich(*_first(J, V[:, :1]), lambda F, _: lambda JV: JV),
+        J._linear.ggn_product(*_first(J, V[:, :1]), lambda F, _: lambda JV: JV),
         V[:, :1].T @ matrix[:6].T @ matrix[:6],
     )
 
@@ -295,7 +298,7 @@ def test_padding_has_no_derivative_in_either_mode(first_batch_is_padded: bool) -
     params = list(model.parameters())
     J = JacobianLinearOperator(model, params, data)
     V = normal(J.shape[1], 2)
-    assert J._rows.linear._forward
+    assert J._linear._forward
     matrix = J.to_dense()  # by backward passes
     assert not matrix[:, :2].any()
     close(J @ V, matrix @ V)
@@ -321,11 +324,11 @@ def test_dropout_draws_the_same_for_value_and_derivative() -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double().train()
     data = [(torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64))]
     J = JacobianLinearOperator(model, list(model.parameters()), data, check_deterministic=False)
-    linear, V = J._rows.linear, normal(J.shape[1], 2)
+    linear, V = J._linear, normal(J.shape[1], 2)
     for columns in (V, V[:, :1]):
         batch, rows = _first(J, columns)
         torch.manual_seed(1)
-        GV = linear.sandwich(batch, rows, lambda F, _: lambda JV: JV)
+        GV = linear.ggn_product(batch, rows, lambda F, _: lambda JV: JV)
         torch.manual_seed(1)
         f = model(data[0][0]).flatten()
         matrix = torch.stack(
@@ -439,27 +442,36 @@ def test_outputs_that_cannot_be_stacked() -> None:
     assert J.out_shapes == ((sum(b.N for b in p.exact.batches), 3),)
 
 
-def test_vectors_without_columns() -> None:
-    model = _mlp()
-    for vectors in (Exact(signs=True), ForwardOnly(), CurvaturePropagation(), "curvature-propagation"):
-        with pytest.raises(ValueError, match="has columns for each loss term"):
-            GGNFactorLinearOperator(
-                model, nn.MSELoss(), list(model.parameters()), _loader(shuffle=False), vectors=vectors
-            )
-
-
 def test_chunk_size() -> None:
     model = _mlp()
     with pytest.raises(ValueError, match="chunk_size=0 must be an integer of at least 1"):
         JacobianLinearOperator(model, list(model.parameters()), _loader(shuffle=False), chunk_size=0)
 
 
-def test_several_losses() -> None:
-    model = _mlp()
-    with pytest.raises(UnsupportedError, match="takes one loss, got losses for the outputs"):
-        GGNFactorLinearOperator(
-            model, {"a": nn.MSELoss(), "b": nn.MSELoss()}, list(model.parameters()), _loader(shuffle=False)
-        )
+def test_outputs_of_several_losses() -> None:
+    """One tensor of rows for each output; each of them differs in shape."""
+    model, X = _mlp(), normal(5, 3)
+    losses = {"a": nn.MSELoss(), "b": nn.CrossEntropyLoss()}
+
+    def output(f: Tensor) -> dict[str, Tensor]:
+        return {"a": f[:, :1], "b": f.sin()}
+
+    data = [(x, {"a": normal(len(x), 1), "b": torch.zeros(len(x), dtype=torch.long)}) for x in X.split([2, 3])]
+    J = Jacobian(EmpiricalRisk(model, losses, data, output=output), check_deterministic=True)
+    assert {key: list(shape) for key, shape in J.out_space.shapes.items()} == {"a": [5, 1], "b": [5, 2]}
+    theta = {key: p.detach() for key, p in model.named_parameters()}
+
+    def rows(t: dict[str, Tensor]) -> Tensor:
+        f = output(torch.func.functional_call(model, t, (X,)))
+        return torch.cat([f["a"].flatten(), f["b"].flatten()])
+
+    matrix = torch.cat([j.flatten(1) for j in torch.func.jacrev(rows)(theta).values()], 1)
+    close(J.to_dense(), matrix)
+    V, U = normal(J.shape[1], 2), normal(J.shape[0], 2)
+    close(J @ V, matrix @ V)
+    close(J.T @ U, matrix.T @ U)
+    few = Jacobian(EmpiricalRisk(model, losses, data, [model[2].bias], output=output))
+    close(few.to_dense(), matrix[:, -2:])  # by tangents: there are fewer parameters than outputs
 
 
 def test_losses_without_likelihood() -> None:

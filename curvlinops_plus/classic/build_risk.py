@@ -1,0 +1,78 @@
+"""From the arguments of curvlinops' classes to an `EmpiricalRisk`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from curvlinops_plus.risk import EmpiricalRisk
+
+__all__ = ["FunctionModule", "build_risk"]
+
+
+def build_risk(
+    model_func: nn.Module | Callable[..., Any],
+    loss_func: Any,
+    params: Sequence[Tensor] | Mapping[str, Tensor],
+    data: Iterable[Any],
+    *,
+    progressbar: bool = False,
+    num_data: int | None = None,
+    batch_size_fn: Callable[[Any], int] | None = None,
+    **risk_options: Any,
+) -> EmpiricalRisk:
+    """The risk that the arguments of a classic operator describe.
+
+    Args:
+        model_func: The network: a module, or a function `(params, X) -> outputs` (then `params` is a dict).
+        loss_func: The loss, or a dict or tuple of losses.
+        params: The parameters, a list or a dict.
+        data: Iterable of batches.
+        progressbar: Show a bar on every loop over the data.
+        num_data: Replaces the number of examples in the scale of the loss.
+        batch_size_fn: Number of examples of an input that is no tensor.
+        risk_options: Other keyword options of `EmpiricalRisk`.
+
+    Raises:
+        ValueError: If the model is a function and `params` is no mapping.
+    """
+    return EmpiricalRisk(
+        model_func if isinstance(model_func, nn.Module) else FunctionModule(model_func, params),
+        loss_func,
+        data,
+        params,
+        progressbar=progressbar,
+        num_data=num_data,
+        batch_size_fn=batch_size_fn,
+        **risk_options,
+    )
+
+
+class FunctionModule(nn.Module):
+    """A function `(params, X) -> outputs` as a module that holds the parameters.
+
+    Args:
+        function: The function; its parameters may be replaced as those of any module.
+        params: Values of the parameters, by key.
+
+    Raises:
+        ValueError: If `params` is no mapping.
+    """
+
+    def __init__(self, function: Callable[..., Any], params: Sequence[Tensor] | Mapping[str, Tensor]) -> None:
+        super().__init__()
+        if not isinstance(params, Mapping):
+            raise ValueError(
+                "A model that is a function needs `params` as a dict, and is called as model_func(params, X). Pass "
+                "dict(model.named_parameters()) or the like, or a torch.nn.Module."
+            )
+        self.function, self.keys = function, list(params)
+        for index, p in enumerate(params.values()):
+            own = p if isinstance(p, nn.Parameter) else nn.Parameter(p.detach(), requires_grad=False)
+            self.register_parameter(f"p{index}", own)
+
+    def forward(self, X: Any) -> Any:
+        """The function's result with the module's parameters."""
+        return self.function({key: getattr(self, f"p{index}") for index, key in enumerate(self.keys)}, X)

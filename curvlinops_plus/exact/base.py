@@ -1,0 +1,156 @@
+"""What the matrix-free operators about a risk share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.exact.double_backward import differentiable
+from curvlinops_plus.linalg import LinearOperator, Space, Structure
+from curvlinops_plus.linalg.products import outside_autocast
+from curvlinops_plus.risk import EmpiricalRisk, Totals
+from curvlinops_plus.risk.determinism import require_same, training_modules
+from curvlinops_plus.risk.first_order import loss_pass
+from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
+from curvlinops_plus.risk.nonfinite import first_nonfinite
+from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.reading import is_iterator
+
+__all__ = ["ParameterCurvature", "RiskOperator", "SymmetricRiskOperator", "refuse_iterator", "require_same_products"]
+
+
+class RiskOperator(LinearOperator):
+    """A matrix about an empirical risk, known by its products.
+
+    Args:
+        risk: Model, loss, data and parameters.
+    """
+
+    # Set in `__init__`, or computed by a subclass when they are needed.
+    in_space: Space = cast(Space, None)
+    out_space: Space = cast(Space, None)
+    dtype: torch.dtype = cast(torch.dtype, None)
+    device: torch.device = cast(torch.device, None)
+    structure: Structure = Structure.GENERAL
+
+    def __init__(self, risk: EmpiricalRisk) -> None:
+        self.risk = risk
+        self.dtype, self.device = risk.dtype, risk.device
+
+
+class SymmetricRiskOperator(RiskOperator):
+    """A symmetric matrix that is a sum over batches, times the factor of the loss's reduction."""
+
+    _totals: Totals | None = None  # of the last pass over the data, which tell the relative weights of several losses
+
+    @abstractmethod
+    def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:  # X [n, K]
+        """Un-reduced product with `X`, and the totals of the data; losses have these relative weights."""
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self._scaled(partial(self._sweep, X))
+
+    def _scaled(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]]) -> Tensor:
+        """The result of a sweep over the data, times the factor of the reduction."""
+        risk = self.risk
+        with preserve_state(self.risk.model, self.risk.data), differentiable():
+            total, self._totals = with_consistent_weights(risk, sweep, self._totals)
+        return total * risk.scale(self._totals)
+
+    def _check_products(self, cause: str | None = None) -> None:
+        """Compare two products; `cause` says what differs if they do, if it is known."""
+        require_same_products(
+            self,
+            self.in_space.dim,
+            lambda v: with_consistent_weights(self.risk, partial(self._sweep, v), self._totals)[0],
+            cause,
+        )
+
+
+class ParameterCurvature(SymmetricRiskOperator):
+    """A symmetric matrix over the parameters of a risk."""
+
+    def __init__(self, risk: EmpiricalRisk) -> None:
+        super().__init__(risk)
+        self.in_space = self.out_space = risk.space
+
+    def _check_loss(self) -> None:
+        """Compare the total losses of two passes."""
+        with preserve_state(self.risk.model, self.risk.data):
+            first, second = loss_pass(self.risk), loss_pass(self.risk)
+        require_same(self.risk, first, second)
+
+    def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:
+        """Gradient of the loss in the order of the parameters, and the loss, over all data; without autocast, as all
+        products.
+        """
+        with outside_autocast(self.device):
+            gradient, loss = self.risk.gradient_and_loss()
+        return list(gradient.values()), loss
+
+
+def refuse_iterator(operator: RiskOperator) -> None:
+    """Refuse data that can be read only once.
+
+    Raises:
+        ValueError: If they can.
+    """
+    if is_iterator(operator.risk.data):
+        raise ValueError(
+            f"`data` is an iterator, which can be read only once; {type(operator).__name__} reads the data once per "
+            "product. Pass a list or a DataLoader."
+        )
+
+
+def require_same_products(
+    operator: RiskOperator, n: int, product: Callable[[Tensor], Tensor], cause: str | None = None
+) -> None:
+    """Compare two products with the same vector.
+
+    Args:
+        operator: The operator.
+        n: Size of the vector.
+        product: The product with `[n, 1]`, which leaves random states as they are after it: a loader that shuffles
+            draws again for the second one.
+        cause: What differs, if it is known.
+
+    Raises:
+        NumericsError: If the product is not finite.
+        RuntimeError: If they differ; says whether it is the order.
+    """
+    risk, name = operator.risk, type(operator).__name__
+    generator = torch.Generator().manual_seed(0)
+    v = torch.randn(n, 1, generator=generator, dtype=risk.dtype).to(risk.device)
+    with preserve_state(risk.model, risk.data), differentiable():
+        one, two = product(v), product(v)
+    if not bool(one.isfinite().all()):
+        where = first_nonfinite(risk)
+        found = f" First seen: {where}." if where else ""
+        raise NumericsError(f"A product with {name} has NaN or infinite entries.{found}")
+    if _close(one, two, risk.dtype):
+        return
+    off = "check_deterministic=False turns this check off."
+    if _close(one.sort(0)[0], two.sort(0)[0], risk.dtype):
+        raise RuntimeError(
+            f"Two products of {name} with the same vector have the same entries in another order: the data come in "
+            "another order each time (shuffle=True?), and the rows follow that order. Use a loader that does not "
+            f"shuffle. {off}"
+        )
+    if random := training_modules(risk.model):
+        cause = f"These modules are in training mode: {random}; call model.eval()."
+    raise RuntimeError(
+        f"Two products of {name} with the same vector differ. "
+        f"{cause or 'Do the data change from pass to pass (shuffle=True, random augmentation), or the model?'} "
+        f"The data must come in the same order each time (shuffle=False). {off}"
+    )
+
+
+def _close(a: Any, b: Any, dtype: torch.dtype) -> bool:
+    tolerance = 1e-8 if dtype == torch.float64 else 1e-3
+    return a.shape == b.shape and bool((a - b).norm() <= tolerance * a.norm() + 1e-30)

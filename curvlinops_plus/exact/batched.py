@@ -1,0 +1,72 @@
+"""Several columns at once: how many fit, their parts for each parameter, and vector-Jacobian products of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["checked_chunk_size", "columns_at_once", "join_rows", "split_rows", "vjp"]
+
+# Columns are vectorised in pieces whose copies of intermediate results stay below this many bytes.
+CHUNK_BYTES = 2**28
+
+
+def checked_chunk_size(chunk_size: int | None) -> int | None:
+    """The number of columns that are computed together, if it is one.
+
+    Raises:
+        ValueError: If not.
+    """
+    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
+    if chunk_size is not None and not (whole and chunk_size >= 1):
+        raise ValueError(
+            f"chunk_size={chunk_size!r} must be an integer of at least 1, the number of columns computed together."
+        )
+    return chunk_size
+
+
+def columns_at_once(chunk_size: int | None, numbers: int) -> int:
+    """How many columns are computed together: `chunk_size`, or as many as keep `numbers` of each within 256 MiB."""
+    return chunk_size or max(1, CHUNK_BYTES // (8 * numbers))
+
+
+def split_rows(rows: Tensor, params: Sequence[Tensor]) -> list[Tensor]:  # [K, n] -> [K, *shape] for each parameter
+    """The parts of several vectors, in the parameters' own dtypes."""
+    rows = rows.clone() if rows.is_inference() else rows
+    parts = rows.split([p.numel() for p in params], dim=1)
+    return [part.reshape(len(rows), *p.shape).to(p.dtype) for part, p in zip(parts, params, strict=True)]
+
+
+def join_rows(
+    parts: Sequence[Tensor | None], params: Sequence[Tensor], K: int, dtype: torch.dtype
+) -> Tensor:  # [K, *shape] for each parameter -> [K, n]
+    """Several vectors from their parts, of which None is zero."""
+    joined = [
+        torch.zeros(K, p.numel(), dtype=dtype, device=p.device) if part is None else part.reshape(K, -1).to(dtype)
+        for part, p in zip(parts, params, strict=True)
+    ]
+    return torch.cat(joined, 1)
+
+
+def vjp(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Vector-Jacobian products of several vectors `[K, *output]`, one tensor for each output; the graph is kept.
+
+    Returns:
+        Tensors `[K, *input]`; None for inputs that the outputs don't depend on.
+
+    Cost: one backward pass, vectorised over K; a single vector takes the plain way, which is faster.
+    """
+    if len(vectors[0]) == 1:
+        found = torch.autograd.grad(outputs, inputs, [v[0] for v in vectors], retain_graph=True, allow_unused=True)
+        return [None if g is None else g[None] for g in found]
+    try:
+        return list(
+            torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, is_grads_batched=True, allow_unused=True)
+        )
+    except RuntimeError:  # operations that can't be vectorised (group norm's second derivative); all else fails again
+        rows = [vjp(outputs, inputs, [v[k : k + 1] for v in vectors]) for k in range(len(vectors[0]))]
+    columns = zip(*rows, strict=True)
+    return [None if column[0] is None else torch.cat([g for g in column if g is not None]) for column in columns]

@@ -1,0 +1,131 @@
+"""The generalized Gauss-Newton matrix, and all others of the form `Jᵀ M J`: Fisher, sampled or empirical."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from curvlinops_plus.exact.base import ParameterCurvature
+from curvlinops_plus.exact.double_backward import loss_hessian_product
+from curvlinops_plus.exact.linearize import Linearizer, Outputs
+from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, loss_roots, run_losses
+from curvlinops_plus.linalg import Structure
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
+from curvlinops_plus.risk.loss_weights import LossWeights
+
+__all__ = ["GGN"]
+
+# [K, *output] for each output, in and out.
+OutputProduct = Callable[[Sequence[Tensor]], list[Tensor]]
+
+
+class GGN(ParameterCurvature):
+    """The matrix `c Σ_n J_nᵀ M_n J_n`, exact and matrix-free: the generalized Gauss-Newton matrix, or a Fisher matrix.
+
+    `J_n` is the Jacobian of the model's output for example n, and `c` the factor of the loss's reduction over the whole
+    data set. By default `M_n` is the Hessian of the loss with respect to the output, with every option of the loss. For
+    losses of which only the Fisher information makes sense as a curvature (`nn.NLLLoss`, whose Hessian is 0 in the
+    log-probabilities; `nn.BCELoss`, `nn.GaussianNLLLoss`, `nn.PoissonNLLLoss(log_input=False)`) it is that, see
+    docs/modes.md; the same loss written as a function has its plain Hessian. Other `vectors` give other matrices:
+
+    | vectors | matrix |
+    | --- | --- |
+    | `Exact()` | generalized Gauss-Newton |
+    | `MonteCarlo(samples, seed)` | Fisher, estimated from labels that the model draws; loss terms are taken apart |
+    | `Empirical()` | empirical Fisher, one gradient per example |
+    | `Empirical(per_term=True)` | empirical Fisher, one gradient per loss term |
+    | `CurvaturePropagation(samples, seed)`, `Exact(signs=True)` | GGN, estimated from columns with random signs |
+    | a `Vectors` class of your own | `M_n = Σ_k v_k v_kᵀ` of the vectors that it sends |
+
+    Random vectors are the same in each product: they depend on the seed and the order of the examples. Of several
+    losses it is the weighted sum of their matrices; with vectors that are sent together for all losses (`Empirical()`,
+    `CurvaturePropagation`) there are cross terms, as in `curvature(risk, FullBlock, vectors=...)`.
+
+    Args:
+        risk: Model, loss, data and parameters.
+        vectors: Which matrix: an object as above, or a word (see `as_vectors`). Default: `Exact()`.
+        check_deterministic: Compare the total loss of two passes over the data first, and two products if vectors are
+            random.
+        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
+
+    Raises:
+        ValueError: If `vectors` sends nothing (`ForwardOnly()`), or `chunk_size` is less than one.
+        UnsupportedError: If the loss has no likelihood and `vectors` needs one. `Exact()` takes any loss: what has no
+            likelihood is differentiated twice.
+        RuntimeError: If two passes over the data disagree.
+
+    Cost: one sweep per product, of a forward pass with tangents and a backward pass; columns of a chunk share the
+    forward pass. `to_dense()`: a backward pass for each number that a batch's outputs have, or a product for each
+    parameter where these are fewer.
+
+    Source: Schraudolph 2002, "Fast curvature matrix-vector products for second-order gradient descent".
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops_plus import Empirical, EmpiricalRisk
+        >>> model = nn.Linear(1, 1, bias=False)
+        >>> _ = nn.init.ones_(model.weight)
+        >>> risk = EmpiricalRisk(model, nn.MSELoss(), [(torch.tensor([[3.0]]), torch.zeros(1, 1))])
+        >>> GGN(risk).to_dense(), GGN(risk, Empirical()).to_dense()  # 2 · 3², (2 · 3 · 3)²
+        (tensor([[18.]]), tensor([[324.]]))
+    """
+
+    structure = Structure.PSD
+
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        vectors: Vectors | str | None = None,
+        *,
+        check_deterministic: bool = False,
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__(risk)
+        self.vectors = as_vectors(vectors)
+        check_vectors(type(self).__name__, risk, self.vectors, any_loss=True)
+        self._linear = Linearizer(risk, partial(run_losses, risk), chunk_size)
+        if check_deterministic:
+            self._check_loss()
+            if self.vectors.random:
+                self._check_products(
+                    "The total loss does not differ, so the data come in another order each time (shuffle=True?), and "
+                    "random vectors follow that order."
+                )
+
+    def _sweep(self, X: Tensor | None, weights: LossWeights) -> tuple[Tensor, Totals]:
+        """Un-reduced product with `X` [n, K], or the matrix [n, n] for None, and the totals of the data."""
+        totals, draws, total = Totals(), Draws(self.vectors.seed or 0), None
+
+        def output_product(F: Outputs, extra: tuple[list[LossTerms], Totals]) -> OutputProduct:
+            terms, part = extra
+            totals.add(part)
+            factors = self.risk.losses.vector_factors(weights.of(part), self.vectors.of_loss)
+            if all(term.likelihood is not None for term in terms):
+                return loss_roots(self.risk, self.vectors, terms, factors, draws).outer_product
+            return _hessian_product(terms, factors)
+
+        for batch in self.risk.batches(type(self).__name__):
+            if X is None:
+                found = self._linear.ggn_matrix(batch, output_product)
+            else:
+                found = self._linear.ggn_product(batch, X.T, output_product)
+            total = found if total is None else total + found
+        assert total is not None  # without a batch `batches` raises
+        return total.T, totals
+
+    def _to_dense(self) -> Tensor:
+        return self._scaled(partial(self._sweep, None))
+
+
+def _hessian_product(terms: Sequence[LossTerms], weights: Sequence[float]) -> OutputProduct:
+    """The product with the Hessians of losses of which some have no likelihood, and so no root."""
+    products = [
+        loss_hessian_product(term.loss, term.F)
+        if term.likelihood is None
+        else partial(term.likelihood.hessian_product, term.F.detach(), term.Y)
+        for term in terms
+    ]
+    return lambda V: [w**2 * product(v) for w, product, v in zip(weights, products, V, strict=True)]

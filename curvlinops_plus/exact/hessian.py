@@ -1,0 +1,131 @@
+"""The Hessian of the empirical risk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus.exact.base import ParameterCurvature
+from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
+from curvlinops_plus.exact.double_backward import (
+    PlainWeightNorm,
+    operation_context,
+    refuse_asymmetry,
+    refuse_once_differentiable,
+)
+from curvlinops_plus.linalg import Structure
+from curvlinops_plus.risk import EmpiricalRisk, Totals
+from curvlinops_plus.risk.loss_weights import LossWeights
+from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
+
+__all__ = ["Hessian"]
+
+
+class Hessian(ParameterCurvature):
+    """The Hessian of the empirical risk with respect to the parameters, exact and matrix-free.
+
+    Args:
+        risk: Model, loss (any one, also without a likelihood), data and parameters.
+        block_sizes: Numbers of parameters that form a block each, in their order: products with the block-diagonal
+            Hessian. Default: one block.
+        check_deterministic: Compare the total loss of two passes over the data first.
+        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
+
+    Raises:
+        TypeError: If `block_sizes` is a number.
+        ValueError: If they don't add up to the number of parameters, or `chunk_size` is less than one.
+        UnsupportedError: If model or loss use an operation that PyTorch can't differentiate twice.
+        RuntimeError: If two passes over the data disagree.
+
+    Cost: one sweep per product, of a forward pass and two backward passes; columns of a chunk share the first two.
+
+    Source: Pearlmutter 1994, "Fast exact multiplication by the Hessian".
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops_plus import EmpiricalRisk
+        >>> data = [(torch.tensor([[3.0]]), torch.zeros(1, 1))]
+        >>> H = Hessian(EmpiricalRisk(nn.Linear(1, 1, bias=False), nn.MSELoss(), data))
+        >>> H.to_dense()
+        tensor([[18.]])
+    """
+
+    structure = Structure.SYMMETRIC
+
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        *,
+        block_sizes: Sequence[int] | None = None,
+        check_deterministic: bool = False,
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__(risk)
+        self.chunk_size = checked_chunk_size(chunk_size)
+        _ = risk.losses.reduction  # refuse now, not at first use
+        self._blocks = _blocks(block_sizes, len(risk.params))
+        self._checked = False  # whether the first batch was
+        self._largest = 1  # numbers in the largest intermediate result of the first forward pass
+        self._normed = False  # whether there is weight norm in it
+        if check_deterministic:
+            self._check_loss()
+
+    def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
+        risk, totals = self.risk, Totals()
+        free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
+        X = X.clone() if X.is_inference() else X
+        total = torch.zeros_like(X)
+
+        def loop(model: nn.Module) -> None:
+            for batch in risk.batches(type(self).__name__):
+                watch = None if self._checked and not self._normed else PlainWeightNorm()
+                with watch or nullcontext():
+                    f, y, class_axis = risk.run(batch, model)
+                part = risk.terms(f, y, batch, class_axis).totals
+                if watch is not None:
+                    self._largest, self._normed = max(self._largest, watch.largest), watch.used
+                total.add_(self._product(weights.objective(part), list(free.values()), X))
+                totals.add(part.detached())
+
+        with operation_context():
+            risk.at(free, loop)
+        return total, totals
+
+    def _product(self, loss: Tensor, params: list[Tensor], X: Tensor) -> Tensor:
+        """Hessian of one batch's loss times `X` [n, K]."""
+        if not self._checked:
+            refuse_once_differentiable(loss)
+            refuse_outside_reads(loss, self.risk.params)
+        gradient = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+
+        def product(rows: Tensor) -> Tensor:
+            V, found = split_rows(rows, params), []
+            for block in self._blocks:
+                used = [(g, v) for g, v in zip(gradient[block], V[block]) if g is not None and g.requires_grad]
+                if used:
+                    found += vjp([g for g, _ in used], params[block], [v for _, v in used])
+                else:
+                    found += [None] * len(params[block])
+            return join_rows(found, params, len(rows), self.dtype)
+
+        if not self._checked:
+            refuse_asymmetry(product, X)
+            self._checked = True
+        # Two backward passes hold a few results of each column at a time.
+        size = columns_at_once(self.chunk_size, X.shape[0] + 4 * self._largest)
+        return torch.cat([product(piece) for piece in X.T.split(size)]).T
+
+
+def _blocks(sizes: Sequence[int] | None, count: int) -> list[slice]:
+    """The parameters of each block."""
+    if isinstance(sizes, int):
+        raise TypeError(f"block_sizes={sizes} must be a list, how many parameters each block has.")
+    sizes = [count] if sizes is None else list(sizes)
+    if sum(sizes) != count or any(size <= 0 for size in sizes):
+        raise ValueError(f"block_sizes={sizes} must be positive and add up to {count}, the parameters.")
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    return [slice(end - size, end) for size, end in zip(sizes, ends)]

@@ -1,0 +1,155 @@
+"""What the losses of a risk say of one batch: outputs, targets, and the root of their matrix over the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus.likelihood import Likelihood
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
+from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.roots import Root
+
+__all__ = [
+    "LossRoots",
+    "LossTerms",
+    "check_vectors",
+    "loss_draws",
+    "loss_roots",
+    "run_losses",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class LossTerms:
+    """One loss on one batch.
+
+    Attributes:
+        F: The output, attached to its graph: [N, R, C], or as the model returned it for a loss without likelihood.
+        Y: The target.
+        likelihood: The loss as a likelihood, None if it has none.
+        loss: The value of a loss without likelihood, times N for "mean"; of others it is not needed.
+    """
+
+    F: Tensor
+    Y: Any
+    likelihood: Likelihood | None
+    loss: Any = None
+
+    def root(self, vectors: Vectors, draws: Draws) -> Root:
+        """The root of its matrix over the outputs."""
+        assert self.likelihood is not None
+        return vectors.root(self.likelihood, self.F.detach(), self.Y, draws)
+
+
+def run_losses(
+    risk: EmpiricalRisk, model: nn.Module, batch: Batch
+) -> tuple[tuple[Tensor, ...], tuple[list[LossTerms], Totals]]:
+    """Run the model: the outputs that are differentiated; what each loss says, and the totals of the batch.
+
+    Values of losses with a likelihood are not computed.
+    """
+    pairs, terms, counts, N = [], [], [], batch.num_examples
+    for one, f, y, axis in zip(risk.losses, *risk.run(batch, model), strict=True):
+        F, Y = one.canonical(f, y, N, axis)
+        if one.known:
+            terms.append(LossTerms(F, Y, one.likelihood))
+            counts.append(one.likelihood.count(F.detach(), Y))
+        else:
+            count, loss = one.sums(F, Y, N)
+            terms.append(LossTerms(F, Y, None, loss))
+            counts.append(count)
+        pairs.append(F)
+    first = risk.losses.reference
+    number = N * pairs[first].shape[1] if risk.losses[first].known else N
+    return tuple(pairs), (terms, Totals(N, number, counts[first], counts=tuple(counts), losses=(0.0,) * len(counts)))
+
+
+def loss_draws(risk: EmpiricalRisk, vectors: Vectors, terms: Sequence[LossTerms], draws: Draws) -> Sequence[Draws]:
+    """Random numbers for each loss, from one stream in the order of the examples."""
+    if not vectors.random:
+        return [draws] * len(terms)
+    about = (repr(vectors), *(tuple(term.F.shape[1:]) for term in terms))
+    return risk.losses.streams(about, draws, len(terms[0].F), [partial(term.root, vectors) for term in terms])
+
+
+# -------------------------------------------------------------------------------------------------------------- roots
+class LossRoots:
+    """The root `B` of the matrix of all losses over the outputs of one batch.
+
+    Losses whose vectors are sent together have columns in common, and so cross terms; else each has its own columns,
+    side by side.
+
+    Args:
+        roots: The root of each loss.
+        weights: What each is multiplied with.
+        together: Whether vectors of all losses are sent together.
+    """
+
+    def __init__(self, roots: Sequence[Root], weights: Sequence[float], together: bool) -> None:
+        self.roots, self.weights = roots, weights
+        same = together and len(roots) > 1 and len({root.shape for root in roots}) == 1
+        self.joint = same and not any(root.per_term for root in roots)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """What it multiplies: `[N, R', K]`, for each loss where they have columns of their own."""
+        return [root.shape for root in (self.roots[:1] if self.joint else self.roots)]
+
+    def product(self, U: Sequence[Tensor]) -> list[Tensor]:
+        """`B u`: [*lead, N, R', K] for each of `shapes` -> [*lead, N, R, C] for each output."""
+        U = [U[0]] * len(self.roots) if self.joint else U
+        return _scaled(self.weights, [root.product(u) for root, u in zip(self.roots, U, strict=True)])
+
+    def transpose_product(self, V: Sequence[Tensor]) -> list[Tensor]:
+        """`Bᵀ v`: [*lead, N, R, C] for each output -> [*lead, N, R', K] for each of `shapes`."""
+        U = _scaled(self.weights, [root.transpose_product(v) for root, v in zip(self.roots, V, strict=True)])
+        return [sum(U[1:], U[0])] if self.joint else U
+
+    def outer_product(self, V: Sequence[Tensor]) -> list[Tensor]:
+        """`B Bᵀ v`: [*lead, N, R, C] for each output, in and out."""
+        if self.joint:
+            return self.product(self.transpose_product(V))
+        found = [root.outer_product(v) for root, v in zip(self.roots, V, strict=True)]
+        return _scaled([w**2 for w in self.weights], found)
+
+
+def _scaled(weights: Sequence[float], tensors: list[Tensor]) -> list[Tensor]:
+    return tensors if weights == [1.0] else [w * t for w, t in zip(weights, tensors, strict=True)]
+
+
+def loss_roots(
+    risk: EmpiricalRisk, vectors: Vectors, terms: Sequence[LossTerms], weights: Sequence[float], draws: Draws
+) -> LossRoots:
+    """The root of all losses, which have likelihoods."""
+    streams = loss_draws(risk, vectors, terms, draws)
+    return LossRoots([term.root(vectors, own) for term, own in zip(terms, streams)], weights, vectors.together)
+
+
+def check_vectors(name: str, risk: EmpiricalRisk, vectors: Vectors, any_loss: bool) -> None:
+    """Refuse, before anything is computed, vectors without a matrix and losses that have none.
+
+    Args:
+        name: Of the operator.
+        risk: Its risk.
+        vectors: Its mode.
+        any_loss: Whether losses without a likelihood are taken, if the mode takes them.
+
+    Raises:
+        ValueError: If no vectors are sent.
+        UnsupportedError: If a loss has no likelihood that is needed, or not this matrix.
+    """
+    if not vectors.backward:
+        raise ValueError(
+            f"{name} needs vectors that are sent back through the network; {vectors!r} sends none. Take Exact(), "
+            "MonteCarlo(samples, seed), CurvaturePropagation(samples, seed) or Empirical()."
+        )
+    _ = risk.losses.reduction  # refuses "none"
+    if not any_loss or vectors.needs_likelihood or risk.losses.known:
+        for one in risk.losses:
+            vectors.check(one.likelihood)
