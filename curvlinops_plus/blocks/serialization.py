@@ -27,7 +27,6 @@ from curvlinops_plus.linalg import (
 __all__ = ["fingerprint", "load", "pack", "same_fingerprint", "save", "unpack"]
 
 FORMAT = "curvlinops_plus"
-VERSION = 1
 _MISSING = "save and load need the package safetensors: pip install safetensors. torch.save carries a state_dict, too."
 
 

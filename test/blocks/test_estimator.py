@@ -227,8 +227,8 @@ def test_refresh_carries_eigenvalues_into_the_new_basis() -> None:
 
 def test_approximations_of_several_sweeps_are_refused() -> None:
     class Second(Accumulator):
-        def update(self, seen: Any) -> None:
-            self.add("d", seen.squared_grads().flatten())
+        def update(self, batch: Any) -> None:
+            self.add("d", batch.squared_grads().flatten())
 
         def finish(self) -> Any:
             return Diagonal(self.value("d"))

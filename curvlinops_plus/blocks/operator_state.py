@@ -1,0 +1,426 @@
+"""The state of a block-diagonal operator: what it says about itself, its blocks, and what can be made of it again.
+
+Options are stored as data: `{"kind": name of the class, "options": {name: value}}` for the approximation of each layer
+and for the vectors. Version 1 stored the `repr` of both; such states are converted when they are read.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from numbers import Integral, Real
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
+from curvlinops_plus.blocks.factor_views import FactorOwner, blocks_from_factors, factor_names, read_factor
+from curvlinops_plus.blocks.kfac import EKFAC, KFAC
+from curvlinops_plus.blocks.nearest import NearestKronecker
+from curvlinops_plus.blocks.per_example import DiagonalBlock, FullBlock, ScaledIdentity
+from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.blocks.serialization import FORMAT, fingerprint, pack, unpack
+from curvlinops_plus.blocks.tnt import TNT
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Space
+from curvlinops_plus.risk import (
+    CurvaturePropagation,
+    Empirical,
+    EmpiricalRisk,
+    Exact,
+    ForwardOnly,
+    MonteCarlo,
+    Vectors,
+)
+from curvlinops_plus.risk.losses import rebuild_losses
+
+__all__ = [
+    "NoData",
+    "StateOwner",
+    "as_data",
+    "check_state",
+    "describe",
+    "read_blocks",
+    "rebuild_arguments",
+    "rebuild_vectors",
+    "upgrade",
+    "write_blocks",
+]
+
+VERSION = 2
+# Without them a state is cut off; "examples", "blocks" and factors are there as soon as blocks are computed.
+KEYS = (
+    "format",
+    "version",
+    "class",
+    "loss_type",
+    "loss_reduction",
+    "loss_options",
+    "fisher_type",
+    "vectors",
+    "seed",
+    "mc_samples",
+    "separate_weight_and_bias",
+    "num_data",
+    "num_per_example_loss_terms",
+    "progressbar",
+    "dtype",
+    "scale",
+    "layers",
+    "fingerprint",
+)
+APPROXIMATIONS: tuple[type[Accumulator], ...] = (
+    KFAC,
+    EKFAC,
+    TNT,
+    NearestKronecker,
+    DiagonalBlock,
+    FullBlock,
+    ScaledIdentity,
+)
+VECTORS: tuple[type[Vectors], ...] = (Exact, CurvaturePropagation, MonteCarlo, Empirical, ForwardOnly)
+
+
+class StateOwner(FactorOwner, Protocol):
+    """What a state needs of the operator that it is of."""
+
+    risk: EmpiricalRisk
+    vectors: Vectors
+    separate_weight_and_bias: bool
+    scale: float | Tensor
+    adopts_vectors: bool
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+# --------------------------------------------------------------------------------------------------------- description
+def describe(K: StateOwner) -> dict[str, Any]:
+    """The part of a state that says what the blocks are of, without the blocks."""
+    likelihood = K.risk.likelihood
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "class": type(K).__name__,
+        "loss_type": type(K.risk.loss_func).__name__,
+        "loss_reduction": likelihood.reduction,
+        "loss_options": likelihood.options(),
+        "fisher_type": K.vectors.fisher_type,
+        "vectors": as_data(K.vectors),
+        "seed": K.vectors.seed,
+        "mc_samples": getattr(K.vectors, "samples", 1),
+        "separate_weight_and_bias": K.separate_weight_and_bias,
+        "num_data": K.risk.num_data,
+        "num_per_example_loss_terms": K.risk.num_per_example_loss_terms,
+        "progressbar": K.risk.progressbar,
+        "dtype": str(K.dtype).removeprefix("torch."),
+        "scale": float(K.scale),
+        "layers": {
+            entry.layer.name: {
+                "approximation": as_data(entry.approximation),
+                "parameters": {key: list(p.shape) for key, p in entry.layer.params.items()},
+            }
+            for entry in K.plan
+        },
+        "fingerprint": fingerprint(K.risk.params),
+    }
+
+
+def as_data(given: Approximation | Vectors) -> dict[str, Any]:
+    """`{"kind": name of the class, "options": {name: value}}`, in tensors and plain Python.
+
+    Example:
+        >>> as_data(KFAC.using(kfac_approx="reduce"))
+        {'kind': 'KFAC', 'options': {'kfac_approx': 'reduce'}}
+        >>> as_data(MonteCarlo(3, seed=1))
+        {'kind': 'MonteCarlo', 'options': {'samples': 3, 'seed': 1}}
+    """
+    if isinstance(given, Approximation):
+        kind, options = given.kind, given.options
+    elif is_dataclass(given):  # fields that are not shown don't change the numbers
+        kind, options = type(given), {field.name: getattr(given, field.name) for field in fields(given) if field.repr}
+    else:
+        kind, options = type(given), vars(given)
+    return {"kind": kind.__name__, "options": {name: _plain(option) for name, option in options.items()}}
+
+
+def _plain(option: Any) -> Any:
+    if isinstance(option, Enum):
+        return _plain(option.value)
+    if option is None or isinstance(option, (bool, str)):
+        return str(option) if isinstance(option, str) else option
+    if isinstance(option, (Integral, Real)):
+        return int(option) if isinstance(option, Integral) else float(option)
+    if isinstance(option, Tensor):
+        return _copy(option)
+    if isinstance(option, (list, tuple)):
+        return [_plain(item) for item in option]
+    if isinstance(option, Mapping):
+        return {str(key): _plain(item) for key, item in option.items()}
+    return {"repr": repr(option)}  # can be compared, not made again
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+def upgrade(state: Any) -> Mapping[str, Any]:
+    """The state in the present version; nothing changes if it is.
+
+    Raises:
+        ValueError: If the state is foreign, cut off, or of a later version.
+    """
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise ValueError("This is not a state of curvlinops_plus: the key 'format' is missing or foreign.")
+    version = state.get("version", VERSION)
+    if version > VERSION:
+        raise ValueError(
+            f"The state has version {version}; this package reads up to {VERSION}. Update curvlinops_plus."
+        )
+    if missing := [key for key in KEYS if key not in state and (key, version) != ("scale", 1)]:
+        raise ValueError(f"The state lacks {missing}; is the file cut off?")
+    if version > 1:
+        return state
+    layers = {
+        name: {**layer, "approximation": _parse_call(layer["approximation"])} for name, layer in state["layers"].items()
+    }
+    return {**state, "version": VERSION, "scale": 1.0, "vectors": _parse_call(state["vectors"]), "layers": layers}
+
+
+def _parse_call(text: str) -> dict[str, Any]:
+    """The data of an object that version 1 stored as `KFAC`, `KFAC(kfac_approx='reduce')` or the like."""
+    try:
+        call = ast.parse(re.sub(r"<\w+\.\w+: ('[^']*')>", r"\1", text), mode="eval").body  # members of an Enum
+        if isinstance(call, ast.Call):
+            options = {str(keyword.arg): _plain(ast.literal_eval(keyword.value)) for keyword in call.keywords}
+            return {"kind": ast.unparse(call.func), "options": options}
+    except (SyntaxError, ValueError):
+        pass
+    return {"kind": text, "options": {}}
+
+
+def check_state(K: StateOwner, state: Mapping[str, Any]) -> None:
+    """Compare what a state of the present version says of itself with an operator.
+
+    Raises:
+        ValueError: If it is of something else.
+    """
+    mine = describe(K)
+    words = {
+        "class": "class",
+        "loss_type": "loss",
+        "loss_reduction": "loss reduction",
+        "fisher_type": "Fisher type",
+        "separate_weight_and_bias": "option",
+    }
+    for key, word in words.items():
+        if state[key] != mine[key]:
+            raise ValueError(
+                f"State mismatch in the {word} ({key}): the state has {state[key]!r}, this operator {mine[key]!r}."
+            )
+    if not _same(state["loss_options"], mine["loss_options"]):
+        raise ValueError(
+            f"State mismatch in the loss options: the state has {state['loss_options']}, this operator "
+            f"{mine['loss_options']}."
+        )
+    if not K.adopts_vectors and not _same(state["vectors"], mine["vectors"]):
+        raise ValueError(
+            f"State mismatch in the vectors: the state was computed with {state['vectors']}, this operator has "
+            f"{mine['vectors']}."
+        )
+    for name in [*mine["layers"], *state["layers"]]:
+        theirs, ours = state["layers"].get(name), mine["layers"].get(name)
+        if not _same(theirs, ours):
+            raise ValueError(f"State mismatch in layer {name!r}: the state has {theirs}, this operator {ours}.")
+    if state["dtype"] != mine["dtype"]:
+        raise ValueError(
+            f"State mismatch in the dtype: the state has {state['dtype']}, this operator {mine['dtype']}. Convert one "
+            "of them with `K.to(dtype=...)`."
+        )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.allclose(one.cpu().double(), other.cpu().double(), rtol=1e-6)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and one == other
+
+
+# -------------------------------------------------------------------------------------------------------------- blocks
+def write_blocks(K: StateOwner, operator: BlockDiagonal) -> dict[str, Any]:
+    """The part of a state that holds the blocks: factors under curvlinops' names, all others under "blocks"."""
+    state: dict[str, Any] = {"blocks": {}}
+    for entry in K.plan:
+        names = factor_names(entry)
+        for name in names:
+            factor = read_factor(entry.layer, name, operator.blocks, K.in_space)
+            state.setdefault(name, {})[entry.layer.name] = _each(factor, _copy)
+        if not names:
+            state["blocks"] |= {group.name: pack(operator.blocks[group.name]) for group in entry.layer.groups}
+    return state
+
+
+def read_blocks(K: StateOwner, state: Mapping[str, Any]) -> dict[str, LinearOperator] | None:
+    """The blocks of a state on the operator's device; None if it was saved before any were computed.
+
+    Raises:
+        ValueError: If a block is missing or has another size.
+    """
+    missing = [key for key in ("examples", "blocks") if key not in state]
+    if len(missing) == 2:
+        return None
+    if missing:
+        raise ValueError(f"The state lacks {missing}; is the file cut off?")
+    blocks = {name: unpack(block, K.device) for name, block in state["blocks"].items()}
+    for entry in K.plan:
+        if factor_names(entry):
+            blocks |= _read_factored(entry, state, K.in_space, K.device)
+        for group in entry.layer.groups:
+            if group.name not in blocks:
+                raise ValueError(f"The state lacks block {group.name!r}; is the file cut off?")
+            block, expected = blocks[group.name], group.layout.dim
+            if block.shape[0] != expected:
+                raise ValueError(
+                    f"State mismatch in block {group.name!r}: its size is {block.shape[0]}, expected {expected}."
+                )
+            if isinstance(block, Kronecker) and (block.G.size, block.A.size) != group.layout.matrix_shape[-2:]:
+                raise ValueError(
+                    f"State mismatch in block {group.name!r}: its factors G and A have sizes {block.G.size} and "
+                    f"{block.A.size}, expected {group.layout.matrix_shape[-2:]}."
+                )
+    return blocks
+
+
+def _read_factored(
+    entry: LayerPlan, state: Mapping[str, Any], space: Space, device: torch.device
+) -> dict[str, LinearOperator]:
+    title = entry.layer.title
+    factors: dict[str, Any] = {}
+    for name in factor_names(entry):
+        if name not in state or entry.layer.name not in state[name]:
+            raise ValueError(f"The state lacks {name} of {title}; is the file cut off?")
+        factors[name] = state[name][entry.layer.name]
+    try:
+        factors = {name: _each(factor, lambda t: _copy(t).to(device)) for name, factor in factors.items()}
+        return blocks_from_factors(entry, factors, space)
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"State mismatch in {title}: its factors do not fit together ({error}).") from error
+    except ValueError as error:
+        raise ValueError(f"State mismatch in {title}: {error}") from error
+
+
+def _each(value: Any, function: Any) -> Any:
+    """Apply a function to a tensor, or to every tensor of a dict."""
+    return {k: function(t) for k, t in value.items()} if isinstance(value, Mapping) else function(value)
+
+
+def _copy(t: Tensor) -> Tensor:
+    return t.detach().clone(memory_format=torch.contiguous_format)
+
+
+# ---------------------------------------------------------------------------------------------------------- rebuilding
+def rebuild_arguments(
+    state: Mapping[str, Any],
+    *,
+    model: nn.Module,
+    data: Iterable[Any] | None,
+    params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+    loss: Any = None,
+    approximations: Iterable[type[Accumulator]] = (),
+    vectors: Vectors | None = None,
+    **risk_options: Any,
+) -> dict[str, Any]:
+    """The arguments of `BlockwiseLinearOperator` that a state of the present version describes.
+
+    For the others see `BlockwiseLinearOperator.from_state_dict`.
+    """
+    if loss is None:
+        try:
+            loss = rebuild_losses(state["loss_options"])
+        except UnsupportedError as error:
+            raise ValueError(
+                f"The loss {state['loss_type']} can't be made again from saved options. Pass it: from_state_dict(..., "
+                "loss=...), which is loss_func=... of KFACLinearOperator and the like."
+            ) from error
+    risk = EmpiricalRisk(
+        model,
+        loss,
+        NoData() if data is None else data,
+        params,
+        num_data=state["num_data"],
+        num_per_example_loss_terms=state["num_per_example_loss_terms"],
+        progressbar=state["progressbar"],
+        **risk_options,
+    )
+    separate = state["separate_weight_and_bias"]
+    known, found = {layer.name for layer in risk.layers(separate)}, _rebuild_approximations(state, approximations)
+    return {
+        "risk": risk,
+        "approximation": {name: kind for name, kind in found.items() if name in known},  # `check_state` tells the rest
+        "vectors": rebuild_vectors(state["vectors"]) if vectors is None else vectors,
+        "separate_weight_and_bias": separate,
+    }
+
+
+def _rebuild_approximations(state: Mapping[str, Any], own: Iterable[type[Accumulator]]) -> dict[str, Approximation]:
+    """Layer name to approximation.
+
+    Raises:
+        ValueError: If a class is none of the package's and not among `own`, or an option was not plain data.
+    """
+    kinds = {kind.__name__: kind for kind in (*APPROXIMATIONS, *own)}
+    found: dict[str, Approximation] = {}
+    for name, layer in state["layers"].items():
+        kind, options = layer["approximation"]["kind"], layer["approximation"]["options"]
+        if kind not in kinds:
+            raise ValueError(
+                f"The approximation {kind} of layer {name!r} is not part of curvlinops_plus. Pass its class: "
+                f"from_state_dict(..., approximations=[{kind}])."
+            )
+        _require_plain(options, f"the approximation {kind} of layer {name!r}")
+        found[name] = Approximation(kinds[kind], options)
+    return found
+
+
+def rebuild_vectors(data: Mapping[str, Any], own: Sequence[type[Vectors]] = ()) -> Vectors:
+    """The vectors that `as_data` described.
+
+    Raises:
+        ValueError: If their class is none of the package's and not among `own`, or an option was not plain data.
+    """
+    kinds = {kind.__name__: kind for kind in (*VECTORS, *own)}
+    kind, options = data["kind"], data["options"]
+    if kind not in kinds:
+        raise ValueError(
+            f"The vectors {kind} are not part of curvlinops_plus. Pass them: from_state_dict(..., vectors={kind}(...))."
+        )
+    _require_plain(options, f"the vectors {kind}")
+    return kinds[kind](**options)
+
+
+def _require_plain(options: Mapping[str, Any], whose: str) -> None:
+    for name, option in options.items():
+        if isinstance(option, Mapping) and option.keys() == {"repr"}:
+            raise ValueError(
+                f"The option {name}={option['repr']} of {whose} is neither a tensor nor plain Python, so the state "
+                "does not hold it. Make the operator with this option, and call load_state_dict."
+            )
+
+
+class NoData(Sequence[Any]):
+    """The data of an operator that was loaded without any."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ValueError(
+            "This operator was loaded without data (data=None): it has the blocks of its state, and can't compute, "
+            "verify or differentiate anything anew. Pass the data to from_state_dict."
+        )
