@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from curvlinops_plus.blocks import sweep_cache
 from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.sweep_cache import SweepCache
@@ -15,6 +14,9 @@ from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, 
 from curvlinops_plus.risk.determinism import require_same
 
 __all__ = ["Accumulation"]
+
+# The largest memory for what layers receive, between two sweeps.
+MAX_CACHE_BYTES = 2**26
 
 
 class Accumulation:
@@ -38,7 +40,7 @@ class Accumulation:
         #: Of each pass over the data.
         self.totals: list[Totals] = []
         self.sweeps = 0
-        self._max_bytes = sweep_cache.MAX_BYTES if keep else 0
+        self._max_bytes = MAX_CACHE_BYTES if keep else 0
         self._cache: SweepCache | None = None
 
     def run(self, max_sweeps: int | None = None, check_deterministic: bool = False) -> None:
@@ -65,7 +67,7 @@ class Accumulation:
             if check_deterministic and last is None and len(self.totals) == 1:
                 self._refuse_second_pass("the determinism check reads it again", ", or check_deterministic=False")
                 again = self.risk.sweep([], ForwardOnly(), _ignore, desc="determinism check")
-                require_same(self.risk, *self.totals, again)
+                require_same(self.risk, self.totals[0], again)
 
     def _sweep(self) -> None:
         """Show all data to the pending accumulators: read them, or replay what was kept of the sweep before."""

@@ -19,12 +19,12 @@ from curvlinops_plus.blocks.operator_state import (
     describe,
     read_blocks,
     rebuild_arguments,
-    rebuild_vectors,
     upgrade,
     write_blocks,
 )
 from curvlinops_plus.blocks.plan import LayerPlan, make_plan, plan_table
 from curvlinops_plus.blocks.serialization import fingerprint, same_fingerprint
+from curvlinops_plus.blocks.stored_options import rebuild_vectors
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import (

@@ -9,44 +9,34 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum
-from numbers import Integral, Real
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
+from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.factor_views import FactorOwner, blocks_from_factors, factor_names, read_factor
-from curvlinops_plus.blocks.kfac import EKFAC, KFAC
-from curvlinops_plus.blocks.nearest import NearestKronecker
-from curvlinops_plus.blocks.per_example import DiagonalBlock, FullBlock, ScaledIdentity
 from curvlinops_plus.blocks.plan import LayerPlan
-from curvlinops_plus.blocks.serialization import FORMAT, fingerprint, pack, unpack
-from curvlinops_plus.blocks.tnt import TNT
+from curvlinops_plus.blocks.serialization import FORMAT, copied, fingerprint, pack, unpack
+from curvlinops_plus.blocks.stored_options import (
+    as_data,
+    plain,
+    rebuild_approximations,
+    rebuild_vectors,
+    same_data,
+)
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Space
-from curvlinops_plus.risk import (
-    CurvaturePropagation,
-    Empirical,
-    EmpiricalRisk,
-    Exact,
-    ForwardOnly,
-    MonteCarlo,
-    Vectors,
-)
+from curvlinops_plus.risk import EmpiricalRisk, Vectors
 from curvlinops_plus.risk.losses import rebuild_losses
 
 __all__ = [
     "NoData",
     "StateOwner",
-    "as_data",
     "check_state",
     "describe",
     "read_blocks",
     "rebuild_arguments",
-    "rebuild_vectors",
     "upgrade",
     "write_blocks",
 ]
@@ -73,16 +63,6 @@ KEYS = (
     "layers",
     "fingerprint",
 )
-APPROXIMATIONS: tuple[type[Accumulator], ...] = (
-    KFAC,
-    EKFAC,
-    TNT,
-    NearestKronecker,
-    DiagonalBlock,
-    FullBlock,
-    ScaledIdentity,
-)
-VECTORS: tuple[type[Vectors], ...] = (Exact, CurvaturePropagation, MonteCarlo, Empirical, ForwardOnly)
 
 
 class StateOwner(FactorOwner, Protocol):
@@ -132,40 +112,6 @@ def describe(K: StateOwner) -> dict[str, Any]:
     }
 
 
-def as_data(given: Approximation | Vectors) -> dict[str, Any]:
-    """`{"kind": name of the class, "options": {name: value}}`, in tensors and plain Python.
-
-    Example:
-        >>> as_data(KFAC.using(kfac_approx="reduce"))
-        {'kind': 'KFAC', 'options': {'kfac_approx': 'reduce'}}
-        >>> as_data(MonteCarlo(3, seed=1))
-        {'kind': 'MonteCarlo', 'options': {'samples': 3, 'seed': 1}}
-    """
-    if isinstance(given, Approximation):
-        kind, options = given.kind, given.options
-    elif is_dataclass(given):  # fields that are not shown don't change the numbers
-        kind, options = type(given), {field.name: getattr(given, field.name) for field in fields(given) if field.repr}
-    else:
-        kind, options = type(given), vars(given)
-    return {"kind": kind.__name__, "options": {name: _plain(option) for name, option in options.items()}}
-
-
-def _plain(option: Any) -> Any:
-    if isinstance(option, Enum):
-        return _plain(option.value)
-    if option is None or isinstance(option, (bool, str)):
-        return str(option) if isinstance(option, str) else option
-    if isinstance(option, (Integral, Real)):
-        return int(option) if isinstance(option, Integral) else float(option)
-    if isinstance(option, Tensor):
-        return _copy(option)
-    if isinstance(option, (list, tuple)):
-        return [_plain(item) for item in option]
-    if isinstance(option, Mapping):
-        return {str(key): _plain(item) for key, item in option.items()}
-    return {"repr": repr(option)}  # can be compared, not made again
-
-
 # -------------------------------------------------------------------------------------------------------------- checks
 def upgrade(state: Any) -> Mapping[str, Any]:
     """The state in the present version; nothing changes if it is.
@@ -195,7 +141,7 @@ def _parse_call(text: str) -> dict[str, Any]:
     try:
         call = ast.parse(re.sub(r"<\w+\.\w+: ('[^']*')>", r"\1", text), mode="eval").body  # members of an Enum
         if isinstance(call, ast.Call):
-            options = {str(keyword.arg): _plain(ast.literal_eval(keyword.value)) for keyword in call.keywords}
+            options = {str(keyword.arg): plain(ast.literal_eval(keyword.value)) for keyword in call.keywords}
             return {"kind": ast.unparse(call.func), "options": options}
     except (SyntaxError, ValueError):
         pass
@@ -221,35 +167,25 @@ def check_state(K: StateOwner, state: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"State mismatch in the {word} ({key}): the state has {state[key]!r}, this operator {mine[key]!r}."
             )
-    if not _same(state["loss_options"], mine["loss_options"]):
+    if not same_data(state["loss_options"], mine["loss_options"]):
         raise ValueError(
             f"State mismatch in the loss options: the state has {state['loss_options']}, this operator "
             f"{mine['loss_options']}."
         )
-    if not K.adopts_vectors and not _same(state["vectors"], mine["vectors"]):
+    if not K.adopts_vectors and not same_data(state["vectors"], mine["vectors"]):
         raise ValueError(
             f"State mismatch in the vectors: the state was computed with {state['vectors']}, this operator has "
             f"{mine['vectors']}."
         )
     for name in [*mine["layers"], *state["layers"]]:
         theirs, ours = state["layers"].get(name), mine["layers"].get(name)
-        if not _same(theirs, ours):
+        if not same_data(theirs, ours):
             raise ValueError(f"State mismatch in layer {name!r}: the state has {theirs}, this operator {ours}.")
     if state["dtype"] != mine["dtype"]:
         raise ValueError(
             f"State mismatch in the dtype: the state has {state['dtype']}, this operator {mine['dtype']}. Convert one "
             "of them with `K.to(dtype=...)`."
         )
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.allclose(one.cpu().double(), other.cpu().double(), rtol=1e-6)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and one == other
 
 
 # -------------------------------------------------------------------------------------------------------------- blocks
@@ -260,7 +196,7 @@ def write_blocks(K: StateOwner, operator: BlockDiagonal) -> dict[str, Any]:
         names = factor_names(entry)
         for name in names:
             factor = read_factor(entry.layer, name, operator.blocks, K.in_space)
-            state.setdefault(name, {})[entry.layer.name] = _each(factor, _copy)
+            state.setdefault(name, {})[entry.layer.name] = _each(factor, copied)
         if not names:
             state["blocks"] |= {group.name: pack(operator.blocks[group.name]) for group in entry.layer.groups}
     return state
@@ -307,7 +243,7 @@ def _read_factored(
             raise ValueError(f"The state lacks {name} of {title}; is the file cut off?")
         factors[name] = state[name][entry.layer.name]
     try:
-        factors = {name: _each(factor, lambda t: _copy(t).to(device)) for name, factor in factors.items()}
+        factors = {name: _each(factor, lambda t: copied(t).to(device)) for name, factor in factors.items()}
         return blocks_from_factors(entry, factors, space)
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"State mismatch in {title}: its factors do not fit together ({error}).") from error
@@ -318,10 +254,6 @@ def _read_factored(
 def _each(value: Any, function: Any) -> Any:
     """Apply a function to a tensor, or to every tensor of a dict."""
     return {k: function(t) for k, t in value.items()} if isinstance(value, Mapping) else function(value)
-
-
-def _copy(t: Tensor) -> Tensor:
-    return t.detach().clone(memory_format=torch.contiguous_format)
 
 
 # ---------------------------------------------------------------------------------------------------------- rebuilding
@@ -359,58 +291,13 @@ def rebuild_arguments(
         **risk_options,
     )
     separate = state["separate_weight_and_bias"]
-    known, found = {layer.name for layer in risk.layers(separate)}, _rebuild_approximations(state, approximations)
+    known, found = {layer.name for layer in risk.layers(separate)}, rebuild_approximations(state, approximations)
     return {
         "risk": risk,
         "approximation": {name: kind for name, kind in found.items() if name in known},  # `check_state` tells the rest
         "vectors": rebuild_vectors(state["vectors"]) if vectors is None else vectors,
         "separate_weight_and_bias": separate,
     }
-
-
-def _rebuild_approximations(state: Mapping[str, Any], own: Iterable[type[Accumulator]]) -> dict[str, Approximation]:
-    """Layer name to approximation.
-
-    Raises:
-        ValueError: If a class is none of the package's and not among `own`, or an option was not plain data.
-    """
-    kinds = {kind.__name__: kind for kind in (*APPROXIMATIONS, *own)}
-    found: dict[str, Approximation] = {}
-    for name, layer in state["layers"].items():
-        kind, options = layer["approximation"]["kind"], layer["approximation"]["options"]
-        if kind not in kinds:
-            raise ValueError(
-                f"The approximation {kind} of layer {name!r} is not part of curvlinops_plus. Pass its class: "
-                f"from_state_dict(..., approximations=[{kind}])."
-            )
-        _require_plain(options, f"the approximation {kind} of layer {name!r}")
-        found[name] = Approximation(kinds[kind], options)
-    return found
-
-
-def rebuild_vectors(data: Mapping[str, Any], own: Sequence[type[Vectors]] = ()) -> Vectors:
-    """The vectors that `as_data` described.
-
-    Raises:
-        ValueError: If their class is none of the package's and not among `own`, or an option was not plain data.
-    """
-    kinds = {kind.__name__: kind for kind in (*VECTORS, *own)}
-    kind, options = data["kind"], data["options"]
-    if kind not in kinds:
-        raise ValueError(
-            f"The vectors {kind} are not part of curvlinops_plus. Pass them: from_state_dict(..., vectors={kind}(...))."
-        )
-    _require_plain(options, f"the vectors {kind}")
-    return kinds[kind](**options)
-
-
-def _require_plain(options: Mapping[str, Any], whose: str) -> None:
-    for name, option in options.items():
-        if isinstance(option, Mapping) and option.keys() == {"repr"}:
-            raise ValueError(
-                f"The option {name}={option['repr']} of {whose} is neither a tensor nor plain Python, so the state "
-                "does not hold it. Make the operator with this option, and call load_state_dict."
-            )
 
 
 class NoData(Sequence[Any]):

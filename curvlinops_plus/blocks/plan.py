@@ -51,24 +51,15 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
     if isinstance(approximation, Mapping):
         rules = {key: Approximation.of(value) for key, value in approximation.items()}
         approximation = default
-    rest, unused, plan, replaced = Approximation.of(approximation), set(rules), [], []
-    for layer in layers:
-        keys = _matching_keys(layer, rules) if rules else []
-        unused -= set(keys)
-        chosen = rules[keys[0]] if keys else rest
-        if chosen.kind.affine and not layer.affine:
-            if keys and keys[0] in [use.name for use in layer.uses]:
-                why = _why_not_affine(layer)
-                advice = "" if "DiagonalBlock" in why else " Use DiagonalBlock or FullBlock for it."
-                raise UnsupportedError(f"layer {keys[0]!r} ({_type_name(layer)}) can't have {chosen!r}: {why}.{advice}")
-            replaced.append(layer)
-            chosen = Approximation(DiagonalBlock)
-        plan.append(LayerPlan(layer, chosen))
-    if unused:
-        raise ValueError(
-            f"No layer matches {next(key for key in rules if key in unused)!r}. Layers with parameters here: "
-            f"{[layer.name for layer in layers]}, of types {sorted({_type_name(layer) for layer in layers})}."
-        )
+    rest = Approximation.of(approximation)
+    plan = [LayerPlan(layer, _choose(layer, rules, rest)) for layer in layers]
+    for key in rules:
+        if not any(key in _matching_keys(layer, rules) for layer in layers):
+            raise ValueError(
+                f"No layer matches {key!r}. Layers with parameters here: {[layer.name for layer in layers]}, of types "
+                f"{sorted({_type_name(layer) for layer in layers})}."
+            )
+    replaced = [entry.layer for entry in plan if entry.approximation is _INSTEAD]
     if replaced:
         listing = ", ".join(
             f"{layer.name or 'the model'!r} ({_type_name(layer)}: {_why_not_affine(layer)})" for layer in replaced
@@ -80,6 +71,22 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
             stacklevel=4,
         )
     return plan
+
+
+# What layers without Kronecker factors get where some were meant.
+_INSTEAD = Approximation(DiagonalBlock)
+
+
+def _choose(layer: Layer, rules: Mapping[Any, Approximation], rest: Approximation) -> Approximation:
+    keys = _matching_keys(layer, rules) if rules else []
+    chosen = rules[keys[0]] if keys else rest
+    if layer.affine or not chosen.kind.affine:
+        return chosen
+    if keys and keys[0] in [use.name for use in layer.uses]:
+        why = _why_not_affine(layer)
+        advice = "" if "DiagonalBlock" in why else " Use DiagonalBlock or FullBlock for it."
+        raise UnsupportedError(f"layer {keys[0]!r} ({_type_name(layer)}) can't have {chosen!r}: {why}.{advice}")
+    return _INSTEAD
 
 
 def _matching_keys(layer: Layer, keys: Mapping[Any, Any]) -> list[Any]:

@@ -16,10 +16,7 @@ from tqdm import tqdm
 
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
-__all__ = ["MAX_BYTES", "SweepCache"]
-
-#: The default limit, 64 MiB.
-MAX_BYTES = 2**26
+__all__ = ["SweepCache"]
 
 
 class SweepCache:

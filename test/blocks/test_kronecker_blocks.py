@@ -39,8 +39,8 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
+from curvlinops_plus.blocks import accumulation, tnt
 from curvlinops_plus.blocks import nearest as nearest_module
-from curvlinops_plus.blocks import sweep_cache, tnt
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.blocks.nearest import PowerStep
 from curvlinops_plus.blocks.serialization import pack, unpack
@@ -168,7 +168,7 @@ def test_convergence_is_that_of_the_singular_values() -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_as_many_sweeps_as_were_asked_for(sweeps: int, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not keep:
-        monkeypatch.setattr(sweep_cache, "MAX_BYTES", 0)
+        monkeypatch.setattr(accumulation, "MAX_CACHE_BYTES", 0)
     p = problem("mlp")
     passes = []
 

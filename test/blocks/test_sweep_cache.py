@@ -10,7 +10,7 @@ from cases import NETS, problem
 from torch import nn
 
 from curvlinops_plus import EKFAC, EmpiricalRisk, Exact, MonteCarlo, NearestKronecker, curvature
-from curvlinops_plus.blocks import sweep_cache
+from curvlinops_plus.blocks import accumulation
 from curvlinops_plus.blocks.sweep_cache import SweepCache
 
 KINDS = {
@@ -26,7 +26,7 @@ KINDS = {
 def test_kept_is_swept(name: str, kind: str, vectors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(name)
     kept = p.curvature(KINDS[kind], vectors=vectors).to_dense()
-    monkeypatch.setattr(sweep_cache, "MAX_BYTES", 0)
+    monkeypatch.setattr(accumulation, "MAX_CACHE_BYTES", 0)
     assert torch.equal(kept, p.curvature(KINDS[kind], vectors=vectors).to_dense())
 
 
