@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Accumulator", "Approximation", "LossScale", "add_batch", "count_batch", "needs_gradients"]
 
-# Totals of what was seen to the factor `c` in front of the sum of all loss terms.
+# Totals over all batches to the factor `c` in front of the sum of all loss terms.
 LossScale = Callable[[Totals], Tensor | float]
 
 

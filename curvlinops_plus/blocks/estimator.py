@@ -1,4 +1,4 @@
-"""Curvature that is kept up batch by batch: a listener for people with their own training loop."""
+"""Curvature that is updated batch by batch, inside a training loop."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class CurvatureEstimator:
     update returns the statistic itself, and no bias needs correcting.
 
     EKFAC needs eigenvectors before it can sum eigenvalues. It takes those of its first batch, which is sent twice;
-    later eigenvalues are summed in this basis until `refresh`, which takes the eigenvectors of the factors of then, and
-    carries the eigenvalues over as the diagonal of the old block in the new basis. Approximations that need several
-    sweeps over the same data are refused.
+    later eigenvalues are summed in this basis until `refresh`, which computes the eigenvectors of the current factors and
+    transforms the eigenvalues: they become the diagonal of the old block in the new basis. Approximations that need
+    several sweeps over the same data are refused.
 
     The inverse belongs to the statistics of the last `refresh`, and to the damping given there. It does not change in
     between, whatever is added.
@@ -223,7 +223,7 @@ class CurvatureEstimator:
     # ------------------------------------------------------------------------------------------------------- reading
     @property
     def operator(self) -> BlockwiseLinearOperator:
-        """The curvature of what was seen until now, like that of `curvature`; later updates don't change it.
+        """The curvature of all batches until now, like that of `curvature`; later updates don't change it.
 
         Raises:
             ValueError: If nothing was added yet, or a layer never ran.
@@ -276,7 +276,7 @@ class CurvatureEstimator:
 
     # --------------------------------------------------------------------------------------------- merging and saving
     def merge(self, other: CurvatureEstimator) -> None:
-        """Add what another estimator of the same network has seen: at ρ = 1 the union of two data sets.
+        """Add the sums of another estimator of the same network: at ρ = 1 the union of two data sets.
 
         Random numbers go on from this estimator's; the inverse stays that of its last refresh.
 
@@ -349,5 +349,5 @@ class CurvatureEstimator:
         self.damping = self.damping if state["damping"] is None else state["damping"]
 
     def __repr__(self) -> str:
-        seen = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
-        return f"CurvatureEstimator, {seen}\n{plan_table(self.plan)}"
+        progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
+        return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"

@@ -54,7 +54,7 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
 
 
 def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
-    """The operator that `pack` took apart, on `device`.
+    """The operator that `pack` described, on `device`.
 
     Raises:
         ValueError: If the state is not one of `pack`.

@@ -188,7 +188,7 @@ def _recorded(
     else:
         factors = risk.heads.coefficients(totals.shares, of_loss=False)
         vector = [a * sent[id(head.likelihood)] for head, a in zip(risk.heads, factors, strict=True)]
-    return found, vector
+    return {layer: found[layer] for layer in layers if layer in found}, vector
 
 
 class _GivenWeights(Shares):
