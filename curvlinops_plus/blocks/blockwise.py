@@ -204,7 +204,7 @@ class BlockwiseLinearOperator(Deferred):
         unscaled, c = self.unscaled, self.scale
         # `c G ⊗ A` damped by (λ_A, λ_G) is `c` times `G ⊗ A` damped by (λ_A, λ_G / c).
         if not use_heuristic_damping:
-            damping = pair_damping(unscaled, (damping[0], damping[1] / c))
+            damping = pair_damping(unscaled, damping, c)
         elif isinstance(damping, tuple):
             raise ValueError("Heuristic and exact damping require a single damping value.")
         else:

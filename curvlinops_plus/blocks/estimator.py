@@ -38,9 +38,9 @@ class CurvatureEstimator:
     update returns the statistic itself, and no bias needs correcting.
 
     EKFAC needs eigenvectors before it can sum eigenvalues. It takes those of its first batch, which is sent twice;
-    later eigenvalues are summed in this basis until `refresh`, which computes the eigenvectors of the current factors and
-    transforms the eigenvalues: they become the diagonal of the old block in the new basis. Approximations that need
-    several sweeps over the same data are refused.
+    later eigenvalues are summed in this basis until `refresh`, which computes the eigenvectors of the current factors
+    and transforms the eigenvalues: they become the diagonal of the old block in the new basis. Approximations that
+    need several sweeps over the same data are refused.
 
     The inverse belongs to the statistics of the last `refresh`, and to the damping given there. It does not change in
     between, whatever is added.

@@ -13,9 +13,14 @@ from curvlinops_plus.linalg import BlockDiagonal, Kronecker, heuristic_damping
 __all__ = ["heuristic_factor_damping", "pair_damping"]
 
 
-def pair_damping(K: BlockDiagonal, pair: tuple[Any, Any]) -> dict[str, Any]:
-    """Block name to `(λ_A, λ_G)` for Kronecker products, to `λ_G` for others: a separate bias block is a factor `G`."""
-    return {name: pair if isinstance(block, Kronecker) else pair[1] for name, block in K.blocks.items()}
+def pair_damping(K: BlockDiagonal, pair: tuple[Any, Any], scale: float | Tensor) -> dict[str, Any]:
+    """Block name to `(λ_A, λ_G / scale)` for Kronecker products, to the second of these for others.
+
+    A separate bias block is a factor `G`. Rules are asked for each factor, and need no scaling.
+    """
+    of_A, of_G = pair
+    of_G = of_G if callable(of_G) else of_G / scale
+    return {name: (of_A, of_G) if isinstance(block, Kronecker) else of_G for name, block in K.blocks.items()}
 
 
 def heuristic_factor_damping(

@@ -32,6 +32,7 @@ from curvlinops_plus import (
     KFOCLinearOperator,
     MonteCarlo,
     NearestKronecker,
+    RelativeDamping,
     curvature,
     load,
     save,
@@ -249,6 +250,8 @@ def test_damping_of_the_factors_of_a_multiple() -> None:
         if "use_heuristic_damping" in options or isinstance(options["damping"], tuple):
             classic = KFACInverseLinearOperator(4 * K, **options)
             close(classic.to_dense(), explicit.inverse(**options).to_dense())
+    rules = (RelativeDamping(0.1), RelativeDamping(0.2))
+    close((4 * K).inverse(rules).to_dense(), explicit.inverse(rules).to_dense())
     with pytest.raises(ValueError, match="single damping value"):
         (4 * K).inverse((0.1, 0.1), use_heuristic_damping=True)
 
