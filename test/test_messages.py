@@ -704,8 +704,8 @@ def test_accumulators_of_the_user_s_own() -> None:
     p = problem("generic layers")
 
     class Affine(Accumulator):
-        def update(self, seen: Any) -> None:
-            self.add("a", seen.rows.inputs.sum((0, 1)))
+        def update(self, batch: Any) -> None:
+            self.add("a", batch.rows.inputs.sum((0, 1)))
 
         def finish(self) -> Any:
             return self.value("nothing")
@@ -725,8 +725,8 @@ def test_accumulators_of_the_user_s_own() -> None:
     class Whole(Accumulator):
         per_group = False
 
-        def update(self, seen: Any) -> None:
-            _ = seen.per_example_grads
+        def update(self, batch: Any) -> None:
+            _ = batch.per_example_grads
 
         def finish(self) -> Any:
             raise AssertionError

@@ -1,8 +1,8 @@
 """Sums over data for one layer: what an approximation is made of.
 
 An approximation is a class with two methods: `update` adds what a mini-batch contributes, `finish` turns the sums into
-an operator, or into another accumulator that wants to see the data once more. Everything it keeps is a sum, so running
-averages, merging two data sets, resuming and saving are written here, once.
+an operator, or into another accumulator that needs one more sweep over the data. Everything it keeps is a sum, so
+running averages, merging two data sets, resuming and saving are written here, once.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Accumulator", "Approximation", "needs_gradients"]
+__all__ = ["Accumulator", "Approximation", "LossScale", "add_batch", "count_batch", "needs_gradients"]
+
+# Totals over all batches to the factor `c` in front of the sum of all loss terms.
+LossScale = Callable[[Totals], Tensor | float]
 
 
 class Accumulator(ABC):
     """Sums over data for one layer, or for one group of its parameters.
 
-    Subclasses write `update(seen)`, which calls `self.add(name, value)`, and `finish()`, which reads
+    Subclasses write `update(batch)`, which calls `self.add(name, value)`, and `finish()`, which reads
     `self.value(name)`.
 
     Args:
         layer: The layer.
         group: The parameters that form the block; None if the class handles all of a layer's groups itself.
-        scale: Totals to the factor `c` in front of the sum of all loss terms.
+        scale: Function of the totals that returns the factor `c` in front of the sum of all loss terms.
 
     Example: the diagonal of each layer's mean gradient outer product, from two lines.
         >>> import torch
@@ -43,8 +46,8 @@ class Accumulator(ABC):
         >>> from curvlinops_plus import EmpiricalRisk, curvature
         >>> from curvlinops_plus.linalg import Diagonal
         >>> class MyDiagonal(Accumulator):
-        ...     def update(self, seen):
-        ...         self.add("d", seen.per_example_grads.square().sum((0, 1)).flatten())
+        ...     def update(self, batch):
+        ...         self.add("d", batch.per_example_grads.square().sum((0, 1)).flatten())
         ...     def finish(self):
         ...         return Diagonal(self.value("d"))
         >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), [(torch.ones(4, 3), torch.zeros(4, 2))])
@@ -56,15 +59,15 @@ class Accumulator(ABC):
     per_group: ClassVar[bool] = True
     #: Whether the layer must have an affine rule.
     affine: ClassVar[bool] = False
-    #: Of an accumulator for a second sweep: whether `carry` works, so that streams can have it.
-    carries: ClassVar[bool] = False
-    #: Names of tensors that the sums depend on, such as the basis that they are in; None is allowed.
+    #: Of an accumulator for a second sweep: whether `change_basis` is implemented, which streaming needs.
+    changes_basis: ClassVar[bool] = False
+    #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that they are in.
     constants: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, layer: Layer, group: Group | None, scale: Callable[[Totals], Tensor | float]) -> None:
+    def __init__(self, layer: Layer, group: Group | None, scale: LossScale) -> None:
         self.layer, self.group, self.scale = layer, group, scale
         self._sums: dict[str, Tensor] = {}
-        self._waiting: dict[str, GramSum] = {}
+        self._rows: dict[str, GramSum] = {}  # rows that are not multiplied together yet
         self.counts: dict[str, Tensor | float] = {}
         self.totals = Totals()
 
@@ -76,25 +79,26 @@ class Accumulator(ABC):
     @property
     def sums(self) -> dict[str, Tensor]:
         """The running sums by name."""
-        while self._waiting:
-            name, rows = self._waiting.popitem()
-            self._absorb(name, rows.value())
+        while self._rows:
+            name, rows = self._rows.popitem()
+            total = rows.value()
+            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
         return self._sums
 
     @sums.setter
     def sums(self, sums: dict[str, Tensor]) -> None:
-        self._sums, self._waiting = sums, {}
+        self._sums, self._rows = sums, {}
 
     # ----------------------------------------------------------------------------------------------- for subclasses
     @abstractmethod
-    def update(self, seen: LayerBatch) -> None:
+    def update(self, batch: LayerBatch) -> None:
         """Add what one mini-batch contributes. Called once per piece of vectors; sums over pieces are right by
         linearity.
         """
 
     @abstractmethod
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        """The block made of the sums, or an accumulator that wants one more sweep. Leaves the sums as they are."""
+        """The block made of the sums, or an accumulator that needs one more sweep. Leaves the sums as they are."""
 
     def add(self, name: str, value: Tensor, count: Tensor | float | None = None) -> None:
         """Add to a running sum.
@@ -102,32 +106,26 @@ class Accumulator(ABC):
         Args:
             name: Of the sum.
             value: What to add.
-            count: What to add to the sum's own divisor, a number or a tensor that broadcasts; None if its mean is the
-                loss's, `c Σ`.
+            count: What to add to the sum's own divisor, a number or a tensor that broadcasts; None if the sum is scaled
+                like the loss, `c Σ`.
         """
-        # What was given may be shared with others.
-        self._absorb(name, value if name in self._sums else value.clone(), count)
+        if name in self._sums:
+            self._sums[name] += value
+        else:
+            self._sums[name] = value.clone()  # the caller's tensor may be shared
+        if count is not None:
+            self.counts[name] = self.counts.get(name, 0.0) + count
 
     def add_rows(self, name: str, rows: Tensor, ones: bool = False, count: Tensor | float | None = None) -> None:
-        """Add `rowsᵀ rows` to a running sum; what is waiting to be multiplied together is part of it.
+        """Add `rowsᵀ rows` to a running sum. Rows of several batches may be multiplied together later.
 
         Args:
             name: Of the sum.
             rows: `[M, d]`.
-            ones: Whether a 1 at the end of each row is meant, in every call.
+            ones: Whether each row is extended by a 1 at its end, the same in every call.
             count: As for `add`.
         """
-        self._waiting.setdefault(name, GramSum(ones)).add(rows)
-        self._tally(name, count)
-
-    def _absorb(self, name: str, value: Tensor, count: Tensor | float | None = None) -> None:
-        if name in self._sums:
-            self._sums[name] += value
-        else:
-            self._sums[name] = value
-        self._tally(name, count)
-
-    def _tally(self, name: str, count: Tensor | float | None) -> None:
+        self._rows.setdefault(name, GramSum(ones)).add(rows)
         if count is not None:
             self.counts[name] = self.counts.get(name, 0.0) + count
 
@@ -137,29 +135,28 @@ class Accumulator(ABC):
         Raises:
             NumericsError: If it has NaN or infinite entries.
         """
-        if name not in self.sums:
+        total = self.sums.get(name)
+        if total is None:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
-        total = self.sums[name]
         if name in self.counts:
             count = torch.as_tensor(self.counts[name], dtype=total.dtype, device=total.device)
             value = total / torch.where(count > 0, count, torch.ones_like(count))
         else:
             value = total * torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
-        # A NaN on the diagonal of a Gram matrix is there whenever any row has one; all of a sum is looked at for the
-        # rest.
+        # The sum of all entries is finite unless one of them is not, or it overflows: look at each of them only then.
         if not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
         return value
 
     @property
-    def more(self) -> bool:
-        """Whether `finish` will return an accumulator that wants to see the data again; saying so saves passes."""
+    def needs_another_sweep(self) -> bool:
+        """Whether `finish` will return an accumulator that reads the data again; knowing it early saves passes."""
         return False
 
     # -------------------------------------------------------------------------------------------------- for drivers
-    def count(self, part: Totals) -> None:
-        """Note that a batch is over."""
-        self.totals.add(part)
+    def count(self, batch_totals: Totals) -> None:
+        """Add the totals of a batch that has been shown completely."""
+        self.totals.add(batch_totals)
 
     def decay(self, factor: float) -> None:
         """Multiply all sums and divisors: calling it before each batch makes values exponential moving averages."""
@@ -169,9 +166,9 @@ class Accumulator(ABC):
         self.totals.loss_count = self.totals.loss_count * factor
         self.totals.loss = self.totals.loss * factor
 
-    def adopt(self, other: Accumulator) -> None:
+    def share_sums(self, other: Accumulator) -> None:
         """Add to the sums of another accumulator from now on."""
-        self._sums, self._waiting, self.counts, self.totals = other._sums, other._waiting, other.counts, other.totals
+        self._sums, self._rows, self.counts, self.totals = other._sums, other._rows, other.counts, other.totals
 
     def empty(self) -> Self:
         """The same without anything added to it."""
@@ -179,23 +176,27 @@ class Accumulator(ABC):
         other.sums, other.counts, other.totals = {}, {}, Totals()
         return other
 
-    def carry(self, before: Accumulator) -> None:
-        """Take over what an accumulator of the same sweep has summed, for streams (see `CurvatureEstimator.refresh`).
+    def change_basis(self, before: Accumulator) -> None:
+        """Take over the sums of an accumulator of the same sweep, for streaming (see `CurvatureEstimator.refresh`).
 
-        An approximation of several sweeps makes a new accumulator for its second sweep whenever it is refreshed. What
-        the one before has seen is not seen again; this method says how its sums look to the new one.
+        An approximation of several sweeps makes a new accumulator for its second sweep whenever it is refreshed. The
+        batches that the previous one has summed are not read again; this method expresses its sums in the new basis.
 
         Raises:
-            UnsupportedError: If they can't be carried over; the approximation needs to see all data in each sweep.
+            UnsupportedError: If that is not possible; the approximation needs to see all data in each sweep.
         """
-        raise UnsupportedError(
-            f"{self.layer.title}: {type(self).__name__} makes several sweeps over the same data, so it can't be kept "
-            "up batch by batch. Use KFAC, EKFAC, DiagonalBlock or FullBlock, or curvature(risk, ...) over a whole data "
-            "set."
+        raise self.streaming_error()
+
+    def streaming_error(self) -> UnsupportedError:
+        """What to raise for an approximation that can't be updated batch by batch."""
+        return UnsupportedError(
+            f"{self.layer.title}: {type(self).__name__} makes several sweeps over the same data, so it can't be "
+            "updated batch by batch. Use KFAC, EKFAC, DiagonalBlock or FullBlock, or curvature(risk, ...) over a whole "
+            "data set."
         )
 
     def merge(self, other: Accumulator) -> None:
-        """Add what another accumulator of the same layer has seen: the union of two data sets.
+        """Add the sums of another accumulator of the same layer: the union of two data sets.
 
         Raises:
             ValueError: If it is of another class or layer, or its sums have other names or shapes.
@@ -207,7 +208,7 @@ class Accumulator(ABC):
         if mine[:2] != theirs[:2] or (self.sums and other.sums and mine[2] != theirs[2]):
             raise ValueError(f"Can't merge accumulators of different kind: {_kind(*mine)} and {_kind(*theirs)}.")
         for name, total in other.sums.items():
-            self.add(name, total.clone(), other.counts.get(name))
+            self.add(name, total, other.counts.get(name))
         self.totals.add(other.totals)
 
     def mismatch(self, other: Accumulator) -> str | None:
@@ -274,12 +275,22 @@ class Approximation:
             f"KFAC.using(kfac_approx='reduce')."
         )
 
-    def __call__(self, layer: Layer, group: Group | None, scale: Callable[[Totals], Tensor | float]) -> Accumulator:
-        return self.kind(layer, group, scale, **self.options)
-
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"{self.kind.__name__}({options})" if options else self.kind.__name__
+
+
+def add_batch(pending: Mapping[Layer, Mapping[Any, Accumulator]], batch: LayerBatch) -> None:
+    """Show a layer's batch to its accumulators: to those of one block, that block's parameters only."""
+    for accumulator in pending[batch.layer].values():
+        accumulator.update(batch if accumulator.group is None else batch.restrict(accumulator.group))
+
+
+def count_batch(pending: Mapping[Layer, Mapping[Any, Accumulator]], batch_totals: Totals) -> None:
+    """Add the totals of a mini-batch to those of all accumulators."""
+    for accumulators in pending.values():
+        for accumulator in accumulators.values():
+            accumulator.count(batch_totals)
 
 
 def _plain(count: Tensor | float) -> Tensor | float:
@@ -290,10 +301,10 @@ def _kind(cls: type, name: str, shapes: Mapping[str, torch.Size]) -> str:
     return f"{cls.__name__} of layer {name!r} with { {n: list(s) for n, s in shapes.items()} }"
 
 
-def needs_gradients(who: Accumulator) -> UnsupportedError:
+def needs_gradients(accumulator: Accumulator) -> UnsupportedError:
     """What to raise for an approximation made of gradients when none are sent back."""
     return UnsupportedError(
-        f"{who.layer.title}: {type(who).__name__} is made of gradients, and ForwardOnly() sends nothing "
-        "back. Use Exact(), MonteCarlo() or Empirical(), or "
-        f"leave the layer's parameters {list(who.layer.params)} out of `params`."
+        f"{accumulator.layer.title}: {type(accumulator).__name__} is made of gradients, and ForwardOnly() sends "
+        "nothing back. Use Exact(), MonteCarlo() or Empirical(), or "
+        f"leave the layer's parameters {list(accumulator.layer.params)} out of `params`."
     )

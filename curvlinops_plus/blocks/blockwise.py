@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from warnings import warn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from curvlinops_plus.blocks.accumulation import Accumulation
+from curvlinops_plus.blocks.accumulator import Accumulator
+from curvlinops_plus.blocks.factor_damping import heuristic_factor_damping, pair_damping
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.plan import Entry, Sums, make_plan
+from curvlinops_plus.blocks.operator_state import (
+    check_state,
+    describe,
+    read_blocks,
+    rebuild_arguments,
+    upgrade,
+    write_blocks,
+)
+from curvlinops_plus.blocks.plan import LayerPlan, make_plan, plan_table
 from curvlinops_plus.blocks.serialization import fingerprint, same_fingerprint
-from curvlinops_plus.blocks.state import check_state, describe, read_blocks, write_blocks
+from curvlinops_plus.blocks.stored_options import rebuild_vectors
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import (
     BlockDiagonal,
     Deferred,
-    Kronecker,
     LinearOperator,
-    Space,
     Structure,
-    heuristic_damping,
 )
-from curvlinops_plus.linalg.damping import resolve
-from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, Vectors, as_vectors
-from curvlinops_plus.risk.determinism import require_same
-from curvlinops_plus.risk.layers import find_layers
-from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.reading import is_iterator
-from curvlinops_plus.risk.sweep import sweep
+from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
+from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors, find_layers
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["BlockwiseLinearOperator", "curvature"]
 
@@ -70,6 +76,9 @@ class BlockwiseLinearOperator(Deferred):
           2      Linear  LinearRule  2.weight, 2.bias      KFAC           2x5
     """
 
+    #: Whether a state may come from other vectors of the same kind, which are then taken over.
+    adopts_vectors: bool = False
+
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -80,84 +89,80 @@ class BlockwiseLinearOperator(Deferred):
         separate_weight_and_bias: bool = False,
         check_deterministic: bool = False,
     ) -> None:
+        super().__init__(risk.space, risk.dtype, risk.device, Structure.PSD)
         self.risk = risk
         self.vectors = as_vectors(vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
-        self.plan: list[Entry] = make_plan(
+        self.plan: list[LayerPlan] = make_plan(
             find_layers(risk.model, risk.params, separate_weight_and_bias), approximation, default
         )
         self.check_deterministic = check_deterministic
+        #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
+        #: The operator is `scale` times the curvature.
+        self.scale: float | Tensor = 1.0
+        self._unscaled: BlockDiagonal | None = None
         self._operator: BlockDiagonal | None = None
-        self._converted: tuple[torch.device | None, torch.dtype | None] = (None, None)
         if check_deterministic:
             self.compute()
 
     # ---------------------------------------------------------------------------------------------------- computing
-    def compute(self) -> BlockDiagonal:
-        """Compute all blocks anew. Nothing is ever added to what was there before."""
-        with preserve_state(self.risk.model, self.risk.data):
-            sums = Sums(self.risk, self.plan, self.vectors, keep=True)
-            while not sums.done:
-                sums.sweep(self._title(len(sums.totals)))
-                if self.check_deterministic and len(sums.totals) == 2:
-                    require_same(self.risk, *sums.totals)
-                sums.finish()
-            if self.check_deterministic and len(sums.totals) == 1:
-                self._second_look(sums)
-                require_same(self.risk, *sums.totals)
-        return self._install(sums.blocks, sums.totals[0].examples)
+    def compute(self) -> Self:
+        """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
+        accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep=True)
+        accumulation.run(check_deterministic=self.check_deterministic)
+        self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
+        return self
 
-    def _title(self, sweep: int) -> str:
-        return f"{type(self).__name__} sweep {sweep + 1}"
+    def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int) -> None:
+        """Take these (unscaled) blocks, in the operator's own precision and on its device."""
+        groups = [group for entry in self.plan for group in entry.layer.groups]
+        mine: dict[str, LinearOperator] = {}
+        for group in groups:
+            block = blocks[group.name]
+            here = block.dtype == self.dtype and block.device == self.device
+            mine[group.name] = block if here else block.to(self.device, self.dtype)
+        self.examples = examples
+        self._set_operator(BlockDiagonal(mine, {group.name: group.layout for group in groups}, self.risk.space))
 
-    def _install(self, blocks: Mapping[str, LinearOperator], examples: int) -> BlockDiagonal:
-        ordered = {group.name: blocks[group.name] for layer in self._layers for group in layer.groups}
-        layouts = {group.name: group.layout for layer in self._layers for group in layer.groups}
-        operator = BlockDiagonal(ordered, layouts, self.risk.space).to(dtype=self.risk.dtype)
-        self._operator, self.examples = operator.to(*self._converted), examples
-        return self._operator
+    def _set_operator(self, unscaled: BlockDiagonal | None) -> None:
+        self._unscaled = self._operator = unscaled
+        if unscaled is not None and (isinstance(self.scale, Tensor) or self.scale != 1):
+            self._operator = unscaled._scale(self.scale)
 
-    def _second_look(self, sums: Sums) -> None:
-        """One more forward pass, for the determinism check."""
-        if is_iterator(self.risk.data):
-            raise ValueError(
-                "`data` is an iterator, which can be read only once, and the determinism check reads it again. "
-                "Pass a list of batches or a DataLoader, or "
-                "check_deterministic=False."
-            )
-        sums.totals.append(sweep(self.risk, [], ForwardOnly(), lambda seen: None, desc="determinism check"))
+    def replace_blocks(self, blocks: Mapping[str, LinearOperator]) -> None:
+        """Replace some of the blocks (of the unscaled operator), by their names."""
+        self._set_operator(BlockDiagonal({**self.unscaled.blocks, **blocks}, self.unscaled.layouts, self.risk.space))
 
     @property
     def operator(self) -> BlockDiagonal:
         """The blocks as a plain operator that knows nothing of networks; computed at first use."""
-        return self.compute() if self._operator is None else self._operator
+        if self._operator is None:
+            self.compute()
+        assert self._operator is not None
+        return self._operator
 
     @property
-    def _layers(self) -> list[Layer]:
-        return [entry.layer for entry in self.plan]
+    def unscaled(self) -> BlockDiagonal:
+        """The blocks without `scale`."""
+        if self._unscaled is None:
+            self.compute()
+        assert self._unscaled is not None
+        return self._unscaled
 
     @property
     def blocks(self) -> dict[str, LinearOperator]:
-        """Block name to operator. Blocks are named after layers, or after parameters where those stand apart."""
+        """Block name to operator. Blocks are named after layers, or after parameters that have a block of their own."""
         return dict(self.operator.blocks)
 
     # ----------------------------------------------------------------------------------------------- linear operator
-    @property
-    def in_space(self) -> Space:
-        return self.risk.space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._converted[1] or self.risk.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._converted[0] or self.risk.device
-
-    @property
-    def structure(self) -> Structure:
-        return Structure.PSD
+    def _scale(self, c: Scalar) -> BlockwiseLinearOperator:
+        unscaled = self.unscaled  # computed once, for this operator and its multiples
+        multiple = copy.copy(self)
+        multiple.scale = self.scale * c
+        multiple.structure = Structure.PSD if multiple.scale >= 0 else Structure.SYMMETRIC
+        multiple._set_operator(unscaled)
+        return multiple
 
     def inverse(
         self,
@@ -171,9 +176,10 @@ class BlockwiseLinearOperator(Deferred):
 
         Args:
             damping: A number; a tensor with one value per block; a rule such as `RelativeDamping(0.1)`; or a pair
-                `(λ_A, λ_G)` that is added to the Kronecker factors instead.
-            use_heuristic_damping: Split the number over the factors by Martens & Grosse 2015, section 6.3. A bias apart
-                is damped like the gradient factor of its weight.
+                `(λ_A, λ_G)` that is added to the Kronecker factors instead, as `HeuristicDamping` chooses one.
+            use_heuristic_damping: The same as `HeuristicDamping(damping, min=min_damping)`: split the number over the
+                factors by Martens & Grosse 2015, section 6.3. A separate bias block is damped like the gradient factor
+                of its weight.
             min_damping: Lower bound of each side under the heuristic.
             retry_double_precision: Try a failing Cholesky decomposition once more in float64.
 
@@ -181,31 +187,22 @@ class BlockwiseLinearOperator(Deferred):
             SingularMatrixError: If a block is singular and `damping` is 0; names the block.
             ValueError: If a pair is given together with the heuristic.
         """
-        if use_heuristic_damping:
-            if isinstance(damping, tuple):
-                raise ValueError("Heuristic and exact damping require a single damping value.")
-            damping = self._heuristic(damping, min_damping)
-        elif isinstance(damping, tuple):  # a bias apart has a gradient factor only
-            blocks = self.operator.blocks
-            damping = {name: damping if isinstance(b, Kronecker) else damping[1] for name, b in blocks.items()}
-        return self.operator.inverse(damping, retry_double_precision=retry_double_precision)
-
-    def _heuristic(self, damping: Any, min_damping: float) -> dict[str, Any]:
-        """Block name to damping: a pair for Kronecker blocks, a number for others."""
-        blocks = self.operator.blocks
-        result: dict[str, Any] = {
-            name: resolve(value, blocks[name]) for name, value in self.operator.per_block(damping).items()
-        }
-        for layer in self._layers:
-            pair = None
-            for group in layer.groups:
-                block = blocks[group.name]
-                if isinstance(block, Kronecker):
-                    pair = heuristic_damping(block.A, block.G, result[group.name], min_damping)
-            for group in layer.groups:
-                if pair is not None:
-                    result[group.name] = pair if isinstance(blocks[group.name], Kronecker) else pair[1]
-        return result
+        if isinstance(damping, HeuristicDamping):
+            use_heuristic_damping, min_damping, damping = True, damping.min, damping.damping
+        if not use_heuristic_damping and not isinstance(damping, tuple):
+            return self.operator.inverse(damping, retry_double_precision=retry_double_precision)
+        unscaled, c = self.unscaled, self.scale
+        # `c G ⊗ A` damped by (λ_A, λ_G) is `c` times `G ⊗ A` damped by (λ_A, λ_G / c).
+        if not use_heuristic_damping:
+            damping = pair_damping(unscaled, damping, c)
+        elif isinstance(damping, tuple):
+            raise ValueError("Heuristic and exact damping require a single damping value.")
+        else:
+            operator = self.operator
+            numbers = {name: resolve(d, operator.blocks[name]) / c for name, d in operator.per_block(damping).items()}
+            damping = heuristic_factor_damping(unscaled, self.plan, numbers, min_damping)
+        inverse = unscaled.inverse(damping, retry_double_precision=retry_double_precision)
+        return inverse if unscaled is self._operator else inverse._scale(1 / c)
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> BlockwiseLinearOperator:
         """The same operator on another device or in another precision; the model is left where it is.
@@ -213,11 +210,11 @@ class BlockwiseLinearOperator(Deferred):
         Blocks computed later are converted too.
         """
         moved = copy.copy(self)
-        moved._converted = (
-            self._converted[0] if device is None else torch.device(device),
-            self._converted[1] if dtype is None else dtype,
-        )
-        moved._operator = None if self._operator is None else self._operator.to(device=device, dtype=dtype)
+        moved.device = self.device if device is None else torch.device(device)
+        moved.dtype = self.dtype if dtype is None else dtype
+        if isinstance(self.scale, Tensor):
+            moved.scale = self.scale.to(moved.device, moved.dtype)
+        moved._set_operator(None if self._unscaled is None else self._unscaled.to(device=device, dtype=dtype))
         return moved
 
     def split(self, v: Any) -> dict[str, Tensor]:
@@ -238,9 +235,9 @@ class BlockwiseLinearOperator(Deferred):
     def mapping(self) -> dict[str, dict[str, int]]:
         """Layer name to its parameters' own names and their positions in `params`."""
         order = {key: position for position, key in enumerate(self.risk.params)}
+        layers = [entry.layer for entry in self.plan]
         return {
-            layer.name: {local: order[key] for use in layer.uses for local, key in use.keys.items()}
-            for layer in self._layers
+            layer.name: {local: order[key] for use in layer.uses for local, key in use.keys.items()} for layer in layers
         }
 
     def verify(self, num_examples: int = 3) -> Verification:
@@ -248,7 +245,7 @@ class BlockwiseLinearOperator(Deferred):
 
         See `curvlinops_plus.blocks.verify.verify`.
         """
-        return verify(self, num_examples)
+        return verify(self.risk, [entry.layer for entry in self.plan], num_examples)
 
     @property
     def label(self) -> str:
@@ -257,17 +254,8 @@ class BlockwiseLinearOperator(Deferred):
 
     def __repr__(self) -> str:
         state = "not computed yet" if self._operator is None else f"from {self.examples} examples"
-        rows = [("layer", "module", "rule", "parameters", "approximation", "blocks")]
-        for entry in self.plan:
-            layer = entry.layer
-            sizes = ", ".join("x".join(map(str, group.layout.matrix_shape)) for group in layer.groups)
-            kinds = "+".join(type(use.owner).__name__ for use in layer.uses)
-            rules = "+".join(type(use.rule).__name__ for use in layer.uses)
-            name, params = layer.name or "(model)", ", ".join(layer.params)
-            rows.append((name, kinds, rules, params, repr(entry.approximation), sizes))
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  " + "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
-        return "\n".join([f"{self.label}, {state}", *lines])
+        scale = "" if self._unscaled is self._operator else f", times {float(self.scale):g}"
+        return f"{self.label}, {state}{scale}\n{plan_table(self.plan)}"
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
@@ -276,16 +264,16 @@ class BlockwiseLinearOperator(Deferred):
         `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors).
         """
         state = describe(self)
-        if self._operator is not None:
+        if self._unscaled is not None:
             state["examples"] = self.examples
-            state |= write_blocks(self, self._operator)
+            state |= write_blocks(self, self._unscaled)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the blocks of a state. The data is not read, the model is not changed.
 
         Args:
-            state_dict: What `state_dict()` returned.
+            state_dict: What `state_dict()` returned, of this version of the package or an earlier one.
 
         Raises:
             ValueError: If the state is cut off or foreign, or was computed for another loss, other layers, shapes or
@@ -296,29 +284,98 @@ class BlockwiseLinearOperator(Deferred):
         """
         self._load(state_dict, stacklevel=3)
 
-    def _load(self, state_dict: Mapping[str, Any], stacklevel: int) -> None:
-        check_state(self, state_dict)
-        blocks = read_blocks(self, state_dict)
-        if not same_fingerprint(state_dict["fingerprint"], fingerprint(self.risk.params)):
+    def _load(self, given: Mapping[str, Any], stacklevel: int) -> None:
+        state = upgrade(given)
+        check_state(self, state)
+        blocks = read_blocks(self, state)
+        if not same_fingerprint(state["fingerprint"], fingerprint(self.risk.params)):
             warn(
                 "The model's parameters differ from those that this state was computed at; its blocks describe the old "
                 "ones.",
                 CurvatureWarning,
                 stacklevel=stacklevel,
             )
-        self._adopt(state_dict)
+        self._take_options(state)
         if blocks is None:
-            self._operator = None
+            self._set_operator(None)
         else:
-            self._install(blocks, state_dict["examples"])
+            self._set_blocks(blocks, state["examples"])
 
-    #: Whether a state may come from other vectors, which are then taken over.
-    adopts_vectors: ClassVar[bool] = False
-
-    def _adopt(self, state: Mapping[str, Any]) -> None:
+    def _take_options(self, state: Mapping[str, Any]) -> None:
         """Take over the options that a state was computed with."""
         names = ("progressbar", "num_data", "num_per_example_loss_terms")
+        self.risk = copy.copy(self.risk)  # the caller's stays as it is
         self.risk.options = replace(self.risk.options, **{name: state[name] for name in names})
+        self.scale = state["scale"]
+        if self.adopts_vectors:
+            self.vectors = rebuild_vectors(state["vectors"], [type(self.vectors)])
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        state_dict: Mapping[str, Any],
+        model: nn.Module,
+        data: Iterable[Any] | None,
+        params: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
+        *,
+        loss: Any = None,
+        approximations: Iterable[type[Accumulator]] = (),
+        vectors: Vectors | None = None,
+        **risk_options: Any,
+    ) -> Self:
+        """The operator that a state describes; neither is the data read nor anything computed.
+
+        Args:
+            state_dict: What `state_dict()` returned, of this version of the package or an earlier one.
+            model: The network.
+            data: For computing anew later; None is fine.
+            params: The parameters, as when the state was made.
+            loss: Needed for losses that are not built in.
+            approximations: Your own `Accumulator` classes among those that the state names.
+            vectors: Needed for vectors of your own.
+            risk_options: The other options of `EmpiricalRisk`, such as `output` and `mask`: functions are not stored.
+
+        Raises:
+            ValueError: If the state is foreign, cut off, or does not fit; if it names an approximation or vectors that
+                are neither part of the package nor passed.
+
+        Warns:
+            CurvatureWarning: If the parameters changed since.
+
+        Example:
+            >>> from torch import nn
+            >>> from curvlinops_plus import DiagonalBlock, EmpiricalRisk, curvature
+            >>> model, data = nn.Linear(3, 2), [(torch.ones(5, 3), torch.zeros(5, 2))]
+            >>> K = curvature(EmpiricalRisk(model, nn.MSELoss(), data), DiagonalBlock)
+            >>> state = (K / 2).state_dict() if K.trace else {}
+            >>> loaded = BlockwiseLinearOperator.from_state_dict(state, model, data)
+            >>> bool((loaded.diagonal() == K.diagonal() / 2).all())
+            True
+        """
+        return restore(
+            cls,
+            state_dict,
+            4,
+            model=model,
+            data=data,
+            params=params,
+            loss=loss,
+            approximations=approximations,
+            vectors=vectors,
+            **risk_options,
+        )
+
+
+Operator = TypeVar("Operator", bound=BlockwiseLinearOperator)
+
+
+def restore(cls: type[Operator], state_dict: Mapping[str, Any], stacklevel: int, **arguments: Any) -> Operator:
+    """`cls.from_state_dict` for every class; `stacklevel` is that of the warning about changed parameters."""
+    state = upgrade(state_dict)
+    K = cls.__new__(cls)
+    BlockwiseLinearOperator.__init__(K, **rebuild_arguments(state, **arguments))
+    K._load(state, stacklevel)
+    return K
 
 
 def curvature(

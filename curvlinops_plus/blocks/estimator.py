@@ -1,4 +1,4 @@
-"""Curvature that is kept up batch by batch: a listener for people with their own training loop."""
+"""Curvature that is updated batch by batch, inside a training loop."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.kfac import KFAC
+from curvlinops_plus.blocks.plan import plan_table
+from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
@@ -26,10 +27,9 @@ __all__ = ["CurvatureEstimator"]
 
 FORMAT = "curvlinops_plus.estimator"
 
-# Of one layer: for each sweep that its approximation needs, block names to accumulators.
-Stages = list[dict[str, Accumulator]]
-# Shows a batch to a consumer, once per call, with the same random numbers each time.
-Show = Callable[[Callable[[LayerBatch], None], Draws], Totals]
+Consumer = Callable[[LayerBatch], None]
+# Shows a batch to a consumer, with vectors that are drawn from the given random numbers.
+Show = Callable[[Consumer, Draws], Totals]
 
 
 class CurvatureEstimator:
@@ -41,9 +41,9 @@ class CurvatureEstimator:
     update returns the statistic itself, and no bias needs correcting.
 
     EKFAC needs eigenvectors before it can sum eigenvalues. It takes those of its first batch, which is sent twice;
-    later eigenvalues are summed in this basis until `refresh`, which takes the eigenvectors of the factors of then, and
-    carries the eigenvalues over as the diagonal of the old block in the new basis. Approximations that need several
-    sweeps over the same data are refused.
+    later eigenvalues are summed in this basis until `refresh`, which computes the eigenvectors of the current factors
+    and transforms the eigenvalues: they become the diagonal of the old block in the new basis. Approximations that
+    need several sweeps over the same data are refused.
 
     The inverse belongs to the statistics of the last `refresh`, and to the damping given there. It does not change in
     between, whatever is added.
@@ -105,20 +105,14 @@ class CurvatureEstimator:
 
     def reset(self) -> None:
         """Forget everything, and start the random numbers anew."""
-        self._stages: list[Stages] = [[self._accumulators(entry)] for entry in self.plan]
+        self._sums = RunningSums.of_plan(self.plan, self._scale)
         self._draws = Draws(0 if self.vectors.seed is None else self.vectors.seed)
         #: Relative weights of several losses, which each batch of a stream has to tell.
         self._weights = LossWeights(self.risk.losses, self.risk.options.num_data)
         self._snapshot: BlockwiseLinearOperator | None = None
         self._inverse: LinearOperator | None = None
-        #: Updates so far, examples in them, and the sum of their weights.
+        #: The number of updates, of examples in them, and the sum of their weights.
         self.updates, self.examples, self.weight = 0, 0, 0.0
-
-    def _accumulators(self, entry: Any) -> dict[str, Accumulator]:
-        made = entry.accumulators(self.risk)
-        for accumulator in made.values():
-            accumulator.scale = self._scale
-        return made
 
     def _scale(self, totals: Totals) -> Tensor | float:
         c = self.risk.scale(totals)
@@ -126,24 +120,22 @@ class CurvatureEstimator:
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batch: Any, decay: float | None = None) -> None:
-        """Add one batch, with a forward pass of our own. The model is left as it was, buffers and random state too.
+        """Add one batch, with a separate forward pass that leaves the model, its buffers and random state unchanged.
 
         Args:
-            batch: What the risk's data would yield: `(X, y)`, or a mapping with "labels".
+            batch: An item of the risk's data: `(X, y)`, or a mapping with "labels".
             decay: For this update, instead of the estimator's. With 1 during the first steps these weigh alike.
 
         Raises:
             ValueError: If the batch has no examples, or can't be read.
         """
         found, random = self._read(batch), torch.get_rng_state()
-        with (
-            preserve_state(self.risk.model, self.risk.data),
-            record_layers(self.risk, self._layers, self.vectors) as recorder,
-        ):
+        risk = self.risk
+        with preserve_state(risk.model, risk.data), record_layers(risk, self._layers, self.vectors) as recorder:
 
-            def show(consume: Callable[[LayerBatch], None], draws: Draws) -> Totals:
+            def show(consume: Consumer, draws: Draws) -> Totals:
                 torch.set_rng_state(random)  # a batch that is shown twice has the same dropout
-                return observe(self.risk, recorder, found, self.vectors, draws, consume, self._weights)
+                return observe(risk, recorder, found, self.vectors, draws, consume, self._weights)
 
             self._add(show, decay)
 
@@ -172,44 +164,43 @@ class CurvatureEstimator:
                 with torch.compiler.set_stance("force_eager"), recorder.recording(found.num_examples):
                     yield
                 handle.remove()
-                if len(outputs) != 1:
-                    raise ValueError(
-                        f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that "
-                        "`listen` was given. Call it once there; evaluate outside."
-                    )
-                read = risk.read_output(outputs[0], found)
-                if (
-                    self.vectors.backward
-                    and not any(f.requires_grad for f in read[0])
-                    and any(p.requires_grad for p in self._params)
-                ):
-                    raise ValueError(
-                        "The output of the model has no graph, so no gradient can be sent back from it. Is there a "
-                        "`.detach()` in the model?"
-                    )
-                try:
-                    self._add(
-                        lambda consume, draws: send_back(
+                read = self._read_output(outputs, found)
+
+                def show(consume: Consumer, draws: Draws) -> Totals:
+                    try:
+                        return send_back(
                             risk, recorder, found, read, random, self.vectors, draws, consume, self._weights, True
-                        ),
-                        decay,
-                    )
-                except RuntimeError as error:
-                    if "backward through the graph a second time" not in str(error):
-                        raise
-                    raise ValueError(
-                        "The graph of the model's output is gone. Call `loss.backward()` after the block, not inside."
-                    ) from error
+                        )
+                    except RuntimeError as error:
+                        if "backward through the graph a second time" not in str(error):
+                            raise
+                        raise ValueError(
+                            "The graph of the model's output is gone. Call `loss.backward()` after the block, not "
+                            "inside."
+                        ) from error
+
+                self._add(show, decay)
         finally:
             handle.remove()
+
+    def _read_output(self, outputs: list[Any], batch: Batch) -> tuple[Any, Any, Any]:
+        if len(outputs) != 1:
+            raise ValueError(
+                f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that "
+                "`listen` was given. Call it once there; evaluate outside."
+            )
+        read = self.risk.read_output(outputs[0], batch)
+        trained = any(p.requires_grad for p in self.risk.params.values())
+        if self.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
+            raise ValueError(
+                "The output of the model has no graph, so no gradient can be sent back from it. Is there a "
+                "`.detach()` in the model?"
+            )
+        return read
 
     @property
     def _layers(self) -> list[Any]:
         return [entry.layer for entry in self.plan]
-
-    @property
-    def _params(self) -> list[Tensor]:
-        return list(self.risk.params.values())
 
     def _read(self, batch: Any) -> Batch:
         found = read_batch(batch, self.updates, self.risk.device, self.risk.options.batch_size_fn)
@@ -218,91 +209,33 @@ class CurvatureEstimator:
         return found
 
     def _add(self, show: Show, decay: float | None) -> None:
-        """Sum one batch by itself, then add it to what there is: an error on the way changes nothing."""
+        """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
         decay = self.decay if decay is None else decay
         if not 0 < decay <= 1:
             raise ValueError(f"decay={decay} is outside of (0, 1].")
-        fresh: list[Stages] = [
-            [{n: a.empty() for n, a in stage.items()} for stage in stages] for stages in self._stages
-        ]
-        totals, after = self._show(show, fresh)
-        opening = [not _seen(old) and _seen(new) for old, new in zip(self._stages, fresh, strict=True)]
-        # Approximations of several sweeps find their next accumulators in the first batch that their layer sees.
-        while any(
-            new := [_following(stages[-1]) if opens else {} for stages, opens in zip(fresh, opening, strict=True)]
-        ):
-            self._show(show, [[stage] for stage in new])
-            for stages, stage in zip(fresh, new, strict=True):
-                stages += [stage] if stage else []
-        if problem := self._clash(fresh):
-            raise ValueError(problem)
-        for index, stages in enumerate(fresh):
-            for number, stage in enumerate(stages):
-                if number == len(self._stages[index]):
-                    self._stages[index].append(stage)
-                    continue
-                for name, accumulator in stage.items():
-                    mine = self._stages[index][number][name]
-                    if decay != 1:
-                        mine.decay(decay)
-                    mine.merge(accumulator)
-        self._draws = after
+        draws = Draws(0)
+
+        def show_again(consume: Consumer) -> Totals:
+            draws.generator.set_state(self._draws.generator.get_state())  # the same vectors each time
+            return show(consume, draws).detached()
+
+        batch, totals = self._sums.of_batch(show_again)
+        self._sums.add(batch, decay)
+        self._draws = draws
         self.updates, self.examples = self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1
-
-    def _clash(self, fresh: list[Stages]) -> str | None:
-        """Why a batch can't be added to what there is."""
-        for before, stages in zip(self._stages, fresh, strict=True):
-            for name, accumulator in stages[0].items():
-                if problem := before[0][name].totals.mismatch(accumulator.totals):
-                    return problem
-        return None
-
-    def _show(self, show: Show, stages: list[Stages]) -> tuple[Totals, Draws]:
-        """Show a batch to accumulators; the totals, and the random numbers after it."""
-        position = {id(entry.layer): index for index, entry in enumerate(self.plan)}
-
-        def consume(seen: LayerBatch) -> None:
-            for stage in stages[position[id(seen.layer)]]:
-                for name, accumulator in stage.items():
-                    if accumulator.per_group:
-                        group = next(group for group in seen.layer.groups if group.name == name)
-                        accumulator.update(seen.restrict(group))
-                    else:
-                        accumulator.update(seen)
-
-        draws = Draws(0)
-        draws.generator.set_state(self._draws.generator.get_state())
-        totals = show(consume, draws).detached()
-        for of_layer in stages:
-            for stage in of_layer:
-                for accumulator in stage.values():
-                    accumulator.count(totals)
-        return totals, draws
 
     # ------------------------------------------------------------------------------------------------------- reading
     @property
     def operator(self) -> BlockwiseLinearOperator:
-        """The curvature of what was seen until now, like that of `curvature`; later updates don't change it.
+        """The curvature of all batches until now, like that of `curvature`; later updates don't change it.
 
         Raises:
             ValueError: If nothing was added yet, or a layer never ran.
         """
         self._require_updates()
-        blocks: dict[str, LinearOperator] = {}
-        for entry, stages in zip(self.plan, self._stages, strict=True):
-            for name, accumulator in stages[-1].items():
-                try:
-                    result = accumulator.finish()
-                except KeyError as error:
-                    raise ValueError(
-                        f"{entry.layer.title} was never called in {self.updates} updates, so its parameters "
-                        f"{list(entry.layer.params)} have no curvature yet."
-                    ) from error
-                assert not isinstance(result, Accumulator)
-                blocks.update(result if isinstance(result, Mapping) else {name: result})
         K = copy.copy(self._blank)
-        K._install(blocks, self.examples)
+        K._set_blocks(self._sums.blocks(self.updates), self.examples)
         return K
 
     def refresh(self, damping: Any = None) -> None:
@@ -316,22 +249,13 @@ class CurvatureEstimator:
             SingularMatrixError: If a block is singular and the damping is 0; names the block.
         """
         self._require_updates()
-        turned: list[Stages] = []
-        for stages in self._stages:
-            new = stages[:1]
-            for stage in stages[1:]:
-                following = _following(new[-1])
-                for name, accumulator in following.items():
-                    accumulator.carry(stage[name])
-                new.append(following)
-            turned.append(new)
-        before, self._stages = self._stages, turned
+        before, self._sums = self._sums, self._sums.in_new_bases()
         damping = self.damping if damping is None else damping
         try:
             snapshot = self.operator
             inverse = snapshot.inverse(damping)
         except Exception:
-            self._stages = before
+            self._sums = before
             raise
         self._snapshot, self._inverse, self.damping = snapshot, inverse, damping
 
@@ -357,7 +281,7 @@ class CurvatureEstimator:
 
     # --------------------------------------------------------------------------------------------- merging and saving
     def merge(self, other: CurvatureEstimator) -> None:
-        """Add what another estimator of the same network has seen: at ρ = 1 the union of two data sets.
+        """Add the sums of another estimator of the same network: at ρ = 1 the union of two data sets.
 
         Random numbers go on from this estimator's; the inverse stays that of its last refresh.
 
@@ -367,21 +291,19 @@ class CurvatureEstimator:
         """
         if not other.updates:
             return
-        mine, theirs = ([(e.layer.name, repr(e.approximation)) for e in x.plan] for x in (self, other))
-        if mine != theirs or self.decay != other.decay or repr(self.vectors) != repr(other.vectors):
+        mine, theirs = (self._options(), other._options())
+        if mine != theirs:
             raise ValueError(
-                "Can't merge estimators that differ in layers, approximations, vectors or decay: "
-                f"{mine}, {self.vectors}, {self.decay} and {theirs}, {other.vectors}, {other.decay}."
+                f"Can't merge estimators that differ in layers, approximations, vectors or decay: {mine} and {theirs}."
             )
-        merged: list[Stages] = []
-        for stages, others in zip(self._stages, other._stages, strict=True):
-            if not self.updates:
-                stages = [{n: a.empty() for n, a in stage.items()} for stage in others]
-            merged.append([{n: _sum(a, extra[n]) for n, a in stage.items()} for stage, extra in zip(stages, others)])
-        self._stages = merged
+        self._sums = self._sums.merged(other._sums)
         self.updates += other.updates
         self.examples += other.examples
         self.weight += other.weight
+
+    def _options(self) -> tuple[list[tuple[str, str]], str, float]:
+        approximations = [(entry.layer.name, repr(entry.approximation)) for entry in self.plan]
+        return approximations, repr(self.vectors), self.decay
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that going on needs, in tensors and plain Python: sums, bases, random state, the last refresh.
@@ -398,10 +320,7 @@ class CurvatureEstimator:
             "weight": self.weight,
             "draws": self._draws.generator.get_state(),
             "damping": stored,
-            "sums": {
-                f"{index}": {f"{k}": {n: a.state_dict() for n, a in stage.items()} for k, stage in enumerate(stages)}
-                for index, stages in enumerate(self._stages)
-            },
+            "sums": self._sums.state_dict(),
             "refreshed": None if self._snapshot is None else self._snapshot.state_dict(),
         }
 
@@ -428,46 +347,12 @@ class CurvatureEstimator:
             if state["refreshed"] is not None:
                 snapshot = copy.copy(self._blank)
                 snapshot.load_state_dict(state["refreshed"])
-        loaded: list[Stages] = []
-        for index, entry in enumerate(self.plan):
-            stages: Stages = []
-            for number in range(len(state["sums"][f"{index}"])):
-                stage = self._accumulators(entry) if number == 0 else _following(stages[-1])
-                for name, accumulator in stage.items():
-                    accumulator.load_state_dict(state["sums"][f"{index}"][f"{number}"][name])
-                stages.append(stage)
-            loaded.append(stages)
-        self._stages, self._snapshot, self._inverse = loaded, snapshot, None
+        self._sums = RunningSums.from_state_dict(state["sums"], self.plan, self._scale)
+        self._snapshot, self._inverse = snapshot, None
         self._draws.generator.set_state(state["draws"].cpu())
         self.updates, self.examples, self.weight = state["updates"], state["examples"], state["weight"]
         self.damping = self.damping if state["damping"] is None else state["damping"]
 
     def __repr__(self) -> str:
-        table = repr(self._blank).split("\n", 1)[1]
-        return f"CurvatureEstimator, {self.updates} updates, {self.examples} examples, decay {self.decay}\n{table}"
-
-
-def _seen(stages: Stages) -> bool:
-    """Whether a layer has added anything."""
-    return any(accumulator.sums for accumulator in stages[0].values())
-
-
-def _following(stage: Mapping[str, Accumulator]) -> dict[str, Accumulator]:
-    """The accumulators of the next sweep, of those that want one.
-
-    Raises:
-        UnsupportedError: If they can't take over what others of their kind have summed.
-    """
-    finished = {name: accumulator.finish() for name, accumulator in stage.items()}
-    found = {name: result for name, result in finished.items() if isinstance(result, Accumulator)}
-    for accumulator in found.values():
-        if not accumulator.carries:
-            accumulator.carry(accumulator)  # says why not
-    return found
-
-
-def _sum(one: Accumulator, other: Accumulator) -> Accumulator:
-    total = one.empty()
-    total.merge(one)
-    total.merge(other)
-    return total
+        progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
+        return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"

@@ -1,94 +1,118 @@
-"""Live views of Kronecker factors: layer name to the very tensors that an operator multiplies with."""
+"""Kronecker factors by layer, under the names that they have in curvlinops and in a state.
+
+Blocks are taken apart by `read_factor` and put together by `blocks_from_factors`; states and live views use both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from curvlinops_plus.blocks.kfac import EKFAC, KFAC, ekfac_blocks, kfac_blocks
-from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, Eigendecomposed, Kronecker
-from curvlinops_plus.risk import Group, Layer
+from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Space
+from curvlinops_plus.risk import Layer
 
-if TYPE_CHECKING:
-    from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
+__all__ = ["FactorOwner", "FactorView", "blocks_from_factors", "factor_names", "read_factor"]
 
-__all__ = ["Factors", "views"]
+COVARIANCES = ("input_covariances", "gradient_covariances")
+EIGENVECTORS = ("input_covariances_eigenvectors", "gradient_covariances_eigenvectors")
+VALUES = "corrected_eigenvalues"
 
 
-def views(owner: BlockwiseLinearOperator) -> dict[str, Factors]:
-    """Every kind of factor, under the name that it has in a state dict."""
-    return {
-        "input_covariances": Factors(owner, "A", KFAC),
-        "gradient_covariances": Factors(owner, "G", KFAC),
-        "input_covariances_eigenvectors": Factors(owner, "A", EKFAC),
-        "gradient_covariances_eigenvectors": Factors(owner, "G", EKFAC),
-        "corrected_eigenvalues": Factors(owner, "values", EKFAC),
+class FactorOwner(Protocol):
+    """What a view needs of the operator whose factors it shows."""
+
+    plan: list[LayerPlan]
+
+    @property
+    def in_space(self) -> Space: ...
+    @property
+    def unscaled(self) -> BlockDiagonal: ...
+    def replace_blocks(self, blocks: Mapping[str, LinearOperator]) -> None: ...
+
+
+def factor_names(entry: LayerPlan) -> tuple[str, ...]:
+    """Names of the factors that the blocks of a layer are made of; none unless it is approximated by KFAC or EKFAC."""
+    kind, layer = entry.approximation.kind, entry.layer
+    if issubclass(kind, EKFAC):  # the input factor of sparse rows is diagonal: its eigenvectors are the identity's
+        return (*EIGENVECTORS[layer.weight is None or layer.sparse :], VALUES)
+    return COVARIANCES[layer.weight is None :] if issubclass(kind, KFAC) else ()
+
+
+def read_factor(layer: Layer, name: str, blocks: Mapping[str, LinearOperator], space: Space) -> Any:
+    """One factor of a layer, the tensor that its blocks multiply with.
+
+    Corrected eigenvalues are [o, i] if weight and bias have a joint block, else {position of the parameter: tensor}.
+
+    Args:
+        layer: The layer.
+        name: Of the factor.
+        blocks: Block name to operator.
+        space: All parameters, in their order.
+
+    Raises:
+        KeyError: If the blocks have no such factor.
+    """
+    if name == VALUES:
+        values: dict[int, Any] = {}
+        for group in layer.groups:
+            *rows, columns = group.layout.matrix_shape
+            shape = (*rows, columns) if layer.weight in group.keys else rows
+            block: Any = blocks[group.name]
+            values[space.names.index(group.keys[0])] = block.values.view(*shape)
+        joint = len(layer.groups) == 1 and len(layer.params) > 1
+        return next(iter(values.values())) if joint else values
+    side = "A" if name.startswith("input") else "G"
+    for group in sorted(layer.groups, key=lambda group: layer.weight not in group.keys):
+        block = blocks[group.name]
+        operator = block.basis if isinstance(block, Eigendecomposed) else block
+        if isinstance(operator, Kronecker):
+            factor: Any = getattr(operator, side)
+            return factor.vector if isinstance(factor, Diagonal) else factor.matrix
+        if side == "G" and isinstance(operator, Dense):
+            return operator.matrix
+    raise KeyError(layer.name)
+
+
+def blocks_from_factors(entry: LayerPlan, factors: Mapping[str, Any], space: Space) -> dict[str, LinearOperator]:
+    """The blocks of a layer that `factors`, by their names, belong to. The tensors are shared, not copied."""
+    layer = entry.layer
+    if VALUES not in factors:
+        return kfac_blocks(layer, factors.get(COVARIANCES[0]), factors[COVARIANCES[1]])
+    values = factors[VALUES]
+    by_block = {
+        group.name: values[space.names.index(group.keys[0])] if isinstance(values, Mapping) else values
+        for group in layer.groups
     }
+    return ekfac_blocks(layer, factors[EIGENVECTORS[1]], factors.get(EIGENVECTORS[0]), by_block)
 
 
-class Factors(MutableMapping[str, Any]):
+class FactorView(MutableMapping[str, Any]):
     """Live view of one kind of factor: layer name to tensor.
 
     The tensors are those that the operator multiplies with: changing one in place, or setting an item, changes the
-        operator.
+    operator. Of a multiple `c K` they are the factors of `K`.
 
     Args:
         owner: The operator.
-        part: "A", "G" or "values".
-        kind: KFAC for covariances, EKFAC for eigenvectors.
+        name: Of the factors.
     """
 
-    def __init__(self, owner: BlockwiseLinearOperator, part: str, kind: type[KFAC]) -> None:
-        self.owner, self.part, self.kind = owner, part, kind
+    def __init__(self, owner: FactorOwner, name: str) -> None:
+        self.owner, self.name = owner, name
 
-    def _entries(self) -> dict[str, Layer]:
-        exact = {
-            entry.layer.name: entry.layer
-            for entry in self.owner.plan
-            if issubclass(entry.approximation.kind, self.kind)
-            and issubclass(entry.approximation.kind, EKFAC) == (self.kind is EKFAC)
-        }
-        if self.part == "A":  # the eigenvectors of a diagonal factor are the identity's
-            known = {name: layer for name, layer in exact.items() if layer.weight is not None}
-            return {name: layer for name, layer in known.items() if not (layer.sparse and self.kind is EKFAC)}
-        return exact
+    def _entries(self) -> dict[str, LayerPlan]:
+        return {entry.layer.name: entry for entry in self.owner.plan if self.name in factor_names(entry)}
 
     def __getitem__(self, name: str) -> Any:
-        layer = self._entries()[name]
-        blocks = self.owner.operator.blocks
-        if self.part == "values":
-            shaped = {g: blocks[g.name].values.view(*_value_shape(layer, g)) for g in layer.groups}  # type: ignore[attr-defined]
-            if len(layer.groups) == 1 and not self.owner.separate_weight_and_bias and len(layer.params) > 1:
-                return next(iter(shaped.values()))
-            order = {key: position for position, key in enumerate(self.owner.risk.params)}
-            return {order[group.keys[0]]: value for group, value in shaped.items()}
-        for group in layer.groups:
-            block: Any = blocks[group.name]
-            operator = block.basis if isinstance(block, Eigendecomposed) else block
-            if isinstance(operator, Kronecker):
-                factor = getattr(operator, self.part)
-                return factor.vector if isinstance(factor, Diagonal) else factor.matrix
-            if self.part == "G" and isinstance(operator, Dense):
-                return operator.matrix
-        raise KeyError(name)
+        layer = self._entries()[name].layer
+        return read_factor(layer, self.name, self.owner.unscaled.blocks, self.owner.in_space)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        layer = self._entries()[name]
-        current: dict[str, Any] = {}
-        for view, factors in views(self.owner).items():
-            same = (factors.part, factors.kind) == (self.part, self.kind)
-            current[view] = value if same else factors.get(name)
-        if self.kind is EKFAC:
-            values, order = current["corrected_eigenvalues"], list(self.owner.risk.params)
-            parts = {
-                g.name: values[order.index(g.keys[0])] if isinstance(values, Mapping) else values for g in layer.groups
-            }
-            QG, QA = current["gradient_covariances_eigenvectors"], current["input_covariances_eigenvectors"]
-            blocks = ekfac_blocks(layer, QG, QA, parts)
-        else:
-            blocks = kfac_blocks(layer, current["input_covariances"], current["gradient_covariances"])
-        operator = self.owner.operator
-        self.owner._operator = BlockDiagonal({**operator.blocks, **blocks}, operator.layouts, self.owner.risk.space)
+        entry, space, blocks = self._entries()[name], self.owner.in_space, self.owner.unscaled.blocks
+        factors = {other: read_factor(entry.layer, other, blocks, space) for other in factor_names(entry)}
+        self.owner.replace_blocks(blocks_from_factors(entry, {**factors, self.name: value}, space))
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("Factors of an operator can be replaced, not removed.")
@@ -101,8 +125,3 @@ class Factors(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
-
-
-def _value_shape(layer: Layer, group: Group) -> tuple[int, ...]:
-    *rows, columns = group.layout.matrix_shape
-    return (*rows, columns) if layer.weight in group.keys else tuple(rows)

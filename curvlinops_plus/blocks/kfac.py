@@ -12,19 +12,19 @@ Sources: Martens & Grosse 2015 (KFAC), Grosse & Martens 2016 (convolutions), Esc
 reduce), George et al. 2018 (EKFAC).
 
 Beyond one matrix per layer: groups of a convolution have a pair of factors each; the input factor of an embedding is a
-diagonal, `A = diag(how often / rows)`, since a row of it is one-hot; and for a weight that is read in two roles (an
+diagonal matrix of relative frequencies, since its rows are one-hot; and for a weight that is read in two roles (an
 embedding and the head tied to it) the block is the Kronecker product nearest to the sum over roles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, needs_gradients
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, needs_gradients
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.layer.squares import squared_gradients
 from curvlinops_plus.linalg import (
@@ -38,7 +38,7 @@ from curvlinops_plus.linalg import (
     nearest_kronecker,
 )
 from curvlinops_plus.linalg.numerics import eigh
-from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
+from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 __all__ = ["EKFAC", "KFAC", "compute_eigenvalue_correction_linear_weight_sharing"]
 
@@ -74,7 +74,7 @@ class KFAC(Accumulator):
         self,
         layer: Layer,
         group: Group | None,
-        scale: Callable[[Totals], Tensor | float],
+        scale: LossScale,
         kfac_approx: str = "expand",
         max_bytes: int = 2 * 2**30,
     ) -> None:
@@ -84,77 +84,69 @@ class KFAC(Accumulator):
         self.reduce = kfac_approx == "reduce"
         #: The group that has the weight: its columns are those of A. None if only the bias is tracked.
         self.weight_group = next((g for g in layer.groups if layer.weight in g.keys), None)
-        self._check_sizes(max_bytes)
+        for g in layer.groups:
+            check_factor_sizes(self, g, max_bytes, "max_bytes")
 
-    def _check_sizes(self, max_bytes: int) -> None:
-        for group in self.layer.groups:
-            *batch, o, i = group.layout.matrix_shape
-            for name, size in (("G", o), ("A", 0 if self.layer.sparse or group is not self.weight_group else i)):
-                numbers = (batch[0] if batch else 1) * size**2
-                if (needed := numbers * self.layer.accumulation_dtype.itemsize) > max_bytes:
-                    raise UnsupportedError(
-                        f"{self.layer.title}: its factor {name} is {size} x {size}, {needed / 2**30:.1f} GiB, above "
-                        f"max_bytes={max_bytes}. Use DiagonalBlock for this layer, leave its parameters "
-                        f"{list(self.layer.params)} out of `params`, or say {type(self).__name__}.using(max_bytes=...)."
-                    )
+    def update(self, batch: LayerBatch) -> None:
+        for number, role in enumerate(batch.roles()):
+            if role.calls and batch.first and self.weight_group is not None:
+                weight = role.restrict(self.weight_group)
+                if (rows := weight.input_rows(self.reduce)) is not None:
+                    self.add_rows(f"A{number or ''}", rows, rows.shape[1] < weight.columns, float(len(rows)))
+                else:
+                    self.add(f"A{number or ''}", *weight.input_gram(self.reduce))
+            if role.calls and batch.num_vectors:
+                if (rows := role.rows.stacked_grads(self.reduce)) is not None:
+                    self.add_rows(f"G{number or ''}", rows)
+                else:
+                    self.add(f"G{number or ''}", role.rows.grad_gram(self.reduce))
 
-    def update(self, seen: LayerBatch) -> None:
-        for number, part in enumerate(seen.roles()):
-            if not part.calls:
-                continue
-            if seen.first and self.weight_group is not None:
-                name, weights = _numbered("A", number), part.restrict(self.weight_group)
-                if (rows := weights.rows.stacked_inputs(self.reduce)) is not None:
-                    self.add_rows(name, rows, rows.shape[1] < weights.rows.columns, float(len(rows)))
-                else:
-                    self.add(name, *weights.rows.input_gram(self.reduce))
-            if seen.num_vectors:
-                name = _numbered("G", number)
-                if (rows := part.rows.stacked_grads(self.reduce)) is not None:
-                    self.add_rows(name, rows)
-                else:
-                    self.add(name, part.rows.grad_gram(self.reduce))
+    def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
+        return kfac_blocks(self.layer, *self.factors())
 
     def factors(self) -> tuple[Tensor | None, Tensor]:
         """`A` (None if the weight is not tracked) and `G` (the identity if nothing was sent back).
 
-        `A` of sparse rows is the diagonal.
+        `A` of sparse rows is the diagonal. Of a weight with several roles: the nearest product to the sum over roles.
         """
         if len(self.layer.roles) == 1 or self.weight_group is None:
-            return self._role_factors(0)
-        pairs = [self._role_factors(n) for n in range(len(self.layer.roles)) if self._seen(n)]
-        group = self.weight_group.layout.matrix_shape
-        framed = []
-        for number, (A, G) in zip((n for n in range(len(self.layer.roles)) if self._seen(n)), pairs, strict=True):
-            assert A is not None
-            role = self.layer.roles[number]
-            rows, columns = (A, G) if role.transposed else (G, A)
-            framed.append((_dense(rows, group[-2]), _dense(columns, group[-1])))
-        G, A = nearest_kronecker(framed)
+            return (None if self.weight_group is None else self.value("A")), self._gradient_factor(0)
+        *_, rows, columns = self.weight_group.layout.matrix_shape
+        pairs = []
+        for number, role in enumerate(self.layer.roles):
+            if f"A{number or ''}" in self.sums:  # a module may never have been called
+                A, G = self.value(f"A{number or ''}"), self._gradient_factor(number)
+                left, right = (A, G) if role.transposed else (G, A)
+                pairs.append((_dense(left, rows), _dense(right, columns)))
+        G, A = nearest_kronecker(pairs) if pairs else (self.value("G"), self.value("A"))
         return A, G
 
-    def _seen(self, number: int) -> bool:
-        return any(_numbered(name, number) in self.sums for name in ("A", "G"))
-
-    def _role_factors(self, number: int) -> tuple[Tensor | None, Tensor]:
-        A = None if self.weight_group is None else self.value(_numbered("A", number))
-        if _numbered("G", number) in self.sums:
-            return A, self.value(_numbered("G", number))
-        key = self.layer.weight or self.layer.bias
-        group = next(g for g in self.layer.groups if key in g.keys)
+    def _gradient_factor(self, number: int) -> Tensor:
+        if f"G{number or ''}" in self.sums:
+            return self.value(f"G{number or ''}")
+        group = self.weight_group or self.layer.groups[0]
         *batch, o, i = group.layout.matrix_shape
         size = i if self.layer.roles[number].transposed else o
         one = torch.eye(size, dtype=self.layer.accumulation_dtype, device=self.layer.device)
-        return A, one.expand(*batch, size, size).clone()
-
-    def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        A, G = self.factors()
-        return kfac_blocks(self.layer, A, G)
+        return one.expand(*batch, size, size).clone()
 
 
-def _numbered(name: str, role: int) -> str:
-    """Name of a sum: of the first role, plain."""
-    return name if role == 0 else f"{name}{role}"
+def check_factor_sizes(accumulator: Accumulator, group: Group, limit: int, option: str) -> None:
+    """Refuse Kronecker factors that are larger than the option of that name allows.
+
+    Raises:
+        UnsupportedError: If a factor of `group` has more than `limit` bytes.
+    """
+    layer = accumulator.layer
+    *batch, o, i = group.layout.matrix_shape
+    for name, size in (("G", o), ("A", 0 if layer.sparse or layer.weight not in group.keys else i)):
+        needed = (batch[0] if batch else 1) * size**2 * layer.accumulation_dtype.itemsize
+        if needed > limit:
+            raise UnsupportedError(
+                f"{layer.title}: its factor {name} is {size} x {size}, {needed / 2**30:.1f} GiB, above "
+                f"{option}={limit}. Use DiagonalBlock for this layer, leave its parameters "
+                f"{list(layer.params)} out of `params`, or say {type(accumulator).__name__}.using({option}=...)."
+            )
 
 
 def _dense(factor: Tensor, size: int) -> Tensor:
@@ -165,7 +157,7 @@ def _dense(factor: Tensor, size: int) -> Tensor:
 
 
 def kfac_blocks(layer: Layer, A: Tensor | None, G: Tensor) -> dict[str, LinearOperator]:
-    """Blocks of a layer from its factors: `G ⊗ A` where the weight is, `G` for a bias apart. The tensors are shared."""
+    """Blocks of a layer from its factors: `G ⊗ A` of the weight, `G` of a separate bias. The tensors are shared."""
     factor = Dense(G, Structure.PSD)  # one object for weight and bias: it is decomposed once
     blocks: dict[str, LinearOperator] = {}
     for group in layer.groups:
@@ -186,8 +178,8 @@ class EKFAC(KFAC):
         kfac_approx: Which factors give the eigenvectors, "expand" or "reduce". The eigenvalues are exact in either
             basis.
 
-    Cost: two sweeps, an eigendecomposition of each factor. While the inputs and gradients of all layers over the data
-    are less than 64 MiB, `curvature` and the operators keep them instead of making the second sweep.
+    Cost: two sweeps, an eigendecomposition of each factor. Inputs and gradients of all layers over all data are kept
+    for the second sweep if they take up to 64 MiB; model and data are not run again then.
 
     Example:
         >>> import torch
@@ -199,13 +191,13 @@ class EKFAC(KFAC):
     """
 
     @property
-    def more(self) -> bool:
+    def needs_another_sweep(self) -> bool:
         return True
 
-    def update(self, seen: LayerBatch) -> None:
-        if seen.num_vectors == 0:
+    def update(self, batch: LayerBatch) -> None:
+        if batch.num_vectors == 0:
             raise needs_gradients(self)
-        super().update(seen)
+        super().update(batch)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         A, G = self.factors()
@@ -229,18 +221,18 @@ class Correction(Accumulator):
 
     per_group = False
     affine = True
-    carries = True
+    changes_basis = True
     constants = ("QG", "QA")
 
-    def __init__(self, layer: Layer, scale: Callable[[Totals], Tensor | float], QG: Tensor, QA: Tensor | None) -> None:
+    def __init__(self, layer: Layer, scale: LossScale, QG: Tensor, QA: Tensor | None) -> None:
         super().__init__(layer, None, scale)
         self.QG, self.QA = QG, QA
 
-    def update(self, seen: LayerBatch) -> None:
+    def update(self, batch: LayerBatch) -> None:
         for group in self.layer.groups:
-            # A bias apart has one column, in which there is nothing to rotate.
+            # A separate bias has a single column, whose basis is trivial.
             QA = self.QA if self.layer.weight in group.keys else None
-            self.add(group.name, seen.restrict(group).squared_grads(self.QG, QA))
+            self.add(group.name, batch.restrict(group).squared_grads(self.QG, QA))
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         values = {group.name: self.value(group.name).contiguous() for group in self.layer.groups}
@@ -256,16 +248,16 @@ class Correction(Accumulator):
         ):
             return None
         return (
-            "corrected eigenvalues of EKFAC can only be added in the same basis, and these were refreshed apart. Merge "
-            "before the first refresh, merge KFAC, or compute EKFAC on the union of the data."
+            "corrected eigenvalues of EKFAC can only be added in the same basis, and these were refreshed separately. "
+            "Merge before the first refresh, merge KFAC, or compute EKFAC on the union of the data."
         )
 
-    def carry(self, before: Accumulator) -> None:
+    def change_basis(self, before: Accumulator) -> None:
         """The diagonal, in the new basis, of the block that the old basis and its eigenvalues make."""
         assert isinstance(before, Correction)
-        turn_G = (self.QG.mT @ before.QG).square()
+        squared_overlaps = (self.QG.mT @ before.QG).square()
         for group in self.layer.groups:
-            total = turn_G @ before.sums[group.name]
+            total = squared_overlaps @ before.sums[group.name]
             if self.QA is not None and before.QA is not None and self.layer.weight in group.keys:
                 total = total @ (before.QA.mT @ self.QA).square()
             self.sums[group.name] = total

@@ -8,19 +8,17 @@ with pairs of rows against pairs of columns, `G ⊗ A` has rank one, and the bes
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.tnt import KroneckerBlock, column_gram, columns, kronecker, pieces, row_gram
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.kronecker_approximation import balanced, nearest_to_matrix
 from curvlinops_plus.linalg.numerics import gram
-from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
+from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 __all__ = ["NearestKronecker", "PowerStep"]
 
@@ -69,7 +67,7 @@ class NearestKronecker(KroneckerBlock):
         self,
         layer: Layer,
         group: Group | None,
-        scale: Callable[[Totals], Tensor | float],
+        scale: LossScale,
         power_iterations: int = 3,
         max_bytes: int = 2**26,
         max_factor_bytes: int = 2 * 2**30,
@@ -80,6 +78,7 @@ class NearestKronecker(KroneckerBlock):
                 "KFAC."
             )
         super().__init__(layer, group, scale, max_factor_bytes, "max_factor_bytes")
+        self.max_factor_bytes = max_factor_bytes
         self.power_iterations = power_iterations
         *batch, o, i = self.shape
         entries = o**2 * i if layer.sparse else (batch[0] if batch else 1) * (o * i) ** 2
@@ -87,16 +86,16 @@ class NearestKronecker(KroneckerBlock):
         self.formed = entries * layer.accumulation_dtype.itemsize <= max_bytes
 
     @property
-    def more(self) -> bool:
+    def needs_another_sweep(self) -> bool:
         return not self.formed and self.has_weight
 
-    def add_weight(self, seen: LayerBatch) -> None:
+    def add_weight(self, batch: LayerBatch) -> None:
         if not self.formed:
-            self._kfac().update(seen)
+            self._kfac().update(batch)
         elif self.layer.sparse:
-            self.add("R", _row_grams(seen))
+            self.add("R", _row_grams(batch))
         else:
-            self.add("F", gram(seen.per_example_grads.flatten(-2).flatten(0, 1)))
+            self.add("F", gram(batch.per_example_grads.flatten(-2).flatten(0, 1)))
 
     def finish_weight(self) -> LinearOperator | Accumulator:
         if not self.formed:
@@ -111,8 +110,8 @@ class NearestKronecker(KroneckerBlock):
 
     def _kfac(self) -> KFAC:
         """KFAC of the same layer, which adds to these sums."""
-        kfac = KFAC(self.layer, None, self.scale, max_bytes=2**63)
-        kfac.adopt(self)
+        kfac = KFAC(self.layer, None, self.scale, max_bytes=self.max_factor_bytes)
+        kfac.share_sums(self)
         return kfac
 
 
@@ -127,7 +126,7 @@ class PowerStep(Accumulator):
         scale: As for every accumulator.
         given: The factor that is given.
         side: Which one it is, "G" or "A".
-        left: Sweeps that are left, this one included.
+        left: The number of remaining sweeps, this one included.
     """
 
     affine = True
@@ -137,7 +136,7 @@ class PowerStep(Accumulator):
         self,
         layer: Layer,
         group: Group | None,
-        scale: Callable[[Totals], Tensor | float],
+        scale: LossScale,
         given: Tensor,
         side: str,
         left: int,
@@ -146,12 +145,12 @@ class PowerStep(Accumulator):
         self.given, self.side, self.left = given, side, left
 
     @property
-    def more(self) -> bool:
+    def needs_another_sweep(self) -> bool:
         return self.left > 1
 
-    def update(self, seen: LayerBatch) -> None:
+    def update(self, batch: LayerBatch) -> None:
         contract = row_gram if self.side == "A" else column_gram
-        for piece in pieces(seen):
+        for piece in pieces(batch):
             self.add("found", contract(piece, self.given))
 
     def finish(self) -> LinearOperator | Accumulator:
@@ -167,11 +166,11 @@ class PowerStep(Accumulator):
         known, side = (G, "G") if self.side == "A" else (A, "A")
         return PowerStep(self.layer, self.group, self.scale, known, side, self.left - 1)
 
-    def carry(self, before: Accumulator) -> None:
-        """Refused: what a batch adds depends on a factor that is only known after all of them."""
-        raise UnsupportedError(
+    def streaming_error(self) -> UnsupportedError:
+        """The contribution of a batch depends on a factor that is only known after all of them."""
+        return UnsupportedError(
             f"{self.layer.title}: its block is too large to be formed, so NearestKronecker makes several sweeps over "
-            "the same data and can't be kept up batch by batch. Raise NearestKronecker.using(max_bytes=...), use TNT "
+            "the same data and can't be updated batch by batch. Raise NearestKronecker.using(max_bytes=...), use TNT "
             "or KFAC for this layer, or curvature(risk, ...) over a whole data set."
         )
 
@@ -186,12 +185,12 @@ class PowerStep(Accumulator):
         )
 
 
-def _row_grams(seen: LayerBatch) -> Tensor:
+def _row_grams(batch: LayerBatch) -> Tensor:
     """`Σ_{v,n} J_i J_iᵀ` of every column `J_i` of sparse rows, [o, o, i]."""
-    assert seen.group is not None
-    o, i = seen.group.layout.matrix_shape
-    total = torch.zeros(i, o, o, dtype=seen.layer.accumulation_dtype, device=seen.layer.device)
-    for J, places in columns(seen):
+    assert batch.group is not None
+    o, i = batch.group.layout.matrix_shape
+    total = torch.zeros(i, o, o, dtype=batch.layer.accumulation_dtype, device=batch.layer.device)
+    for J, places in columns(batch):
         step = max(1, _WORK_BYTES // max(1, places.shape[1] * o**2 * total.element_size()))
         for J_n, places_n in zip(J.split(step), places.split(step), strict=True):
             total.index_add_(0, places_n.flatten(), torch.einsum("nok,npk->nkop", J_n, J_n).flatten(0, 1))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import isfinite
 
-from torch import Tensor
-
-from curvlinops_plus.blocks.accumulator import Accumulator, needs_gradients
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, needs_gradients
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, LinearOperator, Scaled, Structure
 from curvlinops_plus.linalg.numerics import gram
-from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
+from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 __all__ = ["DiagonalBlock", "FullBlock", "ScaledIdentity"]
 
@@ -30,10 +27,10 @@ class DiagonalBlock(Accumulator):
         tensor([8., 2.])
     """
 
-    def update(self, seen: LayerBatch) -> None:
-        if seen.num_vectors == 0:
+    def update(self, batch: LayerBatch) -> None:
+        if batch.num_vectors == 0:
             raise needs_gradients(self)
-        self.add("diagonal", seen.squared_grads())
+        self.add("diagonal", batch.squared_grads())
 
     def finish(self) -> LinearOperator:
         return Diagonal(self.value("diagonal").flatten())
@@ -58,9 +55,7 @@ class FullBlock(Accumulator):
                 [4., 2.]])
     """
 
-    def __init__(
-        self, layer: Layer, group: Group | None, scale: Callable[[Totals], Tensor | float], max_bytes: int = 2 * 2**30
-    ) -> None:
+    def __init__(self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30) -> None:
         super().__init__(layer, group, scale)
         keys = layer.params if group is None else group.keys
         dim = sum(layer.params[key].numel() for key in keys)
@@ -72,10 +67,10 @@ class FullBlock(Accumulator):
                 f"for this layer, or FullBlock.using(max_bytes=...)."
             )
 
-    def update(self, seen: LayerBatch) -> None:
-        if seen.num_vectors == 0:
+    def update(self, batch: LayerBatch) -> None:
+        if batch.num_vectors == 0:
             raise needs_gradients(self)
-        self.add("matrix", gram(seen.per_example_grads.flatten(2).flatten(0, 1)))
+        self.add("matrix", gram(batch.per_example_grads.flatten(2).flatten(0, 1)))
 
     def finish(self) -> LinearOperator:
         return Dense(self.value("matrix"), Structure.PSD)
@@ -107,7 +102,7 @@ class ScaledIdentity(Accumulator):
         self,
         layer: Layer,
         group: Group | None,
-        of_loss: Callable[[Totals], Tensor | float],
+        of_loss: LossScale,
         scale: float = 1.0,
     ) -> None:
         super().__init__(layer, group, of_loss)
@@ -115,7 +110,7 @@ class ScaledIdentity(Accumulator):
             raise ValueError(f"ScaledIdentity: expected a finite scale of at least 0, got {scale}.")
         self.number = float(scale)
 
-    def update(self, seen: LayerBatch) -> None:
+    def update(self, batch: LayerBatch) -> None:
         pass
 
     def finish(self) -> LinearOperator:

@@ -24,10 +24,9 @@ from curvlinops_plus.linalg import (
     Structure,
 )
 
-__all__ = ["fingerprint", "load", "pack", "same_fingerprint", "save", "unpack"]
+__all__ = ["copied", "fingerprint", "load", "pack", "same_fingerprint", "save", "unpack"]
 
 FORMAT = "curvlinops_plus"
-VERSION = 1
 _MISSING = "save and load need the package safetensors: pip install safetensors. torch.save carries a state_dict, too."
 
 
@@ -40,14 +39,14 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
     if isinstance(operator, Kronecker):
         return {"type": "Kronecker", "G": pack(operator.G), "A": pack(operator.A)}
     if isinstance(operator, Eigendecomposed):
-        return {"type": "Eigendecomposed", "basis": pack(operator.basis), "values": _copy(operator.values)}
+        return {"type": "Eigendecomposed", "basis": pack(operator.basis), "values": copied(operator.values)}
     if isinstance(operator, Diagonal):
-        return {"type": "Diagonal", "vector": _copy(operator.vector)}
+        return {"type": "Diagonal", "vector": copied(operator.vector)}
     if isinstance(operator, Dense):
-        return {"type": "Dense", "matrix": _copy(operator.matrix), "structure": operator.structure.name}
+        return {"type": "Dense", "matrix": copied(operator.matrix), "structure": operator.structure.name}
     if isinstance(operator, Scaled) and isinstance(operator.A, IdentityLinearOperator):
         scale = torch.as_tensor(operator.c, dtype=operator.dtype, device=operator.device)
-        return {"type": "ScaledIdentity", "scale": _copy(scale), "size": operator.shape[0]}
+        return {"type": "ScaledIdentity", "scale": copied(scale), "size": operator.shape[0]}
     raise ValueError(
         f"A block of type {type(operator).__name__} can't be saved; known are Kronecker, Eigendecomposed, "
         "Diagonal, Dense and multiples of the identity."
@@ -55,7 +54,7 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
 
 
 def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
-    """The operator that `pack` took apart, on `device`.
+    """The operator that `pack` described, on `device`.
 
     Raises:
         ValueError: If the state is not one of `pack`.
@@ -83,8 +82,9 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
     raise ValueError(f"The state has a block of unknown type {kind!r}; is it from a newer version?")
 
 
-def _copy(t: Tensor) -> Tensor:
-    return t.detach().clone().contiguous()
+def copied(t: Tensor) -> Tensor:
+    """A copy without graph, with the memory in the usual order."""
+    return t.detach().clone(memory_format=torch.contiguous_format)
 
 
 def fingerprint(params: Mapping[str, Tensor]) -> dict[str, list[float]]:
@@ -171,7 +171,7 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
 def _detach(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """Replace tensors by references and keys that JSON can't carry by lists of pairs."""
     if isinstance(node, Tensor):
-        tensors[path] = _copy(node)
+        tensors[path] = copied(node)
         return {"$tensor": path}
     if isinstance(node, Mapping):
         pairs = [

@@ -1,7 +1,7 @@
-"""What layers saw in one sweep, kept for the next one, as long as it is little.
+"""What layers received in one sweep, kept for the next one up to a given amount of memory.
 
-A second sweep over the same data sends the same vectors (draws depend on the seed alone) and sees the same inputs and
-gradients. While these fit into a few megabytes, keeping them costs less than a forward and a backward pass.
+A second sweep over the same data sends the same vectors (draws depend on the seed alone), so that layers receive the
+same inputs and gradients. Keeping a few megabytes of them is cheaper than a forward and a backward pass.
 """
 
 from __future__ import annotations
@@ -14,32 +14,33 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from curvlinops_plus.risk import LayerBatch, Totals
+from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
-__all__ = ["Kept"]
+__all__ = ["SweepCache"]
 
 
-class Kept:
-    """Batches of layers, dropped for good when they become too large or somebody writes into them.
+class SweepCache:
+    """Batches of layers. All of them are dropped when they become too large, or when one was modified in place.
 
     Args:
         max_bytes: The largest memory that they may hold. A tensor that several layers read counts once.
+        layers: The layers whose batches are kept.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._seen: list[tuple[int, LayerBatch]] | None = []
-        self._parts: list[Totals] = []
+    def __init__(self, max_bytes: int, layers: Iterable[Layer]) -> None:
+        self.max_bytes, self.layers = max_bytes, set(layers)
+        self._batches: list[LayerBatch] | None = []
+        self._totals: list[Totals] = []
         self._storages: set[int] = set()  # their addresses
         self._bytes = 0
         self._versions: list[tuple[Tensor, int]] = []
 
-    def add(self, index: int, seen: LayerBatch) -> None:
-        """Keep what layer number `index` saw."""
-        if self._seen is None:
+    def add(self, batch: LayerBatch) -> None:
+        """Keep a batch, if it is of one of the layers."""
+        if self._batches is None or batch.layer not in self.layers:
             return
-        calls = [replace(call) for call in seen.calls]  # whoever hands them over takes gradients out of them
-        tensors = tree_leaves([(call.args, dict(call.kwargs), call.grads) for call in calls] + [seen.mask])
+        calls = [replace(call) for call in batch.calls]  # the sweep removes the gradients from its own objects
+        tensors = tree_leaves([(call.args, dict(call.kwargs), call.grads) for call in calls] + [batch.mask])
         for t in tensors:
             if isinstance(t, Tensor):
                 storage = t.untyped_storage()
@@ -47,39 +48,35 @@ class Kept:
                     self._storages.add(storage.data_ptr())
                     self._bytes += storage.nbytes()
                 self._versions.append((t, t._version))
-        self._seen.append((index, replace(seen, calls=calls, _shared={})))
+        self._batches.append(replace(batch, calls=calls, _shared={}))
         if self._bytes > self.max_bytes:
-            self.drop()
+            self._batches, self._totals, self._storages, self._versions = None, [], set(), []
 
-    def end_of_batch(self, part: Totals) -> None:
-        """Note the totals of a batch."""
-        if self._seen is not None:
-            self._parts.append(part)
+    def end_of_batch(self, batch_totals: Totals) -> None:
+        """Note the totals of a mini-batch."""
+        if self._batches is not None:
+            self._totals.append(batch_totals)
 
-    def drop(self) -> None:
-        """Keep nothing any more."""
-        self._seen, self._parts, self._storages, self._versions = None, [], set(), []
-
-    def has(self, layers: Iterable[int]) -> bool:
-        """Whether all that these layers saw is here, as it was."""
-        if self._seen is None or any(t._version != version for t, version in self._versions):
+    def has(self, layers: Iterable[Layer]) -> bool:
+        """Whether everything that these layers received is here, unmodified."""
+        if self._batches is None or any(t._version != version for t, version in self._versions):
             return False
-        return set(layers) <= {index for index, _ in self._seen}
+        return set(layers) <= {batch.layer for batch in self._batches}
 
     def replay(
-        self, consume: Callable[[int, LayerBatch], None], after_batch: Callable[[Totals], None], desc: str | None
+        self, consume: Callable[[LayerBatch], None], after_batch: Callable[[Totals], None], desc: str | None
     ) -> None:
         """Show everything once more, as the sweep did.
 
         Args:
-            consume: Called with a layer's number and what it saw.
-            after_batch: Called with the totals of each batch.
-            desc: Text of a progress bar over what was kept; None for no bar.
+            consume: Called with each batch of each layer.
+            after_batch: Called with the totals of each mini-batch.
+            desc: Text of a progress bar; None for no bar.
         """
-        assert self._seen is not None
-        for index, seen in tqdm(self._seen, desc=desc, disable=desc is None):
-            device = seen.layer.device
+        assert self._batches is not None
+        for batch in tqdm(self._batches, desc=desc, disable=desc is None):
+            device = batch.layer.device
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-                consume(index, replace(seen, calls=[replace(call) for call in seen.calls], _shared={}))
-        for part in self._parts:
-            after_batch(part)
+                consume(replace(batch, calls=[replace(call) for call in batch.calls], _shared={}))
+        for batch_totals in self._totals:
+            after_batch(batch_totals)

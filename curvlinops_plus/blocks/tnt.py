@@ -8,17 +8,17 @@ for the matrices of a layer that has several (groups of a convolution).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, needs_gradients
-from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, needs_gradients
+from curvlinops_plus.blocks.kfac import check_factor_sizes
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.kronecker_approximation import balanced
-from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
+from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 __all__ = ["TNT", "KroneckerBlock", "column_gram", "columns", "kronecker", "pieces", "row_gram"]
 
@@ -31,51 +31,39 @@ class KroneckerBlock(Accumulator):
 
     Args:
         max_bytes: The largest factor that is built.
+        option: Name of that option in the subclass, for messages.
 
     Raises:
         UnsupportedError: If a factor would be larger than `max_bytes`.
 
-    The block of a bias apart from its weight is one matrix, which is kept exactly: `c Σ ĝ ĝᵀ` of the gradients summed
-    over positions. Subclasses add what the weight's block needs.
+    A separate bias block is one matrix, which is kept exactly: `c Σ ĝ ĝᵀ` of the gradients summed over positions.
+    Subclasses define the block of the weight.
     """
 
     affine = True
 
     def __init__(
-        self,
-        layer: Layer,
-        group: Group | None,
-        scale: Callable[[Totals], Tensor | float],
-        max_bytes: int,
-        option: str = "max_bytes",
+        self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int, option: str = "max_bytes"
     ) -> None:
         super().__init__(layer, group, scale)
         assert group is not None
         self.shape = group.layout.matrix_shape
         self.has_weight = layer.weight in group.keys
-        *batch, o, i = self.shape
-        for name, size in (("G", o), ("A", 0 if layer.sparse or not self.has_weight else i)):
-            needed = (batch[0] if batch else 1) * size**2 * layer.accumulation_dtype.itemsize
-            if needed > max_bytes:
-                raise UnsupportedError(
-                    f"{layer.title}: its factor {name} is {size} x {size}, {needed / 2**30:.1f} GiB, above "
-                    f"{option}={max_bytes}. Use DiagonalBlock for this layer, leave its parameters "
-                    f"{list(layer.params)} out of `params`, or say {type(self).__name__}.using({option}=...)."
-                )
+        check_factor_sizes(self, group, max_bytes, option)
 
-    def update(self, seen: LayerBatch) -> None:
-        if seen.num_vectors == 0:
+    def update(self, batch: LayerBatch) -> None:
+        if batch.num_vectors == 0:
             raise needs_gradients(self)
         if self.has_weight:
-            self.add_weight(seen)
+            self.add_weight(batch)
         else:
-            self.add("G", seen.rows.grad_gram(reduce=True))
+            self.add("G", batch.rows.grad_gram(reduce=True))
 
     def finish(self) -> LinearOperator | Accumulator:
         return self.finish_weight() if self.has_weight else Dense(self.value("G"), Structure.PSD)
 
     @abstractmethod
-    def add_weight(self, seen: LayerBatch) -> None:
+    def add_weight(self, batch: LayerBatch) -> None:
         """`update` for a block with a weight."""
 
     @abstractmethod
@@ -87,7 +75,7 @@ class TNT(KroneckerBlock):
     """The trace-normalised Kronecker block `G ⊗ A / tr(F)` with `G = c Σ J Jᵀ` and `A = c Σ Jᵀ J`.
 
     Its trace is the exact block's, since `tr G = tr A = tr F`. Without weight sharing `A` is the mean of
-    `‖g‖² a aᵀ`: inputs count as much as the gradients that they meet. Arguments as for `Accumulator`, and:
+    `‖g‖² a aᵀ`: each input is weighted by its squared gradient norm. Arguments as for `Accumulator`, and:
 
     Args:
         max_bytes: The largest factor that is built, 2 GiB by default.
@@ -110,13 +98,11 @@ class TNT(KroneckerBlock):
         True
     """
 
-    def __init__(
-        self, layer: Layer, group: Group | None, scale: Callable[[Totals], Tensor | float], max_bytes: int = 2 * 2**30
-    ) -> None:
+    def __init__(self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30) -> None:
         super().__init__(layer, group, scale, max_bytes)
 
-    def add_weight(self, seen: LayerBatch) -> None:
-        for piece in pieces(seen):
+    def add_weight(self, batch: LayerBatch) -> None:
+        for piece in pieces(batch):
             self.add("G", row_gram(piece))
             self.add("A", column_gram(piece))
 
@@ -134,94 +120,94 @@ def kronecker(G: Tensor, A: Tensor) -> Kronecker:  # [*b, o, o], [*b, i, i] or d
 # --------------------------------------------------------------------------------------------------------- contractions
 
 
-def row_gram(seen: LayerBatch, A: Tensor | None = None) -> Tensor:
+def row_gram(batch: LayerBatch, A: Tensor | None = None) -> Tensor:
     """`Σ_{v,n} J A Jᵀ`, [*b, o, o], for a symmetric `A` [*b, i, i] (sparse rows: its diagonal [i]); None: the identity.
 
     Cost: without weight sharing that of two Gram matrices, otherwise `o i (o + i)` operations per example and vector,
     or those of the rows where these are fewer.
     """
-    if _sparse(seen):
+    if _sparse(batch):
         total = None
-        for J, places in columns(seen):
+        for J, places in columns(batch):
             weighted = J if A is None else J * A[places][:, None]
             part = torch.einsum("nok,npk->op", weighted, J)
             total = part if total is None else total + part
         assert total is not None
-    elif _by_rows(seen):
-        a, g = _dense_inputs(seen), seen.rows.grads
+    elif _by_rows(batch):
+        a, g = _dense_inputs(batch), batch.rows.grads
         left = a if A is None else torch.einsum("ns...i,...ij->ns...j", a, A)
         between = torch.einsum("ns...i,nt...i->n...st", left, a)  # positions that share the weight
         total = torch.einsum("vns...o,vns...p->...op", torch.einsum("n...st,vnt...o->vns...o", between, g), g)
     else:
-        J = seen.per_example_grads
+        J = batch.per_example_grads
         left = J if A is None else torch.einsum("vn...oi,...ij->vn...oj", J, A)
         total = torch.einsum("vn...oi,vn...pi->...op", left, J)
     return (total + total.mT) / 2
 
 
-def column_gram(seen: LayerBatch, G: Tensor | None = None) -> Tensor:
+def column_gram(batch: LayerBatch, G: Tensor | None = None) -> Tensor:
     """`Σ_{v,n} Jᵀ G J`, [*b, i, i] (sparse rows: its diagonal [i]), for a symmetric `G` [*b, o, o]; None: the identity.
 
     Cost: as for `row_gram`.
     """
-    if _sparse(seen):
+    if _sparse(batch):
         diagonal = None
-        for J, places in columns(seen):
+        for J, places in columns(batch):
             weighted = J if G is None else torch.einsum("op,npk->nok", G, J)
-            part = J.new_zeros(_shape(seen)[-1])
+            part = J.new_zeros(_shape(batch)[-1])
             part.index_add_(0, places.flatten(), (weighted * J).sum(1).flatten())
             diagonal = part if diagonal is None else diagonal + part
         assert diagonal is not None
         return diagonal.clamp(min=0)  # rounding
-    if _by_rows(seen):
-        a, g = _dense_inputs(seen), seen.rows.grads
+    if _by_rows(batch):
+        a, g = _dense_inputs(batch), batch.rows.grads
         left = g if G is None else torch.einsum("vns...o,...op->vns...p", g, G)
         between = torch.einsum("vns...o,vnt...o->n...st", left, g)
         total = torch.einsum("ns...i,ns...j->...ij", torch.einsum("n...st,nt...i->ns...i", between, a), a)
     else:
-        J = seen.per_example_grads
+        J = batch.per_example_grads
         left = J if G is None else torch.einsum("...op,vn...pi->vn...oi", G, J)
         total = torch.einsum("vn...oi,vn...oj->...ij", left, J)
     return (total + total.mT) / 2
 
 
-def pieces(seen: LayerBatch) -> Iterator[LayerBatch]:
+def pieces(batch: LayerBatch) -> Iterator[LayerBatch]:
     """Examples of which the contractions form at most a few megabytes of gradients at once."""
-    N = seen.num_examples
-    if _sparse(seen) or _by_rows(seen):
-        yield seen
+    N = batch.num_examples
+    if _sparse(batch) or _by_rows(batch):
+        yield batch
         return
-    numbers = seen.num_vectors * sum(seen.layer.params[key].numel() for key in seen.keys)
-    step = max(1, _PIECE_BYTES // (numbers * seen.layer.accumulation_dtype.itemsize))
+    numbers = batch.num_vectors * sum(batch.layer.params[key].numel() for key in batch.keys)
+    step = max(1, _PIECE_BYTES // (numbers * batch.layer.accumulation_dtype.itemsize))
     for start in range(0, N, step):
-        yield seen if step >= N else seen.examples(start, start + step)
+        yield batch if step >= N else batch.examples(start, start + step)
 
 
-def _shape(seen: LayerBatch) -> tuple[int, ...]:
-    return (seen.group or seen.layer.groups[0]).layout.matrix_shape
+def _shape(batch: LayerBatch) -> tuple[int, ...]:
+    return (batch.group or batch.layer.groups[0]).layout.matrix_shape
 
 
-def _sparse(seen: LayerBatch) -> bool:
-    return seen.layer.sparse
+def _sparse(batch: LayerBatch) -> bool:
+    return batch.layer.sparse
 
 
-def _by_rows(seen: LayerBatch) -> bool:
+def _by_rows(batch: LayerBatch) -> bool:
     """Whether rows of inputs and gradients are fewer numbers than gradients per example."""
-    if len(seen.layer.roles) > 1:
+    if len(batch.layer.roles) > 1:
         return False
-    S, (o, i) = seen.rows.grads.shape[2], _shape(seen)[-2:]
+    S, (o, i) = batch.rows.grads.shape[2], _shape(batch)[-2:]
     return S * (o + i) <= max(o * i, o + i)
 
 
-def _dense_inputs(seen: LayerBatch) -> Tensor:
-    a = seen.rows.inputs
+def _dense_inputs(batch: LayerBatch) -> Tensor:
+    a = batch.rows.inputs
     assert isinstance(a, Tensor)
     return a
 
 
-def columns(seen: LayerBatch) -> Iterator[tuple[Tensor, Tensor]]:
+def columns(batch: LayerBatch) -> Iterator[tuple[Tensor, Tensor]]:
     """Per-example gradients of sparse rows, vector by vector: columns `[N, o, K]` that occur, their places `[N, K]`."""
-    rows = seen.rows.inputs
+    rows = batch.rows.inputs
     assert isinstance(rows, SparseRows)
     index = rows.index.flatten(1)  # [N, S·L]
     ordered, order = index.sort(1)
@@ -230,5 +216,5 @@ def columns(seen: LayerBatch) -> Iterator[tuple[Tensor, Tensor]]:
     slot = torch.empty_like(index).scatter_(1, order, new.cumsum(1))
     places = torch.zeros_like(index).scatter_(1, slot, index)
     local = SparseRows(slot.view_as(rows.index), rows.weight, index.shape[1], rows.kept, rows.dtype)
-    for g in seen.rows.grads:
+    for g in batch.rows.grads:
         yield local.outer(g[None])[0], places

@@ -9,9 +9,10 @@ user's loss.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +21,14 @@ from curvlinops_plus.errors import NumericsError, VerificationError
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.likelihood import GaussianNLL, Likelihood
 from curvlinops_plus.linalg.numerics import eigh, gram
-from curvlinops_plus.risk import EmpiricalRisk, Layer, LayerBatch, MonteCarlo
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteCarlo
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.losses import OutputLoss
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch, is_iterator
-from curvlinops_plus.risk.sweep import sweep
-
-if TYPE_CHECKING:
-    from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
+from curvlinops_plus.risk.sweep import observe, record_layers
 
 __all__ = ["Verification", "verify"]
 
@@ -40,7 +38,7 @@ LOSS_CHECK = "(c) loss Hessian"
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify()` found: a row per check with its relative error.
+    """The result of `verify()`: a row per check with its relative error.
 
     Attributes:
         rows: (layer, check, relative error).
@@ -57,12 +55,13 @@ class Verification:
         return "\n".join([*lines, f"all {len(self.rows)} checks within {self.tolerance:g}"])
 
 
-def verify(K: BlockwiseLinearOperator, num_examples: int = 3) -> Verification:
+def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) -> Verification:
     """Run all checks on the first examples of the data.
 
     Args:
-        K: The operator.
-        num_examples: How many examples of the first batch are looked at.
+        risk: Model, loss and data.
+        layers: The layers to check.
+        num_examples: How many examples of the first batch are used.
 
     Returns:
         A table; `print` it.
@@ -83,7 +82,6 @@ def verify(K: BlockwiseLinearOperator, num_examples: int = 3) -> Verification:
         >>> len(curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)).verify().rows)
         11
     """
-    risk = K.risk
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in risk.params.values())
     tolerance = 5e-2 if half else 1e-8 if risk.dtype == torch.float64 else 1e-3
     rows: list[tuple[str, str, float]] = []
@@ -113,21 +111,20 @@ def verify(K: BlockwiseLinearOperator, num_examples: int = 3) -> Verification:
     ):
         batch = _first(risk, num_examples)
         singles = [_some(batch, [n]) for n in range(batch.num_examples)]
-        layers = [entry.layer for entry in K.plan]
-        seen, vector = _recorded(risk, layers, batch)
-        reference = [_one_example(risk, one, [v[n : n + 1] for v in vector]) for n, one in enumerate(singles)]
-        for head, outputs in _outputs(risk, batch):
-            _check_loss(head, outputs, batch, check)
-        for layer, what in seen.items():
-            _check_layer(layer, what, reference, check)
+        recorded, vector = _recorded(risk, layers, batch)
+        reference = [_one_example(risk, example, [v[n : n + 1] for v in vector]) for n, example in enumerate(singles)]
+        for one, outputs in _outputs(risk, batch):
+            _check_loss(one, outputs, batch, check)
+        for layer, found in recorded.items():
+            _check_layer(layer, found, reference, check)
     return Verification(tuple(rows), tolerance)
 
 
-def _check_layer(layer: Layer, seen: _Seen, reference: list[dict[str, Tensor]], check: Any) -> None:
+def _check_layer(layer: Layer, recorded: _Recorded, reference: list[dict[str, Tensor]], check: Any) -> None:
     expected = {key: torch.stack([single[key] for single in reference]) for key in layer.params}
     total = sum(t.double().square().sum() for t in expected.values())
     assert isinstance(total, Tensor)
-    found = torch.cat([seen.grads[key].reshape(len(reference), -1) for key in layer.params], 1)
+    found = torch.cat([recorded.grads[key].reshape(len(reference), -1) for key in layer.params], 1)
     check(
         layer.name,
         "(a) gradients",
@@ -135,15 +132,15 @@ def _check_layer(layer: Layer, seen: _Seen, reference: list[dict[str, Tensor]], 
         torch.cat([expected[key].reshape(len(reference), -1) for key in layer.params], 1),
         "per-example gradients",
     )
-    for name, (fast, plain) in seen.grams.items():
+    for name, (fast, plain) in recorded.grams.items():
         check(layer.name, f"(b) {name}", fast, plain, "fast and plain statistics")
-    for name, trace in seen.traces.items():
+    for name, trace in recorded.traces.items():
         check(layer.name, f"(d) {name}", trace, total, "the trace and the sum of squared gradient norms")
 
 
 @dataclass
-class _Seen:
-    """What a layer showed in the recorded pass."""
+class _Recorded:
+    """Per-example gradients of a layer, factors by two ways, and traces, of the recorded pass."""
 
     grads: dict[str, Tensor]
     grams: dict[str, tuple[Tensor, Tensor]]
@@ -165,9 +162,11 @@ def _some(batch: Batch, examples: list[int]) -> Batch:
     return take_examples(batch, examples) or batch
 
 
-def _recorded(risk: EmpiricalRisk, layers: list[Layer], batch: Batch) -> tuple[dict[Layer, _Seen], list[Tensor]]:
-    """What the recorder and the rules give for a batch and a drawn vector, and that vector [N, R, C] of each loss."""
-    found: dict[int, _Seen] = {}
+def _recorded(
+    risk: EmpiricalRisk, layers: Sequence[Layer], batch: Batch
+) -> tuple[dict[Layer, _Recorded], list[Tensor]]:
+    """Statistics of each layer for a batch and a drawn vector, and that vector [N, R, C] of each loss."""
+    found: dict[Layer, _Recorded] = {}
     sent: dict[int, Tensor] = {}
 
     class Once(MonteCarlo):
@@ -176,41 +175,45 @@ def _recorded(risk: EmpiricalRisk, layers: list[Layer], batch: Batch) -> tuple[d
                 sent[id(likelihood)] = v  # several losses are first asked how many random numbers they need
                 yield v
 
-    def consume(part: LayerBatch) -> None:
+    def consume(layer_batch: LayerBatch) -> None:
         grads: dict[str, Tensor] = {}
-        for group in part.layer.groups:
-            J = part.restrict(group).per_example_grads[0].flatten(1)  # [N, rows * columns]
+        for group in layer_batch.layer.groups:
+            J = layer_batch.restrict(group).per_example_grads[0].flatten(1)  # [N, rows * columns]
             split = group.layout.split(J.T.contiguous())
             grads.update({key: value.movedim(-1, 0) for key, value in split.items()})
-        found[id(part.layer)] = _Seen(grads, *_statistics(part))
+        found[layer_batch.layer] = _Recorded(grads, *_statistics(layer_batch))
 
-    single = _with_data(risk, batch)
+    single, vectors = risk.with_data([]), Once(1, 0)
+    single.options = replace(risk.options, mask=None)
+    single.checked.add("examples")  # that is what verify() itself does, number by number
     # Any weights will do, and a few examples may have no term of some loss.
-    totals = sweep(single, layers, Once(1, 0), consume, weights=LossWeights.plain(risk.losses))
+    weights = LossWeights.plain(risk.losses)
+    with record_layers(single, layers, vectors) as recorder:
+        totals = observe(single, recorder, batch, vectors, Draws(0), consume, weights)
     factors = risk.losses.vector_factors(totals.weights, linear=False)
     vector = [a * sent[id(one.likelihood)] for one, a in zip(risk.losses, factors, strict=True)]
-    return {layer: found[id(layer)] for layer in layers if id(layer) in found}, vector
+    return {layer: found[layer] for layer in layers if layer in found}, vector
 
 
-def _statistics(part: LayerBatch) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+def _statistics(batch: LayerBatch) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
     grams: dict[str, tuple[Tensor, Tensor]] = {}
     traces: dict[str, Tensor] = {}
-    diagonal = part.layer.accumulation_dtype
-    total = torch.zeros((), dtype=diagonal, device=part.layer.device)
-    for group in part.layer.groups:
-        total = total + part.restrict(group).per_example_grads.square().sum()
+    diagonal = batch.layer.accumulation_dtype
+    total = torch.zeros((), dtype=diagonal, device=batch.layer.device)
+    for group in batch.layer.groups:
+        total = total + batch.restrict(group).per_example_grads.square().sum()
     traces["trace of the diagonal"] = total
-    if part.layer.affine:
-        for number, role in enumerate(part.roles()):
+    if batch.layer.affine:
+        for number, role in enumerate(batch.roles()):
             if role.calls:
                 grams |= {f"{name}{number or ''}": pair for name, pair in _grams(role).items()}
-    if len(part.layer.roles) == 1:
+    if len(batch.layer.roles) == 1:
         corrected = torch.zeros_like(total)
         QG = eigh(grams["G"][0])[1]
-        for group in part.layer.groups:
-            has_weight = part.layer.weight in group.keys
-            QA = eigh(grams["A"][0])[1] if has_weight and not part.layer.sparse else None
-            corrected = corrected + part.restrict(group).squared_grads(QG, QA).sum()
+        for group in batch.layer.groups:
+            has_weight = batch.layer.weight in group.keys
+            QA = eigh(grams["A"][0])[1] if has_weight and not batch.layer.sparse else None
+            corrected = corrected + batch.restrict(group).squared_grads(QG, QA).sum()
         traces["trace of EKFAC"] = corrected
     return grams, traces
 
@@ -225,16 +228,6 @@ def _grams(role: LayerBatch) -> dict[str, tuple[Tensor, Tensor]]:
             plain = a.to_dense().square().sum((0, 1)) if isinstance(a, SparseRows) else gram(a.flatten(0, 1))
             grams["A"] = (fast, plain)
     return grams
-
-
-def _with_data(risk: EmpiricalRisk, batch: Batch) -> EmpiricalRisk:
-    """The same risk over one batch."""
-    item = {**batch.X, "labels": batch.y} if batch.unpack else (batch.X, batch.y)
-    single = risk.with_data([item])
-    N = batch.num_examples
-    single.options = replace(risk.options, mask=None, progressbar=False, batch_size_fn=lambda X: N)
-    single.checked.add("examples")  # that is what verify() itself does, number by number
-    return single
 
 
 def _one_example(risk: EmpiricalRisk, single: Batch, vector: list[Tensor]) -> dict[str, Tensor]:

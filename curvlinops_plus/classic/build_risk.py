@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.risk import EmpiricalRisk
 
-__all__ = ["FunctionModule", "build_risk"]
+__all__ = ["FunctionModule", "build_layer_risk", "build_risk"]
 
 
 def build_risk(
@@ -48,6 +48,41 @@ def build_risk(
         batch_size_fn=batch_size_fn,
         **risk_options,
     )
+
+
+def build_layer_risk(
+    model_func: nn.Module,
+    loss_func: Any,
+    params: Sequence[Tensor] | Mapping[str, Tensor],
+    data: Iterable[Any],
+    *,
+    batch_size_fn: Callable[[Any], int] | None = None,
+    **risk_options: Any,
+) -> EmpiricalRisk:
+    """The risk that the arguments of an operator made of layers describe: of a module, with a loss that is known.
+
+    Args:
+        model_func: The network, a module.
+        loss_func: The loss, or a dict or tuple of losses.
+        params: The parameters, a list or a dict.
+        data: Iterable of batches.
+        batch_size_fn: Number of examples of an input that is no tensor; needed for mappings, as in curvlinops 3.0.1.
+        risk_options: Other options of `EmpiricalRisk`.
+
+    Raises:
+        ValueError: For an unknown loss, or inputs in a mapping without `batch_size_fn`.
+    """
+    if batch_size_fn is None and isinstance(data, Sequence) and len(data):
+        item = data[0]
+        if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], Mapping):
+            raise ValueError(
+                "When using dict-like custom data, `batch_size_fn` is required: a function of X that returns the "
+                "number of examples, for instance "
+                "`batch_size_fn=lambda X: len(X['x'])`."
+            )
+    risk = EmpiricalRisk(model_func, loss_func, data, params, batch_size_fn=batch_size_fn, **risk_options)
+    risk.losses.require_likelihoods()  # an unknown loss is refused now, not at first use
+    return risk
 
 
 class FunctionModule(nn.Module):

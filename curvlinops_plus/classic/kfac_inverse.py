@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
 from curvlinops_plus.classic.kronecker_factored import EKFACLinearOperator, KFACLinearOperator
-from curvlinops_plus.linalg import BlockDiagonal, Deferred, Space, Structure
+from curvlinops_plus.linalg import BlockDiagonal, Deferred, Structure
 
 __all__ = ["KFACInverseLinearOperator"]
 
@@ -66,6 +64,7 @@ class KFACInverseLinearOperator(Deferred):
             raise ValueError(f"Heuristic and exact damping require a single damping value. Got {damping}.")
         if isinstance(A, EKFACLinearOperator) and not use_exact_damping:
             raise ValueError("Only exact damping is supported for EKFAC. Pass use_exact_damping=True.")
+        super().__init__(A.in_space, A.dtype, A.device, Structure.PSD)
         self._A, self._damping = A, damping
         self._use_heuristic_damping, self._min_damping = use_heuristic_damping, min_damping
         self._use_exact_damping = use_exact_damping
@@ -94,23 +93,6 @@ class KFACInverseLinearOperator(Deferred):
         )
         assert isinstance(inverse, BlockDiagonal)
         return inverse
-
-    # ----------------------------------------------------------------------------------------------- linear operator
-    @property
-    def in_space(self) -> Space:
-        return self._A.in_space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._A.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self._A.device
-
-    @property
-    def structure(self) -> Structure:
-        return Structure.PSD
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:

@@ -243,8 +243,8 @@ class Calls(Accumulator):
     per_group = False
     seen: dict[str, int] = {}  # noqa: RUF012 (one test reads it at a time)
 
-    def update(self, seen: Any) -> None:
-        Calls.seen[self.layer.name] = len(seen.calls)
+    def update(self, batch: Any) -> None:
+        Calls.seen[self.layer.name] = len(batch.calls)
         self.add("one", torch.ones(1, dtype=torch.float64))
 
     def finish(self) -> Any:

@@ -227,8 +227,8 @@ def test_refresh_carries_eigenvalues_into_the_new_basis() -> None:
 
 def test_approximations_of_several_sweeps_are_refused() -> None:
     class Second(Accumulator):
-        def update(self, seen: Any) -> None:
-            self.add("d", seen.squared_grads().flatten())
+        def update(self, batch: Any) -> None:
+            self.add("d", batch.squared_grads().flatten())
 
         def finish(self) -> Any:
             return Diagonal(self.value("d"))
@@ -425,6 +425,34 @@ def test_a_layer_that_never_ran_is_named() -> None:
         _ = running.operator
     running.update((-X.abs(), y))
     assert running.operator.shape == (24, 24)
+
+
+def test_ekfac_of_a_layer_that_runs_later_counts_all_batches() -> None:
+    """Its eigenvalues are means over all examples, those of batches before its first call included."""
+
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) if x.sum() > 0 else self.other(x)
+
+    torch.manual_seed(0)
+    model = Branch()
+    X, y = batches(4)[0]
+    ekfac, diagonal, first, second = (
+        CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), kind)
+        for kind in (EKFAC, DiagonalBlock, EKFAC, EKFAC)
+    )
+    for running in (ekfac, diagonal):
+        running.update((X.abs(), y))
+        running.update((-X.abs(), y))
+    close(ekfac.operator.trace, diagonal.operator.trace)
+    first.update((X.abs(), y))
+    second.update((-X.abs(), y))
+    first.merge(second)
+    close(first.operator.to_dense(), ekfac.operator.to_dense())
 
 
 def test_updates_leave_the_model_alone() -> None:

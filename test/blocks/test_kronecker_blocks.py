@@ -39,8 +39,8 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
+from curvlinops_plus.blocks import accumulation, tnt
 from curvlinops_plus.blocks import nearest as nearest_module
-from curvlinops_plus.blocks import plan, tnt
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.blocks.nearest import PowerStep
 from curvlinops_plus.blocks.serialization import pack, unpack
@@ -170,7 +170,7 @@ def test_convergence_is_that_of_the_singular_values() -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_as_many_sweeps_as_were_asked_for(sweeps: int, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not keep:
-        monkeypatch.setattr(plan, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(accumulation, "MAX_CACHE_BYTES", 0)
     p = problem("mlp")
     passes = []
 
@@ -396,7 +396,7 @@ def test_pieces_and_paths_give_the_same(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(nearest_module, "_WORK_BYTES", 1)
     for by_rows in (True, False):
         if not (by_rows and name == "tied"):  # two roles have no common rows
-            monkeypatch.setattr(tnt, "_by_rows", lambda seen, by_rows=by_rows: by_rows and not seen.layer.sparse)
+            monkeypatch.setattr(tnt, "_by_rows", lambda batch, by_rows=by_rows: by_rows and not batch.layer.sparse)
         monkeypatch.setattr(tnt, "_PIECE_BYTES", 1)
         for kind, dense in zip(kinds, expected, strict=True):
             close(p.curvature(kind).to_dense(), dense, 1e-9, f"{kind}, by rows: {by_rows}")
@@ -406,7 +406,7 @@ def test_gradients_per_example_are_never_all_there(monkeypatch: pytest.MonkeyPat
     sizes = []
     grads = tnt.LayerBatch.per_example_grads.func  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        tnt.LayerBatch, "per_example_grads", property(lambda seen: sizes.append(seen.num_examples) or grads(seen))
+        tnt.LayerBatch, "per_example_grads", property(lambda batch: sizes.append(batch.num_examples) or grads(batch))
     )
     monkeypatch.setattr(tnt, "_PIECE_BYTES", 1)
     p = problem("attention")
@@ -481,9 +481,9 @@ def steps(batches: slice, given: Callable[[Tensor], Tensor] = lambda t: t) -> li
         s.given = given(s.given)
     names = {group.name: group for layer in find_layers(risk.model, risk.params) for group in layer.groups}
 
-    def consume(seen: Any) -> None:
-        group = names[seen.layer.groups[0].name]
-        by_name[group.name].update(seen.restrict(seen.layer.groups[0]))
+    def consume(batch: Any) -> None:
+        group = names[batch.layer.groups[0].name]
+        by_name[group.name].update(batch.restrict(batch.layer.groups[0]))
 
     def count(part: Any) -> None:
         for s in starts:

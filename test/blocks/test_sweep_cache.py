@@ -1,4 +1,4 @@
-"""What layers see is kept for the next sweep while it is little: nothing else changes."""
+"""What layers receive is kept for the next sweep up to a limit: nothing else changes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from cases import NETS, problem
 from torch import nn
 
 from curvlinops_plus import EKFAC, EmpiricalRisk, Exact, MonteCarlo, NearestKronecker, curvature
-from curvlinops_plus.blocks import plan
-from curvlinops_plus.blocks.sweep_cache import Kept
+from curvlinops_plus.blocks import accumulation
+from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.risk import find_layers
 from curvlinops_plus.risk.sweep import sweep
 
@@ -28,26 +28,37 @@ KINDS = {
 def test_kept_is_swept(name: str, kind: str, vectors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(name)
     kept = p.curvature(KINDS[kind], vectors=vectors).to_dense()
-    monkeypatch.setattr(plan, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(accumulation, "MAX_CACHE_BYTES", 0)
     assert torch.equal(kept, p.curvature(KINDS[kind], vectors=vectors).to_dense())
 
 
 def test_memory_is_bounded() -> None:
     """Tensors count once, with all of their storage; one too many, and nothing is kept any more."""
     p = problem("mlp")
-    seen: list[Any] = []
+    batches: list[Any] = []
     risk = p.risk()
-    sweep(risk, find_layers(risk.model, risk.params), Exact(), seen.append)
-    inputs = seen[-1].calls[0].args[0]
-    kept = Kept(inputs.untyped_storage().nbytes())
+    layers = find_layers(risk.model, risk.params)
+    sweep(risk, layers, Exact(), batches.append)
+    last = batches[-1]  # gradients were handed over and are gone
+    other = next(batch for batch in batches if batch.layer is not last.layer)
+    cache = SweepCache(last.calls[0].args[0].untyped_storage().nbytes(), layers)
     for _ in range(3):
-        kept.add(0, seen[-1])  # gradients were handed over and are gone
-    assert kept.has([0])
-    assert not kept.has([0, 1])
-    kept.add(1, seen[0])
-    assert not kept.has([0])
-    kept.add(0, seen[-1])
-    assert not kept.has([0])
+        cache.add(last)
+    assert cache.has([last.layer])
+    assert not cache.has(layers)
+    cache.add(other)
+    assert not cache.has([last.layer])
+    cache.add(last)
+    assert not cache.has([last.layer])
+
+
+def test_layers_that_are_not_asked_for_are_not_kept() -> None:
+    risk = problem("mlp").risk()
+    one, other = find_layers(risk.model, risk.params)
+    cache = SweepCache(2**20, [one])
+    sweep(risk, [one, other], Exact(), cache.add)
+    assert cache.has([one])
+    assert not cache.has([other])
 
 
 def test_data_in_one_buffer_are_not_kept() -> None:

@@ -31,7 +31,7 @@ from curvlinops_plus import (
     MonteCarlo,
     compute_eigenvalue_correction_linear_weight_sharing,
 )
-from curvlinops_plus.blocks import plan
+from curvlinops_plus.blocks import accumulation
 
 CLASSES = {KFACLinearOperator: KFAC, EKFACLinearOperator: EKFAC}
 both = pytest.mark.parametrize("kind", CLASSES, ids=["KFAC", "EKFAC"])
@@ -336,7 +336,7 @@ def test_computing_again_gives_the_same_numbers(kind: Any) -> None:
 def test_factors_are_computed_once_and_at_first_use(kind: Any, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     p = fresh("mlp")
     if not keep:
-        monkeypatch.setattr(plan, "_KEPT_BYTES", 0)
+        monkeypatch.setattr(accumulation, "MAX_CACHE_BYTES", 0)
     passes = []
     p.model.register_forward_hook(lambda *_: passes.append(1))
     K = kind(p.model, p.loss, p.params, p.data, check_deterministic=False)

@@ -186,7 +186,7 @@ def test_errors_of_an_accumulator_go_through() -> None:
     p = fresh("mlp")
 
     class Bad(Accumulator):
-        def update(self, seen: Any) -> None:
+        def update(self, batch: Any) -> None:
             raise UserError("the user's own words")
 
         def finish(self) -> Any:

@@ -37,7 +37,7 @@ from curvlinops_plus import (
     MonteCarlo,
     curvature,
 )
-from curvlinops_plus.blocks import plan
+from curvlinops_plus.blocks import accumulation
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.blocks.serialization import load, save
 from curvlinops_plus.errors import UnsupportedError, VerificationError
@@ -594,7 +594,7 @@ def test_terms_are_counted_once_and_only_if_needed(monkeypatch: pytest.MonkeyPat
     assert forward(KFAC, losses, data) == 2 + 2
     assert forward(EKFAC, losses, data) == 2 + 2
     with monkeypatch.context() as patch:
-        patch.setattr(plan, "_KEPT_BYTES", 0)
+        patch.setattr(accumulation, "MAX_CACHE_BYTES", 0)
         assert forward(EKFAC, losses, data) == 2 + 2 * 2
     assert forward(KFAC, sums, data) == 2
     assert forward(KFAC, losses, data[1:]) == 1

@@ -25,7 +25,7 @@ from curvlinops_plus import (
     KFACLinearOperator,
     curvature,
 )
-from curvlinops_plus.blocks import plan
+from curvlinops_plus.blocks import accumulation
 
 every_operator = pytest.mark.parametrize(
     "kind", [KFACLinearOperator, EKFACLinearOperator, GGNLinearOperator, HessianLinearOperator, EFLinearOperator]
@@ -80,7 +80,7 @@ def test_products_read_the_data_every_time(kind: Any) -> None:
 
 def test_every_sweep_sees_the_same_number_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem("mlp")
-    monkeypatch.setattr(plan, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(accumulation, "MAX_CACHE_BYTES", 0)
 
     class Shrinking(list):
         passes = 0

@@ -69,8 +69,8 @@ def test_accumulators_of_one_layer_do_not_share_sums() -> None:
     class Gradients(Accumulator):
         affine = True
 
-        def update(self, seen: Any) -> None:
-            self.add("G", seen.rows.grad_gram())
+        def update(self, batch: Any) -> None:
+            self.add("G", batch.rows.grad_gram())
 
         def finish(self) -> Dense:
             _rows, columns = self.group.layout.matrix_shape  # type: ignore[union-attr]

@@ -1,0 +1,151 @@
+"""The sweeps over the data that turn a plan into blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch
+from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.blocks.sweep_cache import SweepCache
+from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
+from curvlinops_plus.risk.determinism import require_same
+from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
+from curvlinops_plus.risk.nonfinite import first_nonfinite
+from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.reading import is_iterator
+from curvlinops_plus.risk.sweep import sweep
+
+__all__ = ["Accumulation"]
+
+# The largest memory for what layers receive, between two sweeps.
+MAX_CACHE_BYTES = 2**26
+
+
+class Accumulation:
+    """The accumulators of a plan, and the blocks that are finished so far.
+
+    Args:
+        risk: Model, loss and data.
+        plan: The layers with their approximations.
+        vectors: What is sent back.
+        title: Begins the text of progress bars.
+        keep: Keep what layers receive for the next sweep, up to 64 MiB. Model and data must not change until then.
+    """
+
+    def __init__(
+        self, risk: EmpiricalRisk, plan: Iterable[LayerPlan], vectors: Vectors, title: str, keep: bool = False
+    ) -> None:
+        self.risk, self.vectors, self.title = risk, vectors, title
+        #: Per layer, the accumulators of the next sweep; empty if its blocks are finished.
+        self.pending: dict[Layer, dict[str, Accumulator]] = {p.layer: p.accumulators(risk.scale) for p in plan}
+        self.blocks: dict[str, LinearOperator] = {}
+        #: Of each pass over the data.
+        self.totals: list[Totals] = []
+        self.sweeps = 0
+        self._max_bytes = MAX_CACHE_BYTES if keep else 0
+        self._cache: SweepCache | None = None
+        self._weights: LossWeights | None = None
+
+    def run(self, max_sweeps: int | None = None, check_deterministic: bool = False) -> None:
+        """Sweep until all blocks are finished.
+
+        Args:
+            max_sweeps: Stop after this number of sweeps.
+            check_deterministic: Compare the total loss of the first two passes over the data. Unless `max_sweeps` is
+                given, a single one is followed by a forward pass for that.
+
+        Raises:
+            ValueError: If a layer never ran, a second pass sees another number of examples, or the data can be read
+                only once and are needed again.
+            NumericsError: If a statistic is not finite; names layer and batch.
+            RuntimeError: If two passes disagree.
+        """
+        last = None if max_sweeps is None else self.sweeps + max_sweeps
+        with preserve_state(self.risk.model, self.risk.data):
+            while any(self.pending.values()) and self.sweeps != last:
+                self._sweep()
+                if check_deterministic and len(self.totals) == 2:
+                    require_same(self.risk, *self.totals)
+                self._finish()
+            if check_deterministic and last is None and len(self.totals) == 1:
+                self._refuse_second_pass("the determinism check reads it again", ", or check_deterministic=False")
+                again = sweep(self.risk, [], ForwardOnly(), _ignore, desc="determinism check")
+                require_same(self.risk, self.totals[0], again)
+
+    def _sweep(self) -> None:
+        """Show all data to the pending accumulators: read them, or replay what was kept of the sweep before."""
+        layers = [layer for layer, accumulators in self.pending.items() if accumulators]
+        if self.totals:
+            self._refuse_second_pass("another sweep over it is needed")
+        self.sweeps += 1
+        desc = f"{self.title} sweep {self.sweeps}"
+        add, count = partial(add_batch, self.pending), partial(count_batch, self.pending)
+        if self._cache is not None and self._cache.has(layers):
+            self._cache.replay(add, count, f"{desc} (kept)" if self.risk.options.progressbar else None)
+            return
+        again = [layer for layer in layers if any(a.needs_another_sweep for a in self.pending[layer].values())]
+        if self._max_bytes and again:
+            self._cache = SweepCache(self._max_bytes, again)
+            add, count = partial(self._add_and_keep, self._cache), partial(self._count_and_keep, self._cache)
+        else:
+            self._cache = None
+        if self._weights is None and self.vectors.backward:
+            self._weights = loss_weights(self.risk)
+        totals = sweep(self.risk, layers, self.vectors, add, count, desc, self._weights)
+        self._check(totals, layers)
+        self.totals.append(totals)
+
+    def _add_and_keep(self, cache: SweepCache, batch: LayerBatch) -> None:
+        add_batch(self.pending, batch)
+        cache.add(batch)
+
+    def _count_and_keep(self, cache: SweepCache, batch_totals: Totals) -> None:
+        count_batch(self.pending, batch_totals)
+        cache.end_of_batch(batch_totals)
+
+    def _finish(self) -> None:
+        """Turn sums into blocks, or into the accumulators of the next sweep."""
+        try:
+            for layer, accumulators in self.pending.items():
+                self.pending[layer] = {}
+                for name, accumulator in accumulators.items():
+                    result = accumulator.finish()
+                    if isinstance(result, Accumulator):
+                        self.pending[layer][name] = result
+                    else:
+                        self.blocks |= {name: result} if isinstance(result, LinearOperator) else result
+        except NumericsError as error:
+            where = first_nonfinite(self.risk)
+            raise NumericsError(
+                f"{error} {f'First seen: {where}.' if where else 'The forward pass is finite.'}"
+            ) from error
+
+    def _refuse_second_pass(self, reason: str, advice: str = "") -> None:
+        if is_iterator(self.risk.data):
+            raise ValueError(
+                f"`data` is an iterator, which can be read only once, and {reason}. Pass a list of batches or a "
+                f"DataLoader{advice}."
+            )
+
+    def _check(self, totals: Totals, layers: list[Layer]) -> None:
+        for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):
+            layer = next((layer for index, layer in enumerate(layers) if index not in reached), None)
+            if layer is not None:
+                raise ValueError(
+                    f"{layer.title} ({type(layer.uses[0].owner).__name__}) {problem} in any batch, so its parameters "
+                    f"{list(layer.params)} have no curvature here. Leave "
+                    "them out of `params`, or check the model's forward. (Modules whose weight is used without "
+                    "calling them can't be seen.)"
+                )
+        if self.totals and totals.examples != self.totals[0].examples:
+            raise ValueError(
+                f"`data` gave {self.totals[0].examples} examples in one sweep and {totals.examples} in the next; "
+                "every sweep must see the same data."
+            )
+
+
+def _ignore(batch: LayerBatch) -> None:
+    pass

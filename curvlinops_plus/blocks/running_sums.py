@@ -1,0 +1,198 @@
+"""Sums of a plan that grow batch by batch: what a streaming estimator keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, add_batch, count_batch
+from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.risk import Layer, LayerBatch, Totals
+
+__all__ = ["RunningSums"]
+
+# Accumulators by block names, as `LayerPlan.accumulators` makes them.
+Stage = dict[str, Accumulator]
+
+
+class RunningSums:
+    """For each layer a list of stages, one for each sweep that its approximation needs.
+
+    Stages after the first one exist as soon as the layer was called.
+
+    Args:
+        stages: The stages of each layer.
+    """
+
+    def __init__(self, stages: Mapping[Layer, list[Stage]]) -> None:
+        self.stages = dict(stages)
+
+    @classmethod
+    def of_plan(cls, plan: Sequence[LayerPlan], scale: LossScale) -> RunningSums:
+        """No sums yet."""
+        return cls({entry.layer: [entry.accumulators(scale)] for entry in plan})
+
+    # --------------------------------------------------------------------------------------------------------- adding
+    def of_batch(self, show: Callable[[Callable[[LayerBatch], None]], Totals]) -> tuple[RunningSums, Totals]:
+        """The sums of one batch alone, in the bases of these.
+
+        Args:
+            show: Shows the batch to a consumer and returns its totals; called more than once if a layer is called for
+                the first time whose approximation needs several sweeps.
+        """
+        fresh = RunningSums(
+            {layer: [_map(stage, Accumulator.empty) for stage in stages] for layer, stages in self.stages.items()}
+        )
+        totals = fresh._add(show)
+        new = {layer: stages for layer, stages in fresh.stages.items() if _used(stages) > _used(self.stages[layer])}
+        while new := {layer: [stage] for layer, stages in new.items() if (stage := _following(stages[-1]))}:
+            RunningSums(new)._add(show)
+            for layer, (stage,) in new.items():
+                fresh.stages[layer].append(stage)
+        return fresh, totals
+
+    def _add(self, show: Callable[[Callable[[LayerBatch], None]], Totals]) -> Totals:
+        pending = {
+            layer: {(k, name): a for k, stage in enumerate(stages) for name, a in stage.items()}
+            for layer, stages in self.stages.items()
+        }
+        totals = show(lambda batch: add_batch(pending, batch) if batch.layer in pending else None)
+        count_batch(pending, totals)
+        return totals
+
+    def add(self, batch: RunningSums, decay: float) -> None:
+        """Add the sums of one batch, after multiplying these by `decay`.
+
+        Raises:
+            ValueError: If several losses had other weights there; nothing has changed then.
+        """
+        for layer, stages in batch.stages.items():
+            for name, accumulator in stages[0].items():
+                if problem := self.stages[layer][0][name].totals.mismatch(accumulator.totals):
+                    raise ValueError(problem)
+        for layer, stages in batch.stages.items():
+            mine = self.stages[layer]
+            for own, stage in zip(mine, stages):
+                for name, accumulator in stage.items():
+                    if decay != 1:
+                        own[name].decay(decay)
+                    own[name].merge(accumulator)
+            for stage in stages[len(mine) :]:  # the first batch of this layer; all batches before it count, too
+                mine.append(_with_totals(stage, mine))
+
+    def merged(self, other: RunningSums) -> RunningSums:
+        """The sums of both.
+
+        Raises:
+            ValueError: If they are in different bases.
+        """
+
+        def total(one: Accumulator, two: Accumulator) -> Accumulator:
+            result = one.empty()
+            result.merge(one)
+            result.merge(two)
+            return result
+
+        merged: dict[Layer, list[Stage]] = {}
+        for (layer, stages), others in zip(self.stages.items(), other.stages.values(), strict=True):
+            pairs = zip(_padded(stages, others), _padded(others, stages), strict=True)
+            merged[layer] = [{name: total(a, theirs[name]) for name, a in mine.items()} for mine, theirs in pairs]
+        return RunningSums(merged)
+
+    # -------------------------------------------------------------------------------------------------------- reading
+    def blocks(self, updates: int) -> dict[str, LinearOperator]:
+        """Block name to operator.
+
+        Args:
+            updates: The number of batches that were added, for the message.
+
+        Raises:
+            ValueError: If a layer was never called.
+        """
+        blocks: dict[str, LinearOperator] = {}
+        for layer, stages in self.stages.items():
+            for name, accumulator in stages[-1].items():
+                try:
+                    result = accumulator.finish()
+                except KeyError as error:
+                    raise ValueError(
+                        f"{layer.title} was never called in {updates} updates, so its parameters {list(layer.params)} "
+                        "have no curvature yet."
+                    ) from error
+                assert not isinstance(result, Accumulator)
+                blocks |= {name: result} if isinstance(result, LinearOperator) else result
+        return blocks
+
+    def in_new_bases(self) -> RunningSums:
+        """The same sums, those of later sweeps expressed in the bases that follow from the first one now."""
+        changed: dict[Layer, list[Stage]] = {}
+        for layer, stages in self.stages.items():
+            changed[layer] = stages[:1]
+            for stage in stages[1:]:
+                following = _following(changed[layer][-1])
+                for name, accumulator in following.items():
+                    accumulator.change_basis(stage[name])
+                changed[layer].append(following)
+        return RunningSums(changed)
+
+    # --------------------------------------------------------------------------------------------------------- saving
+    def state_dict(self) -> dict[str, Any]:
+        """All sums, in tensors and plain Python: position of the layer, number of the sweep, block name."""
+        return {
+            f"{index}": {f"{k}": {n: a.state_dict() for n, a in stage.items()} for k, stage in enumerate(stages)}
+            for index, stages in enumerate(self.stages.values())
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], plan: Sequence[LayerPlan], scale: LossScale) -> RunningSums:
+        """The sums that `state_dict` returned.
+
+        Raises:
+            ValueError: If some are missing.
+        """
+        loaded = cls.of_plan(plan, scale)
+        for index, stages in enumerate(loaded.stages.values()):
+            for number in range(len(state[f"{index}"])):
+                if number:
+                    stages.append(_following(stages[-1]))
+                for name, accumulator in stages[number].items():
+                    accumulator.load_state_dict(state[f"{index}"][f"{number}"][name])
+        return loaded
+
+
+def _map(stage: Stage, function: Callable[[Accumulator], Accumulator]) -> Stage:
+    return {name: function(accumulator) for name, accumulator in stage.items()}
+
+
+def _used(stages: list[Stage]) -> bool:
+    """Whether a layer has added anything."""
+    return any(accumulator.sums for accumulator in stages[0].values())
+
+
+def _padded(stages: list[Stage], like: list[Stage]) -> list[Stage]:
+    """At least as many stages as `like`: those of a layer that was not called yet have no sums."""
+    return [*stages, *(_with_totals(_map(stage, Accumulator.empty), stages) for stage in like[len(stages) :])]
+
+
+def _with_totals(stage: Stage, stages: list[Stage]) -> Stage:
+    """A new stage of the layer with these stages, after the same batches."""
+    totals = next(iter(stages[0].values())).totals
+    for accumulator in stage.values():
+        accumulator.totals = replace(totals)
+    return stage
+
+
+def _following(stage: Stage) -> Stage:
+    """The accumulators of the next sweep, of those that need one.
+
+    Raises:
+        UnsupportedError: If they can't take over what others of their class have summed.
+    """
+    finished = {name: accumulator.finish() for name, accumulator in stage.items()}
+    following = {name: result for name, result in finished.items() if isinstance(result, Accumulator)}
+    for accumulator in following.values():
+        if not accumulator.changes_basis:
+            raise accumulator.streaming_error()
+    return following

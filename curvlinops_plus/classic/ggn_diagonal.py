@@ -1,0 +1,93 @@
+"""The exact diagonal of the generalized Gauss-Newton matrix through a class like those of curvlinops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
+from curvlinops_plus.blocks.per_example import DiagonalBlock
+from curvlinops_plus.classic.build_risk import build_layer_risk
+from curvlinops_plus.risk import Exact, MonteCarlo
+
+__all__ = ["GGNDiagonalLinearOperator"]
+
+
+class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
+    """The diagonal of the generalized Gauss-Newton matrix, exact or from would-be gradients, for any layer.
+
+    Args:
+        model_func: The network, a module.
+        loss_func: A loss with a registered likelihood.
+        params: The parameters, in the order in which vectors are formed: a list, or a dict under names of your own.
+        data: Iterable of batches, as for `KFACLinearOperator`.
+        progressbar: Show a bar on every loop over the data.
+        check_deterministic: Compute now, and compare the total loss of two passes over the data.
+        num_data: Replaces the number of examples in the scale of the loss.
+        batch_size_fn: Number of examples of an input that is no tensor.
+        mc_samples: Draws per example; 0 is the exact diagonal.
+        seed: Where the random draws start.
+        num_per_example_loss_terms: Replaces the number of loss terms per example in the scale of the loss.
+        output: Picks the tensor that the loss reads out of what the model returns.
+        mask: `mask(X, y)` gives [N, T] bool: positions that count in the statistics of layers with T positions.
+        example_axis: Module name or glob to the axis of the examples, where it is not the first.
+        shift_labels: Language models: position t predicts the label at t + 1.
+
+    Raises:
+        ValueError: For an unknown loss, or a negative `mc_samples`.
+        RuntimeError: If two passes over the data disagree.
+
+    Cost: one sweep, with one backward pass per column of the loss Hessian's root, or per draw.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> model = nn.Linear(1, 1)
+        >>> data = [(torch.tensor([[2.0]]), torch.zeros(1, 1))]
+        >>> GGNDiagonalLinearOperator(model, nn.MSELoss(), list(model.parameters()), data).diagonal().round()
+        tensor([8., 2.])
+    """
+
+    SELF_ADJOINT: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model_func: nn.Module,
+        loss_func: nn.Module,
+        params: Sequence[Tensor] | Mapping[str, Tensor],
+        data: Iterable[Any],
+        progressbar: bool = False,
+        check_deterministic: bool = True,
+        num_data: int | None = None,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        mc_samples: int = 0,
+        seed: int = 2147483647,
+        *,
+        num_per_example_loss_terms: int | None = None,
+        output: Callable[[Any], Any] | None = None,
+        mask: Callable[[Any, Any], Tensor] | None = None,
+        example_axis: Mapping[str, int] | None = None,
+        shift_labels: bool = False,
+    ) -> None:
+        if mc_samples < 0:
+            raise ValueError(
+                f"Invalid mc_samples: {mc_samples}. Expected 0 for the exact diagonal, or a number of draws."
+            )
+        risk = build_layer_risk(
+            model_func,
+            loss_func,
+            params,
+            data,
+            progressbar=progressbar,
+            num_data=num_data,
+            batch_size_fn=batch_size_fn,
+            num_per_example_loss_terms=num_per_example_loss_terms,
+            output=output,
+            mask=mask,
+            example_axis=example_axis,
+            shift_labels=shift_labels,
+        )
+        vectors = MonteCarlo(mc_samples, seed) if mc_samples else Exact()
+        super().__init__(risk, DiagonalBlock, vectors=vectors, check_deterministic=check_deterministic)
