@@ -30,7 +30,7 @@ class CenteredFisherLinearOperator(LinearOperator):
     log-density with samples from it) `S` is the Fisher matrix itself. Adding a function of the parameters alone to
     `log ψ` changes nothing: normalisation does not matter.
 
-    It multiplies vectors in the form of the parameters, lists and dicts of complex tensors included; as a flat vector a
+    It multiplies tensors like the parameters, lists and dicts of complex tensors included; as a flat vector a
     complex parameter is `torch.view_as_real` of it, real and imaginary parts in turn. For a holomorphic amplitude that
     is the complex matrix `S = Cov(O*, O)` on complex vectors; for a complex one its real part, `Re⟨O* O⟩ - …`.
 
@@ -104,18 +104,11 @@ class CenteredFisherLinearOperator(LinearOperator):
         if not any(isinstance(t, Tensor) and t.is_complex() for t in items.values()):
             return super().__matmul__(X)
         params = self.scores.ensemble.psi.params
-        given = params if named else dict(enumerate(params.values()))
-        ndim = {key: p.ndim for key, p in given.items() if p.is_complex()}
-
-        def to_real(key: Any, t: Tensor) -> Tensor:  # complex [*s, K] -> [*s, 2, K]
-            return as_real(t).movedim(-1, ndim[key]) if key in ndim and t.is_complex() else t
-
-        def to_complex(key: Any, t: Tensor) -> Tensor:  # [*s, 2, K] -> complex [*s, K]
-            return torch.view_as_complex(t.movedim(ndim[key], -1).contiguous()) if key in ndim else t
-
-        real = {key: to_real(key, t) for key, t in items.items()}
+        # Number of axes of each complex parameter.
+        ndim = {key: p.ndim for key, p in (params.items() if named else enumerate(params.values())) if p.is_complex()}
+        real = {key: _split_complex(t, ndim.get(key)) for key, t in items.items()}
         Y = super().__matmul__(real if named else type(X)(real.values()))
-        result = {key: to_complex(key, t) for key, t in (Y.items() if named else enumerate(Y))}
+        result = {key: _join_complex(t, ndim.get(key)) for key, t in (Y.items() if named else enumerate(Y))}
         return result if named else type(X)(result.values())
 
     def _to_dense(self) -> Tensor:
@@ -129,3 +122,11 @@ class CenteredFisherLinearOperator(LinearOperator):
     @property
     def trace(self) -> Tensor:
         return self.diagonal().sum()
+
+
+def _split_complex(t: Tensor, ndim: int | None) -> Tensor:  # complex [*s, K] -> [*s, 2, K]
+    return t if ndim is None or not t.is_complex() else as_real(t).movedim(-1, ndim)
+
+
+def _join_complex(t: Tensor, ndim: int | None) -> Tensor:  # [*s, 2, K] -> complex [*s, K]
+    return t if ndim is None else torch.view_as_complex(t.movedim(ndim, -1).contiguous())
