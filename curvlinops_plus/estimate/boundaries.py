@@ -78,7 +78,7 @@ def _approximate(
 
 
 def check_boundaries(boundaries: Boundaries, absolute: bool) -> tuple[float | None, float | None]:
-    """What is known of the boundaries, in order.
+    """The boundaries that the user gave, in order.
 
     Raises:
         ValueError: If they are in the wrong order, or absolute and negative.

@@ -1,4 +1,4 @@
-"""Random vectors, the means of what they measure, and the rules that estimators by random vectors share."""
+"""Random vectors, means with standard errors, and the checks of arguments that stochastic estimators share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Estimator", "Mean", "check_draws", "check_num_matvecs", "estimator",
 
 
 class Estimator(Protocol):
-    """Signature of an estimator by random vectors; `return_error` decides what comes back."""
+    """Signature of a stochastic estimator; `return_error` decides whether it returns a pair."""
 
     @overload
     def __call__(

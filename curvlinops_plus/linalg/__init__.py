@@ -1,4 +1,4 @@
-"""Matrices that you can multiply: floor 1 knows no network, no loss and no data."""
+"""Linear operators, structured matrices and solvers; nothing here depends on networks, losses or data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block-diagonal matrices whose blocks are about groups of parameters."""
+"""Block-diagonal matrices with one block per group of parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BlockDiagonal(LinearOperator):
 
     Everything with a closed form follows block by block, and inverses, powers, shifts and multiples are again
     block-diagonal. `inverse`, `power` and `shift` take a damping as a number, a 1-d tensor with one number per block, a
-    mapping from block name to damping, or a rule that is asked for each block. Errors begin with the block's name.
+    mapping from block name to damping, or a rule that is called with each block. Errors begin with the block's name.
 
     Args:
         blocks: Name to square operator.

@@ -1,4 +1,4 @@
-"""An operator that stands for another one, which may not be computed yet."""
+"""A proxy for an operator that may not be computed yet."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class GramSum:
         self._number += M
 
     def value(self) -> Tensor:  # -> [d, d], or [d + 1, d + 1] with ones
-        """The sum so far. The object is used up.
+        """The sum. The object must not be used afterwards.
 
         Wherever this is asked for, it is computed as if it had been when the rows were given: without autocast.
         """
@@ -173,7 +173,7 @@ def _by_halves(rows: Tensor) -> Tensor:
 
 @cache
 def _openblas() -> Any:
-    """The BLAS inside of SciPy if its threads can be bounded, which otherwise fight PyTorch's; None elsewhere."""
+    """The BLAS inside of SciPy if its threads can be bounded, which else compete with PyTorch's; None elsewhere."""
     try:
         library = ctypes.CDLL(scipy.linalg._fblas.__file__)  # type: ignore[attr-defined]
         return library if library.scipy_openblas_get_num_threads() > 0 else None

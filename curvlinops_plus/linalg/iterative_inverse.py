@@ -1,9 +1,9 @@
 """Inverses as linear operators that solve a system in every product; names and arguments as in curvlinops 3.0.1.
 
 They have adjoints and `to_scipy()` like every operator. After a product, `info` says how well it was solved, and a
-missed tolerance warns. Products are differentiable in the vector (backward solves with
-the adjoint), not in what `A` is made of. For a matrix with structure, such as KFAC, use `A.inverse(damping)`: it is
-exact and has its own log-determinant.
+missed tolerance warns. Products are differentiable in the vector (backward solves with the adjoint), not in what `A` is
+made of. For a matrix with structure, such as KFAC, use `A.inverse(damping)`: it is exact and has its own
+log-determinant.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Solve `A x = b` by products: CG (positive definite), MINRES (symmetric), LSMR (any shape), Neumann series.
 
 All take many right-hand sides at once, report `SolveInfo`, and warn with a `CurvatureWarning` that says what was
-reached if a tolerance is missed. There are no settings but their arguments. Stopping
-and restarts are explained where `iterate` is defined.
+reached if a tolerance is missed. There are no settings but their arguments. Stopping and restarts are explained where
+`iterate` is defined.
 
 Solutions carry no graph; operators such as `CGInverseLinearOperator` are differentiable in the vector.
 

@@ -138,15 +138,20 @@ def _parse(name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int])
     known: dict[str, int] = {}
     for group, size in zip(left, shape, strict=True):
         known |= _group_sizes(group, size, sizes, where)
-    matrix = tuple(prod(known[atom] for atom in group) for group in right)
-    positions = tuple(names.index(atom) for atom in order)
+    return _steps(shape, names, order, known, matrix=tuple(prod(known[atom] for atom in group) for group in right))
+
+
+def _steps(
+    shape: torch.Size, names: list[str], order: list[str], sizes: Mapping[str, int], matrix: tuple[int, ...]
+) -> _Steps:
+    """The steps from axes `names`, in the order of the parameter, to `order`, in that of the matrix."""
     return _Steps(
         shape=tuple(shape),
-        atoms=tuple(known[atom] for atom in names),
-        order=positions,
+        atoms=tuple(sizes[atom] for atom in names),
+        order=tuple(names.index(atom) for atom in order),
         matrix=matrix,
-        permutes=positions != tuple(range(len(order))),
-        ordered=tuple(known[atom] for atom in order),
+        permutes=names != order,
+        ordered=tuple(sizes[atom] for atom in order),
         back=(*(order.index(atom) for atom in names), len(names)),
     )
 

@@ -1,8 +1,8 @@
-"""Products and decompositions of small dense matrices that survive bad input.
+"""Products and decompositions of small dense matrices, robust to rank deficiency and rounding.
 
-`torch.linalg.eigh` gives up on some rank-deficient float32 matrices (factors of layers with dead units are such) and
-returns NaN for NaN without an error; Cholesky fails when rounding has pushed a zero eigenvalue below zero. Here every
-decomposition first looks whether its matrix is finite, retries in float64, and says what to do when nothing helps.
+`torch.linalg.eigh` fails for some rank-deficient float32 matrices (factors of layers with dead units are such) and
+returns NaN for NaN without an error; Cholesky fails when rounding has made a zero eigenvalue negative. Here every
+decomposition first checks that its matrix is finite, retries in float64, and says what to do if that fails too.
 
 Which eigenvalues are zero? Those of a positive semi-definite `d x d` matrix that was decomposed in finite precision are
 only known up to `d * eps * largest`; whatever is below counts as 0. All of this package follows that rule.

@@ -123,9 +123,9 @@ class LinearOperator(ClosedForms):
 
 
 class Wrapper(LinearOperator):
-    """An operator made from another one, `A`. What is said of every operator, it says of `A` unless it is set here.
+    """An operator made from another one, `A`, whose attributes it has unless it sets its own.
 
-    Attributes are read from `A` when they are asked for: entries of a matrix may change, and its structure with them.
+    They are read from `A` when they are asked for: entries of a matrix may change, and its structure with them.
     """
 
     A: LinearOperator

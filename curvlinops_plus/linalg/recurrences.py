@@ -1,7 +1,8 @@
 """The recurrences of CG, MINRES and LSMR, for many columns at once; `iterate` starts and stops them.
 
 Vectors are [n, k] in the dtype of the solve, scalars [k] in float64. A state owns its vectors and changes them in
-place: large new tensors cost more than the arithmetic. Results of products may be somebody else's, and are only read.
+place: large new tensors cost more than the arithmetic. Results of products may share memory with the operator, and are
+only read.
 """
 
 from __future__ import annotations

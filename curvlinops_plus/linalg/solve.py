@@ -44,12 +44,12 @@ __all__ = ["Preconditioner", "SolveInfo"]
 Preconditioner = LinearOperator | Callable[[Tensor], Tensor] | None
 Product = Callable[[Tensor], Tensor]  # [n, k] -> [m, k]
 _HALF = (torch.float16, torch.bfloat16)
-_LOOK_EVERY = 50  # iterations between looks at the true residual: they cost 2 % more
+_LOOK_EVERY = 50  # iterations between true residuals, which cost 2 % more
 
 
 @dataclass(frozen=True)
 class SolveInfo:
-    """What an iterative solver reached.
+    """The outcome of an iterative solve.
 
     Attributes:
         iterations: How many it took, the largest number over columns.
@@ -110,7 +110,7 @@ class State(SimpleNamespace):
 
 
 class System:
-    """`A X = B` with columns scaled to a largest entry of 1, and everything translated to flat tensors.
+    """`A X = B` with columns scaled to a largest entry of 1, and everything converted to flat tensors.
 
     Args:
         A: The operator.
@@ -197,7 +197,7 @@ class System:
 
 
 class Method(ABC):
-    """An iterative method, by its recurrences. The state has at least `X`, `claim` (done, says the recurrence) and
+    """An iterative method, by its recurrences. The state has at least `X`, `claim` (converged, by the recurrence) and
     `stop` (a `Stop` other than `RUNNING` where it cannot go on).
     """
 
@@ -229,7 +229,7 @@ class Method(ABC):
         """Go on with chosen columns whose recurrence was wrong; their true residuals are `R`."""
 
     def asks(self, s: State) -> Tensor:
-        """Whether the true residual must be looked at now, [k]."""
+        """Whether the true residual must be computed now, [k]."""
         return s.claim | (s.stop != Stop.RUNNING)
 
     def improves(self, s: State, distance: Tensor, best: Tensor) -> Tensor:
@@ -237,11 +237,11 @@ class Method(ABC):
         return torch.isfinite(distance)
 
     def saves(self, s: State) -> Tensor:
-        """Whether solutions are kept at every look if they are better, not only at claims and at the end, [k]."""
+        """Whether better solutions are kept at every true residual, not only at claims and at the end, [k]."""
         return torch.zeros_like(s.claim)
 
     def proceed(self, s: State, chosen: Tensor) -> None:
-        """Called after a look at chosen columns."""
+        """Called after the true residuals of chosen columns."""
         return
 
     def log(self, iteration: int, s: State) -> None:

@@ -8,7 +8,7 @@ __all__ = ["Structure"]
 
 
 class Structure(IntEnum):
-    """What is known about a matrix; larger knows more, so that a sum knows the smaller of its parts.
+    """What is known about a matrix; each value implies the smaller ones, so that a sum has the minimum of its parts.
 
     Example:
         >>> min(Structure.PSD, Structure.SYMMETRIC).name

@@ -1,8 +1,8 @@
-"""`S`, the covariance of log-derivatives, as a linear operator on the space of the parameters."""
+"""`S`, the covariance of log-derivatives, as a linear operator on vectors like the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,11 +30,11 @@ class CenteredFisherLinearOperator(LinearOperator):
     log-density with samples from it) `S` is the Fisher matrix itself. Adding a function of the parameters alone to
     `log ψ` changes nothing: normalisation does not matter.
 
-    It multiplies lists and dicts of tensors like the parameters, including complex ones; as a flat vector a
+    It multiplies tensors like the parameters, lists and dicts of complex tensors included; as a flat vector a
     complex parameter is `torch.view_as_real` of it, real and imaginary parts in turn. For a holomorphic amplitude that
     is the complex matrix `S = Cov(O*, O)` on complex vectors; for a complex one its real part, `Re⟨O* O⟩ - …`.
 
-    The matrix belongs to the parameters' values at construction.
+    The matrix is that of the parameters' values when it was made.
 
     Args:
         log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
@@ -43,7 +43,7 @@ class CenteredFisherLinearOperator(LinearOperator):
         weights: Weights `[n]` of the samples, for instance |ψ|²/q for samples from q, or |ψ|² of an enumeration;
             divided by their sum.
         chunk_size: How many samples are differentiated at once; None: all. Does not change the result.
-        amplitude: "real", "complex" or "holomorphic", see `LogAmplitude`.
+        amplitude: "real", "complex" or "holomorphic", see `optim/amplitude.py`.
         stored: Keep all derivatives, n·P numbers (twice that if complex): each product is then two matrix products.
 
     Raises:
@@ -97,25 +97,19 @@ class CenteredFisherLinearOperator(LinearOperator):
 
     def __matmul__(self, X: Any) -> Any:
         """`S @ X`; also lists and dicts of complex tensors."""
-        if isinstance(X, Mapping):
-            return self._times_named(dict(X)) if _any_complex(X.values()) else super().__matmul__(X)
-        if isinstance(X, (list, tuple)) and _any_complex(X):
-            names = self.in_space.names
-            if len(X) != len(names):
-                return super().__matmul__(X)  # raises with the numbers of tensors
-            product = self._times_named(dict(zip(names, X)))
-            return type(X)(product[name] for name in names)
-        return super().__matmul__(X)
-
-    def _times_named(self, X: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Some tensors of `X` are complex: [*s, K] is the real [*s, 2, K]."""
+        if not isinstance(X, (Mapping, list, tuple)):
+            return super().__matmul__(X)
+        named = isinstance(X, Mapping)
+        items = dict(X) if named else dict(enumerate(X))
+        if not any(isinstance(t, Tensor) and t.is_complex() for t in items.values()):
+            return super().__matmul__(X)
         params = self.scores.ensemble.psi.params
-        axes = {name: p.ndim for name, p in params.items() if p.is_complex()}
-        real = {k: as_real(t).movedim(-1, axes[k]) if k in axes and t.is_complex() else t for k, t in X.items()}
-        return {
-            k: torch.view_as_complex(t.movedim(axes[k], -1).contiguous()) if k in axes else t
-            for k, t in super().__matmul__(real).items()
-        }
+        # Number of axes of each complex parameter.
+        ndim = {key: p.ndim for key, p in (params.items() if named else enumerate(params.values())) if p.is_complex()}
+        real = {key: _split_complex(t, ndim.get(key)) for key, t in items.items()}
+        Y = super().__matmul__(real if named else type(X)(real.values()))
+        result = {key: _join_complex(t, ndim.get(key)) for key, t in (Y.items() if named else enumerate(Y))}
+        return result if named else type(X)(result.values())
 
     def _to_dense(self) -> Tensor:
         with full_precision_no_grad(self.device):
@@ -130,5 +124,9 @@ class CenteredFisherLinearOperator(LinearOperator):
         return self.diagonal().sum()
 
 
-def _any_complex(tensors: Iterable[Any]) -> bool:
-    return any(isinstance(t, Tensor) and t.is_complex() for t in tensors)
+def _split_complex(t: Tensor, ndim: int | None) -> Tensor:  # complex [*s, K] -> [*s, 2, K]
+    return t if ndim is None or not t.is_complex() else as_real(t).movedim(-1, ndim)
+
+
+def _join_complex(t: Tensor, ndim: int | None) -> Tensor:  # [*s, 2, K] -> complex [*s, K]
+    return t if ndim is None else torch.view_as_complex(t.movedim(ndim, -1).contiguous())
