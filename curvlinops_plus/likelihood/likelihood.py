@@ -16,23 +16,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from types import FunctionType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.sampling import normals, scalar
 
-__all__ = ["Likelihood", "Uniform", "has_likelihood", "hessian_products", "likelihood_of", "register_likelihood"]
+__all__ = ["Likelihood", "Uniform", "computes_like", "hessian_products"]
 
 # `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn example by example.
 Uniform = Callable[..., Tensor]
-
-_Maker = TypeVar("_Maker", bound=Callable[..., "Likelihood"])
 
 
 class Likelihood(ABC):
@@ -97,12 +94,13 @@ class Likelihood(ABC):
         `rebuild_loss` constructs the loss from it, if the loss is one of PyTorch's that this package supports.
 
         Example:
+            >>> from curvlinops_plus.likelihood import likelihood_of
             >>> likelihood_of(torch.nn.MSELoss(reduction="sum")).options()
             {'loss': 'MSELoss', 'reduction': 'sum'}
         """
         options = {name: getattr(self.loss, name, None) for name in self.option_names} | {"reduction": self.reduction}
         copies = {n: o.detach().clone() if isinstance(o, Tensor) else o for n, o in options.items()}
-        if self.loss_type is not None and _computes_like(self.loss, self.loss_type):
+        if self.loss_type is not None and computes_like(self.loss, self.loss_type):
             return {"loss": self.loss_type.__name__} | copies
         kind = type(self if self.loss is None else self.loss)
         return {"loss": f"{kind.__module__}.{kind.__qualname__}"} | copies
@@ -127,6 +125,7 @@ class Likelihood(ABC):
             ValueError: If shapes or values of output and target don't fit the loss or each other.
 
         Example:
+            >>> from curvlinops_plus.likelihood import likelihood_of
             >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
             >>> F, Y = cross_entropy.canonical(torch.zeros(2, 10, 4, 5), torch.zeros(2, 4, 5, dtype=torch.long), 2)
             >>> F.shape, Y.shape
@@ -161,6 +160,7 @@ class Likelihood(ABC):
         """Vectors [*lead, N, R, C] in the output's own shape, [*lead, *f_shape]: the inverse of `canonical`.
 
         Example:
+            >>> from curvlinops_plus.likelihood import likelihood_of
             >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
             >>> cross_entropy.restore(torch.zeros(7, 2, 20, 10), (2, 10, 4, 5), num_examples=2).shape
             torch.Size([7, 2, 10, 4, 5])
@@ -262,6 +262,7 @@ class Likelihood(ABC):
         Cost of the default: the columns of the root, one at a time where they have a formula.
 
         Example:
+            >>> from curvlinops_plus.likelihood import likelihood_of
             >>> mse = likelihood_of(torch.nn.MSELoss())
             >>> mse.hessian_root_product(torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
             tensor([[[1.4142, 1.4142]]])
@@ -277,6 +278,7 @@ class Likelihood(ABC):
         Cost of the default: the columns of the root, one at a time where they have a formula.
 
         Example:
+            >>> from curvlinops_plus.likelihood import likelihood_of
             >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
             >>> F, Y = torch.tensor([[[0.0, 0.0]]]), torch.tensor([[1]])
             >>> Bt_v = cross_entropy.hessian_root_transpose_product(F, Y, torch.tensor([[[1.0, 0.0]]]))
@@ -334,127 +336,7 @@ def _terms(t: Tensor, num_examples: int, axis: int) -> Tensor:
     return t.reshape(num_examples, -1, t.shape[-1])
 
 
-_MAKERS: dict[type, Callable[[Any], Likelihood]] = {}
-
-
-def register_likelihood(loss_type: type) -> Callable[[_Maker], _Maker]:
-    """Decorator that registers a loss: of a `Likelihood` class, or of a function `loss -> Likelihood`.
-
-    Subclasses of the loss are included, unless they have a `forward` of their own.
-
-    Args:
-        loss_type: Class of the loss. An existing entry is replaced.
-
-    Example:
-        >>> from curvlinops_plus.likelihood import FromDistribution
-        >>> class MyPoissonLoss(torch.nn.PoissonNLLLoss):
-        ...     pass
-        >>> @register_likelihood(MyPoissonLoss)
-        ... def _(loss):
-        ...     return FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))
-        >>> likelihood_of(MyPoissonLoss(reduction="sum")).reduction
-        'sum'
-    """
-    if not isinstance(loss_type, type):
-        raise TypeError(f"register_likelihood expects the class of a loss, got {loss_type!r}.")
-
-    def register(make: _Maker) -> _Maker:
-        _MAKERS[loss_type] = make
-        return make
-
-    return register
-
-
-def likelihood_of(loss: Any) -> Likelihood:
-    """The likelihood of a loss.
-
-    Args:
-        loss: A loss whose class, or a base class with the same `forward`, is registered. A `Likelihood` is returned
-            unchanged.
-
-    Raises:
-        UnsupportedError: If nothing is registered for the loss, or its reduction is neither "mean" nor "sum".
-
-    Example:
-        >>> type(likelihood_of(torch.nn.CrossEntropyLoss())).__name__
-        'CrossEntropy'
-    """
-    if isinstance(loss, Likelihood):
-        likelihood = loss
-    else:
-        make = _maker_of(loss)
-        if make is None:
-            raise _not_registered(loss)
-        likelihood = make(loss)
-        if likelihood.loss is None:
-            likelihood.loss = loss
-    _ = likelihood.reduction  # raises here if the loss is not reduced
-    return likelihood
-
-
-def has_likelihood(loss: Any) -> bool:
-    """Whether a likelihood is registered for the class of this loss; it may still refuse one of its options.
-
-    Example:
-        >>> has_likelihood(torch.nn.MSELoss()), has_likelihood(torch.nn.HuberLoss())
-        (True, False)
-    """
-    return isinstance(loss, Likelihood) or _maker_of(loss) is not None
-
-
-def _maker_of(loss: Any) -> Callable[[Any], Likelihood] | None:
-    """What makes the likelihood of a loss; None if its class is not registered, or overrides `forward`."""
-    parent = _registered_class(loss)
-    return _MAKERS[parent] if parent is not None and _computes_like(loss, parent) else None
-
-
-def _registered_class(loss: Any) -> type | None:
-    return next((t for t in type(loss).__mro__ if t in _MAKERS), None)
-
-
-def _not_registered(loss: Any) -> UnsupportedError:
-    kind, parent = type(loss), _registered_class(loss)
-    name = getattr(loss, "__name__", "a function") if isinstance(loss, (FunctionType, type)) else kind.__name__
-    why = f" It changes the forward of {parent.__name__}, whose rules may be wrong for it." if parent else _advice(loss)
-    return UnsupportedError(
-        f"no likelihood is registered for the loss {name}.{why} Known losses: "
-        f"{', '.join(sorted(t.__name__ for t in _MAKERS))}. To add yours (a class), say which distribution it is the "
-        f"negative log-likelihood of:\n\n    @register_likelihood({name})\n    def _(loss):\n"
-        "        return FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))\n\n"
-        "or decorate a subclass of Likelihood, which needs one method, nll."
-    )
-
-
-_ROBUST = (
-    " {name} has no curvature far from the target: its Hessian is 0 there, so it depends on which examples "
-    "happen to be fitted. GGNLinearOperator and HessianLinearOperator accept it; for all else choose a "
-    "distribution, as torch.distributions.Laplace(f, 1.0), whose Fisher matrix counts every example."
-)
-# What to use instead of losses of PyTorch that are not supported.
-_ADVICE: dict[type, str] = {
-    nn.L1Loss: _ROBUST,
-    nn.SmoothL1Loss: _ROBUST,
-    nn.HuberLoss: _ROBUST,
-    nn.KLDivLoss: (
-        " It reads log-probabilities, in which it is linear, so its Hessian is 0. Use nn.CrossEntropyLoss on the "
-        "logits, which takes class probabilities as targets and differs by a constant."
-    ),
-    nn.SoftMarginLoss: " It is nn.BCEWithLogitsLoss with targets (y + 1) / 2 in place of y = ±1: use that.",
-    nn.MultiLabelSoftMarginLoss: ' With reduction="mean" it is nn.BCEWithLogitsLoss: use that.',
-}
-
-
-def _advice(loss: Any) -> str:
-    """Why a loss is not supported and what to use instead, if known; else empty."""
-    if isinstance(loss, type):
-        return f" This is a class, not a loss: call it, {loss.__name__}(...)."
-    if getattr(loss, "__module__", None) == nn.functional.__name__:
-        return " Losses are known by their class, which holds the options: pass the module of torch.nn instead."
-    kind = next((t for t in type(loss).__mro__ if t in _ADVICE), None)
-    return "" if kind is None else _ADVICE[kind].format(name=type(loss).__name__)
-
-
-def _computes_like(loss: Any, parent: type) -> bool:
+def computes_like(loss: Any, parent: type) -> bool:
     """Whether calling the loss runs the `forward` of the registered class."""
     same = all(getattr(type(loss), m, None) is getattr(parent, m, None) for m in ("forward", "__call__"))
     return same and "forward" not in getattr(loss, "__dict__", {})

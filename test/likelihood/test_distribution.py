@@ -14,10 +14,10 @@ from curvlinops_plus.likelihood import (
     FromDistribution,
     Likelihood,
     likelihood_of,
+    loss_registry,
     rebuild_loss,
     register_likelihood,
 )
-from curvlinops_plus.likelihood import likelihood as likelihood_file
 
 F64 = torch.float64
 
@@ -257,7 +257,7 @@ def test_a_divergence_of_the_user_s_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_poisson_has_the_hessian_of_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likelihood_file, "_MAKERS", dict(likelihood_file._MAKERS))
+    monkeypatch.setattr(loss_registry, "_MAKERS", dict(loss_registry._MAKERS))
 
     @register_likelihood(nn.PoissonNLLLoss)
     def _(loss: nn.PoissonNLLLoss) -> Likelihood:

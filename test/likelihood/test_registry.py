@@ -15,15 +15,15 @@ from curvlinops_plus.likelihood import (
     CrossEntropy,
     Likelihood,
     likelihood_of,
+    loss_registry,
     rebuild_loss,
     register_likelihood,
 )
-from curvlinops_plus.likelihood import likelihood as likelihood_file
 
 
 @pytest.fixture(autouse=True)
 def _registry_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(likelihood_file, "_MAKERS", dict(likelihood_file._MAKERS))
+    monkeypatch.setattr(loss_registry, "_MAKERS", dict(loss_registry._MAKERS))
 
 
 class Huber(Likelihood):
