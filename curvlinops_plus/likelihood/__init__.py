@@ -13,8 +13,7 @@ from curvlinops_plus.likelihood.cross_entropy import NLL, CrossEntropy
 from curvlinops_plus.likelihood.distribution import FromDistribution
 from curvlinops_plus.likelihood.elementwise import DiagonalLikelihood
 from curvlinops_plus.likelihood.gaussian import GaussianNLL
-from curvlinops_plus.likelihood.likelihood import Likelihood
-from curvlinops_plus.likelihood.loss_registry import has_likelihood, likelihood_of, register_likelihood
+from curvlinops_plus.likelihood.likelihood import Likelihood, has_likelihood, likelihood_of, register_likelihood
 from curvlinops_plus.likelihood.mse import MSE
 from curvlinops_plus.likelihood.poisson import PoissonNLL
 

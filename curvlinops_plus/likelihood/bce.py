@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.elementwise import DiagonalLikelihood
-from curvlinops_plus.likelihood.likelihood import Uniform
-from curvlinops_plus.likelihood.loss_registry import register_likelihood
+from curvlinops_plus.likelihood.likelihood import Uniform, register_likelihood
 
 __all__ = ["BCE", "BCEWithLogits"]
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform
-from curvlinops_plus.likelihood.loss_registry import register_likelihood
+from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, register_likelihood
 from curvlinops_plus.likelihood.sampling import categories, scalar, wide_dtype
 
 __all__ = ["NLL", "CrossEntropy"]

@@ -16,20 +16,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.sampling import normals, scalar
+from curvlinops_plus.likelihood.unsupported import how_to_convert, not_registered
 
-__all__ = ["Likelihood", "Uniform", "computes_like", "hessian_products"]
+__all__ = ["Likelihood", "Uniform", "has_likelihood", "hessian_products", "likelihood_of", "register_likelihood"]
 
 # `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn example by example.
 Uniform = Callable[..., Tensor]
+
+_Maker = TypeVar("_Maker", bound=Callable[..., "Likelihood"])
 
 
 class Likelihood(ABC):
@@ -100,7 +101,7 @@ class Likelihood(ABC):
         """
         options = {name: getattr(self.loss, name, None) for name in self.option_names} | {"reduction": self.reduction}
         copies = {n: o.detach().clone() if isinstance(o, Tensor) else o for n, o in options.items()}
-        if self.loss_type is not None and computes_like(self.loss, self.loss_type):
+        if self.loss_type is not None and _computes_like(self.loss, self.loss_type):
             return {"loss": self.loss_type.__name__} | copies
         kind = type(self if self.loss is None else self.loss)
         return {"loss": f"{kind.__module__}.{kind.__qualname__}"} | copies
@@ -133,7 +134,7 @@ class Likelihood(ABC):
         """
         if not isinstance(y, Tensor):
             raise TypeError(
-                f"{self.name} needs a target that is a tensor, got a {type(y).__name__}. {_how_to_convert(y)}"
+                f"{self.name} needs a target that is a tensor, got a {type(y).__name__}. {how_to_convert(y)}"
             )
         if not f.is_floating_point():
             raise ValueError(f"{self.name} needs a floating-point output of the model, got {f.dtype} {list(f.shape)}.")
@@ -316,27 +317,88 @@ def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor)
     return torch.func.vmap(lambda v: pull(v)[0])(V.reshape(-1, *F.shape)).reshape(V.shape)
 
 
-def _how_to_convert(y: Any) -> str:
-    """Advice about a target that is not a tensor."""
-    if y is None:
-        return "Batches must be (X, y) with the target y, or mappings with 'labels' that are not None."
-    if isinstance(y, np.ndarray):
-        return "Convert it with torch.from_numpy, in the data set or in the collate function of the loader."
-    if any(isinstance(part, Tensor) for part in tree_leaves(y)):
-        return (
-            "One loss reads one target: give losses in the structure of the targets, as {'a': loss_a, 'b': loss_b} or "
-            "(loss_a, loss_b), or batches (X, y) with one tensor y."
-        )
-    return "Convert it with torch.tensor, in the data set or in the collate function of the loader."
-
-
 def _terms(t: Tensor, num_examples: int, axis: int) -> Tensor:
     """A tensor [M, ...] with class axis `axis` as [N, R, C]."""
     t = t[:, None] if t.ndim == 1 else t.movedim(axis, -1)
     return t.reshape(num_examples, -1, t.shape[-1])
 
 
-def computes_like(loss: Any, parent: type) -> bool:
+_MAKERS: dict[type, Callable[[Any], Likelihood]] = {}
+
+
+def register_likelihood(loss_type: type) -> Callable[[_Maker], _Maker]:
+    """Decorator that registers a loss: of a `Likelihood` class, or of a function `loss -> Likelihood`.
+
+    Subclasses of the loss are included, unless they have a `forward` of their own.
+
+    Args:
+        loss_type: Class of the loss. An existing entry is replaced.
+
+    Example:
+        >>> import torch
+        >>> from curvlinops_plus.likelihood import FromDistribution
+        >>> class MyPoissonLoss(torch.nn.PoissonNLLLoss):
+        ...     pass
+        >>> @register_likelihood(MyPoissonLoss)
+        ... def _(loss):
+        ...     return FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))
+        >>> likelihood_of(MyPoissonLoss(reduction="sum")).reduction
+        'sum'
+    """
+    if not isinstance(loss_type, type):
+        raise TypeError(f"register_likelihood expects the class of a loss, got {loss_type!r}.")
+
+    def register(make: _Maker) -> _Maker:
+        _MAKERS[loss_type] = make
+        return make
+
+    return register
+
+
+def likelihood_of(loss: Any) -> Likelihood:
+    """The likelihood of a loss.
+
+    Args:
+        loss: A loss whose class, or a base class with the same `forward`, is registered. A `Likelihood` is returned
+            unchanged.
+
+    Raises:
+        UnsupportedError: If nothing is registered for the loss, or its reduction is neither "mean" nor "sum".
+
+    Example:
+        >>> type(likelihood_of(nn.CrossEntropyLoss())).__name__
+        'CrossEntropy'
+    """
+    if isinstance(loss, Likelihood):
+        likelihood = loss
+    else:
+        make = _maker_of(loss)
+        if make is None:
+            raise not_registered(loss, list(_MAKERS))
+        likelihood = make(loss)
+        if likelihood.loss is None:
+            likelihood.loss = loss
+    _ = likelihood.reduction  # raises here if the loss is not reduced
+    return likelihood
+
+
+def has_likelihood(loss: Any) -> bool:
+    """Whether a likelihood is registered for the class of this loss; it may still refuse one of its options.
+
+    Example:
+        >>> has_likelihood(nn.MSELoss()), has_likelihood(nn.HuberLoss())
+        (True, False)
+    """
+    return isinstance(loss, Likelihood) or _maker_of(loss) is not None
+
+
+def _maker_of(loss: Any) -> Callable[[Any], Likelihood] | None:
+    """What makes the likelihood of a loss; None if its class is not registered, or overrides `forward`."""
+    parent = next((t for t in type(loss).__mro__ if t in _MAKERS), None)
+    return None if parent is None or not _computes_like(loss, parent) else _MAKERS[parent]
+
+
+def _computes_like(loss: Any, parent: type) -> bool:
     """Whether calling the loss runs the `forward` of the registered class."""
     same = all(getattr(type(loss), m, None) is getattr(parent, m, None) for m in ("forward", "__call__"))
     return same and "forward" not in getattr(loss, "__dict__", {})

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from curvlinops_plus.likelihood.elementwise import DiagonalLikelihood
-from curvlinops_plus.likelihood.likelihood import Uniform
-from curvlinops_plus.likelihood.loss_registry import register_likelihood
+from curvlinops_plus.likelihood.likelihood import Uniform, register_likelihood
 from curvlinops_plus.likelihood.sampling import normals
 
 __all__ = ["MSE"]

@@ -804,7 +804,7 @@ class Wrong(Likelihood):
 
 
 def test_verify_names_the_loss_with_wrong_rules() -> None:
-    from curvlinops_plus.likelihood.loss_registry import _MAKERS
+    from curvlinops_plus.likelihood.likelihood import _MAKERS
 
     register_likelihood(nn.SmoothL1Loss)(Wrong)
     try:

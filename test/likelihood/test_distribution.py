@@ -13,8 +13,8 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import (
     FromDistribution,
     Likelihood,
+    likelihood_file,
     likelihood_of,
-    loss_registry,
     rebuild_loss,
     register_likelihood,
 )
@@ -257,7 +257,7 @@ def test_a_divergence_of_the_user_s_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_poisson_has_the_hessian_of_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_registry, "_MAKERS", dict(loss_registry._MAKERS))
+    monkeypatch.setattr(likelihood_file, "_MAKERS", dict(likelihood_file._MAKERS))
 
     @register_likelihood(nn.PoissonNLLLoss)
     def _(loss: nn.PoissonNLLLoss) -> Likelihood:

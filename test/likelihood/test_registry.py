@@ -14,8 +14,8 @@ from curvlinops_plus.likelihood import (
     MSE,
     CrossEntropy,
     Likelihood,
+    likelihood_file,
     likelihood_of,
-    loss_registry,
     rebuild_loss,
     register_likelihood,
 )
@@ -23,7 +23,7 @@ from curvlinops_plus.likelihood import (
 
 @pytest.fixture(autouse=True)
 def _registry_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_registry, "_MAKERS", dict(loss_registry._MAKERS))
+    monkeypatch.setattr(likelihood_file, "_MAKERS", dict(likelihood_file._MAKERS))
 
 
 class Huber(Likelihood):
