@@ -13,11 +13,11 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import (
     FromDistribution,
     Likelihood,
-    likelihood_file,
     likelihood_of,
     rebuild_loss,
     register_likelihood,
 )
+from curvlinops_plus.likelihood import likelihood as likelihood_file
 
 F64 = torch.float64
 

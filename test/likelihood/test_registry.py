@@ -14,11 +14,11 @@ from curvlinops_plus.likelihood import (
     MSE,
     CrossEntropy,
     Likelihood,
-    likelihood_file,
     likelihood_of,
     rebuild_loss,
     register_likelihood,
 )
+from curvlinops_plus.likelihood import likelihood as likelihood_file
 
 
 @pytest.fixture(autouse=True)
