@@ -335,7 +335,6 @@ def register_likelihood(loss_type: type) -> Callable[[_Maker], _Maker]:
         loss_type: Class of the loss. An existing entry is replaced.
 
     Example:
-        >>> import torch
         >>> from curvlinops_plus.likelihood import FromDistribution
         >>> class MyPoissonLoss(torch.nn.PoissonNLLLoss):
         ...     pass
@@ -366,7 +365,7 @@ def likelihood_of(loss: Any) -> Likelihood:
         UnsupportedError: If nothing is registered for the loss, or its reduction is neither "mean" nor "sum".
 
     Example:
-        >>> type(likelihood_of(nn.CrossEntropyLoss())).__name__
+        >>> type(likelihood_of(torch.nn.CrossEntropyLoss())).__name__
         'CrossEntropy'
     """
     if isinstance(loss, Likelihood):
@@ -386,7 +385,7 @@ def has_likelihood(loss: Any) -> bool:
     """Whether a likelihood is registered for the class of this loss; it may still refuse one of its options.
 
     Example:
-        >>> has_likelihood(nn.MSELoss()), has_likelihood(nn.HuberLoss())
+        >>> has_likelihood(torch.nn.MSELoss()), has_likelihood(torch.nn.HuberLoss())
         (True, False)
     """
     return isinstance(loss, Likelihood) or _maker_of(loss) is not None
