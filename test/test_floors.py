@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -193,3 +194,10 @@ def test_long_functions_and_classes_are_found(tmp_path: Path) -> None:
     )
     found = [too_long(p) for p in files(package)]
     assert found == [["f has 17 branches"], [f"A has {LONGEST_CLASS + 1} lines"], []]
+
+
+def test_files_named_in_contributing_exist() -> None:
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w./]+(?:\.py|/))`", text)
+    assert len(named) > 20
+    assert [name for name in named if not any((at / name).exists() for at in (PACKAGE, PACKAGE.parent))] == []

@@ -8,7 +8,8 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.convolution_gram import grouped_gram, image_gram, input_gram
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.replay import at_least_float32
-from curvlinops_plus.layer.rule import AffineRule, register_rule
+from curvlinops_plus.layer.rule import AffineRule
+from curvlinops_plus.layer.rule_registry import register_rule
 
 __all__ = ["ConvRule"]
 

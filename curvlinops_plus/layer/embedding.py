@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.layer.rows import SparseRows
-from curvlinops_plus.layer.rule import AffineRule, register_rule
+from curvlinops_plus.layer.rule import AffineRule
+from curvlinops_plus.layer.rule_registry import register_rule
 
 __all__ = ["EmbeddingBagRule", "EmbeddingRule", "refuse_renormalization"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from curvlinops_plus.layer.linear import LinearRule
-from curvlinops_plus.layer.rule import register_rule
+from curvlinops_plus.layer.rule_registry import register_rule
 
 __all__ = ["Conv1DRule"]
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from curvlinops_plus.layer.replay import at_least_float32, check_repeatable, why_computed
-from curvlinops_plus.layer.rule import LayerRule, register_rule
+from curvlinops_plus.layer.rule import LayerRule
+from curvlinops_plus.layer.rule_registry import register_rule
 
 __all__ = [
     "BatchNormRule",

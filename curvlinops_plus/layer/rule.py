@@ -1,4 +1,4 @@
-"""Layer rules, and the registry that finds the rule of a module.
+"""`LayerRule` and `AffineRule`: derivatives with respect to the parameters of one layer.
 
 A rule computes derivatives with respect to a layer's parameters from the layer's recorded inputs and the gradients of
 its output. `LayerRule` gives per-example gradients of any module. `AffineRule` is for layers whose output is `W a + b`,
@@ -17,9 +17,9 @@ Half-precision inputs and gradients are converted to float32 before they are mul
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
@@ -30,7 +30,7 @@ from curvlinops_plus.layer.replay import at_least_float32, differentiable_parame
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.linalg.numerics import gram
 
-__all__ = ["RULES", "AffineRule", "LayerRule", "register_rule", "rule_of", "why_generic"]
+__all__ = ["AffineRule", "LayerRule", "outer_products"]
 
 
 class LayerRule:
@@ -212,6 +212,7 @@ class AffineRule(LayerRule):
         direct_grad_gram: Whether `grad_gram` is computed without rows.
 
     Example:
+        >>> from curvlinops_plus.layer import register_rule, rule_of
         >>> class Transposed(nn.Module):  # y = x @ kernel, kernel [i, o]
         ...     def __init__(self):
         ...         super().__init__()
@@ -405,124 +406,6 @@ class AffineRule(LayerRule):
                 f"without the bias have {start}."
             )
         return named
-
-
-RULES: dict[type[nn.Module] | str, LayerRule] = {}
-"""Module type, or its full name, to its rule. `register_rule` adds to it."""
-
-_Rule = TypeVar("_Rule", bound=type[LayerRule])
-
-
-def register_rule(*types: type[nn.Module] | str) -> Callable[[_Rule], _Rule]:
-    """Class decorator that makes a `LayerRule` the rule of some module types and of their subclasses.
-
-    Subclasses with a `forward` of their own are excluded. Registering a type again replaces its rule.
-
-    Args:
-        *types: One or more subclasses of `nn.Module`, or their full names, such as
-            `"transformers.pytorch_utils.Conv1D"`, for types of libraries that need not be imported.
-
-    Raises:
-        TypeError: If the arguments are not module types, or the decorated class is not a rule.
-
-    Example:
-        >>> class MyLinear(nn.Linear):
-        ...     def forward(self, x):
-        ...         return 2 * super().forward(x)
-        >>> rule_of(MyLinear(3, 2)).__class__.__name__
-        'LayerRule'
-        >>> @register_rule(MyLinear)
-        ... class MyLinearRule(AffineRule):
-        ...     def patterns(self, module):
-        ...         return {"weight": "o i -> o i", "bias": "o -> o 1"}
-        ...     def inputs(self, module, x):
-        ...         return x[:, None]
-        ...     def grads(self, module, g):
-        ...         return 2 * g[:, :, None]
-        >>> rule_of(MyLinear(3, 2)).__class__.__name__
-        'MyLinearRule'
-    """
-    wrong = [t for t in types if not (_is_full_name(t) or (isinstance(t, type) and issubclass(t, nn.Module)))]
-    if not types or wrong:
-        raise TypeError(
-            f"register_rule expects module types or their full names, got {wrong if types else 'nothing'}. Write "
-            "`@register_rule(MyLayer)` above `class MyLayerRule(AffineRule)`."
-        )
-
-    def register(rule: _Rule) -> _Rule:
-        if not (isinstance(rule, type) and issubclass(rule, LayerRule)):
-            raise TypeError(f"@register_rule decorates a subclass of LayerRule or AffineRule, got {rule!r}.")
-        instance = rule()
-        RULES.update(dict.fromkeys(types, instance))
-        return rule
-
-    return register
-
-
-def rule_of(module: nn.Module) -> LayerRule:
-    """The rule of a module: that of its type or nearest base type, or else the generic `LayerRule`.
-
-    A rule is used only if the module computes what its type does: with the type's own `forward`, with parameters that
-    are its own (no weight normalization, no parametrization) and with options that the rule supports.
-    `why_generic` gives the reason otherwise.
-
-    Raises:
-        ValueError: If `patterns` of the rule names something that the module does not have.
-
-    Example:
-        >>> rule_of(nn.Linear(3, 2)).patterns(nn.Linear(3, 2))
-        {'weight': 'o i -> o i', 'bias': 'o -> o 1'}
-    """
-    found = _find(module)
-    return GENERIC if isinstance(found, str) else found
-
-
-def why_generic(module: nn.Module) -> str:
-    """Why a module has only the generic rule, in one sentence; empty if it has one of its own.
-
-    Example:
-        >>> why_generic(nn.Softplus())
-        'no rule is registered for Softplus: add one with @register_rule(Softplus)'
-    """
-    found = _find(module)
-    return found if isinstance(found, str) else ""
-
-
-GENERIC = LayerRule()
-
-
-def _find(module: nn.Module) -> LayerRule | str:
-    """The registered rule that fits the module, or the reason why there is none."""
-    kind = type(module)
-    registered = next((t for t in kind.__mro__ if t in RULES or _full_name(t) in RULES), None)
-    if registered is None:
-        return f"no rule is registered for {kind.__name__}: add one with @register_rule({kind.__name__})"
-    rule = RULES[registered] if registered in RULES else RULES[_full_name(registered)]
-    if kind.forward is not registered.forward or kind.__call__ is not registered.__call__ or "forward" in vars(module):
-        return f"this {kind.__name__} has another `forward` than {registered.__name__}: add a rule with @register_rule"
-    if (reason := rule.refuses(module)) is not None:
-        return reason
-    # Of a parametrized module, `weight` is computed from other parameters, which the module holds instead.
-    direct, named = differentiable_parameters(module), rule.patterns(module)
-    if missing := [name for name in named if name not in direct and not hasattr(module, name)]:
-        raise ValueError(
-            f"{type(rule).__name__}.patterns names {missing}, but {kind.__name__} has the parameters {list(direct)}. "
-            "Use the names of the parameters in the module."
-        )
-    if direct.keys() != named.keys():
-        return (
-            f"this {kind.__name__} holds the parameters {list(direct)}, expected {list(named)} (is one of them "
-            "computed from others, as by weight normalization?)"
-        )
-    return rule
-
-
-def _is_full_name(t: Any) -> bool:
-    return isinstance(t, str) and "." in t and all(part.isidentifier() for part in t.split("."))
-
-
-def _full_name(t: type) -> str:
-    return f"{t.__module__}.{t.__qualname__}"
 
 
 def _flat_pattern(ndim: int) -> str:

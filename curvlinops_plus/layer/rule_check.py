@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from curvlinops_plus.errors import UnsupportedError, VerificationError
 from curvlinops_plus.layer.replay import check_repeatable, differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
-from curvlinops_plus.layer.rule import AffineRule, LayerRule, outer_products, rule_of, why_generic
+from curvlinops_plus.layer.rule import AffineRule, LayerRule, outer_products
+from curvlinops_plus.layer.rule_registry import rule_of, why_generic
 from curvlinops_plus.linalg.layout import Layout
 
 __all__ = ["RuleCheck", "check_rule"]

@@ -16,16 +16,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from types import FunctionType
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.sampling import normals, scalar
+from curvlinops_plus.likelihood.unsupported import how_to_convert, not_registered
 
 __all__ = ["Likelihood", "Uniform", "has_likelihood", "hessian_products", "likelihood_of", "register_likelihood"]
 
@@ -97,6 +95,7 @@ class Likelihood(ABC):
         `rebuild_loss` constructs the loss from it, if the loss is one of PyTorch's that this package supports.
 
         Example:
+            >>> from curvlinops_plus.likelihood import likelihood_of
             >>> likelihood_of(torch.nn.MSELoss(reduction="sum")).options()
             {'loss': 'MSELoss', 'reduction': 'sum'}
         """
@@ -127,6 +126,7 @@ class Likelihood(ABC):
             ValueError: If shapes or values of output and target don't fit the loss or each other.
 
         Example:
+            >>> from curvlinops_plus.likelihood import likelihood_of
             >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
             >>> F, Y = cross_entropy.canonical(torch.zeros(2, 10, 4, 5), torch.zeros(2, 4, 5, dtype=torch.long), 2)
             >>> F.shape, Y.shape
@@ -134,7 +134,7 @@ class Likelihood(ABC):
         """
         if not isinstance(y, Tensor):
             raise TypeError(
-                f"{self.name} needs a target that is a tensor, got a {type(y).__name__}. {_how_to_convert(y)}"
+                f"{self.name} needs a target that is a tensor, got a {type(y).__name__}. {how_to_convert(y)}"
             )
         if not f.is_floating_point():
             raise ValueError(f"{self.name} needs a floating-point output of the model, got {f.dtype} {list(f.shape)}.")
@@ -161,6 +161,7 @@ class Likelihood(ABC):
         """Vectors [*lead, N, R, C] in the output's own shape, [*lead, *f_shape]: the inverse of `canonical`.
 
         Example:
+            >>> from curvlinops_plus.likelihood import likelihood_of
             >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
             >>> cross_entropy.restore(torch.zeros(7, 2, 20, 10), (2, 10, 4, 5), num_examples=2).shape
             torch.Size([7, 2, 10, 4, 5])
@@ -262,6 +263,7 @@ class Likelihood(ABC):
         Cost of the default: the columns of the root, one at a time where they have a formula.
 
         Example:
+            >>> from curvlinops_plus.likelihood import likelihood_of
             >>> mse = likelihood_of(torch.nn.MSELoss())
             >>> mse.hessian_root_product(torch.zeros(1, 1, 2), torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
             tensor([[[1.4142, 1.4142]]])
@@ -277,6 +279,7 @@ class Likelihood(ABC):
         Cost of the default: the columns of the root, one at a time where they have a formula.
 
         Example:
+            >>> from curvlinops_plus.likelihood import likelihood_of
             >>> cross_entropy = likelihood_of(torch.nn.CrossEntropyLoss())
             >>> F, Y = torch.tensor([[[0.0, 0.0]]]), torch.tensor([[1]])
             >>> Bt_v = cross_entropy.hessian_root_transpose_product(F, Y, torch.tensor([[[1.0, 0.0]]]))
@@ -312,20 +315,6 @@ def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor)
     """
     pull = torch.func.vjp(torch.func.grad(function), F)[1]
     return torch.func.vmap(lambda v: pull(v)[0])(V.reshape(-1, *F.shape)).reshape(V.shape)
-
-
-def _how_to_convert(y: Any) -> str:
-    """Advice about a target that is not a tensor."""
-    if y is None:
-        return "Batches must be (X, y) with the target y, or mappings with 'labels' that are not None."
-    if isinstance(y, np.ndarray):
-        return "Convert it with torch.from_numpy, in the data set or in the collate function of the loader."
-    if any(isinstance(part, Tensor) for part in tree_leaves(y)):
-        return (
-            "One loss reads one target: give losses in the structure of the targets, as {'a': loss_a, 'b': loss_b} or "
-            "(loss_a, loss_b), or batches (X, y) with one tensor y."
-        )
-    return "Convert it with torch.tensor, in the data set or in the collate function of the loader."
 
 
 def _terms(t: Tensor, num_examples: int, axis: int) -> Tensor:
@@ -384,7 +373,7 @@ def likelihood_of(loss: Any) -> Likelihood:
     else:
         make = _maker_of(loss)
         if make is None:
-            raise _not_registered(loss)
+            raise not_registered(loss, list(_MAKERS))
         likelihood = make(loss)
         if likelihood.loss is None:
             likelihood.loss = loss
@@ -404,54 +393,8 @@ def has_likelihood(loss: Any) -> bool:
 
 def _maker_of(loss: Any) -> Callable[[Any], Likelihood] | None:
     """What makes the likelihood of a loss; None if its class is not registered, or overrides `forward`."""
-    parent = _registered_class(loss)
-    return _MAKERS[parent] if parent is not None and _computes_like(loss, parent) else None
-
-
-def _registered_class(loss: Any) -> type | None:
-    return next((t for t in type(loss).__mro__ if t in _MAKERS), None)
-
-
-def _not_registered(loss: Any) -> UnsupportedError:
-    kind, parent = type(loss), _registered_class(loss)
-    name = getattr(loss, "__name__", "a function") if isinstance(loss, (FunctionType, type)) else kind.__name__
-    why = f" It changes the forward of {parent.__name__}, whose rules may be wrong for it." if parent else _advice(loss)
-    return UnsupportedError(
-        f"no likelihood is registered for the loss {name}.{why} Known losses: "
-        f"{', '.join(sorted(t.__name__ for t in _MAKERS))}. To add yours (a class), say which distribution it is the "
-        f"negative log-likelihood of:\n\n    @register_likelihood({name})\n    def _(loss):\n"
-        "        return FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))\n\n"
-        "or decorate a subclass of Likelihood, which needs one method, nll."
-    )
-
-
-_ROBUST = (
-    " {name} has no curvature far from the target: its Hessian is 0 there, so it depends on which examples "
-    "happen to be fitted. GGNLinearOperator and HessianLinearOperator accept it; for all else choose a "
-    "distribution, as torch.distributions.Laplace(f, 1.0), whose Fisher matrix counts every example."
-)
-# What to use instead of losses of PyTorch that are not supported.
-_ADVICE: dict[type, str] = {
-    nn.L1Loss: _ROBUST,
-    nn.SmoothL1Loss: _ROBUST,
-    nn.HuberLoss: _ROBUST,
-    nn.KLDivLoss: (
-        " It reads log-probabilities, in which it is linear, so its Hessian is 0. Use nn.CrossEntropyLoss on the "
-        "logits, which takes class probabilities as targets and differs by a constant."
-    ),
-    nn.SoftMarginLoss: " It is nn.BCEWithLogitsLoss with targets (y + 1) / 2 in place of y = ±1: use that.",
-    nn.MultiLabelSoftMarginLoss: ' With reduction="mean" it is nn.BCEWithLogitsLoss: use that.',
-}
-
-
-def _advice(loss: Any) -> str:
-    """Why a loss is not supported and what to use instead, if known; else empty."""
-    if isinstance(loss, type):
-        return f" This is a class, not a loss: call it, {loss.__name__}(...)."
-    if getattr(loss, "__module__", None) == nn.functional.__name__:
-        return " Losses are known by their class, which holds the options: pass the module of torch.nn instead."
-    kind = next((t for t in type(loss).__mro__ if t in _ADVICE), None)
-    return "" if kind is None else _ADVICE[kind].format(name=type(loss).__name__)
+    parent = next((t for t in type(loss).__mro__ if t in _MAKERS), None)
+    return None if parent is None or not _computes_like(loss, parent) else _MAKERS[parent]
 
 
 def _computes_like(loss: Any, parent: type) -> bool:
