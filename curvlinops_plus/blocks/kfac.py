@@ -90,16 +90,17 @@ class KFAC(Accumulator):
     def update(self, batch: LayerBatch) -> None:
         for number, role in enumerate(batch.roles()):
             if role.calls and batch.first and self.weight_group is not None:
-                weight = role.restrict(self.weight_group)
-                if (rows := weight.input_rows(self.reduce)) is not None:
-                    self.add_rows(f"A{number or ''}", rows, rows.shape[1] < weight.columns, float(len(rows)))
+                rows, name = role.restrict(self.weight_group).rows, f"A{number or ''}"
+                if (a := rows.stacked_inputs(self.reduce)) is not None:
+                    self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(len(a)))
                 else:
-                    self.add(f"A{number or ''}", *weight.input_gram(self.reduce))
+                    self.add(name, *rows.input_gram(self.reduce))
             if role.calls and batch.num_vectors:
-                if (rows := role.rows.stacked_grads(self.reduce)) is not None:
-                    self.add_rows(f"G{number or ''}", rows)
+                rows, name = role.rows, f"G{number or ''}"
+                if (g := rows.stacked_grads(self.reduce)) is not None:
+                    self.add_rows(name, g)
                 else:
-                    self.add(f"G{number or ''}", role.rows.grad_gram(self.reduce))
+                    self.add(name, rows.grad_gram(self.reduce))
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         return kfac_blocks(self.layer, *self.factors())
