@@ -17,7 +17,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.linalg.gram import GramSum
+from curvlinops_plus.linalg.gram_sum import GramSum
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 
 if TYPE_CHECKING:

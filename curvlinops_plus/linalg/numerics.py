@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
-from curvlinops_plus.linalg.gram import gram
+from curvlinops_plus.linalg.gram_sum import gram
 
 __all__ = ["cholesky_inverse", "damped_cholesky", "eigh", "gram", "powers", "psd_clip", "standard_normal"]
 

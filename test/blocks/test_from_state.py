@@ -97,7 +97,7 @@ def test_every_kind_of_vectors_is_made_again(vectors: Vectors) -> None:
     model, _, data = small()
     other = BlockwiseLinearOperator.from_state_dict(K.state_dict(), model, data)
     assert other.vectors == vectors
-    assert other.risk.loss_func.label_smoothing == 0.1
+    assert other.risk.losses.given.label_smoothing == 0.1
     close(other.to_dense(), K.to_dense(), 1e-13)
     assert str(other) == str(K)
     same(other.compute().to_dense(), K.to_dense())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
 from curvlinops_plus.linalg import cholesky_inverse, eigh, gram, numerics, psd_clip
-from curvlinops_plus.linalg.gram import (
+from curvlinops_plus.linalg.gram_sum import (
     GramSum,
     _as_many_threads_as_torch,
     _by_halves,
