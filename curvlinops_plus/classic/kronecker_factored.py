@@ -209,8 +209,8 @@ class KFACLinearOperator(BlockwiseLinearOperator):
 
     @property
     def _N_data(self) -> int:
-        if self.risk.num_data is not None:
-            return self.risk.num_data
+        if self.risk.options.num_data is not None:
+            return self.risk.options.num_data
         _ = self.operator
         assert self.examples is not None
         return self.examples

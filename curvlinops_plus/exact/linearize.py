@@ -328,17 +328,16 @@ class Linearizer:
     # ------------------------------------------------------------------------------------------------- reverse mode
     def _jvp_double_backward(self, F: Outputs, free: list[Tensor], rows: Tensor) -> list[Tensor]:
         """`J v` as the derivative of `wᵀ J` with respect to `w`, [K, n] -> [K, *output]."""
-        w = [torch.zeros_like(f, requires_grad=True) for f in F]
-        reached = [i for i, f in enumerate(F) if f.requires_grad]
-        JV = [f.new_zeros(len(rows), *f.shape) for f in F]
+        JV = {id(f): f.new_zeros(len(rows), *f.shape) for f in F}
+        reached = [f for f in F if f.requires_grad]
+        w = [torch.zeros_like(f, requires_grad=True) for f in reached]
         with operation_context(self._why):
-            outputs, ws = [F[i] for i in reached], [w[i] for i in reached]
-            back = torch.autograd.grad(outputs, free, ws, create_graph=True, allow_unused=True) if reached else ()
+            back = torch.autograd.grad(reached, free, w, create_graph=True, allow_unused=True) if reached else ()
             used = [(g, v) for g, v in zip(back, split_rows(rows, self.params)) if g is not None and g.requires_grad]
             if used:
-                for i, t in zip(reached, vjp([g for g, _ in used], ws, [v for _, v in used]), strict=True):
-                    JV[i] = JV[i] if t is None else t.detach()
-        return JV
+                found = vjp([g for g, _ in used], w, [v for _, v in used])
+                JV |= {id(f): t.detach() for f, t in zip(reached, found, strict=True) if t is not None}
+        return [JV[id(f)] for f in F]
 
     def _vjp(self, F: Outputs, free: list[Tensor], vectors: Sequence[Tensor | None], K: int) -> Tensor:
         """`Jᵀ u` for K vectors, [K, *output] -> [K, n]."""

@@ -86,15 +86,15 @@ class AffineRows:
     def summed_grads(self) -> Tensor:
         """`ĝ_n = Σ_s g_{n,s}`, [V, N, *b, o]: also the per-example gradient of the bias."""
         if "summed" not in self._shared:
-            total: Tensor | None = None
+            parts = []
             for call in self.calls:
                 if self._mask_of(call) is None:
                     g = call.rule.sum_grads(call.use.module, self._upcast(call.grads))
                     g = g.unflatten(1, (self.num_examples, -1)).sum(2)
                 else:
                     g = self._grad_rows(call).sum(2)
-                total = g if total is None else total + g
-            self._shared["summed"] = total
+                parts.append(g)
+            self._shared["summed"] = sum(parts[1:], parts[0])
         return self._shared["summed"]
 
     # ---------------------------------------------------------------------------------------------------- Gram matrices

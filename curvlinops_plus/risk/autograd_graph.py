@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-__all__ = ["children", "postorder"]
+__all__ = ["postorder"]
 
 
-def children(node: Any) -> list[Any]:
-    """The nodes that a node sends gradients to, towards the inputs; one entry per edge."""
-    return [child for child, _ in node.next_functions if child is not None]
-
-
-def postorder(roots: Iterable[Any]) -> Iterator[Any]:
-    """Every node below some roots once, each after all of its children.
+def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """Every node below some roots once, with its children towards the inputs, each after all of them.
 
     Args:
         roots: Nodes, as `tensor.grad_fn` gives them; None is skipped.
@@ -22,16 +17,16 @@ def postorder(roots: Iterable[Any]) -> Iterator[Any]:
     Example:
         >>> import torch
         >>> x = torch.ones(2, requires_grad=True)
-        >>> [type(node).__name__ for node in postorder([(2 * x).sum().grad_fn])]
+        >>> [type(node).__name__ for node, _ in postorder([(2 * x).sum().grad_fn])]
         ['AccumulateGrad', 'MulBackward0', 'SumBackward0']
     """
-    found: set[Any] = set()
+    below: dict[Any, list[Any]] = {}
     stack = [(root, False) for root in roots if root is not None]
     while stack:
         node, ready = stack.pop()
         if ready:
-            yield node
-        elif node not in found:
-            found.add(node)
+            yield node, below[node]
+        elif node not in below:
+            below[node] = [child for child, _ in node.next_functions if child is not None]
             stack.append((node, True))
-            stack += [(child, False) for child in children(node) if child not in found]
+            stack += [(child, False) for child in below[node] if child not in below]

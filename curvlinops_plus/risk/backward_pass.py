@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.risk.layer_batch import LayerBatch
-from curvlinops_plus.risk.losses import Losses, Terms
+from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 from curvlinops_plus.risk.vectors import Draws, Vectors
@@ -62,38 +62,54 @@ def vector_groups(
         draws: Random numbers for all.
         weights: Relative weights of the losses.
     """
-    Fs, Ys, N = terms.outputs, terms.targets, terms.totals.examples
-    numbers = [vectors.count(one.likelihood, F) for one, F in zip(losses, Fs, strict=True)]
-    factors = losses.vector_factors(weights, vectors.of_loss)
-
-    def send(i: int, own: Draws) -> Iterator[Tensor]:
-        return vectors.send(losses[i].likelihood, Fs[i], Ys[i], own)
-
-    streams: Sequence[Draws] = [draws] * len(losses)
-    if vectors.seed is not None:
-        about = (repr(vectors), *(tuple(F.shape[1:]) for F in Fs))
-        streams = losses.streams(about, draws, N, [lambda own, i=i: [*send(i, own)] for i in range(len(losses))])
-
-    def restored(i: int) -> Iterator[Tensor]:
-        f, axis, factor, likelihood = outputs[i], class_axes[i], factors[i], losses[i].likelihood
-        for v in send(i, streams[i]):
-            yield likelihood.restore(v if factor == 1 else v * factor, f.shape, N, axis).to(f.dtype)
-
-    # An output that no tracked layer reaches has no graph.
-    live = [i for i, f in enumerate(outputs) if f.requires_grad and numbers[i]]
-    if live and vectors.together and len(set(numbers)) == 1:
-        parts = ([*group] for group in zip(*map(restored, live), strict=True))
-        return [VectorGroup([outputs[i] for i in live], numbers[0], parts)]
-    return [
-        VectorGroup(
-            [outputs[i]],
-            numbers[i],
-            ([v] for v in restored(i)),
-            Fs[i].shape[1],
-            "" if losses[i].key is None else f" for output {losses[i].key!r}",
-        )
-        for i in live
+    factors, N = losses.vector_factors(weights, vectors.of_loss), terms.totals.examples
+    parts = [
+        _LossVectors(one, vectors, *of_loss)
+        for one, *of_loss in zip(losses, outputs, terms.outputs, terms.targets, class_axes, factors, strict=True)
     ]
+    numbers = [vectors.count(part.loss.likelihood, part.F) for part in parts]
+    streams: Sequence[Draws] = [draws] * len(parts)
+    if vectors.seed is not None:
+        about = (repr(vectors), *(tuple(part.F.shape[1:]) for part in parts))
+        streams = losses.streams(about, draws, N, [part.ask for part in parts])
+    # An output that no tracked layer reaches has no graph.
+    live = [(part, n, own) for part, n, own in zip(parts, numbers, streams) if part.f.requires_grad and n]
+    if live and vectors.together and len(set(numbers)) == 1:
+        together = ([*group] for group in zip(*(part.send(own) for part, _, own in live), strict=True))
+        return [VectorGroup([part.f for part, *_ in live], numbers[0], together)]
+    return [
+        VectorGroup([part.f], n, ([v] for v in part.send(own)), part.F.shape[1], part.where) for part, n, own in live
+    ]
+
+
+@dataclass(eq=False)
+class _LossVectors:
+    """The vectors of one loss in one batch."""
+
+    loss: OutputLoss
+    vectors: Vectors
+    f: Tensor
+    F: Tensor
+    Y: Any
+    class_axis: int | None
+    factor: float
+
+    @property
+    def where(self) -> str:
+        """Which loss, in words."""
+        return "" if self.loss.key is None else f" for output {self.loss.key!r}"
+
+    def ask(self, draws: Draws) -> None:
+        """Ask for the random numbers that the vectors take."""
+        for _ in self.vectors.send(self.loss.likelihood, self.F, self.Y, draws):
+            pass
+
+    def send(self, draws: Draws) -> Iterator[Tensor]:
+        """The vectors times their factor, of the output's shape."""
+        f, likelihood = self.f, self.loss.likelihood
+        for v in self.vectors.send(likelihood, self.F, self.Y, draws):
+            scaled = v if self.factor == 1 else v * self.factor
+            yield likelihood.restore(scaled, f.shape, len(self.F), self.class_axis).to(f.dtype)
 
 
 class BackwardPasses:
@@ -105,6 +121,7 @@ class BackwardPasses:
         mask: Positions that count, [N, T] bool; None for all.
 
     Attributes:
+        called: Indices of the layers that were called.
         reached: Indices of the layers that a gradient reached.
     """
 
@@ -112,6 +129,7 @@ class BackwardPasses:
         self.recorder, self.consume, self.mask = recorder, consume, mask
         self.reached: set[int] = set()
         self._calls = recorder.by_layer()
+        self.called = set(self._calls)
         self._first = True  # whether no vector was sent yet
 
     def send(self, group: VectorGroup, at_once: int, keep_graph: bool) -> None:
@@ -164,31 +182,27 @@ class BackwardPasses:
         """Several vectors [V, *output] in one vectorised backward pass: fast for small batches and on GPUs, memory
         times V. Where an operation can't be vectorised, they are sent one at a time.
         """
+        recorder = self.recorder
         if self._first:
-            self.recorder.require_unchanged()
-            self.recorder.sources(outputs)  # refuses parameters that something else reads
-        slots = [s for calls in self._calls.values() for c in calls for s in c.slots if s.edge is not None]
+            recorder.require_unchanged()
+            recorder.sources(outputs)  # refuses parameters that something else reads
+        slots = [slot for recorded in recorder.calls for slot in recorded.slots if slot.edge is not None]
         if not slots:
             return
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*batching rule.*")  # vmap's own loop: slower, and right
+                edges = [slot.edge for slot in slots]
                 found = torch.autograd.grad(
-                    outputs,
-                    [slot.edge for slot in slots],
-                    vectors,
-                    retain_graph=True,
-                    allow_unused=True,
-                    is_grads_batched=True,
+                    outputs, edges, vectors, retain_graph=True, allow_unused=True, is_grads_batched=True
                 )
         except RuntimeError:  # custom functions without a vmap rule, and more; what else is wrong is raised again below
             self._stream(outputs, ([v[k] for v in vectors] for k in range(len(vectors[0]))), keep_graph=True)
             return
         grads = {id(slot): g for slot, g in zip(slots, found) if g is not None}
         del found
-        for index, calls in self._calls.items():
-            if any(id(slot) in grads for call in calls for slot in call.slots):
-                self.reached.add(index)
+        self.reached |= {call.layer for call in recorder.calls if not grads.keys().isdisjoint(map(id, call.slots))}
+        for index in self._calls:
             self._show(index, grads, len(vectors[0]), batched=True)
         self._first = False
 

@@ -24,29 +24,48 @@ def take_examples(batch: Batch, examples: Sequence[int], axis: int | None = None
     Returns:
         None if no tensor of the input carries examples.
     """
-    N, found = batch.num_examples, []
+    picker = _Picker(examples, batch.num_examples, axis)
+    X = picker.pick(batch.X)
+    return Batch(X, picker.pick(batch.y), len(examples), batch.unpack) if picker.found else None
 
-    def take(t: Any) -> Any:
-        if isinstance(t, MutableMapping) and not isinstance(t, dict):
-            picked = type(t)()
-            for key, value in t.items():
-                picked[key] = take(value)
+
+class _Picker:
+    """Picks examples out of tensors, at any depth.
+
+    Args:
+        examples: Numbers of the examples.
+        num_examples: N.
+        axis: The axis that carries them, None for the first one where the sizes fit.
+
+    Attributes:
+        found: Whether any tensor carried examples.
+    """
+
+    def __init__(self, examples: Sequence[int], num_examples: int, axis: int | None) -> None:
+        self.examples, self.num_examples, self.axis, self.found = examples, num_examples, axis, False
+
+    def pick(self, tree: Any) -> Any:
+        """The same structure with the examples alone."""
+        if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
+            picked = type(tree)()
+            picked.update({key: self.pick(value) for key, value in tree.items()})
             return picked
-        if isinstance(t, Mapping):
-            return {key: take(value) for key, value in t.items()}
-        if isinstance(t, (tuple, list)):
-            return type(t)(take(value) for value in t)
-        if not isinstance(t, Tensor) or t.ndim == 0:
-            return t
-        index = torch.tensor(examples, device=t.device)
-        at = axis if axis is not None else next((k for k in range(min(t.ndim, 2)) if t.shape[k] == N), None)
-        if at is not None and t.ndim > at and t.shape[at] == N:
-            found.append(t)
+        if isinstance(tree, Mapping):
+            return {key: self.pick(value) for key, value in tree.items()}
+        if isinstance(tree, (tuple, list)):
+            return type(tree)(self.pick(value) for value in tree)
+        return self._pick_rows(tree) if isinstance(tree, Tensor) and tree.ndim else tree
+
+    def _pick_rows(self, t: Tensor) -> Tensor:
+        N, axis, index = self.num_examples, self.axis, torch.tensor(self.examples, device=t.device)
+        if axis is None:
+            at = next((k for k in range(min(t.ndim, 2)) if t.shape[k] == N), None)
+        else:
+            at = axis if t.ndim > axis and t.shape[axis] == N else None
+        if at is not None:
+            self.found = True
             return t.index_select(at, index)
         if t.shape[0] % N == 0 and axis in (None, 0):
-            found.append(t)
+            self.found = True
             return t.unflatten(0, (N, -1)).index_select(0, index).flatten(0, 1)
         return t
-
-    X = take(batch.X)
-    return Batch(X, take(batch.y), len(examples), batch.unpack) if found else None

@@ -115,7 +115,7 @@ class LayerBatch:
             UnsupportedError: If the layer has no affine rule, or multiplies with several matrices.
         """
         layer = self.layer
-        if not layer.affine:
+        if not layer.roles:
             kind = "is shared by several modules" if layer.tied else "has no affine rule"
             owner = type(layer.uses[0].owner).__name__
             raise UnsupportedError(

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -150,24 +151,15 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
         if not params:
             raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
     owned = dict(model.named_parameters())
-    by_id = {id(p): name for name, p in owned.items()}
-    by_memory = {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
+    names = {id(p): name for name, p in owned.items()}
+    names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
     items: Iterable[tuple[str | None, Tensor]]
     items = params.items() if isinstance(params, Mapping) else ((None, p) for p in params)
     own: dict[str, Tensor] = {}
     labels: dict[str, str] = {}
     for position, (key, p) in enumerate(items):
         label = f"params[{position if key is None else key!r}]"
-        if not isinstance(p, Tensor):
-            raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.")
-        name = by_id.get(id(p)) or by_memory.get((p.data_ptr(), p.shape, p.stride()))
-        if name is None:
-            raise ValueError(
-                f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}. Pass "
-                "the model's own tensors, "
-                "for instance `[p for p in model.parameters() if p.requires_grad]` or "
-                "`dict(model.named_parameters())`."
-            )
+        name = _own_name(model, names, p, label)
         if name in labels:
             raise ValueError(
                 f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
@@ -177,6 +169,21 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
     if not own:
         raise ValueError("`params` is empty; there is no matrix of size 0.")
     return own
+
+
+def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str) -> str:
+    """The model's name of a parameter, found by identity or memory."""
+    if not isinstance(p, Tensor):
+        raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.")
+    name = names.get(id(p)) or names.get((p.data_ptr(), p.shape, p.stride()))
+    if name is None:
+        raise ValueError(
+            f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}. Pass "
+            "the model's own tensors, "
+            "for instance `[p for p in model.parameters() if p.requires_grad]` or "
+            "`dict(model.named_parameters())`."
+        )
+    return name
 
 
 def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_and_bias: bool = False) -> list[Layer]:
@@ -206,25 +213,27 @@ def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_
 
 
 def _find_uses(model: nn.Module, key_of: Mapping[int, str]) -> list[ModuleUse]:
+    """The modules, and the function calls inside modules, that read tracked parameters (identity to key)."""
     uses: list[ModuleUse] = []
     claimed: set[int] = set()  # modules whose parameters another one answers for
+
+    def tracked(params: Mapping[str, Tensor]) -> dict[str, str]:
+        return {local: key_of[id(p)] for local, p in params.items() if id(p) in key_of}
+
     for name, module in model.named_modules():
         if id(module) in claimed:
             continue
         if is_parametrized(module):
-            inner = module.get_submodule("parametrizations")
-            claimed |= {id(m) for m in inner.modules()}
-        rule, parts = rule_of(module), set()
+            claimed |= {id(m) for m in module.get_submodule("parametrizations").modules()}
+        rule, in_parts = rule_of(module), set()
         for part in rule.parts(module):
             claimed.add(id(part.module))
-            parts |= {id(p) for p in part.params.values()}
-            keys = {local: key_of[id(p)] for local, p in part.params.items() if id(p) in key_of}
-            if keys:
-                full = f"{name}.{part.name}" if name else part.name
+            in_parts |= {id(p) for p in part.params.values()}
+            if keys := tracked(part.params):
+                full = ".".join([name, part.name]).lstrip(".")
                 uses.append(ModuleUse(full, part.module, part.rule, keys, module, functional=True))
-        own = {local: p for local, p in differentiable_parameters(module).items() if id(p) not in parts}
-        keys = {local: key_of[id(p)] for local, p in own.items() if id(p) in key_of}
-        if keys:
+        own = {local: p for local, p in differentiable_parameters(module).items() if id(p) not in in_parts}
+        if keys := tracked(own):
             rule.check(module)
             uses.append(ModuleUse(name, module, rule, keys, module))
     return [use for use in uses if not _alias(use, uses)]
@@ -243,12 +252,10 @@ def _alias(use: ModuleUse, uses: list[ModuleUse]) -> bool:
 
 
 def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: bool) -> Layer:
-    first = uses[0]
     roles = _roles(uses, separate)
-    lead = [roles[0].uses[0]] if roles else uses
     patterns: dict[str, str] = {}
     sizes: dict[str, int] = {}
-    for use in lead:
+    for use in [roles[0].uses[0]] if roles else uses:
         known = use.rule.patterns(use.module)
         sizes |= use.rule.sizes(use.module)
         for local, key in use.keys.items():
@@ -256,20 +263,23 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
     if not roles and len(uses) > 1:
         # Two modules may see the same parameter as different matrices; what is left in common is a flat vector.
         patterns = {key: flat_pattern(params[key]) for key in patterns}
-    layer_params = {key: params[key] for key in patterns}
-    name = first.name
+    name, keys = uses[0].name, list(patterns)
+    blocks = {key: [key] for key in keys} if separate else {name or keys[0]: keys}
+    groups = tuple(_make_group(label, own, patterns, sizes, params) for label, own in blocks.items())
+    return Layer(name, tuple(uses), {key: params[key] for key in keys}, groups, roles)
 
-    def group(keys: Sequence[str], label: str) -> Group:
-        used = {axis: n for axis, n in sizes.items() if any(axis in _axes(patterns[k]) for k in keys)}
-        layout = Layout({k: patterns[k] for k in keys}, {k: params[k].shape for k in keys}, used)
-        return Group(label, tuple(keys), layout)
 
-    keys = list(patterns)
-    if separate and len(keys) > 1:
-        groups = tuple(group([key], key) for key in keys)
-    else:
-        groups = (group(keys, keys[0] if separate else (name or keys[0])),)
-    return Layer(name, tuple(uses), layer_params, groups, roles)
+def _make_group(
+    name: str,
+    keys: Sequence[str],
+    patterns: Mapping[str, str],
+    sizes: Mapping[str, int],
+    params: Mapping[str, Tensor],
+) -> Group:
+    """Some parameters as one matrix, by the patterns of the layer's rule."""
+    used = {axis: n for axis, n in sizes.items() if any(axis in _axes(patterns[key]) for key in keys)}
+    layout = Layout({key: patterns[key] for key in keys}, {key: params[key].shape for key in keys}, used)
+    return Group(name, tuple(keys), layout)
 
 
 def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:

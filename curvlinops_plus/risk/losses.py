@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any, overload
+from typing import Any
 
 from torch import Tensor
 
@@ -129,11 +129,12 @@ class OutputLoss:
         return float(N), value * N if self.reduction == "mean" else value
 
 
-class Losses(Sequence[OutputLoss]):
+class Losses(tuple[OutputLoss, ...]):
     """The losses of a risk.
 
     Args:
-        given: A loss; or a dict or a tuple (or list) whose entries are a loss, or a pair of a loss and its weight.
+        given: A loss, or `Losses`; or a dict or a tuple (or list) whose entries are a loss, or a pair of a loss and its
+            weight.
         reduction: For losses without an attribute `reduction`.
 
     Raises:
@@ -148,38 +149,29 @@ class Losses(Sequence[OutputLoss]):
         ([('class', 1.0), ('box', 0.5)], 'mean', 1)
     """
 
-    def __init__(self, given: Any, reduction: str | None = None) -> None:
-        self.form = "dict" if isinstance(given, Mapping) else "tuple" if isinstance(given, (tuple, list)) else "single"
-        if self.form == "single":
-            self._losses = (OutputLoss(None, _checked_loss(given), 1.0, reduction),)
+    form: str
+    default_reduction: str | None
+    _request_sizes: dict[Hashable, list[int]]
+
+    def __new__(cls, given: Any, reduction: str | None = None) -> Losses:
+        if isinstance(given, Losses):
+            given, reduction = given.given, reduction or given.default_reduction
+        form = "dict" if isinstance(given, Mapping) else "tuple" if isinstance(given, (tuple, list)) else "single"
+        if form == "single":
+            self = super().__new__(cls, [OutputLoss(None, _checked_loss(given), 1.0, reduction)])
         else:
-            items = list(given.items() if self.form == "dict" else enumerate(given))
-            if not items:
-                raise ValueError("There are no losses: give at least one.")
-            if self.form == "tuple" and _is_number(given[-1]):
-                raise ValueError(
-                    f"{given!r} is read as one loss for each output, and a number is no loss. For one output give the "
-                    "loss alone; for several outputs write the weight beside its loss: ((loss, weight), (loss, "
-                    "weight))."
-                )
-            self._losses = tuple(OutputLoss(key, *_read_loss(key, entry), reduction) for key, entry in items)
-        own = [getattr(one.loss, "reduction", None) for one in self._losses]
+            self = super().__new__(cls, _read_losses(given, form, reduction))
+        self.form, self.default_reduction, self._request_sizes = form, reduction, {}
+        own = [getattr(one.loss, "reduction", None) for one in self]
         if reduction is not None and None not in own and set(own) != {reduction}:
             raise ValueError(
                 f"reduction={reduction!r} contradicts the loss, which has reduction={own[0]!r}. The argument is for "
                 f"losses without that attribute; leave it out, or make the loss with the other reduction."
             )
-        self._request_sizes: dict[Hashable, list[int]] = {}
+        return self
 
-    @overload
-    def __getitem__(self, index: int) -> OutputLoss: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[OutputLoss]: ...
-    def __getitem__(self, index: Any) -> Any:
-        return self._losses[index]
-
-    def __len__(self) -> int:
-        return len(self._losses)
+    def __getnewargs__(self) -> tuple[Any, ...]:  # for copy and pickle
+        return self.given, self.default_reduction
 
     @property
     def keys(self) -> list[Any]:
@@ -303,7 +295,8 @@ class Losses(Sequence[OutputLoss]):
         self, outputs: Sequence[Tensor], targets: Sequence[Any], N: int, class_axes: Sequence[int | None]
     ) -> Terms:
         """What the losses' rules make of the outputs and targets of one batch."""
-        pairs = [one.canonical(*given, N, axis) for one, *given, axis in zip(self, outputs, targets, class_axes)]
+        given = zip(self, outputs, targets, class_axes, strict=True)
+        pairs = [one.canonical(f, y, N, axis) for one, f, y, axis in given]
         counts, losses = zip(*(one.sums(F, Y, N) for one, (F, Y) in zip(self, pairs)))
         Fs, Ys = (tuple(part) for part in zip(*pairs))
         first = self.reference
@@ -415,6 +408,19 @@ def _checked_loss(loss: Any) -> Any:
             "target that returns a 0-d tensor, or a dict or tuple of losses for a model with several outputs."
         )
     return loss
+
+
+def _read_losses(given: Any, form: str, reduction: str | None) -> list[OutputLoss]:
+    """The losses of a dict or a tuple."""
+    items = list(given.items() if form == "dict" else enumerate(given))
+    if not items:
+        raise ValueError("There are no losses: give at least one.")
+    if form == "tuple" and _is_number(given[-1]):
+        raise ValueError(
+            f"{given!r} is read as one loss for each output, and a number is no loss. For one output give the loss "
+            "alone; for several outputs write the weight beside its loss: ((loss, weight), (loss, weight))."
+        )
+    return [OutputLoss(key, *_read_loss(key, entry), reduction) for key, entry in items]
 
 
 def _read_loss(key: Any, given: Any) -> tuple[Any, float]:

@@ -77,7 +77,7 @@ def refuse_outside_reads(loss: Tensor, params: Mapping[str, Tensor]) -> None:
     Cost: a walk through the graph.
     """
     own = {id(p): key for key, p in params.items()}
-    read = {own.get(id(getattr(node, "variable", None))) for node in postorder([loss.grad_fn])} - {None}
+    read = {own.get(id(getattr(node, "variable", None))) for node, _ in postorder([loss.grad_fn])} - {None}
     if read:
         names = [key for key in params if key in read]
         raise ValueError(

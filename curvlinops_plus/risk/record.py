@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
-from curvlinops_plus.risk.autograd_graph import children, postorder
+from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.function_calls import FunctionCalls, rows_of
 from curvlinops_plus.risk.layers import Layer, ModuleUse, title
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
@@ -199,11 +199,6 @@ class Recorder:
         finally:
             self.receive = None
 
-    @property
-    def called(self) -> set[int]:
-        """Indices of the layers that were called in this batch."""
-        return {recorded.layer for recorded in self.calls}
-
     def by_layer(self) -> dict[int, list[RecordedCall]]:
         """Index of a layer to its calls."""
         by_layer: dict[int, list[RecordedCall]] = {}
@@ -230,8 +225,7 @@ class Recorder:
         marked = {edge.node for edge in edges}
         above: dict[Any, bool] = {}  # whether a recorded edge is below the node
         readers: dict[int, int] = {}
-        for node in postorder([t.grad_fn for t in outputs]):
-            below = children(node)
+        for node, below in postorder([t.grad_fn for t in outputs]):
             above[node] = any(child in marked or above[child] for child in below)
             for child in below:
                 if (leaf := getattr(child, "variable", None)) is not None:

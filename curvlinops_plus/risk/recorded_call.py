@@ -71,6 +71,7 @@ class RecordedCall:
         slots: What it returned, one slot per floating-point tensor.
         single: Whether it returned just one tensor.
         versions: Its inputs and their versions, to notice changes in place.
+        expanded: Whether it returned one row for all examples.
     """
 
     call: Call
@@ -78,11 +79,10 @@ class RecordedCall:
     slots: list[OutputSlot]
     single: bool
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    expanded: bool = field(init=False)
 
-    @property
-    def expanded(self) -> bool:
-        """Whether it returned one row for all examples."""
-        return any(slot.expanded for slot in self.slots)
+    def __post_init__(self) -> None:
+        self.expanded = any(slot.expanded for slot in self.slots)
 
     def set_gradients(self, grads: Mapping[int, Tensor | None], V: int, batched: bool) -> None:
         """Take the gradients of the slots (by identity) into `call.grads`; zeros where there are none."""
@@ -156,8 +156,8 @@ def make_recorded_call(
                 recorded.versions.append((t, t._version))
             leaves[k], moved = _examples_first(t, next(axes), fold, use.functional, num_examples, expand)
             in_axes.append(moved)
-    args, kwargs = tree_unflatten(leaves, spec)
-    recorded.call = Call(use, args, kwargs, None, in_axes, [slot.axis for slot in slots])
+    positional, named = tree_unflatten(leaves, spec)
+    recorded.call = Call(use, positional, named, None, in_axes, [slot.axis for slot in slots])
     if affine is not None:
         _check_rows(recorded.call, slots, num_examples)
     return recorded
@@ -178,18 +178,18 @@ def _examples_first(
 
 
 def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int) -> None:
-    where = f"{title(use.name)} ({type(use.owner).__name__})"
     for slot in slots:
         size = slot.out.shape[slot.axis] if slot.out.ndim > slot.axis and slot.fold is None else slot.fold or 0
         if size == 0 or size % N or (slot.axis != 0 and size != N and not use.functional):
             raise UnsupportedError(
-                f"{where} returned shape {list(slot.out.shape)} in a batch of {N} examples: axis {slot.axis} should "
-                f"carry the examples, or a multiple of them. If another axis does, say EmpiricalRisk(..., "
-                f"example_axis={{{use.name!r}: axis}})."
+                f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} in a batch of "
+                f"{N} examples: axis {slot.axis} should carry the examples, or a multiple of them. If another axis "
+                f"does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
             )
     if len(slots) > 1 and len(rows := {slot.arrange(slot.out).shape[0] for slot in slots}) > 1:
         raise UnsupportedError(
-            f"{where} returned tensors with {sorted(rows)} rows for {N} examples; expected one number of rows."
+            f"{title(use.name)} ({type(use.owner).__name__}) returned tensors with {sorted(rows)} rows for {N} "
+            "examples; expected one number of rows."
         )
 
 

@@ -140,8 +140,8 @@ def send_back(
     with torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
         terms = risk.terms([f.detach() for f in fs], ys, batch, class_axes)
     batch_totals = terms.totals
-    batch_totals.called = recorder.called
     passes = BackwardPasses(recorder, consume, _read_mask(risk, batch))
+    batch_totals.called = passes.called
     if not vectors.backward:
         passes.inputs_only()
     else:

@@ -109,7 +109,7 @@ def test_forward_only_and_options_of_the_risk() -> None:
     risk = EmpiricalRisk(model, loss, data, params, num_data=9, num_per_example_loss_terms=2)
     K = curvature(risk, KFAC, vectors=ForwardOnly()).compute()
     other = BlockwiseLinearOperator.from_state_dict(K.state_dict(), model, data, params)
-    assert (other.risk.num_data, other.risk.num_per_example_loss_terms) == (9, 2)
+    assert (other.risk.options.num_data, other.risk.options.num_per_example_loss_terms) == (9, 2)
     same(other.compute().to_dense(), K.to_dense())
 
 
