@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -67,19 +67,18 @@ def vector_groups(
         _LossVectors(one, vectors, *of_loss)
         for one, *of_loss in zip(losses, outputs, terms.outputs, terms.targets, class_axes, factors, strict=True)
     ]
-    numbers = [vectors.count(part.loss.likelihood, part.F) for part in parts]
-    streams: Sequence[Draws] = [draws] * len(parts)
+    draws_of_losses: Sequence[Draws] = [draws] * len(parts)
     if vectors.seed is not None:
         about = (repr(vectors), *(tuple(part.F.shape[1:]) for part in parts))
-        streams = losses.streams(about, draws, N, [part.ask for part in parts])
+        draws_of_losses = losses.streams(about, draws, N, [part.ask for part in parts])
+    for part, own in zip(parts, draws_of_losses, strict=True):
+        part.draws = own
     # An output that no tracked layer reaches has no graph.
-    live = [(part, n, own) for part, n, own in zip(parts, numbers, streams) if part.f.requires_grad and n]
-    if live and vectors.together and len(set(numbers)) == 1:
-        together = ([*group] for group in zip(*(part.send(own) for part, _, own in live), strict=True))
-        return [VectorGroup([part.f for part, *_ in live], numbers[0], together)]
-    return [
-        VectorGroup([part.f], n, ([v] for v in part.send(own)), part.F.shape[1], part.where) for part, n, own in live
-    ]
+    live = [part for part in parts if part.f.requires_grad and part.number]
+    if live and vectors.together and len({part.number for part in parts}) == 1:
+        together = ([*group] for group in zip(*(part.send() for part in live), strict=True))
+        return [VectorGroup([part.f for part in live], live[0].number, together)]
+    return [VectorGroup([p.f], p.number, ([v] for v in p.send()), p.F.shape[1], p.where) for p in live]
 
 
 @dataclass(eq=False)
@@ -93,6 +92,11 @@ class _LossVectors:
     Y: Any
     class_axis: int | None
     factor: float
+    draws: Draws | None = None
+    number: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.number = self.vectors.count(self.loss.likelihood, self.F)
 
     @property
     def where(self) -> str:
@@ -104,10 +108,11 @@ class _LossVectors:
         for _ in self.vectors.send(self.loss.likelihood, self.F, self.Y, draws):
             pass
 
-    def send(self, draws: Draws) -> Iterator[Tensor]:
+    def send(self) -> Iterator[Tensor]:
         """The vectors times their factor, of the output's shape."""
         f, likelihood = self.f, self.loss.likelihood
-        for v in self.vectors.send(likelihood, self.F, self.Y, draws):
+        assert self.draws is not None
+        for v in self.vectors.send(likelihood, self.F, self.Y, self.draws):
             scaled = v if self.factor == 1 else v * self.factor
             yield likelihood.restore(scaled, f.shape, len(self.F), self.class_axis).to(f.dtype)
 

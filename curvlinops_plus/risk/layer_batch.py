@@ -115,7 +115,7 @@ class LayerBatch:
             UnsupportedError: If the layer has no affine rule, or multiplies with several matrices.
         """
         layer = self.layer
-        if not layer.roles:
+        if not layer.affine:
             kind = "is shared by several modules" if layer.tied else "has no affine rule"
             owner = type(layer.uses[0].owner).__name__
             raise UnsupportedError(
@@ -127,7 +127,7 @@ class LayerBatch:
                 f"{layer.title}: its parameter is multiplied with in {len(layer.roles)} roles by "
                 f"{[use.name for use in layer.uses]}; look at each of `batch.roles()` by itself."
             )
-        keys, role = self.keys, self.role or layer.roles[0]
+        keys, role = self.keys, self.role or next(iter(layer.roles))
         bias = layer.bias in keys and not (self.role is not None and self.role.transposed)
         sparse = all(isinstance(use.rule, AffineRule) and use.rule.sparse for use in role.uses)
         columns = (self.group or layer.groups[0]).layout.matrix_shape[-1]
