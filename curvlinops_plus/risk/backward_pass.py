@@ -62,17 +62,12 @@ def vector_groups(
         draws: Random numbers for all.
         weights: Relative weights of the losses.
     """
-    factors, N = losses.vector_factors(weights, vectors.of_loss), terms.totals.examples
+    factors = losses.vector_factors(weights, vectors.of_loss)
     parts = [
         _LossVectors(one, vectors, *of_loss)
         for one, *of_loss in zip(losses, outputs, terms.outputs, terms.targets, class_axes, factors, strict=True)
     ]
-    draws_of_losses: Sequence[Draws] = [draws] * len(parts)
-    if vectors.seed is not None:
-        about = (repr(vectors), *(tuple(part.F.shape[1:]) for part in parts))
-        draws_of_losses = losses.streams(about, draws, N, [part.ask for part in parts])
-    for part, own in zip(parts, draws_of_losses, strict=True):
-        part.draws = own
+    _share_draws(losses, vectors, parts, draws)
     # An output that no tracked layer reaches has no graph.
     live = [part for part in parts if part.f.requires_grad and part.number]
     if live and vectors.together and len({part.number for part in parts}) == 1:
@@ -115,6 +110,16 @@ class _LossVectors:
         for v in self.vectors.send(likelihood, self.F, self.Y, self.draws):
             scaled = v if self.factor == 1 else v * self.factor
             yield likelihood.restore(scaled, f.shape, len(self.F), self.class_axis).to(f.dtype)
+
+
+def _share_draws(losses: Losses, vectors: Vectors, parts: Sequence[_LossVectors], draws: Draws) -> None:
+    """Give each loss its random numbers from one stream."""
+    own: Sequence[Draws] = [draws] * len(parts)
+    if vectors.seed is not None:
+        about = (repr(vectors), *(tuple(part.F.shape[1:]) for part in parts))
+        own = losses.streams(about, draws, len(parts[0].F), [part.ask for part in parts])
+    for part, stream in zip(parts, own, strict=True):
+        part.draws = stream
 
 
 class BackwardPasses:
