@@ -15,7 +15,7 @@ from curvlinops_plus.risk.determinism import require_same
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.reading import is_iterator
+from curvlinops_plus.risk.reading import require_rereadable
 from curvlinops_plus.risk.sweep import sweep
 
 __all__ = ["Accumulation"]
@@ -71,7 +71,9 @@ class Accumulation:
                     require_same(self.risk, *self.totals)
                 self._finish()
             if check_deterministic and last is None and len(self.totals) == 1:
-                self._refuse_second_pass("the determinism check reads it again", ", or check_deterministic=False")
+                require_rereadable(
+                    self.risk.data, "the determinism check reads it again", ", or check_deterministic=False"
+                )
                 again = sweep(self.risk, [], ForwardOnly(), _ignore, desc="determinism check")
                 require_same(self.risk, self.totals[0], again)
 
@@ -79,7 +81,7 @@ class Accumulation:
         """Show all data to the pending accumulators: read them, or replay what was kept of the sweep before."""
         layers = [layer for layer, accumulators in self.pending.items() if accumulators]
         if self.totals:
-            self._refuse_second_pass("another sweep over it is needed")
+            require_rereadable(self.risk.data, "another sweep over it is needed")
         self.sweeps += 1
         desc = f"{self.title} sweep {self.sweeps}"
         add, count = partial(add_batch, self.pending), partial(count_batch, self.pending)
@@ -122,13 +124,6 @@ class Accumulation:
             raise NumericsError(
                 f"{error} {f'First seen: {where}.' if where else 'The forward pass is finite.'}"
             ) from error
-
-    def _refuse_second_pass(self, reason: str, advice: str = "") -> None:
-        if is_iterator(self.risk.data):
-            raise ValueError(
-                f"`data` is an iterator, which can be read only once, and {reason}. Pass a list of batches or a "
-                f"DataLoader{advice}."
-            )
 
     def _check(self, totals: Totals, layers: list[Layer]) -> None:
         for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):

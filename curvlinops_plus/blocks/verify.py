@@ -27,7 +27,7 @@ from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.losses import OutputLoss
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.reading import Batch, is_iterator
+from curvlinops_plus.risk.reading import Batch, require_rereadable
 from curvlinops_plus.risk.sweep import observe, record_layers
 
 __all__ = ["Verification", "verify"]
@@ -148,11 +148,7 @@ class _Recorded:
 
 
 def _first(risk: EmpiricalRisk, num_examples: int) -> Batch:
-    if is_iterator(risk.data):
-        raise ValueError(
-            "`data` is an iterator, which can be read only once; `verify()` needs a few examples of its own. "
-            "Pass a list or a DataLoader."
-        )
+    require_rereadable(risk.data, "`verify()` needs a few examples of its own")
     batch = next(iter(risk.batches("verify")))
     return _some(batch, list(range(min(num_examples, batch.num_examples))))
 

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.exact.base import SymmetricRiskOperator, refuse_iterator
+from curvlinops_plus.exact.base import SymmetricRiskOperator
 from curvlinops_plus.exact.batched import columns_at_once
 from curvlinops_plus.exact.double_backward import differentiable, loss_hessian_product, refuse_once_differentiable
 from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.reading import require_rereadable
 
 __all__ = ["ActivationHessian"]
 
@@ -65,7 +66,7 @@ class ActivationHessian(SymmetricRiskOperator):
     ) -> None:
         super().__init__(risk)
         self._activation = _checked(risk.model, activation)
-        refuse_iterator(self)
+        require_rereadable(risk.data, f"{type(self).__name__} reads the data once per product")
         _ = risk.losses.reduction  # refuse now, not at first use
         if check_deterministic:
             self._check_products()

@@ -20,9 +20,8 @@ from curvlinops_plus.risk.first_order import loss_pass
 from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
 from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.reading import is_iterator
 
-__all__ = ["ParameterCurvature", "RiskOperator", "SymmetricRiskOperator", "refuse_iterator", "require_same_products"]
+__all__ = ["ParameterCurvature", "RiskOperator", "SymmetricRiskOperator", "require_same_products"]
 
 
 class RiskOperator(LinearOperator):
@@ -93,19 +92,6 @@ class ParameterCurvature(SymmetricRiskOperator):
         with outside_autocast(self.device):
             gradient, loss = self.risk.gradient_and_loss()
         return list(gradient.values()), loss
-
-
-def refuse_iterator(operator: RiskOperator) -> None:
-    """Refuse data that can be read only once.
-
-    Raises:
-        ValueError: If they can.
-    """
-    if is_iterator(operator.risk.data):
-        raise ValueError(
-            f"`data` is an iterator, which can be read only once; {type(operator).__name__} reads the data once per "
-            "product. Pass a list or a DataLoader."
-        )
 
 
 def require_same_products(

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from curvlinops_plus.exact.base import RiskOperator, refuse_iterator, require_same_products
+from curvlinops_plus.exact.base import RiskOperator, require_same_products
 from curvlinops_plus.exact.double_backward import differentiable
 from curvlinops_plus.exact.linearize import Linearizer, Outputs, Read
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.reading import require_rereadable
 
 __all__ = ["DataRows", "RowBlock"]
 
@@ -55,7 +56,7 @@ class DataRows(RiskOperator):
         self, risk: EmpiricalRisk, read: Read, seed: int, check_deterministic: bool, chunk_size: int | None
     ) -> None:
         super().__init__(risk)
-        refuse_iterator(self)
+        require_rereadable(risk.data, f"{type(self).__name__} reads the data once per product")
         self._seed, self._linear = seed, Linearizer(risk, read, chunk_size)
         if check_deterministic:
             require_same_products(self, risk.space.dim, lambda v: self._reduced(partial(self._rows_sweep, v)))

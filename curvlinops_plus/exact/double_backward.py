@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.exact.batched import vjp
+from curvlinops_plus.risk.autograd_graph import postorder
 
 __all__ = [
     "PlainWeightNorm",
@@ -105,12 +106,7 @@ def refuse_once_differentiable(output: Tensor) -> None:
     Cost: a walk through the graph.
     """
     ours = torch.autograd.function.once_differentiable.__code__.co_filename
-    found, todo = set(), [output.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in found:
-            continue
-        found.add(node)
+    for node, _ in postorder([output.grad_fn]):
         function = getattr(node, "_forward_cls", None)
         backward = getattr(function, "backward", None)
         code = getattr(backward, "__code__", None)
@@ -120,7 +116,6 @@ def refuse_once_differentiable(output: Tensor) -> None:
                 "silently leave it out. Write it with operations that PyTorch can differentiate, or use an operator "
                 "that goes back once, as KFACLinearOperator."
             )
-        todo += [child for child, _ in node.next_functions]
 
 
 def tried(why: str | None) -> str:

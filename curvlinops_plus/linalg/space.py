@@ -198,33 +198,17 @@ class Space:
             raise ValueError(f"Expected the same leading axes in every tensor, got {lead}.")
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def fill_rows(self, parts: Sequence[Tensor | None], like: Tensor) -> Tensor:  # [K, *shape] each -> [K, dim]
-        """Join gradients of `K` scalars, of which some are `None` (zero), in the dtype of rows `like` [K, dim].
-
-        Example:
-            >>> Space.from_shapes([(2,), (1,)]).fill_rows([None, torch.ones(3, 1)], like=torch.zeros(3, 3))[0]
-            tensor([0., 0., 1.])
-        """
-        rows = torch.zeros_like(like, memory_format=torch.contiguous_format)
-        for part, (start, size) in zip(parts, self.extents.values(), strict=True):
-            if part is not None:
-                rows[:, start : start + size] = part.reshape(len(like), size)
-        return rows
-
-    def unflatten_rows(
-        self, v: Tensor, dtypes: Sequence[torch.dtype] | None = None
-    ) -> dict[str, Tensor]:  # [*K, dim] -> {name: [*K, *shape]}
-        """Cut `[*K, dim]` into its named tensors: views, or copies in the dtype of each tensor where `dtypes` differ.
+    def unflatten_rows(self, v: Tensor) -> dict[str, Tensor]:  # [*K, dim] -> {name: [*K, *shape]}
+        """Cut `[*K, dim]` into its named tensors, as views.
 
         Example:
             >>> Space.from_shapes([(2, 2), (1,)]).unflatten_rows(torch.zeros(7, 5))["0"].shape
             torch.Size([7, 2, 2])
         """
-        tree = {
+        return {
             name: v.narrow(-1, start, size).view((*v.shape[:-1], *self.shapes[name]))
             for name, (start, size) in self.extents.items()
         }
-        return tree if dtypes is None else {name: t.to(d) for (name, t), d in zip(tree.items(), dtypes, strict=True)}
 
     # Containers -----------------------------------------------------------------------------------------------------
 

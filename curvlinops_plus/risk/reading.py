@@ -23,6 +23,7 @@ __all__ = [
     "input_error_context",
     "is_iterator",
     "read_batch",
+    "require_rereadable",
     "scalar_loss",
     "select_output",
     "to_device",
@@ -72,6 +73,24 @@ def check_data(data: Any) -> None:
 def is_iterator(data: Any) -> bool:
     """Whether data can be read only once."""
     return isinstance(data, Iterator)
+
+
+def require_rereadable(data: Any, reason: str, advice: str = "") -> None:
+    """Refuse data that can be read only once.
+
+    Args:
+        data: The data.
+        reason: Why they are read again.
+        advice: What else could be done, beginning with a comma.
+
+    Raises:
+        ValueError: If they can't be read again.
+    """
+    if is_iterator(data):
+        raise ValueError(
+            f"`data` is an iterator, which can be read only once, and {reason}. Pass a list of batches or a DataLoader"
+            f"{advice}."
+        )
 
 
 def to_device(tree: Any, device: torch.device) -> Any:

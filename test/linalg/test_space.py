@@ -111,19 +111,6 @@ def test_errors_name_the_operator_and_the_side() -> None:
         _ = [torch.zeros(2, 4)] @ A
 
 
-def test_rows_with_a_dtype_for_each_tensor() -> None:
-    rows = torch.randn(3, SPACE.dim)
-    dtypes = [torch.float64, torch.float32, torch.float16]
-    tree = SPACE.unflatten_rows(rows, dtypes)
-    assert [t.dtype for t in tree.values()] == dtypes
-    parts = [*list(tree.values())[:-1], None]
-    filled = SPACE.fill_rows(parts, like=rows)
-    expected = rows.clone()
-    expected[:, -SPACE.sizes[-1] :] = 0
-    assert filled.dtype == torch.float32
-    assert torch.equal(filled, expected)
-
-
 def test_other_errors() -> None:
     with pytest.raises(ValueError, match=r"sequence of shapes, got \(2, 3\); write \[\(2, 3\)\]"):
         Space.from_shapes((2, 3))  # type: ignore[arg-type]
