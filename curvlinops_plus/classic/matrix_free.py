@@ -95,7 +95,7 @@ class EFLinearOperator(GGNLinearOperator):
     """`GGN(risk, Empirical(per_term=True))`: the empirical Fisher `c Σ_n Σ_r ∇ℓ_{n,r} ∇ℓ_{n,r}ᵀ` over loss terms.
 
     Arguments as for `GGNLinearOperator`; the loss needs a likelihood. Of several losses, the sum over the terms of all,
-    whose gradients are those of the weighted loss (see docs/heads.md).
+    whose gradients are those of the weighted loss (see docs/losses.md).
 
     Example:
         >>> import torch

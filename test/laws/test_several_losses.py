@@ -952,9 +952,9 @@ def test_a_layer_whose_output_no_loss_reads() -> None:
 
 
 def test_the_page_runs_and_prints_what_it_says() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "heads.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
     ((code, expected),) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```\n", page, flags=re.DOTALL)
     printed = io.StringIO()
     with redirect_stdout(printed), torch.random.fork_rng():
-        exec(compile(code, "heads.md", "exec"), {"__name__": "heads"})
+        exec(compile(code, "losses.md", "exec"), {"__name__": "losses"})
     assert printed.getvalue() == expected
