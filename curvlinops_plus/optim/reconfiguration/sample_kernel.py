@@ -48,11 +48,11 @@ def recorded_sample_kernel(ensemble: Ensemble) -> Tensor | None:
     total = torch.zeros(ensemble.n, ensemble.n, **like)
     held: dict[str, list[tuple[Tensor, ...]]] = {}
 
-    def consume(seen: LayerBatch) -> None:
-        pieces = held.setdefault(seen.layer.name, [])
-        pieces.append(_pieces(seen))
+    def consume(batch: LayerBatch) -> None:
+        pieces = held.setdefault(batch.layer.name, [])
+        pieces.append(_pieces(batch))
         if len(pieces) == len(data):
-            parts = [torch.cat(part) for part in zip(*held.pop(seen.layer.name), strict=True)]
+            parts = [torch.cat(part) for part in zip(*held.pop(batch.layer.name), strict=True)]
             total.add_(_product(parts).to(psi.dtype))
 
     try:
@@ -73,13 +73,13 @@ def recorded_sample_kernel(ensemble: Ensemble) -> Tensor | None:
     return total if complete else None
 
 
-def _pieces(seen: LayerBatch) -> tuple[Tensor, ...]:
+def _pieces(batch: LayerBatch) -> tuple[Tensor, ...]:
     """Inputs [m, *b, i] and output gradients [m, *b, o] of an affine layer, or derivatives [m, p] of any other."""
-    if seen.layer.affine and len(seen.layer.roles) == 1 and not seen.rows.sparse:
-        a, g = seen.rows.inputs, seen.rows.grads
+    if batch.layer.affine and len(batch.layer.roles) == 1 and not batch.rows.sparse:
+        a, g = batch.rows.inputs, batch.rows.grads
         if isinstance(a, Tensor) and a.shape[1] == 1:
             return a[:, 0], g[0, :, 0]
-    return (torch.cat([J[0].reshape(seen.num_examples, -1) for J in seen.param_grads().values()], 1),)
+    return (torch.cat([J[0].reshape(batch.num_examples, -1) for J in batch.param_grads().values()], 1),)
 
 
 def _product(parts: list[Tensor]) -> Tensor:  # -> [n, n]
