@@ -1,4 +1,4 @@
-"""Floor 4: exact matrix-free operators about a risk."""
+"""Floor 4: exact matrix-free operators of a risk."""
 
 from curvlinops_plus.exact.activation import ActivationHessian
 from curvlinops_plus.exact.ggn import GGN

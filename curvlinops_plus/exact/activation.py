@@ -1,4 +1,4 @@
-"""The Hessian of the loss with respect to what a module inside the model takes or returns."""
+"""The Hessian of the loss with respect to the input or output of a module inside the model."""
 
 from __future__ import annotations
 

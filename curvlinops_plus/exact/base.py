@@ -1,4 +1,4 @@
-"""What the matrix-free operators about a risk share."""
+"""Base classes of the matrix-free operators of a risk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["ParameterCurvature", "RiskOperator", "SymmetricRiskOperator", "requi
 
 
 class RiskOperator(LinearOperator):
-    """A matrix about an empirical risk, known by its products.
+    """A matrix of an empirical risk, known by its products.
 
     Args:
         risk: Model, loss, data and parameters.

@@ -15,10 +15,10 @@ CHUNK_BYTES = 2**28
 
 
 def checked_chunk_size(chunk_size: int | None) -> int | None:
-    """The number of columns that are computed together, if it is one.
+    """`chunk_size`, checked.
 
     Raises:
-        ValueError: If not.
+        ValueError: If it is neither None nor an integer of at least 1.
     """
     whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
     if chunk_size is not None and not (whole and chunk_size >= 1):

@@ -179,7 +179,7 @@ class _Placement:
         return self.current
 
     def write(self, result: Tensor, rows: Tensor) -> None:  # result [m, K], rows of the last batch [*, K]
-        """Put rows where they belong."""
+        """Write the rows of the last batch into the result."""
         for part, own in zip(self.current, rows.split([part.stop - part.start for part in self.current])):
             result[part] = own
 

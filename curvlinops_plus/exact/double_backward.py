@@ -124,15 +124,15 @@ def tried(why: str | None) -> str:
 
 
 def refuse_asymmetry(product: Callable[[Tensor], Tensor], like: Tensor) -> None:
-    """Refuse second derivatives that are none: those of a function are symmetric.
+    """Refuse second derivatives that are not symmetric: those of a function are.
 
     Args:
         product: Products [K, n] -> [K, n] with a Hessian.
         like: A vector [n, *].
 
     Raises:
-        UnsupportedError: If they are not symmetric in float64. In lower precisions only a `CurvatureWarning`: where
-            much cancels, rounding looks the same.
+        UnsupportedError: If they are not symmetric in float64. In lower precisions only a `CurvatureWarning`: rounding
+            has the same effect where terms cancel.
 
     Cost: three products.
     """
@@ -141,7 +141,7 @@ def refuse_asymmetry(product: Callable[[Tensor], Tensor], like: Tensor) -> None:
     HV = product(V)
     inner, size = (V @ HV.T).double(), float(HV.double().norm())
     away = float((inner - inner.T).abs().max()) / size if size > 0 else 0.0  # of about |H - Hᵀ| / |H|
-    if not away > (1e-5 if like.dtype == torch.float64 else 0.01):  # NaN is somebody else's problem
+    if not away > (1e-5 if like.dtype == torch.float64 else 0.01):  # NaN is reported elsewhere
         return
     said = f"Products with the Hessian are not symmetric (by {away:.0e} of their length), as second derivatives are: "
     wrong = (
@@ -159,7 +159,7 @@ def refuse_asymmetry(product: Callable[[Tensor], Tensor], like: Tensor) -> None:
 
 
 class PlainWeightNorm(TorchFunctionMode):
-    """Weight norm by plain operations meanwhile: the second derivative of its fused kernel is wrong.
+    """While active, weight norm is computed by plain operations: the second derivative of its fused kernel is wrong.
 
     Attributes:
         largest: Numbers in the largest result of all operations.

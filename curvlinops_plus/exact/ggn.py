@@ -27,8 +27,8 @@ class GGN(ParameterCurvature):
     `J_n` is the Jacobian of the model's output for example n, and `c` the factor of the loss's reduction over the whole
     data set. By default `M_n` is the Hessian of the loss with respect to the output, with every option of the loss. For
     losses of which only the Fisher information makes sense as a curvature (`nn.NLLLoss`, whose Hessian is 0 in the
-    log-probabilities; `nn.BCELoss`, `nn.GaussianNLLLoss`, `nn.PoissonNLLLoss(log_input=False)`) it is that, see
-    docs/modes.md; the same loss written as a function has its plain Hessian. Other `vectors` give other matrices:
+    log-probabilities; `nn.BCELoss`, `nn.GaussianNLLLoss`, `nn.PoissonNLLLoss(log_input=False)`) it is the
+    Fisher information; the same loss written as a function has its plain Hessian. Other `vectors` give other matrices:
 
     | vectors | matrix |
     | --- | --- |

@@ -3,7 +3,7 @@
 `J v` is forward-mode differentiation: each operation carries a tangent along. That costs about one forward pass more,
 and the graph of the same forward pass serves a backward pass after it. Where an operation has no forward mode, or where
 it would be wrong (`torch.no_grad()` inside a model stops gradients, but not tangents), `J v` is the derivative of
-`wᵀ J` with respect to `w` instead, by two backward passes. Which of the two is right for a model is found out once per
+`wᵀ J` with respect to `w` instead, by two backward passes. Which of the two is right for a model is determined once per
 operator, on the first batch.
 """
 
@@ -39,7 +39,7 @@ class _Watch(TorchFunctionMode):
     Attributes:
         largest: Numbers in the largest result.
         stopped: Whether a tangent came out of an operation that keeps no gradient: forward mode ignores `no_grad`.
-        padded: Whether a table with `padding_idx` was read: forward mode ignores that, too; not while we watch.
+        padded: Whether a table with `padding_idx` was read: which forward mode ignores except while we watch.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Linearizer:
         self._padded = False  # whether a table with `padding_idx` was read
         self._forward: bool | None = None  # whether forward mode is right; None before it was tried
         self._shared = True  # whether the graph of a forward pass with tangents serves the backward pass
-        self._why: str | None = None  # what speaks against forward mode
+        self._why: str | None = None  # the reason why forward mode is not used
 
     # ------------------------------------------------------------------------------------------------------ products
     def jvp(self, batch: Batch, rows: Tensor, output_map: OutputMap[Tensor]) -> Tensor:
@@ -235,7 +235,7 @@ class Linearizer:
             duals = [forward_ad.make_dual(p, t[0]) for p, t in zip(free, split_rows(row, self.params), strict=True)]
 
             def inside(model: nn.Module) -> T:
-                with level:  # left before the backward pass, which would drag the tangents along
+                with level:  # left before the backward pass, which would propagate the tangents, too
                     F, extra = self._run(model, batch)
                     JV = [t.detach()[None] for t in _tangents(F)]
                 return function(F, extra, JV, free)
@@ -244,7 +244,7 @@ class Linearizer:
 
     # ------------------------------------------------------------------------------------------------- forward mode
     def _choose_mode(self, batch: Batch) -> None:
-        """Find out whether forward mode is possible and right: does it agree with a backward pass?"""
+        """Determine whether forward mode is possible and right: does it agree with a backward pass?"""
         device = self.risk.device
         generator, state = torch.Generator().manual_seed(0), random_state(device)
 
@@ -260,8 +260,8 @@ class Linearizer:
             back = self._vjp(F, free, u, 1)
             if not bool(back.isfinite().all()):
                 return True  # nothing to compare, whichever way
-            # <u, J v> from both sides. As v is random, rounding adds up to little; where it is much, the other way is
-            # slower and never wrong.
+            # <u, J v> from both sides. As v is random, rounding errors hardly add up; where they do, two backward
+            # passes are slower, and right.
             eps = max(torch.finfo(t.dtype).eps for t in (*F, *free))
             return bool(((back * v).sum() - norm).abs() <= min(10 * eps**0.5, 0.1) * torch.maximum(norm, back.norm()))
 

@@ -1,4 +1,4 @@
-"""What the losses of a risk say of one batch: outputs, targets, and the root of their matrix over the outputs."""
+"""The losses of a risk on one batch: outputs, targets, and the root of their matrix over the outputs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class LossTerms:
 def run_losses(
     risk: EmpiricalRisk, model: nn.Module, batch: Batch
 ) -> tuple[tuple[Tensor, ...], tuple[list[LossTerms], Totals]]:
-    """Run the model: the outputs that are differentiated; what each loss says, and the totals of the batch.
+    """Run the model: the outputs that are differentiated; the terms of each loss, and the totals of the batch.
 
     Values of losses with a likelihood are not computed.
     """

@@ -32,10 +32,10 @@ class AffineRows:
         calls: Its calls, all of which multiply with the same matrix.
         num_examples: N.
         mask: Positions that count, [N, T] bool, or None for all. Reaches calls with T positions.
-        weight: Whether the weight is among the parameters looked at.
+        weight: Whether the weight is among the parameters of the block.
         bias: Whether the bias is, as one more column: a column of ones in the inputs.
         sparse: Whether the inputs are `SparseRows`.
-        columns: Columns of the parameters looked at: the size of `input_gram`.
+        columns: Columns of the matrix of these parameters: the size of `input_gram`.
     """
 
     layer: Layer

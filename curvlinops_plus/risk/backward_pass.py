@@ -1,4 +1,4 @@
-"""Sending vectors back through a recorded forward pass, and showing what arrives at each layer to a consumer."""
+"""Sending vectors back through a recorded forward pass; a consumer gets the gradients that arrive at each layer."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _share_draws(losses: Losses, vectors: Vectors, parts: Sequence[_LossVectors]
 
 
 class BackwardPasses:
-    """Shows a consumer what the layers saw in one recorded forward pass, for each vector that is sent back.
+    """Sends vectors back through one recorded forward pass, and passes the `LayerBatch` of each layer to a consumer.
 
     Args:
         recorder: Which recorded it.
@@ -157,7 +157,7 @@ class BackwardPasses:
             self._send_batched(group.outputs, [torch.stack(parts) for parts in zip(*chunk, strict=True)])
 
     def inputs_only(self) -> None:
-        """Show what the layers read; there are no gradients."""
+        """Pass on batches with the layers' inputs alone; there are no gradients."""
         self.recorder.require_unchanged()
         for index in self._calls:
             self._show(index)
@@ -217,7 +217,7 @@ class BackwardPasses:
         self._first = False
 
     def _show(self, index: int, grads: dict[int, Tensor] | None = None, V: int = 1, batched: bool = False) -> None:
-        """Show one layer to the consumer, which may run modules again: the hooks let those calls pass."""
+        """Pass one layer's batch to the consumer, which may run modules again: those calls are not recorded."""
         recorder, calls = self.recorder, self._calls[index]
         if grads is not None:
             for recorded in calls:

@@ -1,4 +1,4 @@
-"""Do two passes over the data see the same loss?"""
+"""Checking that two passes over the data have the same loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some examples of a batch."""
+"""Selecting some of the examples of a batch."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Differentiated(Evaluated, Protocol):
-    """What a backward pass asks of a risk."""
+    """What a backward pass needs of a risk."""
 
     params: dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""Seeing function calls inside modules: attention hands its weights to a function, and no hook fires."""
+"""Intercepting function calls inside modules: attention passes its weights to a function, where no hook runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one layer saw in one mini-batch: the only thing an approximation ever looks at.
+"""The calls of one layer in one mini-batch, and gradients of each example: all that an approximation reads.
 
 Shapes, here and in every accumulator: N examples, V vectors sent back, i and o the columns and rows of the layer's
 parameters as one matrix; see `AffineRows` for more.
@@ -32,17 +32,17 @@ _ROW_BYTES = 2**22
 
 @dataclass(eq=False)
 class LayerBatch:
-    """What a layer saw in one mini-batch.
+    """The calls of one layer in one mini-batch, with the gradients of their outputs.
 
     Attributes:
         layer: The layer.
         calls: Its calls, in the order in which they happened.
         num_examples: N.
-        first: Whether the inputs are new. A batch through which several vectors are sent one after the other is seen
+        first: Whether the inputs are new. A batch through which several vectors are sent one after the other is shown
             once per vector, with the same inputs; a statistic of inputs alone is counted when `first` is True.
         mask: Positions that count, [N, T] bool, or None for all. Reaches layers with T positions.
-        group: The parameters that are looked at, None for all of the layer's.
-        role: The role that is looked at, None for all of the layer's.
+        group: The parameters that the batch is restricted to, None for all of the layer's.
+        role: The role that it is restricted to, None for all of the layer's.
     """
 
     layer: Layer
@@ -59,7 +59,7 @@ class LayerBatch:
         return replace(self, group=group)
 
     def roles(self) -> list[LayerBatch]:
-        """The batch as each role saw it, in the layer's order; one that was not called has no calls.
+        """The batch restricted to each role, in the layer's order; a role that was not called has no calls.
 
         A layer whose parameters belong to one module has one role: the batch itself.
         """
@@ -98,7 +98,7 @@ class LayerBatch:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the parameters that are looked at."""
+        """Keys of the parameters that the batch is restricted to."""
         return tuple(self.layer.params) if self.group is None else self.group.keys
 
     @property
@@ -138,7 +138,7 @@ class LayerBatch:
     # ---------------------------------------------------------------------------------------- gradients of each example
     @cached_property
     def per_example_grads(self) -> Tensor:
-        """Gradients of each example, `J` [V, N, *b, rows, columns] in the layout of the parameters looked at.
+        """Gradients of each example, `J` [V, N, *b, rows, columns] in the layout of the parameters it is restricted to.
 
         Summed over positions, calls and modules that share the parameter.
         """
@@ -227,7 +227,7 @@ class LayerBatch:
     # ------------------------------------------------------------------------------------------------------- internals
     @property
     def _rows_of_any_role(self) -> AffineRows:
-        """Rows for calls that may multiply with different matrices: each is looked at by itself."""
+        """Rows for calls that may multiply with different matrices: each call by itself."""
         return AffineRows(self.layer, self.calls, self.num_examples, self.mask, True, False, False, 0, self._shared)
 
     def _upcast(self, t: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class LayerBatch:
 
     @property
     def _only_group(self) -> Group:
-        """The parameters that make up the one matrix looked at.
+        """The parameters that make up the one matrix of the batch.
 
         Raises:
             ValueError: If there are several matrices.

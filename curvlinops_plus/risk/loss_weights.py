@@ -1,8 +1,8 @@
-"""What several losses weigh relative to each other, and who knows it.
+"""Relative weights of several losses, and from which data they are known.
 
 The relative weight of a loss is `s_h = w_h c_h / c`, with `c` the factor in front of all statistics. A single loss has
-weight 1. If the numbers of terms that count are in the same proportion in every batch, so are the weights, and one
-batch tells them. Otherwise they belong to the data set, and its terms are counted before anything is sent back.
+weight 1. If the numbers of terms that count are in the same proportion in every batch, any batch determines the
+weights. Otherwise they depend on the whole data set, and its terms are counted before anything is sent back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class UnevenError(ValueError):
-    """Relative weights of losses that one batch can't tell."""
+    """One batch does not determine the relative weights of losses."""
 
 
 class LossWeights:
@@ -60,10 +60,10 @@ class LossWeights:
         return tuple(float(one.weight * c / scales[losses.reference]) for one, c in zip(losses, scales))
 
     def of(self, batch_totals: Totals) -> tuple[float, ...]:
-        """The weights, as far as one batch can tell.
+        """The weights for a batch.
 
         Raises:
-            UnevenError: If it can't.
+            UnevenError: If they depend on the whole data set, and it is not known.
         """
         if self._known is None and self.single_batch:
             self._known = self._relative(batch_totals)
@@ -99,11 +99,11 @@ class LossWeights:
         return total
 
     def agree(self, totals: Totals) -> bool:
-        """Whether these were the weights of the whole data that was seen."""
+        """Whether the weights that were used are those of a whole pass over the data."""
         return self.totals is None or self._known is None or _equal(self._relative(totals), self._known)
 
     def changing(self) -> str:
-        """What to say if passes over the data don't agree."""
+        """The error message if passes over the data don't agree."""
         return (
             f"The numbers of terms that count for the losses of {self.losses.keys} differ from pass to pass, so the "
             "data change: is there random masking or augmentation? Give data that are the same each time."
@@ -111,7 +111,7 @@ class LossWeights:
 
 
 class Evaluated(Protocol):
-    """What a pass over the data asks of a risk."""
+    """What a pass over the data needs of a risk."""
 
     losses: Losses
     data: Any
@@ -140,7 +140,7 @@ def loss_weights(risk: Evaluated) -> LossWeights:
     """The weights for sweeps over the data of a risk, which can't begin again when a batch shows them to be wrong.
 
     Cost: one forward pass over the data if they depend on it, which is never so for one loss or one batch. For an
-    iterator each batch has to tell them.
+    iterator each batch has to determine them.
     """
     single = isinstance(risk.data, Sequence) and len(risk.data) == 1
     if risk.losses.constant_weights or single or is_iterator(risk.data):
@@ -153,7 +153,7 @@ def with_consistent_weights(
 ) -> tuple[T, Totals]:
     """Result and totals of a pass over the data, which runs again if several losses had other weights than assumed.
 
-    The first attempt takes the weights for those of the pass before, or of the first batch.
+    The first attempt assumes the weights of the pass before, or of the first batch.
 
     Args:
         risk: Model, losses and data.

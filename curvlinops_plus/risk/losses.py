@@ -33,7 +33,7 @@ Key = str | int
 
 @dataclass(eq=False)
 class Terms:
-    """Outputs and targets of one batch as the losses' rules want them, one each, and the totals of the batch.
+    """Outputs and targets of one batch in canonical form, one for each loss, and the totals of the batch.
 
     Attributes:
         outputs: For each loss [N, R, C]; as the model returned it for a loss without a likelihood.
@@ -180,7 +180,7 @@ class Losses(tuple[OutputLoss, ...]):
 
     @property
     def given(self) -> Any:
-        """The losses in the form in which they were given, several always with their weights."""
+        """The losses as they were given: one, or a dict or tuple of pairs of a loss and its weight."""
         if self.form == "single":
             return self[0].loss
         pairs = [(one.loss, one.weight) for one in self]
@@ -294,7 +294,7 @@ class Losses(tuple[OutputLoss, ...]):
     def terms(
         self, outputs: Sequence[Tensor], targets: Sequence[Any], N: int, class_axes: Sequence[int | None]
     ) -> Terms:
-        """What the losses' rules make of the outputs and targets of one batch."""
+        """Outputs and targets of one batch in canonical form, and its totals."""
         given = zip(self, outputs, targets, class_axes, strict=True)
         pairs = [one.canonical(f, y, N, axis) for one, f, y, axis in given]
         counts, losses = zip(*(one.sums(F, Y, N) for one, (F, Y) in zip(self, pairs)))

@@ -1,4 +1,4 @@
-"""Where a forward pass goes wrong."""
+"""Finding the first NaN or infinite numbers of a forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reads a parameter in a forward pass: needed where parameters leave no trace in autograd's graph."""
+"""Which operations read a parameter in a forward pass, where autograd's graph does not tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leave everything as it was found: random numbers, buffers, generators of data loaders, options of embeddings."""
+"""Preserving the user's state: random numbers, buffers, generators of data loaders, options of embeddings."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
     Even iterating a `DataLoader` draws from the global generator, and a forward pass in training mode moves running
     statistics. Cost: a copy of the buffers.
 
-    Embeddings do without `sparse` and `scale_grad_by_freq` meanwhile, which are about `.grad` alone (and the latter's
-    is no derivative), and without `max_norm`, which has nothing to do once it was found that no row exceeds it.
+    Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad` (the latter to what is
+    no derivative), and without `max_norm`, after a check that no row exceeds it.
 
     Raises:
         UnsupportedError: If an embedding's `max_norm` would rewrite its weight.

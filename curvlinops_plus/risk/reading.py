@@ -1,4 +1,4 @@
-"""Reading what the user's model and data give us: batches, outputs and targets of many forms, into one.
+"""Reading batches, outputs and targets in all formats that are accepted.
 
 Accepted batches: `(X, y)` with `X` a tensor or a mapping of tensors, or one mapping that carries its `labels` (Hugging
 Face). Accepted outputs: a tensor, an output object with `.logits`, or anything with a selector `output=`.

@@ -1,14 +1,13 @@
-"""Recording what layers see: inputs in the forward pass, output gradients in the backward pass.
+"""Recording layers: their inputs in the forward pass, the gradients of their outputs in the backward pass.
 
-A forward hook keeps a layer's detached input and lets autograd tell us the gradient of its output. Parameters never
-take part: `torch.autograd.grad` is asked for the gradients of a few layer outputs only, so that no weight gradient is
-computed.
+A forward hook stores a layer's detached input, and registers a hook for the gradient of its output. Gradients of
+parameters are not computed: `torch.autograd.grad` is asked for those of a few layer outputs only.
 
-Two details that decide between right and silently wrong:
+Two details without which results would be silently wrong:
 
 * `nn.Linear` on [N, S, d] returns a *view*. An in-place activation behind it rewrites the view's history and the
   gradient noted before is lost. Such outputs, and those of frozen layers that depend on nothing differentiable, are
-  handed on through an alias that autograd does not take for a view. Nothing is copied, values are bit-identical.
+  replaced by an alias that autograd does not treat as a view. Nothing is copied, values are bit-identical.
 * Hooks stay until the backward pass is over, disabled: activation checkpointing runs layers once more then, and
   must see the same graph.
 """
@@ -170,7 +169,7 @@ class Recorder:
         self._release()
         self.num_examples, self._recording = num_examples, True
         frozen = [p for layer in self.layers for p in layer.params.values() if not p.requires_grad]
-        # Frozen parameters leave no trace in the graph; who reads them is looked at once.
+        # Frozen parameters leave no trace in the graph; which operations read them is checked once.
         reads = ParameterReads(frozen) if frozen and not self._reads_checked else None
         try:
             with reads or nullcontext():
@@ -183,7 +182,7 @@ class Recorder:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Modules that run in here are not recorded, and return what they return without us."""
+        """Modules that run in here are not recorded, and their outputs are not replaced."""
         before, self._disabled = self._disabled, True
         try:
             yield

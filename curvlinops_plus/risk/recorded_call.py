@@ -1,4 +1,4 @@
-"""One call of a layer while its batch is alive: what it read, and where its output gradients arrive."""
+"""One recorded call of a layer: its inputs, and where the gradients of its outputs will arrive."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class OutputSlot:
 
 @dataclass(eq=False)
 class RecordedCall:
-    """A call while its batch is alive.
+    """A recorded call, which lasts until the next batch.
 
     Attributes:
         call: What a `LayerBatch` shows of it.
@@ -103,7 +103,7 @@ class RecordedCall:
             )
 
     def release(self) -> None:
-        """Let go of the graph."""
+        """Release the graph."""
         for slot in self.slots:
             if slot.handle is not None:
                 slot.handle.remove()

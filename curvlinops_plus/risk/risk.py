@@ -1,4 +1,4 @@
-"""Model + losses + data + parameters as one noun: what is minimised."""
+"""The empirical risk: model, losses, data and parameters of the function that is minimised."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class EmpiricalRisk:
         mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of layers with T positions.
         example_axis: Module name or glob to the axis that carries the examples, where it is not the first.
         batch_size_fn: Number of examples of an input that is no tensor.
-        num_data: Replaces the number of examples seen in `c`.
-        num_per_example_loss_terms: Replaces the number of loss terms per example seen in `c`.
+        num_data: Replaces the number of examples counted for `c`.
+        num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
         shift_labels: Language models: the output at position t is compared with the label at t + 1.
         progressbar: Show a bar on every loop over the data.
         reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of

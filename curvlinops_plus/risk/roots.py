@@ -1,4 +1,4 @@
-"""Roots `B` of a matrix `M = B Bᵀ` that lives where the outputs of one batch live: the loss Hessian, or an estimate.
+"""Roots `B` of a matrix `M = B Bᵀ` over the outputs of one batch: the loss Hessian, or an estimate.
 
 Shapes: N examples, R loss terms of each, C numbers per term, K columns of the root. `B` is block-diagonal over examples
 and multiplies `[N, R', K]`: R' = R where every loss term has columns of its own, R' = 1 where a column belongs to all

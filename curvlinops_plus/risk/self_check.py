@@ -1,4 +1,4 @@
-"""Does what was recorded belong to the examples that it is taken for? Looked at in the first batch of a risk."""
+"""Checks, in the first batch of a risk, that recorded rows belong to the examples that they are assigned to."""
 
 from __future__ import annotations
 

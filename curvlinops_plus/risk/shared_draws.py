@@ -15,7 +15,7 @@ __all__ = ["requested_size", "share_draws"]
 
 
 class _Requests(Draws):
-    """Notes which random numbers are asked for, and gives 1/2 for all."""
+    """Counts the random numbers that are requested, and returns 1/2 for all."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []
@@ -26,7 +26,7 @@ class _Requests(Draws):
 
 
 def requested_size(consumer: Callable[[Draws], object]) -> int:
-    """How many random numbers per example a consumer asks for; it is called with numbers of no meaning."""
+    """How many random numbers per example a consumer asks for; it is called with placeholders."""
     requests = _Requests()
     consumer(requests)
     return sum(math.prod(shape[1:]) for shape in requests.shapes)

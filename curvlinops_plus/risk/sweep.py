@@ -1,4 +1,4 @@
-"""One pass over the data that sends vectors back and shows every layer's batches to a consumer."""
+"""One pass over the data that sends vectors back and passes the `LayerBatch` of every layer to a consumer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sweep(
     desc: str = "sweep",
     weights: LossWeights | None = None,
 ) -> Totals:
-    """Read the data once and show every layer's batches to `consume`.
+    """Read the data once and pass the batches of every layer to `consume`.
 
     Args:
         risk: Model, losses and data.
@@ -98,7 +98,7 @@ def observe(
     consume: Consumer,
     weights: LossWeights,
 ) -> Totals:
-    """Run the model on one batch, send vectors back, and show what every layer saw to `consume`."""
+    """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to `consume`."""
     random = torch.get_rng_state()
     # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
     with torch.compiler.set_stance("force_eager"), recorder.recording(batch.num_examples):
@@ -159,7 +159,7 @@ def send_back(
 def _check_expanded(
     risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], random: Tensor
 ) -> None:
-    """Look once at each layer that returns one row for all examples."""
+    """Check once each layer that returns one row for all examples."""
     names = {f"expanded {recorded.call.use.name}" for recorded in recorder.calls if recorded.expanded}
     if names - risk.checked:
         with preserve_state(risk.model, risk.data):
@@ -168,7 +168,7 @@ def _check_expanded(
 
 
 def _check_examples(risk: EmpiricalRisk, recorder: Recorder, outputs: Sequence[Tensor]) -> None:
-    """Look once at whether rows belong to examples."""
+    """Check once whether rows belong to examples."""
     if recorder.num_examples > 1 and "examples" not in risk.checked:
         check_example_rows(recorder, risk.model, [f for f in outputs if f.requires_grad])
         risk.checked.add("examples")

@@ -85,7 +85,7 @@ class Vectors(ABC):
 
     #: Whether a backward pass is needed at all.
     backward: bool = True
-    #: Whether a loss must have a likelihood. The exact Hessian of the loss is also there for any other.
+    #: Whether a loss must have a likelihood. The exact Hessian of the loss exists for any other, too.
     needs_likelihood: bool = True
     #: Where the random numbers start; None if there are none.
     seed: int | None = None
@@ -93,7 +93,7 @@ class Vectors(ABC):
     fisher_type: str = "custom"
     #: "ggn" or "fisher" where that matrix and no other is meant, else None.
     matrix: str | None = None
-    #: Several losses: whether vectors of all are sent at once, because cross terms vanish in the mean, or are meant.
+    #: Several losses: whether vectors of all are sent at once, because cross terms vanish in the mean, or are intended.
     together: bool = False
     #: Several losses: whether a vector is linear in its loss, like a gradient; else its square is.
     of_loss: bool = False
