@@ -36,6 +36,7 @@ from curvlinops_plus.linalg import (
 )
 from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors, find_layers
+from curvlinops_plus.risk.risk import require_risk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -89,6 +90,7 @@ class BlockwiseLinearOperator(Deferred):
         separate_weight_and_bias: bool = False,
         check_deterministic: bool = False,
     ) -> None:
+        require_risk(risk, type(self).__name__)
         super().__init__(risk.space, risk.dtype, risk.device, Structure.PSD)
         self.risk = risk
         self.vectors = as_vectors(vectors)
@@ -159,10 +161,13 @@ class BlockwiseLinearOperator(Deferred):
     def _scale(self, c: Scalar) -> BlockwiseLinearOperator:
         unscaled = self.unscaled  # computed once, for this operator and its multiples
         multiple = copy.copy(self)
-        multiple.scale = self.scale * c
-        multiple.structure = Structure.PSD if multiple.scale >= 0 else Structure.SYMMETRIC
+        multiple._set_scale(self.scale * c)
         multiple._set_operator(unscaled)
         return multiple
+
+    def _set_scale(self, scale: float | Tensor) -> None:
+        self.scale = scale
+        self.structure = Structure.PSD if scale >= 0 else Structure.SYMMETRIC
 
     def inverse(
         self,
@@ -192,6 +197,11 @@ class BlockwiseLinearOperator(Deferred):
         if not use_heuristic_damping and not isinstance(damping, tuple):
             return self.operator.inverse(damping, retry_double_precision=retry_double_precision)
         unscaled, c = self.unscaled, self.scale
+        if not c > 0:
+            raise ValueError(
+                f"Dampings of factors need a positive multiple of the curvature; this operator is {float(c):g} times "
+                "it. Damp the whole matrix, with a number."
+            )
         # `c G ⊗ A` damped by (λ_A, λ_G) is `c` times `G ⊗ A` damped by (λ_A, λ_G / c).
         if not use_heuristic_damping:
             damping = pair_damping(unscaled, damping, c)
@@ -306,7 +316,7 @@ class BlockwiseLinearOperator(Deferred):
         names = ("progressbar", "num_data", "num_per_example_loss_terms")
         self.risk = copy.copy(self.risk)  # the caller's stays as it is
         self.risk.options = replace(self.risk.options, **{name: state[name] for name in names})
-        self.scale = state["scale"]
+        self._set_scale(state["scale"])
         if self.adopts_vectors:
             self.vectors = rebuild_vectors(state["vectors"], [type(self.vectors)])
 

@@ -208,6 +208,10 @@ class KFACLinearOperator(BlockwiseLinearOperator):
     _seed = property(lambda self: self.vectors.seed)
 
     @property
+    def _kfac_approx(self) -> KFACType:
+        return KFACType(next((e.approximation.options.get("kfac_approx", "expand") for e in self.plan), "expand"))
+
+    @property
     def _N_data(self) -> int:
         if self.risk.options.num_data is not None:
             return self.risk.options.num_data

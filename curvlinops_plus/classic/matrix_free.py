@@ -165,6 +165,7 @@ class FisherMCLinearOperator(GGN):
             batch_size_fn=batch_size_fn,
             **risk_options,
         )
+        self._seed, self._mc_samples = seed, mc_samples
         vectors = MonteCarlo(mc_samples, seed)
         super().__init__(risk, vectors, check_deterministic=check_deterministic, chunk_size=chunk_size)
 

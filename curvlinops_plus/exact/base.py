@@ -20,6 +20,7 @@ from curvlinops_plus.risk.first_order import loss_pass
 from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
 from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.risk import require_risk
 
 __all__ = ["ParameterCurvature", "RiskOperator", "SymmetricRiskOperator", "require_same_products"]
 
@@ -39,6 +40,7 @@ class RiskOperator(LinearOperator):
     structure: Structure = Structure.GENERAL
 
     def __init__(self, risk: EmpiricalRisk) -> None:
+        require_risk(risk, type(self).__name__)
         self.risk = risk
         self.dtype, self.device = risk.dtype, risk.device
 

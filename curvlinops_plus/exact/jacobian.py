@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops_plus.exact.data_rows import DataRows, RowBlock
 from curvlinops_plus.exact.linearize import Outputs
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
+from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.risk import require_risk
 
 __all__ = ["Jacobian"]
 
@@ -56,10 +59,9 @@ class Jacobian(DataRows):
     def __init__(
         self, risk: EmpiricalRisk, *, check_deterministic: bool = False, chunk_size: int | None = None
     ) -> None:
+        require_risk(risk, type(self).__name__)
         self.in_space = risk.space
-        super().__init__(
-            risk, lambda model, batch: (risk.run(batch, model)[0], None), 0, check_deterministic, chunk_size
-        )
+        super().__init__(risk, partial(_run_outputs, risk), 0, check_deterministic, chunk_size)
 
     @property
     def out_space(self) -> Space:  # type: ignore[override]
@@ -95,6 +97,11 @@ class Jacobian(DataRows):
 
     def _to_dense(self) -> Tensor:
         return self._rows_dense()
+
+
+def _run_outputs(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> tuple[Sequence[Tensor], None]:
+    """Run the model: the outputs that the losses read."""
+    return risk.run(batch, model)[0], None
 
 
 class _Identity:

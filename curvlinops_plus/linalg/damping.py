@@ -118,6 +118,11 @@ def scalar(value: Any, operator: Matrix, what: str) -> Scalar:
         return value.to(operator.device, operator.dtype)
     if isinstance(value, (int, float, np.integer, np.floating)):
         return float(value)
+    if isinstance(value, tuple):
+        raise TypeError(
+            f"Expected {what} of a {type(operator).__name__} to be one number, got a pair. Pairs of dampings, one for "
+            "each factor of a Kronecker product, and HeuristicDamping, which makes one, are for `inverse` alone."
+        )
     given = (
         f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
     )

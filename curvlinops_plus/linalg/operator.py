@@ -310,6 +310,23 @@ class Scaled(Wrapper):
             return self._power(-1.0, damping)
         return Scaled(self.A.inverse(damping / self.c, retry_double_precision=retry), 1 / self.c)
 
+    def _inverse_by_factors(self, damping: tuple[Any, Any], retry: bool) -> LinearOperator:
+        # The factors of `c G ⊗ A` are taken to be `c G` and `A`.
+        self._require_positive_factor()
+        return Scaled(self.A._inverse_by_factors((damping[0], damping[1] / self.c), retry), 1 / self.c)
+
+    def _split_damping(self, damping: Scalar, smallest: float) -> Scalar | tuple[Any, Any]:
+        self._require_positive_factor()
+        split = self.A._split_damping(damping / self.c, smallest)
+        return (split[0], split[1] * self.c) if isinstance(split, tuple) else damping
+
+    def _require_positive_factor(self) -> None:
+        if not self.c > 0:
+            raise ValueError(
+                f"Dampings of factors need a positive multiple of a Kronecker product; this one is multiplied by "
+                f"{float(self.c):g}. Damp the whole matrix, with a number."
+            )
+
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
         if self.c == 0:  # what is left is the damping
             if p < 0 and is_zero(damping):

@@ -25,7 +25,7 @@ from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch, check_data, input_error_context, is_iterator, read_batch
 from curvlinops_plus.risk.totals import Number, Totals
 
-__all__ = ["EmpiricalRisk", "RiskOptions"]
+__all__ = ["EmpiricalRisk", "RiskOptions", "require_risk"]
 
 T = TypeVar("T")
 
@@ -259,6 +259,19 @@ class EmpiricalRisk:
             scales = self.losses.scales(totals, self.options.num_data)
             value = sum(one.weight * c * loss for one, c, loss in zip(self.losses, scales, totals.losses))
         return torch.as_tensor(value).to(self.dtype)
+
+
+def require_risk(risk: Any, owner: str) -> None:
+    """Refuse anything else in place of a risk.
+
+    Raises:
+        TypeError: Saying what to write.
+    """
+    if not isinstance(risk, EmpiricalRisk):
+        raise TypeError(
+            f"{owner} takes an EmpiricalRisk, got a {type(risk).__name__}: make one of model, loss and data first, "
+            "EmpiricalRisk(model, loss, data)."
+        )
 
 
 class _Inside(nn.Module):

@@ -37,7 +37,7 @@ from curvlinops_plus import (
     load,
     save,
 )
-from curvlinops_plus.linalg import Diagonal
+from curvlinops_plus.linalg import Diagonal, HeuristicDamping, Structure
 from curvlinops_plus.risk import Vectors
 
 DATA = Path(__file__).parent / "data"
@@ -321,3 +321,21 @@ def test_options_that_version_1_wrote_as_members_of_an_enum() -> None:
     state["layers"]["1"]["approximation"] = "KFAC(kfac_approx=<no Python>)"
     with pytest.raises(ValueError, match=r"layer '1'.*no Python"):
         reduce(check_deterministic=False).load_state_dict(state)
+
+
+def test_the_structure_follows_the_scale_of_the_state() -> None:
+    model, loss, data = small()
+    K = curvature(EmpiricalRisk(model, loss, data), DiagonalBlock).compute()
+    for state, other, structure in (((-K).state_dict(), K, Structure.SYMMETRIC), (K.state_dict(), -K, Structure.PSD)):
+        made = BlockwiseLinearOperator.from_state_dict(state, model, data)
+        other.load_state_dict(state)
+        assert made.structure == other.structure == structure
+        close(made.materialize().eigenvalues(), other.materialize().eigenvalues())
+
+
+def test_dampings_of_factors_need_a_positive_multiple() -> None:
+    K = curvature(problem("mlp").risk(), KFAC)
+    for multiple in (0 * K, -K):
+        for damping in (HeuristicDamping(0.1), (0.1, 0.1)):
+            with pytest.raises(ValueError, match="need a positive multiple of the curvature"):
+                multiple.inverse(damping)

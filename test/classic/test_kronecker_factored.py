@@ -528,3 +528,13 @@ def test_verify_passes(name: str) -> None:
     with unchanged(p.model, p.loss, p.data):
         table = p.curvature(KFAC, vectors=VECTORS["empirical"]).verify()
     assert len(table.rows) > len(list(p.exact.blocks(False)))
+
+
+def test_names_that_libraries_on_curvlinops_read() -> None:
+    p = problem("mlp")
+    examples = sum(len(X) for X, _ in p.data)
+    options = {"check_deterministic": False, "kfac_approx": "reduce", "mc_samples": 3, "seed": 5}
+    K = KFACLinearOperator(p.model, p.loss, p.params, p.data, **options)
+    assert (K._N_data, K._kfac_approx, K._mc_samples, K._seed) == (examples, "reduce", 3, 5)
+    K = KFACLinearOperator(p.model, p.loss, p.params, p.data, num_data=11)
+    assert K._N_data == 11

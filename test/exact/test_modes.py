@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -237,3 +238,18 @@ def test_messages_of_the_classic_door() -> None:
             Hessian(p.risk(), block_sizes=sizes)
     with pytest.raises(ValueError, match="A model that is a function needs `params` as a dict"):
         GGNLinearOperator(lambda params, X: X, p.loss, p.params, p.data)
+
+
+def test_a_model_is_no_risk() -> None:
+    for make in (GGN, GGNFactor, Hessian, Jacobian, curvature):
+        with pytest.raises(
+            TypeError, match=r"takes an EmpiricalRisk, got a Linear: .* EmpiricalRisk\(model, loss, data\)"
+        ):
+            make(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_operators_can_be_pickled() -> None:
+    risk = problem("mlp").risk()
+    for make in (GGN, GGNFactor, Hessian, Jacobian):
+        A = make(risk)
+        assert torch.equal(pickle.loads(pickle.dumps(A)).to_dense(), A.to_dense())

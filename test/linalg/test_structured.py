@@ -17,6 +17,7 @@ from curvlinops_plus.linalg import (
     Dense,
     Diagonal,
     Eigendecomposed,
+    HeuristicDamping,
     IdentityLinearOperator,
     Kronecker,
     Layout,
@@ -376,3 +377,19 @@ def test_materialize_of_a_dense_matrix() -> None:
     batched = Dense(psd(2, 2, 2), PSD, rtol=0.0).materialize()
     assert isinstance(batched, Dense)
     assert (batched.batch, batched.rtol) == ((), 0.0)
+
+
+def test_heuristic_damping_of_a_multiple() -> None:
+    """`c G ⊗ A` is the product of `c G` and `A`; dampings of factors are for inverses."""
+    root = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    G, A = root @ root.T, torch.diag(torch.arange(1.0, 4.0, dtype=torch.float64))
+    K, rule = Kronecker(G, A), HeuristicDamping(0.1)
+    expected = Kronecker(2.5 * G, A).inverse(rule).to_dense()
+    assert torch.allclose((2.5 * K).inverse(rule).to_dense(), expected, rtol=1e-12)
+    expected = Kronecker(2.5 * G, A).inverse((0.1, 0.3)).to_dense()
+    assert torch.allclose((2.5 * K).inverse((0.1, 0.3)).to_dense(), expected, rtol=1e-12)
+    with pytest.raises(ValueError, match="need a positive multiple of a Kronecker product"):
+        (-1.0 * K).inverse(rule)
+    for wrong in (lambda: K.power(-1.0, rule), lambda: K.shift(rule), lambda: (2.5 * K).power(-1.0, rule)):
+        with pytest.raises(TypeError, match=r"one number, got a pair\. Pairs of dampings"):
+            wrong()
