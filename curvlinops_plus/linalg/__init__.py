@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
+from curvlinops_plus.linalg.conjugate_gradients import CGInverseLinearOperator, cg
 from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, heuristic_damping
 from curvlinops_plus.linalg.deferred import Deferred
 from curvlinops_plus.linalg.factor import Factor
-from curvlinops_plus.linalg.iterative_inverse import (
-    CGInverseLinearOperator,
-    LSMRInverseLinearOperator,
-    MINRESInverseLinearOperator,
-    NeumannInverseLinearOperator,
-)
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
-from curvlinops_plus.linalg.krylov import SolveInfo, cg, lsmr, minres, neumann
 from curvlinops_plus.linalg.layout import Layout
+from curvlinops_plus.linalg.least_squares import LSMRInverseLinearOperator, lsmr
+from curvlinops_plus.linalg.minimal_residual import MINRESInverseLinearOperator, minres
+from curvlinops_plus.linalg.neumann_series import NeumannInverseLinearOperator, neumann
 from curvlinops_plus.linalg.numerics import cholesky_inverse, eigh, gram, psd_clip
 from curvlinops_plus.linalg.operator import Adjoint, LinearOperator, Product, Scaled, Shifted, Sum
 from curvlinops_plus.linalg.scipy_export import to_scipy
 from curvlinops_plus.linalg.scipy_import import from_scipy
+from curvlinops_plus.linalg.solve import SolveInfo
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, Identity, IdentityLinearOperator

@@ -19,6 +19,10 @@ smallest true residual is kept.
 
 Right-hand sides are divided by their largest entry first, so that tiny and huge ones neither under- nor overflow, and
 scalars are kept in float64. Each iteration synchronizes host and device once: did any column end?
+
+Solvers have no settings but their arguments, and warn with a `CurvatureWarning` that says what was reached if a
+tolerance is missed. Solutions carry no graph; operators such as `CGInverseLinearOperator` are differentiable in the
+vector.
 """
 
 from __future__ import annotations
@@ -199,6 +203,10 @@ class System:
 class Method(ABC):
     """An iterative method, by its recurrences. The state has at least `X`, `claim` (converged, by the recurrence) and
     `stop` (a `Stop` other than `RUNNING` where it cannot go on).
+
+    Vectors are [n, k] in the dtype of the solve, scalars [k] in float64. A state owns its vectors and changes them in
+    place: large new tensors cost more than the arithmetic. Results of products may share memory with the operator, and
+    are only read.
     """
 
     def __init__(self, system: System) -> None:

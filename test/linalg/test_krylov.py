@@ -17,14 +17,23 @@ from torch import Tensor, nn
 
 from curvlinops_plus import EKFACLinearOperator, FisherType, GGNLinearOperator, HessianLinearOperator
 from curvlinops_plus.errors import CurvatureWarning
-from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, LinearOperator, Space, Structure
-from curvlinops_plus.linalg.iterative_inverse import (
+from curvlinops_plus.linalg import (
     CGInverseLinearOperator,
+    Dense,
+    Diagonal,
+    IdentityLinearOperator,
+    LinearOperator,
     LSMRInverseLinearOperator,
     MINRESInverseLinearOperator,
     NeumannInverseLinearOperator,
+    SolveInfo,
+    Space,
+    Structure,
+    cg,
+    lsmr,
+    minres,
+    neumann,
 )
-from curvlinops_plus.linalg.krylov import SolveInfo, cg, lsmr, minres, neumann
 
 from .cases import F64, OnlyProducts, normal, orthogonal, psd, symmetric
 from .test_laws import close

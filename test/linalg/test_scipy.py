@@ -14,7 +14,7 @@ from torch import nn
 
 from curvlinops_plus import HessianLinearOperator
 from curvlinops_plus.linalg import Dense, Kronecker, Structure
-from curvlinops_plus.linalg.krylov import cg
+from curvlinops_plus.linalg.conjugate_gradients import cg
 from curvlinops_plus.linalg.scipy_import import from_scipy
 
 from .cases import F64, normal, psd, symmetric
