@@ -242,9 +242,7 @@ def test_messages_of_the_classic_door() -> None:
 
 def test_a_model_is_no_risk() -> None:
     for make in (GGN, GGNFactor, Hessian, Jacobian, curvature):
-        with pytest.raises(
-            TypeError, match=r"takes an EmpiricalRisk, got a Linear: .* EmpiricalRisk\(model, loss, data\)"
-        ):
+        with pytest.raises(TypeError, match=r"takes an EmpiricalRisk, got a Linear: make one of model"):
             make(nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
