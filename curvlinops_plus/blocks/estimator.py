@@ -21,7 +21,7 @@ from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vecto
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch, read_batch
-from curvlinops_plus.risk.sweep import observe, record_layers, send_back
+from curvlinops_plus.risk.sweep import RecordedPasses
 
 __all__ = ["CurvatureEstimator"]
 
@@ -130,12 +130,12 @@ class CurvatureEstimator:
             ValueError: If the batch has no examples, or can't be read.
         """
         found, random = self._read(batch), torch.get_rng_state()
-        risk = self.risk
-        with preserve_state(risk.model, risk.data), record_layers(risk, self._layers, self.vectors) as recorder:
+        passes = RecordedPasses(self.risk, self._layers, self.vectors, self._weights)
+        with preserve_state(self.risk.model, self.risk.data), passes:
 
             def show(consume: Consumer, draws: Draws) -> Totals:
                 torch.set_rng_state(random)  # a batch that is shown twice has the same dropout
-                return observe(risk, recorder, found, self.vectors, draws, consume, self._weights)
+                return passes.observe(found, draws, consume)
 
             self._add(show, decay)
 
@@ -157,20 +157,17 @@ class CurvatureEstimator:
         """
         risk, found = self.risk, self._read(batch)
         outputs: list[Any] = []
-        random = torch.get_rng_state()
         handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out))
         try:
-            with record_layers(risk, self._layers, self.vectors, own_pass=False) as recorder:
-                with torch.compiler.set_stance("force_eager"), recorder.recording(found.num_examples):
+            with RecordedPasses(risk, self._layers, self.vectors, self._weights, own_pass=False) as passes:
+                with passes.recording(found):
                     yield
                 handle.remove()
                 read = self._read_output(outputs, found)
 
                 def show(consume: Consumer, draws: Draws) -> Totals:
                     try:
-                        return send_back(
-                            risk, recorder, found, read, random, self.vectors, draws, consume, self._weights, True
-                        )
+                        return passes.send_back(found, read, draws, consume, keep_graph=True)
                     except RuntimeError as error:
                         if "backward through the graph a second time" not in str(error):
                             raise

@@ -28,7 +28,7 @@ from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.losses import OutputLoss
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch, require_rereadable
-from curvlinops_plus.risk.sweep import observe, record_layers
+from curvlinops_plus.risk.sweep import RecordedPasses
 
 __all__ = ["Verification", "verify"]
 
@@ -184,8 +184,8 @@ def _recorded(
     single.checked.add("examples")  # that is what verify() itself does, number by number
     # Any weights will do, and a few examples may have no term of some loss.
     weights = LossWeights.plain(risk.losses)
-    with record_layers(single, layers, vectors) as recorder:
-        totals = observe(single, recorder, batch, vectors, Draws(0), consume, weights)
+    with RecordedPasses(single, layers, vectors, weights) as passes:
+        totals = passes.observe(batch, Draws(0), consume)
     factors = risk.losses.vector_factors(totals.weights, linear=False)
     vector = [a * sent[id(one.likelihood)] for one, a in zip(risk.losses, factors, strict=True)]
     return {layer: found[layer] for layer in layers if layer in found}, vector

@@ -88,14 +88,14 @@ class ActivationHessian(SymmetricRiskOperator):
         found: list[Tensor] = []
         start = 0
 
-        def block(z: Tensor, part: Totals) -> None:
+        def block(z: Tensor, batch_totals: Totals) -> None:
             nonlocal start
             expected = next(shapes, None)
             if z.shape != expected:
                 self._raise_changed(z.shape, expected)
             rows = X[start : start + z.numel()].T
             start += z.numel()
-            loss = weights.objective(part)
+            loss = weights.objective(batch_totals)
             if not found:
                 refuse_once_differentiable(loss)
             product = loss_hessian_product(loss, z)
@@ -121,7 +121,7 @@ class ActivationHessian(SymmetricRiskOperator):
         return dense
 
     def _loop(self, what: str, visit: Callable[[Tensor, Totals], object]) -> Totals:
-        """`visit(z, part)` for every batch: the activation, and totals whose loss is a function of it."""
+        """`visit(z, batch_totals)` for every batch: the activation, and totals whose loss is a function of it."""
         risk, totals = self.risk, Totals()
         frozen = {key: p.detach() for key, p in risk.params.items()}
 
@@ -135,9 +135,9 @@ class ActivationHessian(SymmetricRiskOperator):
                         f'Module "{name}" was called {len(caught)} times in one forward pass; the Hessian with '
                         f"respect to its {side} needs exactly one call. Choose another module."
                     )
-                part = risk.terms(f, y, batch, class_axis).totals
-                visit(caught[0], part)
-                totals.add(part.detached())
+                batch_totals = risk.terms(f, y, batch, class_axis).totals
+                visit(caught[0], batch_totals)
+                totals.add(batch_totals.detached())
 
         risk.at(frozen, loop)
         return totals

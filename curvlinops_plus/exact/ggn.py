@@ -100,9 +100,9 @@ class GGN(ParameterCurvature):
         totals, draws, total = Totals(), Draws(self.vectors.seed or 0), None
 
         def output_product(F: Outputs, extra: tuple[list[LossTerms], Totals]) -> OutputProduct:
-            terms, part = extra
-            totals.add(part)
-            factors = self.risk.losses.vector_factors(weights.of(part), self.vectors.of_loss)
+            terms, batch_totals = extra
+            totals.add(batch_totals)
+            factors = self.risk.losses.vector_factors(weights.of(batch_totals), self.vectors.of_loss)
             if all(term.likelihood is not None for term in terms):
                 return loss_roots(self.risk, self.vectors, terms, factors, draws).outer_product
             return _hessian_product(terms, factors)

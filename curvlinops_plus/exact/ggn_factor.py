@@ -98,9 +98,9 @@ class GGNFactor(DataRows):
     def _row_block(
         self, F: Outputs, extra: tuple[list[LossTerms], Totals], draws: Draws, totals: Totals, weights: LossWeights
     ) -> RowBlock:
-        terms, part = extra
-        totals.add(part)
-        factors = self.risk.losses.vector_factors(weights.of(part), self.vectors.of_loss)
+        terms, batch_totals = extra
+        totals.add(batch_totals)
+        factors = self.risk.losses.vector_factors(weights.of(batch_totals), self.vectors.of_loss)
         return loss_roots(self.risk, self.vectors, terms, factors, draws)
 
     def _reduced(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]]) -> Tensor:

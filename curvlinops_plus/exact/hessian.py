@@ -85,11 +85,11 @@ class Hessian(ParameterCurvature):
                 watch = None if self._checked and not self._normed else PlainWeightNorm()
                 with watch or nullcontext():
                     f, y, class_axis = risk.run(batch, model)
-                part = risk.terms(f, y, batch, class_axis).totals
+                batch_totals = risk.terms(f, y, batch, class_axis).totals
                 if watch is not None:
                     self._largest, self._normed = max(self._largest, watch.largest), watch.used
-                total.add_(self._product(weights.objective(part), list(free.values()), X))
-                totals.add(part.detached())
+                total.add_(self._product(weights.objective(batch_totals), list(free.values()), X))
+                totals.add(batch_totals.detached())
 
         with operation_context():
             risk.at(free, loop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from warnings import warn
 
@@ -22,7 +22,7 @@ from curvlinops_plus.risk.self_check import check_example_rows, check_expanded_r
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
 
-__all__ = ["observe", "record_layers", "send_back", "sweep"]
+__all__ = ["RecordedPasses", "sweep"]
 
 
 def sweep(
@@ -57,9 +57,9 @@ def sweep(
     totals, draws = Totals(), Draws(vectors.seed or 0)
     if weights is None:
         weights = loss_weights(risk) if vectors.backward else LossWeights(risk.losses)
-    with record_layers(risk, layers, vectors) as recorder:
+    with RecordedPasses(risk, layers, vectors, weights) as passes:
         for batch in risk.batches(desc):
-            batch_totals = observe(risk, recorder, batch, vectors, draws, consume, weights)
+            batch_totals = passes.observe(batch, draws, consume)
             totals.add(batch_totals)
             if after_batch is not None:
                 after_batch(batch_totals)
@@ -68,110 +68,114 @@ def sweep(
     return totals
 
 
-@contextmanager
-def record_layers(
-    risk: EmpiricalRisk, layers: Sequence[Layer], vectors: Vectors, own_pass: bool = True
-) -> Iterator[Recorder]:
-    """Hooks on the modules of `layers`, for as long as the context lasts.
+class RecordedPasses:
+    """Forward passes of a risk's model under hooks on its layers, and the vectors that are sent back through them.
+
+    A context manager: the hooks are on the modules for as long as it lasts.
 
     Args:
-        risk: The risk.
+        risk: Model, losses and options.
         layers: The layers.
-        vectors: What will be sent back.
-        own_pass: Whether nobody else needs the graph of the forward pass: without vectors there is none then.
-    """
-    grad_mode = torch.enable_grad if vectors.backward or not own_pass else torch.no_grad
-    # Fused inference of transformers calls no submodule, so that no hook would fire.
-    fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-    intercept = any(isinstance(module, fused) for module in risk.model.modules())
-    axes = risk.options.example_axis or {}
-    with torch.inference_mode(False), grad_mode(), Recorder(layers, axes, vectors.backward, intercept) as recorder:
-        yield recorder
-
-
-def observe(
-    risk: EmpiricalRisk,
-    recorder: Recorder,
-    batch: Batch,
-    vectors: Vectors,
-    draws: Draws,
-    consume: Consumer,
-    weights: LossWeights,
-) -> Totals:
-    """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to `consume`."""
-    random = torch.get_rng_state()
-    # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
-    with torch.compiler.set_stance("force_eager"), recorder.recording(batch.num_examples):
-        outputs = risk.run(batch)
-    return send_back(risk, recorder, batch, outputs, random, vectors, draws, consume, weights)
-
-
-def send_back(
-    risk: EmpiricalRisk,
-    recorder: Recorder,
-    batch: Batch,
-    outputs: tuple[Any, Any, Any],
-    random: Tensor,
-    vectors: Vectors,
-    draws: Draws,
-    consume: Consumer,
-    weights: LossWeights,
-    keep_graph: bool = False,
-) -> Totals:
-    """Send vectors back from what `risk.run` returned in a recorded forward pass.
-
-    Args:
-        risk: The risk.
-        recorder: Which recorded the pass.
-        batch: The batch.
-        outputs: Outputs, targets and class axes, as `risk.run` returns them.
-        random: State of the global generator before the pass.
         vectors: What is sent back.
-        draws: Random numbers for them.
-        consume: Called with a `LayerBatch`, once per layer and piece of vectors.
         weights: Relative weights of the losses.
-        keep_graph: Keep the graph: somebody else goes back through it afterwards.
-
-    Returns:
-        The totals of the batch.
+        own_pass: Whether nobody else needs the graph of the forward passes: without vectors there is none then.
     """
-    fs, ys, class_axes = outputs
-    _check_expanded(risk, recorder, batch, fs, random)
-    with torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
-        terms = risk.terms([f.detach() for f in fs], ys, batch, class_axes)
-    batch_totals = terms.totals
-    passes = BackwardPasses(recorder, consume, _read_mask(risk, batch))
-    batch_totals.called = passes.called
-    if not vectors.backward:
-        passes.inputs_only()
-    else:
-        batch_totals.weights = weights.of(batch_totals)
-        groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, batch_totals.weights)
-        if groups:
-            _check_examples(risk, recorder, fs)
-        for group in groups:
-            _announce(risk, vectors, group)
-            passes.send(group, _vectors_at_once(recorder, group.number), keep_graph or group is not groups[-1])
-    batch_totals.reached = passes.reached
-    return batch_totals
 
+    def __init__(
+        self,
+        risk: EmpiricalRisk,
+        layers: Sequence[Layer],
+        vectors: Vectors,
+        weights: LossWeights,
+        own_pass: bool = True,
+    ) -> None:
+        self.risk, self.vectors, self.weights = risk, vectors, weights
+        # Fused inference of transformers calls no submodule, so that no hook would fire.
+        fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+        intercept = any(isinstance(module, fused) for module in risk.model.modules())
+        self.recorder = Recorder(layers, risk.options.example_axis or {}, vectors.backward, intercept)
+        self._grad_mode = torch.enable_grad if vectors.backward or not own_pass else torch.no_grad
+        self._contexts = ExitStack()
+        self._random = torch.get_rng_state()
 
-def _check_expanded(
-    risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], random: Tensor
-) -> None:
-    """Check once each layer that returns one row for all examples."""
-    names = {f"expanded {recorded.call.use.name}" for recorded in recorder.calls if recorded.expanded}
-    if names - risk.checked:
-        with preserve_state(risk.model, risk.data):
-            check_expanded_rows(recorder, outputs, lambda: risk.run(batch)[0], random)
-        risk.checked |= names
+    def __enter__(self) -> RecordedPasses:
+        with ExitStack() as contexts:
+            for context in (torch.inference_mode(False), self._grad_mode(), self.recorder):
+                contexts.enter_context(context)
+            self._contexts = contexts.pop_all()
+        return self
 
+    def __exit__(self, *error: Any) -> None:
+        self._contexts.__exit__(*error)
 
-def _check_examples(risk: EmpiricalRisk, recorder: Recorder, outputs: Sequence[Tensor]) -> None:
-    """Check once whether rows belong to examples."""
-    if recorder.num_examples > 1 and "examples" not in risk.checked:
-        check_example_rows(recorder, risk.model, [f for f in outputs if f.requires_grad])
-        risk.checked.add("examples")
+    @contextmanager
+    def recording(self, batch: Batch) -> Iterator[None]:
+        """One forward pass of the model on a batch happens in here."""
+        self._random = torch.get_rng_state()
+        # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
+        with torch.compiler.set_stance("force_eager"), self.recorder.recording(batch.num_examples):
+            yield
+
+    def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
+        """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to `consume`."""
+        with self.recording(batch):
+            outputs = self.risk.run(batch)
+        return self.send_back(batch, outputs, draws, consume)
+
+    def send_back(
+        self,
+        batch: Batch,
+        outputs: tuple[Any, Any, Any],
+        draws: Draws,
+        consume: Consumer,
+        keep_graph: bool = False,
+    ) -> Totals:
+        """Send vectors back from what the model returned in the recorded forward pass.
+
+        Args:
+            batch: The batch.
+            outputs: Outputs, targets and class axes, as `EmpiricalRisk.run` returns them.
+            draws: Random numbers for the vectors.
+            consume: Called with a `LayerBatch`, once per layer and piece of vectors.
+            keep_graph: Keep the graph: somebody else goes back through it afterwards.
+
+        Returns:
+            The totals of the batch.
+        """
+        risk, recorder, vectors, (fs, ys, class_axes) = self.risk, self.recorder, self.vectors, outputs
+        self._check_expanded(batch, fs)
+        with torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
+            terms = risk.terms([f.detach() for f in fs], ys, batch, class_axes)
+        batch_totals = terms.totals
+        passes = BackwardPasses(recorder, consume, _read_mask(risk, batch))
+        batch_totals.called = passes.called
+        if not vectors.backward:
+            passes.inputs_only()
+        else:
+            batch_totals.weights = self.weights.of(batch_totals)
+            groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, batch_totals.weights)
+            if groups:
+                self._check_examples(fs)
+            for group in groups:
+                _announce(risk, vectors, group)
+                passes.send(group, _vectors_at_once(recorder, group.number), keep_graph or group is not groups[-1])
+        batch_totals.reached = passes.reached
+        return batch_totals
+
+    def _check_expanded(self, batch: Batch, outputs: Sequence[Tensor]) -> None:
+        """Check once each layer that returns one row for all examples."""
+        risk, recorder = self.risk, self.recorder
+        names = {f"expanded {recorded.call.use.name}" for recorded in recorder.calls if recorded.expanded}
+        if names - risk.checked:
+            with preserve_state(risk.model, risk.data):
+                check_expanded_rows(recorder, outputs, lambda: risk.run(batch)[0], self._random)
+            risk.checked |= names
+
+    def _check_examples(self, outputs: Sequence[Tensor]) -> None:
+        """Check once whether rows belong to examples."""
+        if self.recorder.num_examples > 1 and "examples" not in self.risk.checked:
+            check_example_rows(self.recorder, self.risk.model, [f for f in outputs if f.requires_grad])
+            self.risk.checked.add("examples")
 
 
 def _announce(risk: EmpiricalRisk, vectors: Vectors, group: VectorGroup) -> None:

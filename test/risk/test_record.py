@@ -11,6 +11,7 @@ from cases import NETS, close, problem
 from torch import Tensor, nn
 
 from curvlinops_plus import KFAC, Accumulator, CurvatureWarning, EmpiricalRisk, FullBlock, MonteCarlo, curvature
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Dense, Structure
 from curvlinops_plus.risk import sweep as sweep_file
 
@@ -82,3 +83,27 @@ def test_accumulators_of_one_layer_do_not_share_sums() -> None:
     for name, block in expected.blocks.items():
         if name.endswith("bias"):
             close(K.blocks[name].to_dense(), block.to_dense())
+
+
+def test_other_data_are_looked_at_again() -> None:
+    """What was found right for some data says nothing of others."""
+
+    class MixesThree(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return self.head(h + h.mean(0) if len(x) == 3 else h)
+
+    def data(N: int) -> list[Any]:
+        return [(torch.ones(N, 4), torch.zeros(N, 2))]
+
+    risk = EmpiricalRisk(MixesThree(), nn.MSELoss(), data(4))
+    _ = curvature(risk).trace
+    assert risk.with_data(data(5)).loss() > 0
+    with pytest.raises(UnsupportedError, match="or the model mixes examples"):
+        _ = curvature(risk.with_data(data(3))).trace
+    assert len(risk.data) == 1  # type: ignore[arg-type]
+    assert len(risk.data[0][0]) == 4  # type: ignore[index]
