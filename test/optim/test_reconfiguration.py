@@ -33,7 +33,7 @@ WAYS = [
     ("kernel", "eigh"),
     ("kernel", "cg"),
 ]
-TIGHT = {"tol": 1e-14, "maxiter": 2000}
+TIGHT = {"tol": 1e-14, "max_iter": 2000}
 
 
 def reconfigure(problem: Problem, **options: Any) -> Any:
@@ -254,7 +254,7 @@ def test_fisher_inverse_starts_at_the_gradient() -> None:
     problem, g = real_net(9, 6), normal(37, seed=6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CurvatureWarning)
-        assert close(fisher_inverse(problem.log_psi, None, maxiter=0)(g, problem.samples), g, 1e-14)
+        assert close(fisher_inverse(problem.log_psi, None, max_iter=0)(g, problem.samples), g, 1e-14)
 
 
 def test_fisher_inverse_reads_parameters_anew() -> None:
@@ -609,9 +609,9 @@ def test_lazy_says_when_it_did_not_get_there() -> None:
     with pytest.warns(
         CurvatureWarning, match=r"cg in mode 'lazy' ended at a relative residual of .*: iteration limit 2"
     ):
-        stochastic_reconfiguration(*problem.args, problem.costs, 1e-6, "lazy", maxiter=2)
+        stochastic_reconfiguration(*problem.args, problem.costs, 1e-6, "lazy", max_iter=2)
     with pytest.warns(CurvatureWarning, match=r"CG missed tol=1e-14"):
-        stochastic_reconfiguration(*problem.args, problem.costs, 1e-6, "lazy", maxiter=2, tol=1e-14)
+        stochastic_reconfiguration(*problem.args, problem.costs, 1e-6, "lazy", max_iter=2, tol=1e-14)
 
 
 def test_system_of_the_same_norm() -> None:

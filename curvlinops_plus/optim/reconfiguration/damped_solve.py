@@ -86,7 +86,7 @@ class DampedSystem:
         diagonal_shift: `ε`.
         tol: Relative residual at which "cg" and "lsmr" stop; None: 1e-5 in float32, 1e-12 in float64 or what rounding
             allows.
-        maxiter: Their largest number of iterations; None: 10·P.
+        max_iter: Their largest number of iterations; None: 10·P.
         proj_reg: Added to the kernel, times the projection onto the directions that centring removes.
 
     Raises:
@@ -102,7 +102,7 @@ class DampedSystem:
         solver: Solver | None = None,
         diagonal_shift: float = 0.0,
         tol: float | None = None,
-        maxiter: int | None = None,
+        max_iter: int | None = None,
         proj_reg: float = 0.0,
     ) -> None:
         check_options(mode, solver, damping=damping, diagonal_shift=diagonal_shift, proj_reg=proj_reg)
@@ -110,7 +110,7 @@ class DampedSystem:
         self.shift = diagonal_shift if diagonal_shift > 0 else damping
         self.mode, self.solver = self._choose(mode, solver)
         self._check_rank()
-        self.tol, self.maxiter = tol, 10 * ensemble.psi.space.dim if maxiter is None else maxiter
+        self.tol, self.max_iter = tol, 10 * ensemble.psi.space.dim if max_iter is None else max_iter
         self.D = self._diagonal_scaling()
         self.scores, kernel = self._scores_and_kernel()
         if kernel is not None and proj_reg:
@@ -212,7 +212,7 @@ class DampedSystem:
 
     def _cg(self, A: LinearOperator, b: Tensor) -> tuple[Tensor, SolveReport]:
         with self._solver_warnings():
-            x, info = cg(A.shift(self.shift), b, x0=b, tol=self._tolerance(), max_iter=self.maxiter)
+            x, info = cg(A.shift(self.shift), b, x0=b, tol=self._tolerance(), max_iter=self.max_iter)
         residual = float(info.relative_residual[0])
         self._warn_of_residual(residual, info.reason)
         return x, SolveReport(self.mode, "cg", len(b), residual, iterations=info.iterations)
@@ -227,7 +227,7 @@ class DampedSystem:
                 atol=tolerance,
                 btol=tolerance,
                 conlim=0.0,
-                max_iter=self.maxiter,
+                max_iter=self.max_iter,
             )
         b = self.scores._rmatmat(target[:, None])[:, 0]
         left = b - self.scores._rmatmat(self.product(x)[:, None])[:, 0] - self.shift * x

@@ -60,7 +60,7 @@ def stochastic_reconfiguration(
     diagonal_shift: float = 0.0,
     solver: Solver | None = None,
     tol: float | None = None,
-    maxiter: int | None = None,
+    max_iter: int | None = None,
     proj_reg: float = 0.0,
 ) -> Reconfiguration:
     """The direction of stochastic reconfiguration (also minSR, SPRING), `δ = (S + λI)⁻¹ Ō* ε̄`.
@@ -91,7 +91,7 @@ def stochastic_reconfiguration(
             "cg" for all modes, "lsmr" for lazy and dense; None: Cholesky, in mode "lazy" CG started at `Ō* ε̄`.
         tol: Relative residual at which "cg" and "lsmr" stop; None: 1e-5 in float32, 1e-12 in float64, or what rounding
             allows.
-        maxiter: Their largest number of iterations; None: 10·P.
+        max_iter: Their largest number of iterations; None: 10·P.
         proj_reg: Added to the kernel times the projection onto the directions that centring removes (`11ᵀ/n`). The
             direction does not depend on it; a factorisation may be better conditioned.
 
@@ -121,7 +121,7 @@ def stochastic_reconfiguration(
     psi = LogAmplitude(log_psi, params, amplitude)
     check_momentum(momentum)
     phi = None if previous is None else psi.read(previous, "previous")
-    options = {"diagonal_shift": diagonal_shift, "tol": tol, "maxiter": maxiter, "proj_reg": proj_reg}
+    options = {"diagonal_shift": diagonal_shift, "tol": tol, "max_iter": max_iter, "proj_reg": proj_reg}
     check_options(mode, solver, damping=damping, diagonal_shift=diagonal_shift, proj_reg=proj_reg)
     with full_precision_no_grad(psi.device):
         ensemble = Ensemble(psi, samples, weights, chunk_size)
@@ -221,7 +221,7 @@ def fisher_inverse(
     log_psi: LogPsi,
     params: Params = None,
     damping: float = 1e-3,
-    maxiter: int | None = None,
+    max_iter: int | None = None,
     mode: Mode = "lazy",
     *,
     chunk_size: int | None = None,
@@ -237,7 +237,7 @@ def fisher_inverse(
         log_psi: A module called with the samples, or a function `(params, samples)`; returns `log ψ` of each, `[n]`.
         params: Parameters, a list or a dict; of a module its own, None for all that require a gradient.
         damping: `λ`.
-        maxiter: Largest number of iterations of CG; None: 10·P.
+        max_iter: Largest number of iterations of CG; None: 10·P.
         mode: "lazy": CG, started at the gradient. "dense": `S` [P, P]. "kernel": Woodbury's identity,
             `(g - Ō* (Ō Ō* + λ)⁻¹ Ō g) / λ`. "auto": by sizes.
         chunk_size: How many samples are differentiated at once; None: all.
@@ -267,4 +267,4 @@ def fisher_inverse(
     if mode == "kernel" and not damping:
         raise ValueError('mode="kernel" needs a positive damping: Woodbury\'s identity divides by it.')
     psi = LogAmplitude(log_psi, params, amplitude)
-    return FisherInverse(psi, chunk_size, damping, mode=mode, solver=solver, tol=tol, maxiter=maxiter)
+    return FisherInverse(psi, chunk_size, damping, mode=mode, solver=solver, tol=tol, max_iter=max_iter)

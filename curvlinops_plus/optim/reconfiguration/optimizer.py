@@ -52,7 +52,7 @@ class StochasticReconfiguration(torch.optim.Optimizer):
         diagonal_shift: As there.
         solver: As there.
         tol: As there.
-        maxiter: As there.
+        max_iter: As there.
 
     Attributes:
         report: `SolveReport` of the last step; None before the first.
@@ -89,14 +89,14 @@ class StochasticReconfiguration(torch.optim.Optimizer):
         diagonal_shift: float = 0.0,
         solver: Solver | None = None,
         tol: float | None = None,
-        maxiter: int | None = None,
+        max_iter: int | None = None,
     ) -> None:
         if norm not in ("euclidean", "fisher"):
             raise ValueError(f'Expected norm to be "euclidean" or "fisher", got {norm!r}.')
         self._psi = LogAmplitude(log_psi, params, amplitude)
         self._schedule = damping if callable(damping) else None
         self._norm, self._chunk_size = norm, chunk_size
-        self._options: dict[str, Any] = {"mode": mode, "solver": solver, "tol": tol, "maxiter": maxiter}
+        self._options: dict[str, Any] = {"mode": mode, "solver": solver, "tol": tol, "max_iter": max_iter}
         self.report: SolveReport | None = None
         group = {
             "lr": lr,
