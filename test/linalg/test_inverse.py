@@ -182,9 +182,9 @@ def test_float32_cholesky_that_fails_is_repeated_in_float64() -> None:
 
 K12 = Kronecker(torch.eye(3), torch.eye(4))
 REFUSED = [
-    (lambda: K12.inverse(HeuristicDamping(cast(Any, (0.1, 0.1)))), TypeError, "to be one number.* got tuple"),
+    (lambda: K12.inverse(HeuristicDamping(cast(Any, (0.1, 0.1)))), TypeError, "to be one number.* got a pair"),
     (lambda: K12.inverse(HeuristicDamping(-0.1)), ValueError, "at least 0, got -0.1"),
-    (lambda: K12.power(0.5, HeuristicDamping(0.1)), TypeError, "to be one number.* got tuple"),
+    (lambda: K12.power(0.5, HeuristicDamping(0.1)), TypeError, "to be one number.* got a pair"),
     (
         lambda: K12.inverse(-0.1),
         ValueError,
