@@ -339,3 +339,13 @@ def test_dampings_of_factors_need_a_positive_multiple() -> None:
         for damping in (HeuristicDamping(0.1), (0.1, 0.1)):
             with pytest.raises(ValueError, match="need a positive multiple of the curvature"):
                 multiple.inverse(damping)
+
+
+def test_loading_leaves_the_risk_of_the_caller_alone() -> None:
+    model, loss, data = small()
+    state = curvature(EmpiricalRisk(model, loss, data, num_data=50), DiagonalBlock).compute().state_dict()
+    risk = EmpiricalRisk(model, loss, data)
+    K = curvature(risk, DiagonalBlock)
+    K.load_state_dict(state)
+    assert risk.options.num_data is None
+    assert K.risk.options.num_data == 50

@@ -23,12 +23,14 @@ from curvlinops_plus import (
     FisherMCLinearOperator,
     FisherType,
     ForwardOnly,
+    GGNDiagonalLinearOperator,
     GGNLinearOperator,
     HessianLinearOperator,
     KFACInverseLinearOperator,
     KFACLinearOperator,
     KFACType,
     MonteCarlo,
+    UnsupportedError,
     compute_eigenvalue_correction_linear_weight_sharing,
 )
 from curvlinops_plus.blocks import accumulation
@@ -538,3 +540,10 @@ def test_names_that_libraries_on_curvlinops_read() -> None:
     assert (K._N_data, K._kfac_approx, K._mc_samples, K._seed) == (examples, "reduce", 3, 5)
     K = KFACLinearOperator(p.model, p.loss, p.params, p.data, num_data=11)
     assert K._N_data == 11
+
+
+@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator, GGNDiagonalLinearOperator])
+def test_an_unknown_loss_is_refused_at_construction(kind: Any) -> None:
+    p = problem("mlp")
+    with pytest.raises(UnsupportedError, match="no likelihood is registered"):
+        kind(p.model, nn.HuberLoss(), p.params, p.data, check_deterministic=False)
