@@ -33,10 +33,13 @@ from curvlinops_plus import (
     MonteCarlo,
     NearestKronecker,
     RelativeDamping,
+    blocks,
     curvature,
     load,
+    risk,
     save,
 )
+from curvlinops_plus.blocks import stored_options
 from curvlinops_plus.linalg import Diagonal, HeuristicDamping, Structure
 from curvlinops_plus.risk import Vectors
 
@@ -349,3 +352,26 @@ def test_loading_leaves_the_risk_of_the_caller_alone() -> None:
     K.load_state_dict(state)
     assert risk.options.num_data is None
     assert K.risk.options.num_data == 50
+
+
+def test_everything_of_ours_can_be_made_from_a_state() -> None:
+    """A new approximation or mode is registered for states."""
+    kinds = [vars(blocks)[name] for name in blocks.__all__]
+    ours = {k for k in kinds if isinstance(k, type) and issubclass(k, Accumulator) and k is not Accumulator}
+    assert ours == set(stored_options.APPROXIMATIONS)
+    modes = [vars(risk)[name] for name in risk.__all__]
+    sent = {m for m in modes if isinstance(m, type) and issubclass(m, Vectors) and m is not Vectors}
+    assert sent == set(stored_options.VECTORS)
+    assert len(ours) > 5
+    assert len(sent) > 4
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_heuristic_is_a_rule_and_a_flag(separate: bool) -> None:
+    K = problem("mlp").curvature(KFAC, separate_weight_and_bias=separate)
+    rule, flag = (
+        K.inverse(HeuristicDamping(0.1, min=0.02)),
+        K.inverse(0.1, use_heuristic_damping=True, min_damping=0.02),
+    )
+    same(rule.to_dense(), flag.to_dense())
+    assert not torch.allclose(rule.to_dense(), K.inverse(0.1).to_dense())
