@@ -49,13 +49,14 @@ class Accumulation:
         self._cache: SweepCache | None = None
         self._weights: LossWeights | None = None
 
-    def run(self, max_sweeps: int | None = None, check_deterministic: bool = False) -> None:
+    def run(self, max_sweeps: int | None = None, check_deterministic: bool | None = None) -> None:
         """Sweep until all blocks are finished.
 
         Args:
             max_sweeps: Stop after this number of sweeps.
             check_deterministic: Compare the total loss of the first two passes over the data. Unless `max_sweeps` is
-                given, a single one is followed by a forward pass for that.
+                given, a single one is followed by a forward pass for that. None: two evaluations of a few examples have
+                to agree. False: not even these.
 
         Raises:
             ValueError: If a layer never ran, a second pass sees another number of examples, or the data can be read
@@ -66,7 +67,7 @@ class Accumulation:
         last = None if max_sweeps is None else self.sweeps + max_sweeps
         with preserve_state(self.risk.model, self.risk.data):
             while any(self.pending.values()) and self.sweeps != last:
-                self._sweep()
+                self._sweep(repeatable=check_deterministic is not False)
                 if check_deterministic and len(self.totals) == 2:
                     require_same(self.risk, *self.totals)
                 self._finish()
@@ -77,8 +78,12 @@ class Accumulation:
                 again = sweep(self.risk, [], ForwardOnly(), _ignore, desc="determinism check")
                 require_same(self.risk, self.totals[0], again)
 
-    def _sweep(self) -> None:
-        """Show all data to the pending accumulators: read them, or replay what was kept of the sweep before."""
+    def _sweep(self, repeatable: bool) -> None:
+        """Show all data to the pending accumulators: read them, or replay what was kept of the sweep before.
+
+        Args:
+            repeatable: Whether two evaluations of the model have to agree.
+        """
         layers = [layer for layer, accumulators in self.pending.items() if accumulators]
         if self.totals:
             require_rereadable(self.risk.data, "another sweep over it is needed")
@@ -96,7 +101,7 @@ class Accumulation:
             self._cache = None
         if self._weights is None and self.vectors.backward:
             self._weights = loss_weights(self.risk)
-        totals = sweep(self.risk, layers, self.vectors, add, count, desc, self._weights)
+        totals = sweep(self.risk, layers, self.vectors, add, count, desc, self._weights, repeatable)
         self._check(totals, layers)
         self.totals.append(totals)
 

@@ -57,7 +57,8 @@ class BlockwiseLinearOperator(Deferred):
         default: The approximation of layers that the mapping does not name.
         vectors: What is sent back through the network, or its name (`as_vectors`).
         separate_weight_and_bias: Give every parameter its own block.
-        check_deterministic: Compute the blocks now, and compare the total loss of two passes over the data.
+        check_deterministic: True computes the blocks now, and compares the total loss of two passes over the data.
+            None: two evaluations of a few examples have to agree. False: not even these.
 
     Raises:
         RuntimeError: If two passes over the data do not give the same total loss.
@@ -88,7 +89,7 @@ class BlockwiseLinearOperator(Deferred):
         default: Any = KFAC,
         vectors: Vectors | str | None = None,
         separate_weight_and_bias: bool = False,
-        check_deterministic: bool = False,
+        check_deterministic: bool | None = None,
     ) -> None:
         require_risk(risk, type(self).__name__)
         super().__init__(risk.space, risk.dtype, risk.device, Structure.PSD)
@@ -395,7 +396,7 @@ def curvature(
     default: Any = KFAC,
     vectors: Vectors | str | None = None,
     separate_weight_and_bias: bool = False,
-    check_deterministic: bool = False,
+    check_deterministic: bool | None = None,
 ) -> BlockwiseLinearOperator:
     """Block-diagonal curvature of a risk, any mix of approximations over its layers.
 
@@ -408,7 +409,8 @@ def curvature(
         vectors: What is sent back: `Exact()` (the default), `MonteCarlo(samples, seed)`, `Empirical()`,
             `ForwardOnly()`.
         separate_weight_and_bias: Give every parameter its own block.
-        check_deterministic: Compute now and compare the total loss of two passes.
+        check_deterministic: True computes now and compares the total loss of two passes. None: two evaluations of a
+            few examples have to agree. False: not even these.
 
     Returns:
         A linear operator whose blocks are computed at first use.

@@ -20,7 +20,7 @@ from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.reading import Batch, read_batch
+from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 __all__ = ["CurvatureEstimator"]
@@ -130,7 +130,7 @@ class CurvatureEstimator:
             ValueError: If the batch has no examples, or can't be read.
         """
         found, random = self._read(batch), torch.get_rng_state()
-        passes = RecordedPasses(self.risk, self._layers, self.vectors, self._weights)
+        passes = RecordedPasses(self.risk, self._layers, self.vectors, self._weights, repeatable=False)
         with preserve_state(self.risk.model, self.risk.data), passes:
 
             def show(consume: Consumer, draws: Draws) -> Totals:
@@ -159,7 +159,7 @@ class CurvatureEstimator:
         outputs: list[Any] = []
         handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out))
         try:
-            with RecordedPasses(risk, self._layers, self.vectors, self._weights, own_pass=False) as passes:
+            with RecordedPasses(risk, self._layers, self.vectors, self._weights, False, repeatable=False) as passes:
                 with passes.recording(found):
                     yield
                 handle.remove()
@@ -200,7 +200,7 @@ class CurvatureEstimator:
         return [entry.layer for entry in self.plan]
 
     def _read(self, batch: Any) -> Batch:
-        found = read_batch(batch, self.updates, self.risk.device, self.risk.options.batch_size_fn)
+        found = self.risk.read(batch, self.updates)
         if not found.num_examples:
             raise ValueError("The batch has no examples.")
         return found

@@ -180,8 +180,7 @@ def _recorded(
         found[layer_batch.layer] = _Recorded(grads, *_statistics(layer_batch))
 
     single, vectors = risk.with_data([]), Once(1, 0)
-    single.options = replace(risk.options, mask=None)
-    single.checked.add("examples")  # that is what verify() itself does, number by number
+    single.options = replace(risk.options, mask=None, check=False)  # verify() itself compares, number by number
     # Any weights will do, and a few examples may have no term of some loss.
     weights = LossWeights.plain(risk.losses)
     with RecordedPasses(single, layers, vectors, weights) as passes:

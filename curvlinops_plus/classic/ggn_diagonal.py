@@ -69,7 +69,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         output: Callable[[Any], Any] | None = None,
         mask: Callable[[Any, Any], Tensor] | None = None,
         example_axis: Mapping[str, int] | None = None,
-        shift_labels: bool = False,
+        shift_labels: bool | None = None,
     ) -> None:
         if mc_samples < 0:
             raise ValueError(

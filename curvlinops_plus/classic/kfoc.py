@@ -67,7 +67,7 @@ class KFOCLinearOperator(KFACLinearOperator):
         output: Callable[[Any], Any] | None = None,
         mask: Callable[[Any, Any], Tensor] | None = None,
         example_axis: Mapping[str, int] | None = None,
-        shift_labels: bool = False,
+        shift_labels: bool | None = None,
     ) -> None:
         super().__init__(
             model_func,

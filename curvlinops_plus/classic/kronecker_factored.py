@@ -94,7 +94,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         output: Callable[[Any], Any] | None = None,
         mask: Callable[[Any, Any], Tensor] | None = None,
         example_axis: Mapping[str, int] | None = None,
-        shift_labels: bool = False,
+        shift_labels: bool | None = None,
     ) -> None:
         supported = [FisherType(item).value for item in self._SUPPORTED_FISHER_TYPE]
         if fisher_type not in supported:
@@ -253,7 +253,7 @@ class EKFACLinearOperator(KFACLinearOperator):
     def compute_kronecker_factors(self) -> None:
         """Compute the factors anew (first sweep); the eigenvalues follow at first use."""
         accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__)
-        accumulation.run(max_sweeps=1)
+        accumulation.run(max_sweeps=1, check_deterministic=self.check_deterministic)
         self._set_operator(None)
         self._after_factors = accumulation
 

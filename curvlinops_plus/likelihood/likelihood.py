@@ -23,7 +23,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.sampling import normals, scalar
-from curvlinops_plus.likelihood.unsupported import how_to_convert, not_registered
+from curvlinops_plus.likelihood.unsupported import has_hooks, how_to_convert, not_registered
 
 __all__ = ["Likelihood", "Uniform", "has_likelihood", "hessian_products", "likelihood_of", "register_likelihood"]
 
@@ -407,6 +407,8 @@ def _maker_of(loss: Any) -> Callable[[Any], Likelihood] | None:
 
 
 def _computes_like(loss: Any, parent: type) -> bool:
-    """Whether calling the loss runs the `forward` of the registered class."""
+    """Whether calling the loss runs the `forward` of the registered class, and nothing else."""
+    if has_hooks(loss):
+        return False
     same = all(getattr(type(loss), m, None) is getattr(parent, m, None) for m in ("forward", "__call__"))
     return same and "forward" not in getattr(loss, "__dict__", {})

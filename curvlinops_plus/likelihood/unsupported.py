@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 
-__all__ = ["how_to_convert", "not_registered"]
+__all__ = ["has_hooks", "how_to_convert", "not_registered"]
 
 
 def not_registered(loss: Any, known: Sequence[type]) -> UnsupportedError:
@@ -20,13 +20,25 @@ def not_registered(loss: Any, known: Sequence[type]) -> UnsupportedError:
     kind = type(loss)
     parent = next((t for t in kind.__mro__ if t in known), None)
     name = getattr(loss, "__name__", "a function") if isinstance(loss, (FunctionType, type)) else kind.__name__
-    why = f" It changes the forward of {parent.__name__}, whose rules may be wrong for it." if parent else _advice(loss)
+    why = _advice(loss)
+    if parent and has_hooks(loss):
+        why = " Hooks run when it is called, its own or global ones, and may change its value: remove them."
+    elif parent:
+        why = f" It changes the forward of {parent.__name__}, whose rules may be wrong for it."
     return UnsupportedError(
         f"no likelihood is registered for the loss {name}.{why} Known losses: "
         f"{', '.join(sorted(t.__name__ for t in known))}. To add yours (a class), say which distribution it is the "
         f"negative log-likelihood of:\n\n    @register_likelihood({name})\n    def _(loss):\n"
         "        return FromDistribution(lambda f: torch.distributions.Poisson(f.exp()))\n\n"
         "or decorate a subclass of Likelihood, which needs one method, nll."
+    )
+
+
+def has_hooks(loss: Any) -> bool:
+    """Whether calling a loss runs hooks, which may change what it returns, or the gradient."""
+    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    return isinstance(loss, nn.Module) and any(
+        getattr(loss, f"_{kind}") or getattr(nn.modules.module, f"_global_{kind}") for kind in kinds
     )
 
 

@@ -39,7 +39,12 @@ class ParameterReads(TorchFunctionMode):
         return out
 
 
-def refuse_outside_readers(layers: Sequence[Layer], calls: Sequence[RecordedCall], readers: Mapping[int, int]) -> None:
+def refuse_outside_readers(
+    layers: Sequence[Layer],
+    calls: Sequence[RecordedCall],
+    readers: Mapping[int, int],
+    values: Mapping[str, Tensor],
+) -> None:
     """Refuse a weight that something else than its layer reads: that part of its gradient would be missing.
 
     Args:
@@ -53,12 +58,13 @@ def refuse_outside_readers(layers: Sequence[Layer], calls: Sequence[RecordedCall
     for index, layer in enumerate(layers):
         if not all(isinstance(use.rule, AffineRule) for use in layer.uses):
             continue
-        for key, param in layer.params.items():
+        for key in layer.params:
             number = sum(call.layer == index and key in call.call.use.keys.values() for call in calls)
             # Without any call, the sweep as a whole will tell that the layer never ran.
-            if number and readers.get(id(param), 0) > number:
+            read = readers.get(id(values[key]), 0)
+            if number and read > number:
                 raise ValueError(
-                    f"The parameter {key!r} of {layer.title} is read {readers[id(param)]} times in a forward pass, "
+                    f"The parameter {key!r} of {layer.title} is read {read} times in a forward pass, "
                     f"{number} times by calls of the layer: it is used outside of its layer, so its curvature can't "
                     f"be computed from what the layer sees. Leave it out of `params`, or give that use a module."
                 )

@@ -56,16 +56,22 @@ class Recorder:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], example_axis: Mapping[str, int], backward: bool, intercept: bool = False
+        self,
+        layers: Sequence[Layer],
+        example_axis: Mapping[str, int],
+        backward: bool,
+        intercept: bool = False,
+        values: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.layers, self.backward = layers, backward
+        self.layers, self.backward, self.intercept = layers, backward, intercept
+        self.values = {key: p for layer in layers for key, p in layer.params.items()} if values is None else values
         self.calls: list[RecordedCall] = []
         self.num_examples = 0
         self.receive: Receive | None = None
         self._axes = example_axis
         #: Parameter to the layer and the use in whose function calls it is read.
         self._functional = {
-            id(layer.params[key]): (layer.params[key], index, use)
+            id(self.values[key]): (self.values[key], index, use)
             for index, layer in enumerate(layers)
             for use in layer.uses
             if use.functional
@@ -168,7 +174,7 @@ class Recorder:
         """One forward pass of the model happens in here; the batch before is forgotten."""
         self._release()
         self.num_examples, self._recording = num_examples, True
-        frozen = [p for layer in self.layers for p in layer.params.values() if not p.requires_grad]
+        frozen = [p for layer in self.layers for p in map(self.values.__getitem__, layer.params) if not p.requires_grad]
         # Frozen parameters leave no trace in the graph; which operations read them is checked once.
         reads = ParameterReads(frozen) if frozen and not self._reads_checked else None
         try:
@@ -178,7 +184,7 @@ class Recorder:
             self._recording = False
         if reads is not None:
             self._reads_checked = True
-            refuse_outside_readers(self.layers, self.calls, reads.counts)
+            refuse_outside_readers(self.layers, self.calls, reads.counts, self.values)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -229,7 +235,7 @@ class Recorder:
             for child in below:
                 if (leaf := getattr(child, "variable", None)) is not None:
                     readers[id(leaf)] = readers.get(id(leaf), 0) + 1
-        refuse_outside_readers(self.layers, self.calls, readers)
+        refuse_outside_readers(self.layers, self.calls, readers, self.values)
         return [edge for edge in edges if above.get(edge.node) is False]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from tqdm import tqdm
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
+from curvlinops_plus.risk.label_shift import are_labels_shifted
 from curvlinops_plus.risk.layers import example_axes, named_params
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, Terms
@@ -40,9 +41,27 @@ class RiskOptions:
     batch_size_fn: Callable[[Any], int] | None = None
     num_data: int | None = None
     num_per_example_loss_terms: int | None = None
-    shift_labels: bool = False
+    shift_labels: bool | None = None
     progressbar: bool = False
     reduction: str | None = None
+    check: bool = True
+
+
+@dataclass
+class Checked:
+    """What was found out about a risk once, in the first batches.
+
+    Attributes:
+        layers: Modules whose rules were compared with autograd.
+        shapes: Shapes of batches whose outputs were compared.
+        said: Messages that were given.
+        shift: Whether labels are shifted; None as long as no model with a loss of its own told.
+    """
+
+    layers: set[Any] = field(default_factory=set)
+    shapes: set[Any] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
+    shift: bool | None = None
 
 
 class EmpiricalRisk:
@@ -68,10 +87,13 @@ class EmpiricalRisk:
         batch_size_fn: Number of examples of an input that is no tensor.
         num_data: Replaces the number of examples counted for `c`.
         num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
-        shift_labels: Language models: the output at position t is compared with the label at t + 1.
+        shift_labels: Language models: the output at position t is compared with the label at t + 1. Default: as the
+            model's own loss does, if it computes one from `labels`.
         progressbar: Show a bar on every loop over the data.
         reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
             examples, "sum" adds them up. Default: the loss's own attribute ("batchmean" is "mean"), else "mean".
+        check: Whether the first batches are looked at: that layer rules agree with autograd, that examples don't depend
+            on each other, that two evaluations agree, and that a loss which the model computes itself is this one.
 
     Attributes:
         model: The module.
@@ -112,9 +134,10 @@ class EmpiricalRisk:
         batch_size_fn: Callable[[Any], int] | None = None,
         num_data: int | None = None,
         num_per_example_loss_terms: int | None = None,
-        shift_labels: bool = False,
+        shift_labels: bool | None = None,
         progressbar: bool = False,
         reduction: str | None = None,
+        check: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` is a {type(model).__name__}; layers can only be recorded in a torch.nn.Module.")
@@ -135,10 +158,11 @@ class EmpiricalRisk:
             shift_labels,
             progressbar,
             reduction,
+            check,
         )
         _check_options(self.options, self.losses)
-        #: Self-checks that this risk has passed, and messages that were given; each is needed once.
-        self.checked: set[str] = set()
+        #: What was found out in the first batches.
+        self.checked = Checked()
 
     def with_data(self, data: Iterable[Any]) -> EmpiricalRisk:
         """The same model, losses, parameters and options with other data.
@@ -148,7 +172,7 @@ class EmpiricalRisk:
         """
         check_data(data)
         other = copy(self)
-        other.data, other.checked = data, set()
+        other.data, other.checked = data, Checked()
         return other
 
     # ------------------------------------------------------------------------------------------------- one batch
@@ -162,7 +186,7 @@ class EmpiricalRisk:
         bar = tqdm(self.data, desc=f"{desc} (on {self.device})") if options.progressbar else nullcontext(self.data)
         with bar as items:
             for index, item in enumerate(items):
-                batch = read_batch(item, index, self.device, options.batch_size_fn)
+                batch = self.read(item, index)
                 if batch.num_examples:
                     found = True
                     yield batch
@@ -173,6 +197,19 @@ class EmpiricalRisk:
                 else ""
             )
             raise ValueError(f"`data` has no examples.{again}")
+
+    def read(self, item: Any, index: int = 0) -> Batch:
+        """One item of the data as a batch; the first one tells whether labels are shifted.
+
+        Raises:
+            ValueError: If it is no batch, or its examples can't be counted.
+            UnsupportedError: If the loss that the model computes from the labels is not this one.
+        """
+        options = self.options
+        batch = read_batch(item, index, self.device, options.batch_size_fn)
+        if batch.unpack and options.check and options.shift_labels is None and self.checked.shift is None:
+            self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch)
+        return batch
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
         """Forward pass: for each loss its output, its target, and its class axis if that is not the loss's own."""
@@ -187,7 +224,8 @@ class EmpiricalRisk:
         """Outputs, targets and class axes, as `run` gives them, from what the model returned for a batch."""
         outputs, class_axes = self.losses.select(out, self.options.output)
         targets = self.losses.targets(batch.y)
-        if self.options.shift_labels:
+        shifts = self.options.shift_labels
+        if self.checked.shift if shifts is None else shifts:
             outputs, targets = tuple(f[:, :-1] for f in outputs), tuple(y[:, 1:] for y in targets)
         return outputs, targets, class_axes
 
@@ -209,12 +247,15 @@ class EmpiricalRisk:
         options = self.options
         return self.losses.scale(totals, options.num_data, options.num_per_example_loss_terms)
 
-    def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T:
+    def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T], copy_buffers: bool = False) -> T:
         """`function(model)` at other values of the parameters (keys as in `params`); the model is as before afterwards.
 
         Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
+        With `copy_buffers`, what the model writes to its buffers is lost.
         """
         replaced = {slot: values[key] for slot, key in self._slots.items()}
+        if copy_buffers:
+            replaced |= {f"model.{name}": b.clone() for name, b in self.model.named_buffers()}
         return functional_call(_Inside(self.model, function), replaced, (), tie_weights=False)
 
     @cached_property

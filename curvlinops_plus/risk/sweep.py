@@ -14,11 +14,10 @@ from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorGroup, vector_groups
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
-from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.self_check import check_example_rows, check_expanded_rows
+from curvlinops_plus.risk.self_check import check_batch
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
 
@@ -33,6 +32,7 @@ def sweep(
     after_batch: Callable[[Totals], None] | None = None,
     desc: str = "sweep",
     weights: LossWeights | None = None,
+    repeatable: bool = True,
 ) -> Totals:
     """Read the data once and pass the batches of every layer to `consume`.
 
@@ -44,6 +44,7 @@ def sweep(
         after_batch: Called with the totals of each batch when all of it was consumed.
         desc: Text of the progress bar.
         weights: Relative weights of the losses; default: `loss_weights(risk)`.
+        repeatable: Whether two evaluations of the model have to agree.
 
     Returns:
         The totals over all batches.
@@ -57,7 +58,7 @@ def sweep(
     totals, draws = Totals(), Draws(vectors.seed or 0)
     if weights is None:
         weights = loss_weights(risk) if vectors.backward else LossWeights(risk.losses)
-    with RecordedPasses(risk, layers, vectors, weights) as passes:
+    with RecordedPasses(risk, layers, vectors, weights, repeatable=repeatable) as passes:
         for batch in risk.batches(desc):
             batch_totals = passes.observe(batch, draws, consume)
             totals.add(batch_totals)
@@ -79,6 +80,7 @@ class RecordedPasses:
         vectors: What is sent back.
         weights: Relative weights of the losses.
         own_pass: Whether nobody else needs the graph of the forward passes: without vectors there is none then.
+        repeatable: Whether two evaluations of the model have to agree; they don't in training mode.
     """
 
     def __init__(
@@ -88,15 +90,15 @@ class RecordedPasses:
         vectors: Vectors,
         weights: LossWeights,
         own_pass: bool = True,
+        repeatable: bool = True,
     ) -> None:
-        self.risk, self.vectors, self.weights = risk, vectors, weights
+        self.risk, self.vectors, self.weights, self.repeatable = risk, vectors, weights, repeatable
         # Fused inference of transformers calls no submodule, so that no hook would fire.
         fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
         intercept = any(isinstance(module, fused) for module in risk.model.modules())
         self.recorder = Recorder(layers, risk.options.example_axis or {}, vectors.backward, intercept)
         self._grad_mode = torch.enable_grad if vectors.backward or not own_pass else torch.no_grad
         self._contexts = ExitStack()
-        self._random = torch.get_rng_state()
 
     def __enter__(self) -> RecordedPasses:
         with ExitStack() as contexts:
@@ -111,7 +113,6 @@ class RecordedPasses:
     @contextmanager
     def recording(self, batch: Batch) -> Iterator[None]:
         """One forward pass of the model on a batch happens in here."""
-        self._random = torch.get_rng_state()
         # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
         with torch.compiler.set_stance("force_eager"), self.recorder.recording(batch.num_examples):
             yield
@@ -143,10 +144,10 @@ class RecordedPasses:
             The totals of the batch.
         """
         risk, recorder, vectors, (fs, ys, class_axes) = self.risk, self.recorder, self.vectors, outputs
-        self._check_expanded(batch, fs)
         with torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
             terms = risk.terms([f.detach() for f in fs], ys, batch, class_axes)
         batch_totals = terms.totals
+        check_batch(risk, recorder, batch, fs, self.repeatable)
         passes = BackwardPasses(recorder, consume, _read_mask(risk, batch))
         batch_totals.called = passes.called
         if not vectors.backward:
@@ -154,35 +155,18 @@ class RecordedPasses:
         else:
             batch_totals.weights = self.weights.of(batch_totals)
             groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, batch_totals.weights)
-            if groups:
-                self._check_examples(fs)
             for group in groups:
                 _announce(risk, vectors, group)
                 passes.send(group, _vectors_at_once(recorder, group.number), keep_graph or group is not groups[-1])
         batch_totals.reached = passes.reached
         return batch_totals
 
-    def _check_expanded(self, batch: Batch, outputs: Sequence[Tensor]) -> None:
-        """Check once each layer that returns one row for all examples."""
-        risk, recorder = self.risk, self.recorder
-        names = {f"expanded {recorded.call.use.name}" for recorded in recorder.calls if recorded.expanded}
-        if names - risk.checked:
-            with preserve_state(risk.model, risk.data):
-                check_expanded_rows(recorder, outputs, lambda: risk.run(batch)[0], self._random)
-            risk.checked |= names
-
-    def _check_examples(self, outputs: Sequence[Tensor]) -> None:
-        """Check once whether rows belong to examples."""
-        if self.recorder.num_examples > 1 and "examples" not in self.risk.checked:
-            check_example_rows(self.recorder, self.risk.model, [f for f in outputs if f.requires_grad])
-            self.risk.checked.add("examples")
-
 
 def _announce(risk: EmpiricalRisk, vectors: Vectors, group: VectorGroup) -> None:
     """Say once what exact vectors cost when there are several loss terms per example."""
-    if group.terms == 1 or not isinstance(vectors, Exact) or vectors.signs or "announced" in risk.checked:
+    if group.terms == 1 or not isinstance(vectors, Exact) or vectors.signs or "announced" in risk.checked.said:
         return
-    risk.checked.add("announced")
+    risk.checked.said.add("announced")
     warn(
         f"Exact() sends {group.number} vectors per batch{group.where}: {group.terms} loss terms per example, "
         f"each by itself, times {group.number // group.terms} columns. Exact(signs=True) or MonteCarlo() "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from curvlinops_plus import (
     EKFAC,
     KFAC,
+    CurvatureEstimator,
     CurvatureWarning,
     DiagonalBlock,
     EKFACLinearOperator,
@@ -108,24 +109,28 @@ def test_a_refusal_is_repeated() -> None:
 
     r = risk(Pick(), torch.randn(4, 3).double())
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match="layer 'e' returns one row for all 4 examples"):
+        with pytest.raises(UnsupportedError, match=r"layer 'e' \(Embedding\) returns one row for all 3 examples"):
             _ = curvature(r, DiagonalBlock).trace
 
 
-def test_untracked_batch_norm_in_training_mode_is_said() -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+@pytest.mark.parametrize("affine", [False, True])
+def test_untracked_batch_norm_in_training_mode_is_refused_and_said_in_training(affine: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=affine), nn.Linear(4, 2)).double()
     data = [(torch.randn(5, 3).double(), torch.zeros(5, 2).double())]
-    with pytest.warns(CurvatureWarning, match=r"\['1'\] are batch norm in training mode"):
+    with pytest.raises(UnsupportedError, match=r"\['1'\] are batch norm in training mode.*left out.*model.eval"):
         _ = curvature(EmpiricalRisk(model, nn.MSELoss(), data, [model[0].weight]), KFAC).trace
+    _ = curvature(EmpiricalRisk(model, nn.MSELoss(), data, [model[0].weight], check=False), KFAC).trace
+    with pytest.warns(CurvatureWarning, match=r"\['1'\] are batch norm in training mode.*is left out"):
+        CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), (), [model[0].weight])).update(data[0])
 
 
 def test_one_pass_is_one_forward_pass_per_batch() -> None:
     p = problem("mlp")
     calls: list[int] = []
     handle = p.model.register_forward_hook(lambda *_: calls.append(1))
-    _ = curvature(p.risk(), KFAC).trace
+    _ = curvature(p.risk(check=False), KFAC).trace
     assert len(calls) == len(p.data)
-    _ = curvature(p.risk(), KFAC, vectors=ForwardOnly()).trace
+    _ = curvature(p.risk(check=False), KFAC, vectors=ForwardOnly()).trace
     assert len(calls) == 2 * len(p.data)
     handle.remove()
 

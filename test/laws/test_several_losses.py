@@ -588,7 +588,7 @@ def test_terms_are_counted_once_and_only_if_needed(monkeypatch: pytest.MonkeyPat
     params = list(model.parameters())
 
     def forward(approximation: Any, losses: Any, data: Any, vectors: Any = None) -> int:
-        risk = EmpiricalRisk(model, losses, data, params)
+        risk = EmpiricalRisk(model, losses, data, params, check=False)
         return passes(model, lambda: curvature(risk, approximation, vectors=vectors).trace)
 
     assert forward(KFAC, losses, data) == 2 + 2
@@ -671,7 +671,7 @@ def test_determinism_is_checked() -> None:
     model.trunk = nn.Sequential(model.trunk, nn.Dropout(0.5))  # type: ignore[assignment]
     params = list(model.a.parameters())
     for kind in (KFACLinearOperator, EKFACLinearOperator, GGNLinearOperator):
-        with pytest.raises(RuntimeError, match="Two passes over the data disagree"):
+        with pytest.raises(RuntimeError, match="Two (passes|evaluations).*(disagree|differ).*Dropout"):
             kind(model, losses, params, data)
 
 
