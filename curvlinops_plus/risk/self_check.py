@@ -108,9 +108,20 @@ class _Check:
             self._report_batch_norm()
         N = self.batch.num_examples
         examples = [0, N // 2, N - 1]
-        few = take_examples(self.batch, examples) if N > _FEW and _examples_on_one_axis(self.batch) else None
+        few = take_examples(self.batch, examples) if N > _FEW and self._are_examples_clear() else None
         if few is None or not self._look(few, examples, backward):
             self._look(self.batch, list(range(N)), backward)
+
+    def _are_examples_clear(self) -> bool:
+        """Whether it is clear for each tensor of the input if it carries examples, and on which axis."""
+        N, elsewhere = self.batch.num_examples, bool(self.risk.options.example_axis)
+        for t in tree_leaves(self.batch.X):
+            if isinstance(t, Tensor) and t.ndim:
+                axes = t.shape[:2].count(N)
+                # A multiple of N may be examples times positions, or a table that all examples share.
+                if (axes == 0 and t.shape[0] % N == 0) or (axes == 2 and elsewhere):
+                    return False
+        return True
 
     def _report_batch_norm(self) -> None:
         said = (
@@ -332,16 +343,6 @@ def _wrong_rule(layer: Layer, key: str, ours: Tensor, theirs: Tensor, called: bo
         f"{float((ours - theirs).norm()):.2g}. {why} Leave the parameters {list(layer.params)} out of `params`, or "
         "restructure that part of the model. EmpiricalRisk(..., check=False) goes on without this check, and with "
         "numbers that are wrong."
-    )
-
-
-def _examples_on_one_axis(batch: Batch) -> bool:
-    """Whether each tensor of the input either carries examples, on one axis only, or does not."""
-    N = batch.num_examples
-    return all(
-        (t.shape[:2].count(N) == 1) if N in t.shape[:2] else t.shape[0] % N != 0
-        for t in tree_leaves(batch.X)
-        if isinstance(t, Tensor) and t.ndim
     )
 
 

@@ -671,7 +671,7 @@ def test_determinism_is_checked() -> None:
     model.trunk = nn.Sequential(model.trunk, nn.Dropout(0.5))  # type: ignore[assignment]
     params = list(model.a.parameters())
     for kind in (KFACLinearOperator, EKFACLinearOperator, GGNLinearOperator):
-        with pytest.raises(RuntimeError, match="Two (passes|evaluations).*(disagree|differ).*Dropout"):
+        with pytest.raises(RuntimeError, match=r"Two (passes|evaluations).*(disagree|differ).*Dropout"):
             kind(model, losses, params, data)
 
 

@@ -1,0 +1,381 @@
+"""Models whose layers are not what their recorded calls say: right, or refused without being asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from cases import close, problem, unchanged
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    CurvatureEstimator,
+    DiagonalBlock,
+    EmpiricalRisk,
+    ForwardOnly,
+    FullBlock,
+    GGNLinearOperator,
+    KFACLinearOperator,
+    UnsupportedError,
+    curvature,
+)
+
+X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).double(), torch.arange(7) % 3
+
+
+def risk_of(model: nn.Module, data: Any = None, **options: Any) -> EmpiricalRisk:
+    """A small classification problem."""
+    return EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, Y)] if data is None else data, **options)
+
+
+class Around(nn.Module):
+    """Something strange between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.middle(self.a(x))))
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h
+
+
+# ---------------------------------------------------------------------------------------- rules that are not autograd's
+class Forces(Around):
+    """Energy and forces: the forward pass differentiates, so the layers are read by a backward pass too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = self.b(torch.tanh(self.a(x)))
+            (force,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + force[:, :3]
+
+
+class OtherWeights(Around):
+    """Calls a layer with other tensors than its parameters."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(functional_call(self.a, {"weight": 2 * self.a.weight, "bias": self.a.bias}, (x,)))
+        return self.b(h)
+
+
+class ReadNorm(Around):
+    """Reads the weight of a norm outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6).double()
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.norm(h) * self.norm.weight
+
+
+class ReadGRU(Around):
+    """Reads the weights of a recurrent layer outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(6, 6, batch_first=True).double()
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.gru(h[:, None])[0][:, 0] + h @ self.gru.weight_ih_l0[:6]
+
+
+class Scale(nn.Module):
+    """A learned scale per channel."""
+
+    def __init__(self, run: Callable[[Scale, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gamma, self.run, self.calls, self.factor = nn.Parameter(torch.ones(6).double()), run, 0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+class Scaled(Around):
+    """With a scale in the middle."""
+
+    def __init__(self, run: Callable[[Scale, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale = Scale(run)
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.scale(h)
+
+
+class ReadScale(Scaled):
+    """The parent reads the scale, too."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.scale(h) + self.scale.gamma
+
+
+class AttributeAround(Scaled):
+    """The parent sets an attribute around the call."""
+
+    def middle(self, h: Tensor) -> Tensor:
+        self.scale.factor = 3.0
+        out = self.scale(h)
+        self.scale.factor = 1.0
+        return out
+
+
+def counted(self: Scale, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x * self.gamma * (1 + self.calls)
+
+
+def twice_with_counter(self: Scale, x: Tensor) -> Tensor:
+    self.calls = (self.calls + 1) % 2
+    return x * self.gamma * (1 + self.calls)
+
+
+class PerExampleBuffer(Scaled):
+    """A buffer with a row for each example."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, x: x * self.gamma * self.rows[: len(x)])
+        self.scale.register_buffer("rows", torch.linspace(1, 2, 7).double()[:, None])
+
+
+def statistics(self: Scale, x: Tensor) -> Tensor:
+    return (x - x.mean(0)) * self.gamma
+
+
+STRANGE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "forces": (Forces, "by autograd.*something differentiated in the forward pass"),
+    "other weights": (OtherWeights, "'a.weight'|called with other tensors"),
+    "norm read outside": (ReadNorm, r"layer 'norm' \(LayerNorm\).*'norm.weight'"),
+    "recurrent weights read outside": (ReadGRU, r"layer 'gru' \(GRU\).*weight_ih_l0"),
+    "scale read by the parent": (
+        lambda: ReadScale(lambda self, x: x * self.gamma),
+        "layer 'scale'.*something else read",
+    ),
+    "attribute around the call": (
+        lambda: AttributeAround(lambda self, x: x * self.gamma * self.factor),
+        r"layer 'scale' \(Scale\).*attributes set around the call",
+    ),
+    "number of examples": (
+        lambda: Scaled(lambda self, x: x * self.gamma / len(x)),
+        r"first in layer 'scale' \(Scale\).*depend on each other",
+    ),
+    "batch statistics by hand": (lambda: Scaled(statistics), r"layer 'scale' \(Scale\).*depend on each other"),
+    "buffer of rows": (PerExampleBuffer, r"layer 'scale' \(Scale\)"),
+    "counter": (lambda: Scaled(counted), "Two evaluations of the model.*layer 'scale'"),
+    "counter modulo": (lambda: Scaled(twice_with_counter), "layer 'scale'|Two evaluations"),
+}
+
+
+@pytest.mark.parametrize("approximation", [DiagonalBlock, EKFAC])
+@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
+def test_what_a_layer_does_not_say_is_refused(name: str, approximation: Any) -> None:
+    make, words = STRANGE[name]
+    with pytest.raises((UnsupportedError, ValueError, RuntimeError), match=words):
+        _ = curvature(risk_of(make()), approximation).trace
+
+
+@pytest.mark.parametrize("name", ["forces", "other weights", "norm read outside", "scale read by the parent"])
+@pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
+def test_frozen_parameters_too(name: str) -> None:
+    make, _ = STRANGE[name]
+    model = make()
+    params = list(model.parameters())
+    model.requires_grad_(False)
+    with pytest.raises((UnsupportedError, ValueError)):
+        _ = curvature(risk_of(model, params=params), DiagonalBlock).trace
+
+
+# ------------------------------------------------------------------------------------------------------------- hooks
+@contextmanager
+def global_hook(hook: Callable[..., Any]) -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def doubled(module: nn.Module, args: Any, out: Any) -> Any:
+    return 2 * out if isinstance(module, nn.Linear) else None
+
+
+def test_global_hooks_are_refused_by_layers_and_run_by_losses() -> None:
+    model, loss = Around(), nn.CrossEntropyLoss()
+    with global_hook(doubled):
+        with pytest.raises(UnsupportedError, match=r"layer 'a' \(Linear\).*a hook change"):
+            _ = curvature(risk_of(model), KFAC).trace
+        with pytest.raises(UnsupportedError, match=r"CrossEntropyLoss. Hooks run when it is called"):
+            KFACLinearOperator(model, loss, list(model.parameters()), [(X, Y)])
+        close(risk_of(model).loss(), loss(model(X), Y))
+
+
+def test_a_global_hook_on_layers_alone() -> None:
+    """Its gradient is about what the layer returned, and that is not what the hook of all modules hands on."""
+    from curvlinops_plus.likelihood import likelihood_of
+
+    model, likelihood = Around(), likelihood_of(nn.CrossEntropyLoss())
+    risk = EmpiricalRisk(model, likelihood, [(X, Y)])
+    with global_hook(doubled), pytest.raises(UnsupportedError, match=r"layer 'a' \(Linear\).*a hook change"):
+        _ = curvature(risk, KFAC).trace
+
+
+def test_hooks_of_a_loss_run() -> None:
+    model, loss = Around(), nn.CrossEntropyLoss()
+    loss.register_forward_hook(lambda module, args, out: 2 * out)
+    risk = EmpiricalRisk(model, loss, [(X, Y)])
+    plain = nn.CrossEntropyLoss()(model(X), Y)
+    close(risk.loss(), 2 * plain)
+    close(
+        GGNLinearOperator(model, loss, list(model.parameters()), [(X, Y)]).to_dense(),
+        2 * GGNLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, Y)]).to_dense(),
+    )
+    with pytest.raises(UnsupportedError, match=r"no likelihood is registered.*Hooks run when.*remove them"):
+        KFACLinearOperator(model, loss, list(model.parameters()), [(X, Y)])
+
+
+# --------------------------------------------------------------------------------------- examples, and two evaluations
+class Mixing(Around):
+    """Examples attend to each other, if there are so many."""
+
+    def __init__(self, least: int = 0) -> None:
+        super().__init__()
+        self.least = least
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h.cumsum(0) if len(h) > self.least else h
+
+
+@pytest.mark.parametrize("vectors", [None, ForwardOnly()])
+@pytest.mark.parametrize("sizes", [[7], [5, 7]])
+def test_examples_that_depend_on_each_other(sizes: list[int], vectors: Any) -> None:
+    data = [(X[:n], Y[:n]) for n in sizes]
+    model = Mixing(sizes[0] if len(sizes) > 1 else 0)
+    with pytest.raises(UnsupportedError, match=r"outputs for 3 of 7 examples by themselves differ.*depend"):
+        _ = curvature(risk_of(model, data), KFAC, vectors=vectors).trace
+
+
+@pytest.mark.parametrize("N", [2, 3])
+def test_all_examples_of_a_small_batch(N: int) -> None:
+    with pytest.raises(UnsupportedError, match=r"layer 'a' \(Linear\).*norm .* in its rows, and of .* in others"):
+        _ = curvature(risk_of(Mixing(), [(X[:N], Y[:N])]), KFAC).trace
+
+
+def test_batches_of_one_first() -> None:
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        _ = curvature(risk_of(Mixing(), [(X[:1], Y[:1]), (X, Y)]), KFAC).trace
+
+
+@pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock])
+def test_dropout_in_training_mode(approximation: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 20), nn.Dropout(0.5), nn.Linear(20, 3)).double()
+    words = r"Two evaluations of the model.*first in layer '1' \(Dropout\).*'1' \(Dropout\); call model.eval\(\)"
+    with unchanged(model), pytest.raises(RuntimeError, match=words):
+        _ = curvature(risk_of(model), approximation).trace
+    _ = curvature(risk_of(model), approximation, check_deterministic=False).trace
+    estimator = CurvatureEstimator(risk_of(model, ()), approximation)
+    with unchanged(model):
+        estimator.update((X, Y))
+    with estimator.listen((X, Y)):
+        loss = nn.functional.cross_entropy(model(X), Y)
+    loss.backward()
+
+
+def test_random_numbers_by_hand() -> None:
+    class Noise(Around):
+        def middle(self, h: Tensor) -> Tensor:
+            return h + torch.randn_like(h)
+
+    with pytest.raises(RuntimeError, match=r"Two evaluations.*first in layer 'b'.*draw random numbers, or count"):
+        _ = curvature(risk_of(Noise()), KFAC).trace
+
+
+# ------------------------------------------------------------------------------------------------------ what it costs
+def test_it_is_one_pass_over_three_examples_once() -> None:
+    model, sizes = Around(), []
+    model.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
+    risk = risk_of(model, [(X, Y)] * 3)
+    _ = curvature(risk, KFAC).trace
+    _ = curvature(risk, EKFAC).trace
+    assert sorted(sizes) == [3, *[7] * 6]
+    sizes.clear()
+    _ = curvature(risk.with_data([(X[:4], Y[:4])]), KFAC).trace
+    assert sorted(sizes) == [3, 4]
+    sizes.clear()
+    _ = curvature(risk_of(model, check=False), KFAC).trace
+    assert sizes == [7]
+
+
+def test_nothing_of_the_user_changes() -> None:
+    p = problem("mlp")
+    state = torch.get_rng_state()
+    with unchanged(p.model):
+        _ = curvature(p.risk(), KFAC).trace
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_buffers_that_a_training_pass_wrote_stay() -> None:
+    """The look at a few examples leaves running statistics as the user's own pass left them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.InstanceNorm1d(5, track_running_stats=True), nn.Linear(5, 3)).double()
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 5, 1), *model[1:2], nn.Flatten(), nn.Linear(20, 3)
+    ).double()
+    estimator = CurvatureEstimator(risk_of(model, ()), KFAC)
+    expected = [b.clone() for b in model.buffers()]
+    with estimator.listen((X, Y)):
+        loss = nn.functional.cross_entropy(model(X), Y)
+        after = [b.clone() for b in model.buffers()]
+    loss.backward()
+    assert any(not torch.equal(a, b) for a, b in zip(expected, after))
+    assert all(torch.equal(a, b) for a, b in zip(after, model.buffers()))
+
+
+# ------------------------------------------------------------------------------------------------- no false alarms
+def test_an_input_in_which_examples_cant_be_told_apart_is_run_whole() -> None:
+    class Table(Around):
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            return super().forward(inputs["x"] + inputs["table"][:2].sum(0))
+
+    model, sizes = Table(), []
+    model.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
+    data = [({"x": X, "table": torch.ones(14, 4).double()}, Y)]
+    _ = curvature(risk_of(model, data, batch_size_fn=lambda x: len(x["x"])), KFAC).trace
+    assert sizes == [7, 7]
+
+
+def test_a_model_that_needs_all_of_the_batch_is_run_whole() -> None:
+    class Seven(Around):
+        def middle(self, h: Tensor) -> Tensor:
+            return h.view(7, 6)
+
+    close(curvature(risk_of(Seven()), FullBlock).to_dense(), curvature(risk_of(Around()), FullBlock).to_dense())
+
+
+def test_gradients_that_are_zero_but_for_rounding() -> None:
+    """A bias before a norm that subtracts the mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3, affine=True), nn.Flatten(), nn.Linear(48, 3))
+    data = [(torch.randn(5, 2, 6, 6), Y[:5])]
+    assert curvature(risk_of(model, data, params=list(model[0].parameters())), EKFAC).trace > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_other_precisions_and_sizes(dtype: torch.dtype, scale: float) -> None:
+    model = Around().to(dtype)
+    _ = curvature(risk_of(model, [((scale * X).to(dtype), Y)]), EKFAC).trace
