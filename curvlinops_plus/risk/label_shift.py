@@ -47,7 +47,8 @@ def are_labels_shifted(model: nn.Module, losses: Losses, output: Callable[[Any],
         return False
     N = batch.num_examples
     few = take_examples(batch, list(range(min(_FEW, N)))) or batch
-    with preserve_state(model, ()), torch.inference_mode(False), torch.no_grad():
+    # With gradients: hooks of a sweep may be on the layers, which need them.
+    with preserve_state(model, ()), torch.inference_mode(False), torch.enable_grad():
         found = _outputs_and_loss(model, few)
         if found is None:
             return False
@@ -75,10 +76,12 @@ def _outputs_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, float] | Non
     """What the model returns if it is given the labels, and its loss; None if it computes none from these."""
     try:
         out = model(**batch.X, labels=batch.y)
+    except UnsupportedError:  # of our own hooks on layers, which are there in a sweep
+        raise
     except Exception:  # labels of another form than it expects: then it has no opinion
         return None
     loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-    return (out, float(loss)) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+    return (out, float(loss.detach())) if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 def _values(losses: Losses, f: Tensor, y: Any, N: int, axis: int | None) -> Sequence[float]:
@@ -86,9 +89,9 @@ def _values(losses: Losses, f: Tensor, y: Any, N: int, axis: int | None) -> Sequ
     values = []
     try:
         totals = losses.terms((f,), (y,), N, (axis,)).totals
-        values.append(float(totals.losses[0]) / float(totals.counts[0]))
+        values.append(float(torch.as_tensor(totals.losses[0]).detach()) / float(totals.counts[0]))
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError):
         values.append(float("nan"))
     if isinstance(y, Tensor) and not y.is_floating_point() and f.shape[:-1] == y.shape:
-        values.append(float(F.cross_entropy(f.flatten(0, -2).float(), y.flatten(), reduction="mean")))
+        values.append(float(F.cross_entropy(f.flatten(0, -2).detach().float(), y.flatten())))
     return values

@@ -74,8 +74,7 @@ def check_batch(
     if not unchecked and not new_shape:
         return
     check = _Check(risk, recorder, batch, outputs, repeatable)
-    devices = [risk.device] if risk.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+    with torch.random.fork_rng(check.devices), torch.compiler.set_stance("force_eager"):
         check.run(bool(unchecked))
     checked.layers |= unchecked
     checked.shapes.add(shape)
@@ -94,6 +93,7 @@ class _Check:
     ) -> None:
         self.risk, self.recorder, self.batch, self.repeatable = risk, recorder, batch, repeatable
         self.outputs = [f.detach() for f in outputs]
+        self.devices = [risk.device] if risk.device.type == "cuda" else []
         kind = nn.modules.batchnorm._BatchNorm
         #: Modules that mix examples, and are known for it.
         self.mixing = [name for name, m in risk.model.named_modules() if isinstance(m, kind) and m.training]
@@ -148,8 +148,12 @@ class _Check:
 
             def send(model: nn.Module) -> tuple[Sequence[Tensor], _Sent] | None:
                 with own:
-                    with own.recording(few.num_examples):
+                    # Left again at once, so that a second run draws the same numbers.
+                    with torch.random.fork_rng(self.devices), own.recording(few.num_examples):
                         found = self._outputs_of(few, model)
+                    if found is not None and (expanded := [c for c in own.calls if c.expanded]):
+                        with own.disabled(), torch.no_grad():
+                            _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
                     return None if found is None else (found, _send(own, [f for f in found if f.requires_grad], free))
 
             with torch.enable_grad():
@@ -275,12 +279,7 @@ def _compare_rows(sent: _Sent) -> None:
                 continue
             use = recorded.call.use
             if recorded.expanded:
-                raise UnsupportedError(
-                    f"{title(use.name)} ({type(use.owner).__name__}) returns one row for all {N} examples of a batch, "
-                    "and the model does more with it than broadcast it (it picks a row, or reduces over the first "
-                    "axis). Its gradient can't be told apart by examples: leave its parameters out of `params`, or "
-                    "expand its output to the batch in the model."
-                )
+                raise _more_than_broadcast(recorded, N)
             raise UnsupportedError(
                 f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} for {N} "
                 f"examples, but axis {slot.axis} does not carry the examples (is it a position embedding, or "
@@ -289,6 +288,23 @@ def _compare_rows(sent: _Sent) -> None:
                 f"Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand the layer's input to the batch "
                 "in the model, or leave its parameters out of `params`."
             )
+
+
+def _compare_expanded(expanded: RecordedCall, found: Sequence[Tensor], plain: Sequence[Tensor]) -> None:
+    """Refuse a row for all examples that the model takes for something else when it is a row for each."""
+    for f, as_it_is in zip(found, plain, strict=True):
+        if f.shape != as_it_is.shape or _difference(f.detach(), as_it_is) > _TOLERANCE[f.element_size()]:
+            raise _more_than_broadcast(expanded, len(expanded.slots[0].out))
+
+
+def _more_than_broadcast(recorded: RecordedCall, N: int) -> UnsupportedError:
+    use = recorded.call.use
+    return UnsupportedError(
+        f"{title(use.name)} ({type(use.owner).__name__}) returns one row for all {N} examples of a batch, and the "
+        "model does more with it than broadcast it (it picks a row, or reduces over the first axis). Its gradient "
+        "can't be told apart by examples: leave its parameters out of `params`, or expand its output to the batch in "
+        "the model."
+    )
 
 
 def _compare_rule(sent: _Sent, layer: Layer, calls: Sequence[RecordedCall], mixing: bool) -> None:
