@@ -88,22 +88,22 @@ def test_accumulators_of_one_layer_do_not_share_sums() -> None:
 def test_other_data_are_looked_at_again() -> None:
     """What was found right for some data says nothing of others."""
 
-    class MixesThree(nn.Module):
+    class MixesFive(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.layer(x)
-            return self.head(h + h.mean(0) if len(x) == 3 else h)
+            return self.head(h + h.mean(0) if len(x) == 5 else h)
 
     def data(N: int) -> list[Any]:
         return [(torch.ones(N, 4), torch.zeros(N, 2))]
 
-    risk = EmpiricalRisk(MixesThree(), nn.MSELoss(), data(4))
+    risk = EmpiricalRisk(MixesFive(), nn.MSELoss(), data(4))
     _ = curvature(risk).trace
     assert risk.with_data(data(5)).loss() > 0
     with pytest.raises(UnsupportedError, match=r"the model mixes examples|depend on each other"):
-        _ = curvature(risk.with_data(data(3))).trace
+        _ = curvature(risk.with_data(data(5))).trace
     assert len(risk.data) == 1  # type: ignore[arg-type]
     assert len(risk.data[0][0]) == 4  # type: ignore[index]
