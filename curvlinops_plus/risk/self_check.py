@@ -5,6 +5,7 @@ Nobody has to ask for it: the first batch in which a layer is called is looked a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -237,7 +238,7 @@ class _Sent:
             layers: The layers.
             mixing: Whether rows of other examples may be reached.
         """
-        if not all(bool(g.isfinite().all()) for g in self.grads.values()):
+        if not all(math.isfinite(g.sum()) for g in self.grads.values()):
             return  # statistics that are not finite name layer and batch
         if not mixing and self.num_examples > 1:
             _compare_rows(self)
@@ -318,7 +319,7 @@ def _compare_rule(sent: _Sent, layer: Layer, calls: Sequence[RecordedCall], mixi
         ours = made[key] if key in made else torch.zeros_like(p)
         theirs = expected[key] if key in expected else torch.zeros_like(p)
         kinds = [*(slot.out.dtype for recorded in calls for slot in recorded.slots), p.dtype]
-        away = (ours - theirs).norm()
+        away = torch.dist(ours, theirs)
         if not bool(away <= _TOLERANCE[min(kind.itemsize for kind in kinds)] * theirs.norm()):
             rounding = 100 * max(torch.finfo(kind).eps for kind in kinds) * _size(calls)
             if not float(away) <= rounding:
@@ -331,7 +332,8 @@ def _summed_gradients(batch: LayerBatch) -> dict[str, Tensor]:
     """Gradients of a layer's parameters, by key: those of each example, added up."""
     found: dict[str, Tensor] = {}
     for group in batch.layer.groups:
-        J = batch.restrict(group).per_example_grads.sum((0, 1)).flatten()
+        J = batch.restrict(group).per_example_grads
+        J = J.flatten() if J.shape[:2] == (1, 1) else J.sum((0, 1)).flatten()
         found |= {key: g[..., 0] for key, g in group.layout.split(J[:, None]).items()}
     return found
 
