@@ -55,13 +55,14 @@ def are_labels_shifted(model: nn.Module, losses: Losses, output: Callable[[Any],
         out, own = found
         (f,), (axis,) = losses.select(out, output)
         ours = {"unshifted": _values(losses, f, few.y, few.num_examples, axis)}
-        tokens = isinstance(few.y, Tensor) and few.y.ndim == 2 and f.ndim == 3 and f.shape[:2] == few.y.shape
-        if tokens and f.shape[1] > 1:
+        if _one_label_per_position(f, few.y):
             ours["shifted"] = _values(losses, f[:, :-1], few.y[:, 1:], few.num_examples, axis)
-    near = _TOLERANCE[f.element_size()] * max(abs(own), 1.0)
-    agree = [name for name, values in ours.items() if any(abs(value - own) <= near for value in values)]
-    if agree or not math.isfinite(own):  # what is not finite is reported with its layer
-        return agree == ["shifted"]
+    if not math.isfinite(own):  # that is reported with its layer
+        return False
+    away = {name: min(abs(value - own) for value in values) for name, values in ours.items()}
+    nearest = min(away, key=lambda name: away[name])
+    if away[nearest] <= _TOLERANCE[f.element_size()] * max(abs(own), 1.0):
+        return nearest == "shifted"
     numbers = ", ".join(f"{values[0]:.6g} ({name})" for name, values in ours.items())
     raise UnsupportedError(
         f"{type(model).__name__} computes a loss of its own from `labels`: {own:.6g} for {few.num_examples} examples; "
@@ -70,6 +71,11 @@ def are_labels_shifted(model: nn.Module, losses: Losses, output: Callable[[Any],
         "compared with the label at t + 1). Else choose the loss that the model has, or the output that it reads with "
         "`output=`."
     )
+
+
+def _one_label_per_position(f: Tensor, y: Any) -> bool:
+    """Whether there are labels [N, T] for outputs [N, T, C], which could be shifted."""
+    return isinstance(y, Tensor) and f.ndim == 3 and f.shape[:2] == y.shape and f.shape[1] > 1
 
 
 def _outputs_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, float] | None:
@@ -91,7 +97,7 @@ def _values(losses: Losses, f: Tensor, y: Any, N: int, axis: int | None) -> Sequ
         totals = losses.terms((f,), (y,), N, (axis,)).totals
         values.append(float(torch.as_tensor(totals.losses[0]).detach()) / float(totals.counts[0]))
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError):
-        values.append(float("nan"))
+        values.append(math.inf)
     if isinstance(y, Tensor) and not y.is_floating_point() and f.shape[:-1] == y.shape:
         values.append(float(F.cross_entropy(f.flatten(0, -2).detach().float(), y.flatten())))
     return values

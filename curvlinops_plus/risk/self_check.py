@@ -144,7 +144,8 @@ class _Check:
                 with torch.no_grad():
                     found = self._outputs_of(few, risk.model)
                 return found is not None and self._compare_outputs(found, few, examples)
-            free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
+            # Parameters, as modules may ask for them by that type.
+            free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
             own = Recorder(whole.layers, risk.options.example_axis or {}, True, whole.intercept, free)
 
             def send(model: nn.Module) -> tuple[Sequence[Tensor], _Sent] | None:
