@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
+from curvlinops_plus.layer.functions import LINEAR, Function
+from curvlinops_plus.layer.rule_registry import GENERIC
 from curvlinops_plus.linalg import Layout
 
-__all__ = ["Group", "Layer", "ModuleUse", "Role", "example_axes", "find_layers", "named_params"]
+__all__ = ["Group", "Layer", "ModuleUse", "Role", "example_axes", "find_layers", "find_uses", "named_params"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +35,8 @@ class ModuleUse:
         module: The module, or what stands for the part of it that a function call reads.
         rule: What the module does with its parameters.
         keys: The module's own parameter names, each with the key of the tracked parameter.
-        owner: The module in the model.
-        functional: Whether the parameters are read by function calls inside the owner, which no hook sees.
+        owner: The module in the model that holds the parameters.
+        function: The function that reads the parameters, where it is not the module, whose hook would tell.
     """
 
     name: str
@@ -42,7 +44,17 @@ class ModuleUse:
     rule: LayerRule
     keys: dict[str, str]
     owner: nn.Module
-    functional: bool = False
+    function: Function | None = None
+
+    @property
+    def functional(self) -> bool:
+        """Whether the parameters are read by function calls, which no hook sees."""
+        return self.function is not None
+
+    @property
+    def without_rule(self) -> bool:
+        """Whether nothing is known of the module but that it holds the parameters."""
+        return self.rule is GENERIC and not is_parametrized(self.module)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +198,12 @@ def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str) ->
     return name
 
 
-def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_and_bias: bool = False) -> list[Layer]:
+def find_layers(
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    separate_weight_and_bias: bool = False,
+    functions: Sequence[ModuleUse] = (),
+) -> list[Layer]:
     """Group parameters by the modules that read them, in the order in which the model names its modules.
 
     Modules that share a parameter form one layer. Only modules that own one of `params` appear.
@@ -195,8 +212,10 @@ def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_
         model: The model.
         params: Key to parameter, each one the model's own.
         separate_weight_and_bias: Give every parameter its own block.
+        functions: Function calls that read parameters, in addition to modules with rules of their own, and instead of
+            modules without.
     """
-    uses = _find_uses(model, {id(p): key for key, p in params.items()})
+    uses = _with_functions(find_uses(model, params), functions)
     layers = []
     pending = list(uses)
     while pending:
@@ -212,8 +231,23 @@ def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_
     return layers
 
 
-def _find_uses(model: nn.Module, key_of: Mapping[int, str]) -> list[ModuleUse]:
-    """The modules, and the function calls inside modules, that read tracked parameters (identity to key)."""
+def _with_functions(uses: Sequence[ModuleUse], functions: Sequence[ModuleUse]) -> list[ModuleUse]:
+    """The uses of modules, each followed by function calls that read its module's parameters."""
+    claimed = {key for use in functions for key in use.keys.values()}
+    merged: list[ModuleUse] = []
+    for use in uses:
+        keys = use.keys
+        if use.without_rule:
+            keys = {local: key for local, key in keys.items() if key not in claimed}
+        if keys:
+            merged.append(use if keys == use.keys else replace(use, keys=keys))
+        merged += [f for f in functions if f not in merged and set(f.keys.values()) & set(use.keys.values())]
+    return merged
+
+
+def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]:
+    """The modules that read some parameters, and the function calls inside attention (key to the model's own)."""
+    key_of = {id(p): key for key, p in params.items()}
     uses: list[ModuleUse] = []
     claimed: set[int] = set()  # modules whose parameters another one answers for
 
@@ -231,7 +265,7 @@ def _find_uses(model: nn.Module, key_of: Mapping[int, str]) -> list[ModuleUse]:
             in_parts |= {id(p) for p in part.params.values()}
             if keys := tracked(part.params):
                 full = ".".join([name, part.name]).lstrip(".")
-                uses.append(ModuleUse(full, part.module, part.rule, keys, module, functional=True))
+                uses.append(ModuleUse(full, part.module, part.rule, keys, module, LINEAR))
         own = {local: p for local, p in differentiable_parameters(module).items() if id(p) not in in_parts}
         if keys := tracked(own):
             rule.check(module)
@@ -255,7 +289,7 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
     roles = _roles(uses, separate)
     patterns: dict[str, str] = {}
     sizes: dict[str, int] = {}
-    for use in [roles[0].uses[0]] if roles else uses:
+    for use in roles[0].uses if roles else uses:
         known = use.rule.patterns(use.module)
         sizes |= use.rule.sizes(use.module)
         for local, key in use.keys.items():
@@ -321,10 +355,12 @@ def _share_one_weight(uses: list[ModuleUse]) -> bool:
 
 
 def _biases_fit(roles: tuple[Role, ...], separate: bool) -> bool:
-    """Whether the modules of a role have the same bias, and no role but the first has one."""
+    """Whether the modules of a role have the same bias, or none, and no role but the first has one."""
     for position, role in enumerate(roles):
         biases = {use.keys.get("bias") for use in role.uses}
-        if len(biases) > 1 or (biases != {None} and (position or (separate and len(roles) > 1))):
+        # A separate block of a bias that only some of them add needs a gradient factor of its own.
+        several = len(biases - {None}) > 1 or (separate and len(biases) > 1)
+        if several or (biases != {None} and (position or (separate and len(roles) > 1))):
             return False
     return True
 
