@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from warnings import warn
 
@@ -35,7 +36,10 @@ from curvlinops_plus.linalg import (
     Structure,
 )
 from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
-from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors, find_layers
+from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
+from curvlinops_plus.risk.find_functions import layers_of, look_for_functions
+from curvlinops_plus.risk.parameter_reads import OutsideReads
+from curvlinops_plus.risk.reading import require_rereadable
 from curvlinops_plus.risk.risk import require_risk
 
 if TYPE_CHECKING:
@@ -95,9 +99,8 @@ class BlockwiseLinearOperator(Deferred):
         self.risk = risk
         self.vectors = as_vectors(vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
-        self.plan: list[LayerPlan] = make_plan(
-            find_layers(risk.model, risk.params, separate_weight_and_bias), approximation, default
-        )
+        self._make_plan = partial(make_plan, approximation=approximation, default=default)
+        self.plan: list[LayerPlan] = self._make_plan(layers_of(risk, separate_weight_and_bias))
         self.check_deterministic = check_deterministic
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
@@ -111,10 +114,26 @@ class BlockwiseLinearOperator(Deferred):
     # ---------------------------------------------------------------------------------------------------- computing
     def compute(self) -> Self:
         """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
-        accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep=True)
-        accumulation.run(check_deterministic=self.check_deterministic)
+        accumulation = self._accumulate(keep=True, check_deterministic=self.check_deterministic)
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
         return self
+
+    def _accumulate(self, keep: bool = False, **options: Any) -> Accumulation:
+        """An accumulation that has run, with options of `Accumulation.run`.
+
+        If a parameter turns out to be read outside of its layer, by functions that are products with it, these are
+        taken into the plan.
+        """
+        accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep)
+        try:
+            accumulation.run(**options)
+        except OutsideReads as error:
+            require_rereadable(self.risk.data, "it is looked at again for functions that read parameters")
+            look_for_functions(self.risk, error=error)
+            self.plan = self._make_plan(layers_of(self.risk, self.separate_weight_and_bias))
+            accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep)
+            accumulation.run(**options)
+        return accumulation
 
     def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int) -> None:
         """Take these (unscaled) blocks, in the operator's own precision and on its device."""

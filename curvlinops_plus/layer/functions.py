@@ -46,6 +46,11 @@ class Function:
         """The same with the transposed weight; None if there is no such product."""
         return replace(self, transposed=not self.transposed) if self.name == "linear" else None
 
+    @property
+    def adds_last(self) -> bool:
+        """Whether a vector that is added to the product afterwards is a bias: outputs are on the last axis."""
+        return self.name in ("linear", "bilinear") and not self.left
+
     def module(self, weight: Tensor, bias: Tensor | None) -> tuple[nn.Module, AffineRule]:
         """A module that does the same as a call with these parameters, and its rule.
 

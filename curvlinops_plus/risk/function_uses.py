@@ -15,7 +15,12 @@ from curvlinops_plus.risk.function_calls import ParameterViews, View
 from curvlinops_plus.risk.layers import Layer, ModuleUse, title
 from curvlinops_plus.risk.recorded_call import RecordedCall
 
-__all__ = ["FunctionUses"]
+__all__ = ["FunctionUses", "is_bias"]
+
+
+def is_bias(h: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Whether `out = h + b` adds one number of `b` to each output of a product `h`."""
+    return h.shape == out.shape and b.ndim == 1 and b.shape == h.shape[-1:]
 
 
 class FunctionUses:
@@ -97,16 +102,18 @@ class FunctionUses:
     # ------------------------------------------------------------------------------------------- biases added later
     def remember(self, out: Tensor, call: RecordedCall) -> None:
         """A product whose bias may be added later."""
-        if any("bias" in use.keys for _, use in self._of_weight(call)):
+        function = call.call.use.function
+        if function is not None and function.adds_last and any("bias" in use.keys for _, use in self._of_weight(call)):
             self._open[id(out)] = out, call
 
     def add_bias(self, h: Tensor, b: Tensor, out: Tensor) -> None:
         """`h + b`: the bias belongs to the product, if `h` is one."""
-        if id(h) not in self._open or h.shape != out.shape or (view := self._view(b)) is None:
+        view = self._view(b) if id(h) in self._open else None
+        if view is None or not is_bias(h, b, out):
             return
         _, call = self._open[id(h)]
         for _, use in self._of_weight(call):
-            if use.keys.get("bias") == view.key and "bias" not in call.call.use.keys and b.ndim == 1:
+            if use.keys.get("bias") == view.key and "bias" not in call.call.use.keys:
                 call.call.use = replace(call.call.use, keys=use.keys)
                 self._sums.append(call)
                 return

@@ -40,7 +40,7 @@ class ParameterReads(TorchFunctionMode):
 
 
 class OutsideReads(ValueError):
-    """Something else than its layer reads a parameter; which function that is can be found out, see `find_functions`."""
+    """Something else than its layer reads a parameter. Which function that is, `find_functions` can tell."""
 
 
 def refuse_outside_readers(
