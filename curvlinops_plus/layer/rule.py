@@ -30,7 +30,7 @@ from curvlinops_plus.layer.replay import at_least_float32, differentiable_parame
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.linalg.numerics import gram
 
-__all__ = ["AffineRule", "LayerRule", "outer_products"]
+__all__ = ["AffineRule", "LayerRule", "flat_pattern", "outer_products"]
 
 
 class LayerRule:
@@ -88,7 +88,7 @@ class LayerRule:
 
         The default is a matrix with one row that holds all parameters side by side.
         """
-        return {name: _flat_pattern(p.ndim) for name, p in differentiable_parameters(module).items()}
+        return {name: flat_pattern(p.ndim) for name, p in differentiable_parameters(module).items()}
 
     def sizes(self, module: nn.Module) -> dict[str, int]:
         """Sizes of axes that `patterns` split a parameter's axis into, e.g. `{"g": 4}` for `"(g o) i -> g o i"`."""
@@ -408,7 +408,8 @@ class AffineRule(LayerRule):
         return named
 
 
-def _flat_pattern(ndim: int) -> str:
+def flat_pattern(ndim: int) -> str:
+    """Pattern of a parameter of which nothing is known but that it is a vector of numbers."""
     axes = " ".join(f"d{k}" for k in range(ndim))
     return f"{axes} -> 1 ({axes})" if ndim else "-> 1 1"
 

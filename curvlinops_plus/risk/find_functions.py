@@ -13,17 +13,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import Function, Product, added_bias, products
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews, View
 from curvlinops_plus.risk.function_uses import is_bias
-from curvlinops_plus.risk.layers import Layer, ModuleUse, find_layers, find_uses, title
+from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layers, find_uses
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch, is_iterator
 from curvlinops_plus.risk.risk import EmpiricalRisk
@@ -42,43 +45,117 @@ def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> li
 
     Cost: once per risk, and only with such modules, two forward passes on two and three examples.
     """
-    if risk.functions is None and any(use.without_rule for use in find_uses(risk.model, risk.params)):
+    if risk.reads is None and any(use.without_rule for use in find_uses(risk.model, risk.params)):
         readable = not is_iterator(risk.data) and not (isinstance(risk.data, Sized) and not len(risk.data))
         if readable:
             look_for_functions(risk)
-    return find_layers(risk.model, risk.params, separate_weight_and_bias, risk.functions or ())
+    return find_layers(risk.model, risk.params, separate_weight_and_bias, risk.reads)
 
 
 def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: ValueError | None = None) -> None:
-    """Look once which functions read parameters, and note it in `risk.functions`.
+    """Look once how functions read parameters, and note it in `risk.reads`.
 
     Args:
         risk: Model, loss and data.
         batch: A batch; default: the first of the data.
-        error: What recording said of a parameter that is read outside of its layer. It is raised again if nothing is
-            found that explains it.
+        error: What recording said of a parameter that is read outside of its layer. It is raised again if what is found
+            does not explain it.
 
     Raises:
-        ValueError: Naming a parameter and what reads it, if recording found one that can't be claimed.
+        ValueError: Naming a parameter and what reads it.
     """
-    if error is not None and risk.functions is not None:
-        raise error
-    with preserve_state(risk.model, risk.data), torch.inference_mode(False), torch.enable_grad():
-        batch = next(risk.batches("functions")) if batch is None else batch
-        risk.functions, others = find_functions(risk, batch)
-    if error is None:
-        return
-    uses = find_uses(risk.model, risk.params)
-    for read in others:
-        holders = [use for use in uses if read.key in use.keys.values()]
-        if holders and not any(use.without_rule for use in holders):
-            raise ValueError(
-                f"The parameter {read.key!r} of {title(holders[0].name)} ({type(holders[0].owner).__name__}) is read "
-                f"by {read.where}, outside of its layer: its curvature can't be computed from what the layer sees. "
-                "Leave it out of `params`, or give that use a module with a rule (see register_rule)."
-            ) from error
-    if not risk.functions:
-        raise error
+    if risk.reads is None:
+        with preserve_state(risk.model, risk.data), torch.inference_mode(False), torch.enable_grad():
+            risk.reads = find_functions(risk, next(risk.batches("functions")) if batch is None else batch)
+        if risk.reads.products or risk.reads.enclosing:
+            return
+    if error is not None:
+        where = "".join(f" {key!r} is read by {what}." for key, what in risk.reads.unexplained.items())
+        raise ValueError(f"{error}{where}") from error
+
+
+def find_functions(risk: EmpiricalRisk, batch: Batch) -> FoundReads:
+    """How functions read parameters outside of modules with rules, from one batch."""
+    N, uses = batch.num_examples, find_uses(risk.model, risk.params)
+    passes = [_Pass(risk, uses, batch, n) for n in ((2, 3) if N > 2 else (N,))]
+    first, last = passes[0], passes[-1]
+    claims, reads = first.claims, list(first.reads)
+    same = len(claims) == len(last.claims)
+    for claim, other in zip(claims, last.claims if same else claims, strict=True):
+        # What has no row for each example has no gradient for each: a weight that a function makes of others.
+        if claim.rows is None or other.rows is None or (claim.function.name == "embedding" and claim.rows == 1):
+            continue
+        if claim.rows % first.examples or (same and claim.rows * last.examples != other.rows * first.examples):
+            reads += [_Read(key, claim.where) for key in claim.keys.values()]
+    if len(first.rows) == len(last.rows):
+        for (read, rows), (_, others) in zip(first.rows, last.rows, strict=True):
+            if rows > 1 and rows * last.examples != others * first.examples:
+                reads.append(read)
+    products = _resolve(risk, uses, claims, reads)
+    return FoundReads(products, *_enclose(risk, uses, first.stacks, reads))
+
+
+def _resolve(
+    risk: EmpiricalRisk, uses: Iterable[ModuleUse], claims: Iterable[_Claim], reads: list[_Read]
+) -> tuple[ModuleUse, ...]:
+    """Uses for those parameters that only products read; what else reads the others is added to `reads`."""
+    claims = list(claims)
+    while True:
+        taken = {read.key for read in reads}
+        lost = [claim for claim in claims if claim.keys["weight"] in taken]
+        if not lost:
+            break
+        claims = [claim for claim in claims if claim not in lost]
+        reads += [_Read(key, claim.where) for claim in lost for key in claim.keys.values()]
+    found: dict[Any, tuple[Function, dict[str, str]]] = {}
+    for claim in claims:
+        keys = {local: key for local, key in claim.keys.items() if key not in taken}
+        found[claim.function, tuple(keys.items())] = claim.function, keys
+    # A product without the bias that the same product has elsewhere needs no use of its own.
+    kept = [
+        (function, keys)
+        for function, keys in found.values()
+        if not any(f == function and keys.items() < more.items() for f, more in found.values())
+    ]
+    return tuple(_use(risk, uses, function, keys) for function, keys in kept)
+
+
+def _use(risk: EmpiricalRisk, uses: Iterable[ModuleUse], function: Function, keys: dict[str, str]) -> ModuleUse:
+    params = risk.params
+    module, rule = function.module(params[keys["weight"]], params[keys["bias"]] if "bias" in keys else None)
+    holder = next(use for use in uses if keys["weight"] in use.keys.values())
+    return ModuleUse(keys["weight"].removesuffix(".weight"), module, rule, keys, holder.owner, function)
+
+
+def _enclose(
+    risk: EmpiricalRisk,
+    uses: Iterable[ModuleUse],
+    stacks: Mapping[str, list[tuple[str, ...]]],
+    reads: Iterable[_Read],
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Modules that enclose all reads of a parameter that its own module does not, and reads outside of the model."""
+    enclosing: dict[str, str] = {}
+    outside: dict[str, str] = {}
+    modules = dict(risk.model.named_modules())
+    for read in reads:
+        if read.key in enclosing or read.key in outside:
+            continue
+        common = _common_start(stacks[read.key])
+        holders = [use.name for use in uses if read.key in use.keys.values() and use.without_rule]
+        if any(name in common for name in holders):
+            continue  # its own module sees all of it
+        p = risk.params[read.key]
+        around = [name for name in common if any(q is p for q in modules[name].parameters())]
+        if around:
+            enclosing[read.key] = around[-1]
+        else:
+            outside[read.key] = read.where
+    return enclosing, outside
+
+
+def _common_start(stacks: list[tuple[str, ...]]) -> list[str]:
+    """The modules that all stacks begin with."""
+    return [names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*stacks))]
 
 
 @dataclass(eq=False)
@@ -104,9 +181,9 @@ class _Claim:
         rows: Leading size of its input; None inside attention, where examples are on another axis.
         where: Where it was, in words.
         out: Its result.
+        whole: Whether all rows of the weight are read.
         consumers: How many functions read the result.
         added: Keys of the vectors that are added to the result.
-        whole: Whether all rows of the weight are read.
     """
 
     function: Function
@@ -119,55 +196,6 @@ class _Claim:
     added: list[str] = field(default_factory=list)
 
 
-def find_functions(risk: EmpiricalRisk, batch: Batch) -> tuple[tuple[ModuleUse, ...], list[_Read]]:
-    """The products that read parameters outside of modules with rules, and what else reads them there."""
-    N, uses = batch.num_examples, find_uses(risk.model, risk.params)
-    passes = [_Pass(risk, uses, batch, n) for n in ((2, 3) if N > 2 else (N,))]
-    first, last = passes[0], passes[-1]
-    claims, reads = first.claims, list(first.reads)
-    same = len(claims) == len(last.claims)
-    for claim, other in zip(claims, last.claims if same else claims, strict=True):
-        # What has no row for each example has no gradient for each: a weight that a function makes of others.
-        if claim.rows is None or other.rows is None or (claim.function.name == "embedding" and claim.rows == 1):
-            continue
-        if claim.rows % first.examples or (same and claim.rows * last.examples != other.rows * first.examples):
-            reads += [_Read(key, claim.where) for key in claim.keys.values()]
-    return _resolve(risk, uses, claims, reads), reads
-
-
-def _resolve(
-    risk: EmpiricalRisk, uses: Iterable[ModuleUse], claims: Iterable[_Claim], reads: list[_Read]
-) -> tuple[ModuleUse, ...]:
-    """Uses for those parameters that only products read."""
-    claims = [claim for claim in claims if claim.keys]
-    while True:
-        taken = {read.key for read in reads}
-        lost = [claim for claim in claims if claim.keys["weight"] in taken]
-        if not lost:
-            break
-        claims = [claim for claim in claims if claim not in lost]
-        reads += [_Read(key, claim.where) for claim in lost for key in claim.keys.values()]
-    found: dict[Any, tuple[Function, dict[str, str]]] = {}
-    for claim in claims:
-        keys = {local: key for local, key in claim.keys.items() if key not in taken}
-        found[claim.function, tuple(keys.items())] = claim.function, keys
-    # A product without the bias that the same product has elsewhere needs no use of its own.
-    kept = [
-        (function, keys)
-        for function, keys in found.values()
-        if not any(f == function and keys.items() < more.items() for f, more in found.values())
-    ]
-    return tuple(_use(risk, uses, function, keys) for function, keys in kept)
-
-
-def _use(risk: EmpiricalRisk, uses: Iterable[ModuleUse], function: Function, keys: dict[str, str]) -> ModuleUse:
-    params = risk.params
-    module, rule = function.module(params[keys["weight"]], params[keys["bias"]] if "bias" in keys else None)
-    holder = next(use for use in uses if keys["weight"] in use.keys.values())
-    name = keys["weight"]
-    return ModuleUse(name.removesuffix(".weight"), module, rule, keys, holder.owner, function)
-
-
 class _Pass:
     """A forward pass on some examples, and what read parameters in it.
 
@@ -175,6 +203,8 @@ class _Pass:
         examples: The number of examples.
         claims: The products, in the order in which they happened.
         reads: What else read parameters.
+        stacks: Key to the names of the modules that ran at each of its reads, outermost first.
+        rows: Calls of modules with affine rules: a read that they would be, and the leading size of their output.
     """
 
     def __init__(self, risk: EmpiricalRisk, uses: list[ModuleUse], batch: Batch, examples: int) -> None:
@@ -192,7 +222,9 @@ class _Pass:
         self.claims: list[_Claim] = []
         self.reads: list[_Read] = []
         self._products: dict[int, _Claim] = {}
-        self._inside: list[tuple[str, set[str]]] = []
+        self.stacks: dict[str, list[tuple[str, ...]]] = {}
+        self.rows: list[tuple[_Read, int]] = []
+        self._inside: list[str] = []
         free = {key: p.detach().requires_grad_() for key, p in self.risk.params.items()}
         self._views = ParameterViews(free)
         with torch.compiler.set_stance("force_eager"):
@@ -213,25 +245,28 @@ class _Pass:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Know which module runs, and the parameters that it answers for."""
-        answers: dict[int, set[str]] = {}
+        self._answers: dict[str, set[str]] = {}
         for use in self.uses:
             if not use.functional and not use.without_rule:
-                answers.setdefault(id(use.module), set()).update(use.keys.values())
+                self._answers.setdefault(use.name, set()).update(use.keys.values())
         handles: list[Any] = []
         for name, module in self.risk.model.named_modules():
-            entry = (
-                f"{type(module).__name__} {name!r}" if name else type(module).__name__,
-                answers.get(id(module), set()),
-            )
-            handles.append(module.register_forward_pre_hook(lambda m, args, entry=entry: self._inside.append(entry)))
-            handles.append(
-                module.register_forward_hook(lambda m, args, out: (self._inside.pop(), None)[1], always_call=True)
-            )
+            handles.append(module.register_forward_pre_hook(lambda m, args, name=name: self._inside.append(name)))
+            handles.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _leave(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
+        """The forward hook of a module."""
+        self._inside.pop()
+        axis = (self.risk.options.example_axis or {}).get(name, 0)
+        affine = any(use.name == name and isinstance(use.rule, AffineRule) for use in self.uses)
+        if affine and isinstance(out, Tensor) and out.ndim > axis:
+            for key in self._answers.get(name, ()):
+                self.rows.append((_Read(key, f"{type(module).__name__} {name!r}"), out.shape[axis]))
 
     def _receive(
         self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any, examples: int | None
@@ -242,12 +277,16 @@ class _Pass:
             if id(t) in self._products:
                 self._products[id(t)].consumers += 1
         read = {key for t in given for key in self._views.keys(t)}
-        read -= {key for _, keys in self._inside for key in keys}
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         if not read or not made or all(map(self._views.keys, made)):  # shapes, detached copies, views
             return out
-        place = self._inside[-1][0] if self._inside else "the selection of the output"
-        where = f"`{getattr(function, '__name__', function)}` in {place}"
+        for key in read:
+            around = [name for name in self._inside if key not in self._answers.get(name, ())]
+            self.stacks.setdefault(key, []).append(tuple(around))
+        read -= {key for name in self._inside for key in self._answers.get(name, ())}
+        if not read:
+            return out
+        where = f"`{getattr(function, '__name__', function)}` in {self._place}"
         for h, b in added_bias(function, args, kwargs):
             if id(h) in self._products and self._add(self._products[id(h)], h, b, out):
                 read -= {self._products[id(h)].added[-1]}
@@ -261,6 +300,15 @@ class _Pass:
                 self._products[id(out)] = claim
         self.reads += [_Read(key, where) for key in read]
         return out
+
+    @property
+    def _place(self) -> str:
+        """Where the model is, in words."""
+        if not self._inside:
+            return "the selection of the output"
+        name = self._inside[-1]
+        kind = type(self.risk.model.get_submodule(name)).__name__
+        return f"the forward of {kind} {name!r}" if name else f"{kind}.forward"
 
     def _add(self, claim: _Claim, h: Tensor, b: Tensor, out: Tensor) -> bool:
         """`h + b` of a product: note the bias."""

@@ -19,11 +19,23 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
+from curvlinops_plus.layer.enclosed import EnclosedRule
 from curvlinops_plus.layer.functions import LINEAR, Function
+from curvlinops_plus.layer.rule import flat_pattern
 from curvlinops_plus.layer.rule_registry import GENERIC
 from curvlinops_plus.linalg import Layout
 
-__all__ = ["Group", "Layer", "ModuleUse", "Role", "example_axes", "find_layers", "find_uses", "named_params"]
+__all__ = [
+    "FoundReads",
+    "Group",
+    "Layer",
+    "ModuleUse",
+    "Role",
+    "example_axes",
+    "find_layers",
+    "find_uses",
+    "named_params",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +214,7 @@ def find_layers(
     model: nn.Module,
     params: Mapping[str, Tensor],
     separate_weight_and_bias: bool = False,
-    functions: Sequence[ModuleUse] = (),
+    found: FoundReads | None = None,
 ) -> list[Layer]:
     """Group parameters by the modules that read them, in the order in which the model names its modules.
 
@@ -212,10 +224,11 @@ def find_layers(
         model: The model.
         params: Key to parameter, each one the model's own.
         separate_weight_and_bias: Give every parameter its own block.
-        functions: Function calls that read parameters, in addition to modules with rules of their own, and instead of
-            modules without.
+        found: What is known of reads by functions, see `layers_of`.
     """
-    uses = _with_functions(find_uses(model, params), functions)
+    uses = find_uses(model, params)
+    if found is not None:
+        uses = _with_found(model, params, uses, found)
     layers = []
     pending = list(uses)
     while pending:
@@ -231,17 +244,44 @@ def find_layers(
     return layers
 
 
-def _with_functions(uses: Sequence[ModuleUse], functions: Sequence[ModuleUse]) -> list[ModuleUse]:
-    """The uses of modules, each followed by function calls that read its module's parameters."""
-    claimed = {key for use in functions for key in use.keys.values()}
+@dataclass(frozen=True, eq=False)
+class FoundReads:
+    """What a forward pass showed of how parameters are read, beyond the types of modules.
+
+    Attributes:
+        products: Function calls that multiply with parameters, in addition to modules with rules of their own, and
+            instead of modules without.
+        enclosing: Keys of parameters that other functions read outside of the module that holds them, each with the
+            name of the innermost module in which they all are.
+        unexplained: Keys of parameters that are read outside of the model, each with what reads it.
+    """
+
+    products: tuple[ModuleUse, ...] = ()
+    enclosing: Mapping[str, str] = field(default_factory=dict)
+    unexplained: Mapping[str, str] = field(default_factory=dict)
+
+
+def _with_found(
+    model: nn.Module, params: Mapping[str, Tensor], uses: Sequence[ModuleUse], found: FoundReads
+) -> list[ModuleUse]:
+    """The uses of modules, each followed by products that read its parameters; modules that enclose reads come last."""
+    enclosing: dict[str, dict[str, str]] = {}
+    for key, name in found.enclosing.items():
+        inside = model.get_submodule(name).named_parameters(remove_duplicate=False)
+        enclosing.setdefault(name, {})[next(local for local, p in inside if p is params[key])] = key
+    claimed = {key for use in found.products for key in use.keys.values()}
     merged: list[ModuleUse] = []
     for use in uses:
-        keys = use.keys
-        if use.without_rule:
-            keys = {local: key for local, key in keys.items() if key not in claimed}
-        if keys:
+        free = found.enclosing.keys() | (claimed if use.without_rule else set())
+        keys = {local: key for local, key in use.keys.items() if key not in free}
+        if use.without_rule and use.name in enclosing:  # it runs again anyway
+            enclosing[use.name] = keys | enclosing[use.name]
+        elif keys:
             merged.append(use if keys == use.keys else replace(use, keys=keys))
-        merged += [f for f in functions if f not in merged and set(f.keys.values()) & set(use.keys.values())]
+        merged += [p for p in found.products if p not in merged and set(p.keys.values()) & set(use.keys.values())]
+    for name, keys in enclosing.items():
+        module = model.get_submodule(name)
+        merged.append(ModuleUse(name, module, EnclosedRule(tuple(keys)), keys, module))
     return merged
 
 
@@ -296,7 +336,7 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
             patterns.setdefault(key, known[local])
     if not roles and len(uses) > 1:
         # Two modules may see the same parameter as different matrices; what is left in common is a flat vector.
-        patterns = {key: flat_pattern(params[key]) for key in patterns}
+        patterns = {key: flat_pattern(params[key].ndim) for key in patterns}
     name, keys = uses[0].name, list(patterns)
     blocks = {key: [key] for key in keys} if separate else {name or keys[0]: keys}
     groups = tuple(_make_group(label, own, patterns, sizes, params) for label, own in blocks.items())
@@ -384,12 +424,6 @@ def _canonical(pattern: str) -> str:
 def _transposed(canonical: str) -> str:
     """The canonical pattern of the transposed matrix."""
     return " ".join(reversed(re.findall(r"\([^()]*\)|\w+", canonical)))
-
-
-def flat_pattern(p: Tensor) -> str:
-    """Pattern of a parameter of which nothing is known but that it is a vector of numbers."""
-    axes = " ".join(f"d{j}" for j in range(p.ndim))
-    return f"{axes} -> 1 ({axes})"
 
 
 def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
-from curvlinops_plus.risk.layers import ModuleUse, example_axes, named_params
+from curvlinops_plus.risk.layers import FoundReads, example_axes, named_params
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, Terms
 from curvlinops_plus.risk.preserve import preserve_state
@@ -139,8 +139,8 @@ class EmpiricalRisk:
         _check_options(self.options, self.losses)
         #: Self-checks that this risk has passed, and messages that were given; each is needed once.
         self.checked: set[str] = set()
-        #: Function calls that read parameters outside of modules with rules; None before they were looked for.
-        self.functions: tuple[ModuleUse, ...] | None = None
+        #: How functions read parameters, outside of modules with rules; None before they were looked for.
+        self.reads: FoundReads | None = None
 
     def with_data(self, data: Iterable[Any]) -> EmpiricalRisk:
         """The same model, losses, parameters and options with other data.
