@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -31,7 +31,7 @@ from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch, is_iterator
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-__all__ = ["find_functions", "layers_of", "look_for_functions"]
+__all__ = ["describe_reads", "find_functions", "layers_of", "look_for_functions", "rebuild_reads"]
 
 
 def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> list[Layer]:
@@ -45,11 +45,12 @@ def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> li
 
     Cost: once per risk, and only with such modules, two forward passes on two and three examples.
     """
-    if risk.reads is None and any(use.without_rule for use in find_uses(risk.model, risk.params)):
-        readable = not is_iterator(risk.data) and not (isinstance(risk.data, Sized) and not len(risk.data))
-        if readable:
-            look_for_functions(risk)
-    return find_layers(risk.model, risk.params, separate_weight_and_bias, risk.reads)
+    with risk.placed():
+        if risk.reads is None and any(use.without_rule for use in find_uses(risk.model, risk.params)):
+            readable = not is_iterator(risk.data) and not (isinstance(risk.data, Sized) and not len(risk.data))
+            if readable:
+                look_for_functions(risk)
+        return find_layers(risk.model, risk.params, separate_weight_and_bias, risk.reads)
 
 
 def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: ValueError | None = None) -> None:
@@ -65,7 +66,8 @@ def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: V
         ValueError: Naming a parameter and what reads it.
     """
     if risk.reads is None:
-        with preserve_state(risk.model, risk.data), torch.inference_mode(False), torch.enable_grad():
+        state = preserve_state(risk.model, risk.data)
+        with state, risk.placed(), torch.inference_mode(False), torch.enable_grad():
             risk.reads = find_functions(risk, next(risk.batches("functions")) if batch is None else batch)
         if risk.reads.products or risk.reads.enclosing:
             return
@@ -118,6 +120,40 @@ def _resolve(
         if not any(f == function and keys.items() < more.items() for f, more in found.values())
     ]
     return tuple(_use(risk, uses, function, keys) for function, keys in kept)
+
+
+def describe_reads(reads: FoundReads | None) -> dict[str, Any] | None:
+    """What was found, in plain Python."""
+    if reads is None:
+        return None
+    products = []
+    for use in reads.products:
+        function = asdict(use.function)
+        function["options"] = [[name, [*v] if isinstance(v, tuple) else v] for name, v in use.function.options]
+        products.append({"keys": dict(use.keys), "function": function})
+    return {"products": products, "enclosing": dict(reads.enclosing)}
+
+
+def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundReads | None:
+    """Undo `describe_reads`, for the parameters of a risk.
+
+    Raises:
+        ValueError: If the risk has not these parameters.
+    """
+    if data is None:
+        return None
+    named = {key for p in data["products"] for key in p["keys"].values()} | data["enclosing"].keys()
+    if missing := named - risk.params.keys():
+        raise ValueError(f"State mismatch in the parameters: the state has {sorted(missing)}, this risk has not.")
+    products = []
+    with risk.placed():
+        uses = find_uses(risk.model, risk.params)
+        for p in data["products"]:
+            options = tuple(
+                (name, tuple(value) if isinstance(value, list) else value) for name, value in p["function"]["options"]
+            )
+            products.append(_use(risk, uses, Function(**{**p["function"], "options": options}), dict(p["keys"])))
+    return FoundReads(tuple(products), dict(data["enclosing"]))
 
 
 def _use(risk: EmpiricalRisk, uses: Iterable[ModuleUse], function: Function, keys: dict[str, str]) -> ModuleUse:

@@ -162,7 +162,8 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
     Args:
         model: The model.
         params: A list of the model's parameters, a dict of them under names of the caller's, or None for all that
-            require a gradient. `p.detach()` and `p.data` are recognised by their memory.
+            require a gradient. `p.detach()` and `p.data` are recognised by their memory; any other tensor of the same
+            shape, under a name of the model's own in a dict, is another value of that parameter.
 
     Returns:
         Key to the model's own parameter.
@@ -183,7 +184,7 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
     labels: dict[str, str] = {}
     for position, (key, p) in enumerate(items):
         label = f"params[{position if key is None else key!r}]"
-        name = _own_name(model, names, p, label)
+        name = _own_name(model, names, p, label, key if key in owned else None)
         if name in labels:
             raise ValueError(
                 f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
@@ -195,19 +196,22 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
     return own
 
 
-def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str) -> str:
-    """The model's name of a parameter, found by identity or memory."""
+def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, key: str | None) -> str:
+    """The model's name of a parameter, found by identity or memory, or else the key if that is one of its names."""
     if not isinstance(p, Tensor):
         raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.")
     name = names.get(id(p)) or names.get((p.data_ptr(), p.shape, p.stride()))
-    if name is None:
+    if name is not None:
+        return name
+    shape = None if key is None else model.get_parameter(key).shape
+    if key is None or p.shape != shape:
+        expected = "" if key is None else f" (its own {key!r} has {list(shape or ())})"
         raise ValueError(
-            f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}. Pass "
-            "the model's own tensors, "
-            "for instance `[p for p in model.parameters() if p.requires_grad]` or "
-            "`dict(model.named_parameters())`."
+            f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}{expected}. "
+            "Pass the model's own tensors, for instance `[p for p in model.parameters() if p.requires_grad]` or "
+            "`dict(model.named_parameters())`, or a dict of other values under the same names."
         )
-    return name
+    return key
 
 
 def find_layers(
