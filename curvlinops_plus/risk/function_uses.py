@@ -39,6 +39,7 @@ class FunctionUses:
         #: Those of several parameters first.
         self._uses = sorted(found, key=lambda item: -len(item[1].keys))
         self._keys = {key for _, use in found for key in use.keys.values()}
+        self._params = params
         self._views = ParameterViews({key: params[key] for key in self._keys})
         self._total = {key: len(params[key]) for key in self._keys if params[key].ndim}
         #: Keys of the modules that run at the moment, which answer for them.
@@ -57,7 +58,7 @@ class FunctionUses:
             return []
 
         def enter(module: nn.Module, args: Any) -> None:
-            self._inside.append(shared)
+            self._inside.append(shared if use.holds(module, self._params) else set())
 
         def leave(module: nn.Module, args: Any, out: Any) -> None:
             if self._inside:

@@ -63,10 +63,24 @@ class ModuleUse:
         """Whether the parameters are read by function calls, which no hook sees."""
         return self.function is not None
 
+    def own(self, module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, bool]:
+        """Key to whether the module holds this parameter at the moment, not another tensor in its place."""
+        return {key: _slot(module, local) is params[key] for local, key in self.keys.items()}
+
+    def holds(self, module: nn.Module, params: Mapping[str, Tensor]) -> bool:
+        """Whether the module holds all of the parameters at the moment."""
+        return all(self.own(module, params).values())
+
     @property
     def without_rule(self) -> bool:
         """Whether nothing is known of the module but that it holds the parameters."""
         return self.rule is GENERIC and not is_parametrized(self.module)
+
+
+def _slot(module: nn.Module, local: str) -> Tensor | None:
+    """What a module holds under the name of a parameter, which may be that of a parametrization or of a child."""
+    inside, _, name = local.rpartition(".")
+    return (module.get_submodule(inside) if inside else module)._parameters.get(name)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.recorded_call import RecordedCall
@@ -61,7 +60,7 @@ def refuse_outside_readers(
         OutsideReads: Naming parameter and layer.
     """
     for index, layer in enumerate(layers):
-        if not all(isinstance(use.rule, AffineRule) for use in layer.uses):
+        if not all(use.rule.reads_once for use in layer.uses):
             continue
         for key in layer.params:
             number = sum(call.layer == index and key in call.call.use.keys.values() for call in calls)

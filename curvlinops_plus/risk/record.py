@@ -31,7 +31,7 @@ from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.function_calls import FunctionCalls
 from curvlinops_plus.risk.function_uses import FunctionUses
 from curvlinops_plus.risk.layers import Layer, ModuleUse, title
-from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
+from curvlinops_plus.risk.parameter_reads import OutsideReads, ParameterReads, refuse_outside_readers
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
 
 __all__ = ["Recorder"]
@@ -124,17 +124,17 @@ class Recorder:
         """Whether a module is called with its parameters, not with other tensors in their place.
 
         Raises:
-            UnsupportedError: If some of a module of unknown code are replaced.
+            OutsideReads: If some of a module of unknown code are replaced.
         """
-        own = [_slot(module, local) is self._params[key] for local, key in use.keys.items()]
-        if not all(own) and any(own) and not isinstance(use.rule, AffineRule):
-            replaced = [key for key, same in zip(use.keys.values(), own) if not same]
-            raise UnsupportedError(
+        own = use.own(module, self._params)
+        if not all(own.values()) and any(own.values()) and not isinstance(use.rule, AffineRule):
+            replaced = [key for key, same in own.items() if not same]
+            raise OutsideReads(
                 f"{title(use.name)} ({type(use.owner).__name__}) was called with other tensors in place of its "
                 f"parameters {replaced} (by functional_call inside forward, or an assignment around the call). Leave "
                 f"its parameters {list(use.keys.values())} out of `params`."
             )
-        return all(own)  # what else reads them is found when readers are counted
+        return all(own.values())  # what else reads them is found when readers are counted
 
     def _outputs(
         self, use: ModuleUse, tensors: Sequence[Tensor], axes: Sequence[int], fold: int | None = None
@@ -273,12 +273,6 @@ class Recorder:
         refuse_outside_readers(self.layers, self.calls, readers, self._params)
         self._functions.check_sums(consumers)
         return [edge for edge in edges if above.get(edge.node) is False]
-
-
-def _slot(module: nn.Module, local: str) -> Tensor | None:
-    """What a module holds under the name of a parameter, which may be that of a parametrization."""
-    inside, _, name = local.rpartition(".")
-    return (module.get_submodule(inside) if inside else module)._parameters.get(name)
 
 
 def _float_tensors(leaves: Sequence[Any], out: Any, use: ModuleUse) -> list[int]:
