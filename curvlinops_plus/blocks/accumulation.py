@@ -137,8 +137,7 @@ class Accumulation:
                 raise ValueError(
                     f"{layer.title} ({type(layer.uses[0].owner).__name__}) {problem} in any batch, so its parameters "
                     f"{list(layer.params)} have no curvature here. Leave "
-                    "them out of `params`, or check the model's forward. (Modules whose weight is used without "
-                    "calling them can't be seen.)"
+                    "them out of `params`, or check the model's forward."
                 )
         if self.totals and totals.examples != self.totals[0].examples:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from warnings import warn
 
@@ -25,7 +26,7 @@ from curvlinops_plus.blocks.operator_state import (
 )
 from curvlinops_plus.blocks.plan import LayerPlan, make_plan, plan_table
 from curvlinops_plus.blocks.serialization import fingerprint, same_fingerprint
-from curvlinops_plus.blocks.stored_options import rebuild_vectors
+from curvlinops_plus.blocks.stored_options import rebuild_vectors, same_data
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import (
@@ -35,7 +36,10 @@ from curvlinops_plus.linalg import (
     Structure,
 )
 from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
-from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors, find_layers
+from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
+from curvlinops_plus.risk.find_functions import describe_reads, layers_of, look_for_functions, rebuild_reads
+from curvlinops_plus.risk.parameter_reads import OutsideReads
+from curvlinops_plus.risk.reading import require_rereadable
 from curvlinops_plus.risk.risk import require_risk
 
 if TYPE_CHECKING:
@@ -96,9 +100,9 @@ class BlockwiseLinearOperator(Deferred):
         self.risk = risk
         self.vectors = as_vectors(vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
-        self.plan: list[LayerPlan] = make_plan(
-            find_layers(risk.model, risk.params, separate_weight_and_bias), approximation, default
-        )
+        self._make_plan = partial(make_plan, approximation=approximation, default=default)
+        self.plan: list[LayerPlan] = []
+        self.renew_plan()
         self.check_deterministic = check_deterministic
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
@@ -112,10 +116,30 @@ class BlockwiseLinearOperator(Deferred):
     # ---------------------------------------------------------------------------------------------------- computing
     def compute(self) -> Self:
         """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
-        accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep=True)
-        accumulation.run(check_deterministic=self.check_deterministic)
+        accumulation = self._accumulate(keep=True, check_deterministic=self.check_deterministic)
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
         return self
+
+    def renew_plan(self) -> None:
+        """Assign approximations to the layers of the risk, as far as they are known."""
+        self.plan = self._make_plan(layers_of(self.risk, self.separate_weight_and_bias))
+
+    def _accumulate(self, keep: bool = False, **options: Any) -> Accumulation:
+        """An accumulation that has run, with options of `Accumulation.run`.
+
+        If a parameter turns out to be read outside of its layer, by functions that are products with it, these are
+        taken into the plan.
+        """
+        accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep)
+        try:
+            accumulation.run(**options)
+        except OutsideReads as error:
+            require_rereadable(self.risk.data, "it is looked at again for functions that read parameters")
+            look_for_functions(self.risk, error=error)
+            self.renew_plan()
+            accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep)
+            accumulation.run(**options)
+        return accumulation
 
     def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int) -> None:
         """Take these (unscaled) blocks, in the operator's own precision and on its device."""
@@ -297,8 +321,9 @@ class BlockwiseLinearOperator(Deferred):
 
     def _load(self, given: Mapping[str, Any], stacklevel: int) -> None:
         state = upgrade(given)
-        check_state(self, state)
-        blocks = read_blocks(self, state)
+        fitting = self._reading_as(state)
+        check_state(fitting, state)
+        blocks = read_blocks(fitting, state)
         if not same_fingerprint(state["fingerprint"], fingerprint(self.risk.params)):
             warn(
                 "The model's parameters differ from those that this state was computed at; its blocks describe the old "
@@ -307,10 +332,21 @@ class BlockwiseLinearOperator(Deferred):
                 stacklevel=stacklevel,
             )
         self._take_options(state)
+        self.plan, self.risk.reads = fitting.plan, fitting.risk.reads
         if blocks is None:
             self._set_operator(None)
         else:
             self._set_blocks(blocks, state["examples"])
+
+    def _reading_as(self, state: Mapping[str, Any]) -> Self:
+        """This operator with the layers that a state has, where functions read parameters."""
+        if "reads" not in state or same_data(state["reads"], describe_reads(self.risk.reads)):
+            return self
+        fitting = copy.copy(self)
+        fitting.risk = copy.copy(self.risk)
+        fitting.risk.reads = rebuild_reads(self.risk, state["reads"])
+        fitting.renew_plan()
+        return fitting
 
     def _take_options(self, state: Mapping[str, Any]) -> None:
         """Take over the options that a state was computed with."""

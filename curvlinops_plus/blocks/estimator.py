@@ -13,12 +13,14 @@ from torch import Tensor
 
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.plan import plan_table
+from curvlinops_plus.blocks.plan import LayerPlan, plan_table
 from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
+from curvlinops_plus.risk.find_functions import look_for_functions
 from curvlinops_plus.risk.loss_weights import LossWeights
+from curvlinops_plus.risk.parameter_reads import OutsideReads
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.sweep import RecordedPasses
@@ -100,8 +102,13 @@ class CurvatureEstimator:
         self._blank = BlockwiseLinearOperator(
             risk, approximation, default=default, vectors=vectors, separate_weight_and_bias=separate_weight_and_bias
         )
-        self.vectors, self.plan = self._blank.vectors, self._blank.plan
+        self.vectors = self._blank.vectors
         self.reset()
+
+    @property
+    def plan(self) -> list[LayerPlan]:
+        """The layers with their approximations. Functions that read parameters are known after the first batch."""
+        return self._blank.plan
 
     def reset(self) -> None:
         """Forget everything, and start the random numbers anew."""
@@ -130,6 +137,13 @@ class CurvatureEstimator:
             ValueError: If the batch has no examples, or can't be read.
         """
         found, random = self._read(batch), torch.get_rng_state()
+        try:
+            self._update(found, random, decay)
+        except OutsideReads as error:
+            self._look(found, error)
+            self._update(found, random, decay)
+
+    def _update(self, found: Batch, random: Tensor, decay: float | None) -> None:
         passes = RecordedPasses(self.risk, self._layers, self.vectors, self._weights, repeatable=False)
         with preserve_state(self.risk.model, self.risk.data), passes:
 
@@ -155,7 +169,17 @@ class CurvatureEstimator:
 
         Cost: a backward pass per vector to the layers' outputs.
         """
-        risk, found = self.risk, self._read(batch)
+        found = self._read(batch)
+        try:
+            with self._listen(found, decay):
+                yield
+        except OutsideReads as error:  # functions read parameters: the first batch is added by a pass of its own
+            self._look(found, error)
+            self._update(found, torch.get_rng_state(), decay)
+
+    @contextmanager
+    def _listen(self, found: Batch, decay: float | None) -> Iterator[None]:
+        risk = self.risk
         outputs: list[Any] = []
         handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out))
         try:
@@ -203,7 +227,17 @@ class CurvatureEstimator:
         found = self.risk.read(batch, self.updates)
         if not found.num_examples:
             raise ValueError("The batch has no examples.")
+        if self.risk.reads is None and any(use.without_rule for layer in self._layers for use in layer.uses):
+            self._look(found)
         return found
+
+    def _look(self, batch: Batch, error: OutsideReads | None = None) -> None:
+        """Look which functions read parameters, which changes the layers: before anything is summed."""
+        if error is not None and self.updates:
+            raise error
+        look_for_functions(self.risk, batch, error)
+        self._blank.renew_plan()
+        self._sums = RunningSums.of_plan(self.plan, self._scale)
 
     def _add(self, show: Show, decay: float | None) -> None:
         """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
@@ -344,6 +378,7 @@ class CurvatureEstimator:
             if state["refreshed"] is not None:
                 snapshot = copy.copy(self._blank)
                 snapshot.load_state_dict(state["refreshed"])
+        self.risk.reads, self._blank.plan = blank.risk.reads, blank.plan
         self._sums = RunningSums.from_state_dict(state["sums"], self.plan, self._scale)
         self._snapshot, self._inverse = snapshot, None
         self._draws.generator.set_state(state["draws"].cpu())

@@ -27,7 +27,8 @@ from curvlinops_plus.blocks.stored_options import (
 )
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Space
-from curvlinops_plus.risk import EmpiricalRisk, Vectors, find_layers
+from curvlinops_plus.risk import EmpiricalRisk, Vectors
+from curvlinops_plus.risk.find_functions import describe_reads, layers_of, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses
 
 __all__ = [
@@ -108,6 +109,7 @@ def describe(K: StateOwner) -> dict[str, Any]:
             }
             for entry in K.plan
         },
+        "reads": describe_reads(K.risk.reads),
         "fingerprint": fingerprint(K.risk.params),
     }
 
@@ -291,8 +293,9 @@ def rebuild_arguments(
         **risk_options,
     )
     separate = state["separate_weight_and_bias"]
+    risk.reads = rebuild_reads(risk, state.get("reads"))
     known, found = (
-        {layer.name for layer in find_layers(risk.model, risk.params, separate)},
+        {layer.name for layer in layers_of(risk, separate)},
         rebuild_approximations(state, approximations),
     )
     return {

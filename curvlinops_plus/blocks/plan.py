@@ -12,6 +12,7 @@ from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, LossS
 from curvlinops_plus.blocks.per_example import DiagonalBlock
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.layer import why_generic
+from curvlinops_plus.layer.enclosed import EnclosedRule
 from curvlinops_plus.risk import Layer
 
 __all__ = ["LayerPlan", "make_plan", "plan_table"]
@@ -106,8 +107,13 @@ def _type_name(layer: Layer) -> str:
 
 def _why_not_affine(layer: Layer) -> str:
     if layer.tied:
-        return f"its parameter is shared by {[use.name for use in layer.uses]} as different matrices"
+        names = [use.name for use in layer.uses]
+        biases = {use.keys.get("bias") for use in layer.uses}
+        what = "as different matrices" if len(biases) == 1 else "with different biases, or as different matrices"
+        return f"its parameter is shared by {names} {what}"
     use = layer.uses[0]
+    if isinstance(use.rule, EnclosedRule):
+        return f"{list(use.keys.values())} are read by functions that no rule is for"
     return why_generic(use.owner) or f"its rule {type(use.rule).__name__} is not that of an affine layer"
 
 

@@ -51,7 +51,7 @@ def build_risk(
 
 
 def build_layer_risk(
-    model_func: nn.Module,
+    model_func: nn.Module | Callable[..., Any],
     loss_func: Any,
     params: Sequence[Tensor] | Mapping[str, Tensor],
     data: Iterable[Any],
@@ -59,10 +59,10 @@ def build_layer_risk(
     batch_size_fn: Callable[[Any], int] | None = None,
     **risk_options: Any,
 ) -> EmpiricalRisk:
-    """The risk that the arguments of an operator made of layers describe: of a module, with a loss that is known.
+    """The risk that the arguments of an operator made of layers describe, with a loss that is known.
 
     Args:
-        model_func: The network, a module.
+        model_func: The network: a module, or a function `(params, X) -> outputs` (then `params` is a dict).
         loss_func: The loss, or a dict or tuple of losses.
         params: The parameters, a list or a dict.
         data: Iterable of batches.
@@ -80,7 +80,7 @@ def build_layer_risk(
                 "number of examples, for instance "
                 "`batch_size_fn=lambda X: len(X['x'])`."
             )
-    risk = EmpiricalRisk(model_func, loss_func, data, params, batch_size_fn=batch_size_fn, **risk_options)
+    risk = build_risk(model_func, loss_func, params, data, batch_size_fn=batch_size_fn, **risk_options)
     risk.losses.require_likelihoods()  # an unknown loss is refused now, not at first use
     return risk
 

@@ -252,8 +252,7 @@ class EKFACLinearOperator(KFACLinearOperator):
 
     def compute_kronecker_factors(self) -> None:
         """Compute the factors anew (first sweep); the eigenvalues follow at first use."""
-        accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__)
-        accumulation.run(max_sweeps=1, check_deterministic=self.check_deterministic)
+        accumulation = self._accumulate(max_sweeps=1, check_deterministic=self.check_deterministic)
         self._set_operator(None)
         self._after_factors = accumulation
 

@@ -128,6 +128,7 @@ def replay_per_example(
     max_bytes: int,
     in_axes: Sequence[int] | None = None,
     out_axes: Sequence[int] | None = None,
+    names: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
     """Backpropagate output gradients to a module's own parameters, for each example separately.
 
@@ -142,6 +143,7 @@ def replay_per_example(
         in_axes: For each tensor of `(args, kwargs)`, the axis of the examples in the module itself, or of the size 1
             of a tensor that is broadcast over them. Other tensors are passed unchanged. Default 0.
         out_axes: For each floating-point tensor of the output, the axis of the examples. Default 0.
+        names: Other parameters, by names in the module: those of its children, wherever it reads them.
 
     Returns:
         Local name of each parameter (see `differentiable_parameters`) to its gradients, `[V, B, *shape]`, in float32
@@ -166,7 +168,7 @@ def replay_per_example(
     g = [at_least_float32(t.detach()) for t in ([g] if isinstance(g, Tensor) else g)]
     if not g:
         raise ValueError(f"{type(module).__name__}: no output gradient was given, expected at least one tensor.")
-    call = _Call(module, args, kwargs, g[0].shape[1], in_axes, out_axes)
+    call = _Call(module, args, kwargs, g[0].shape[1], in_axes, out_axes, names)
     sizes = call.chunk_sizes(g, max_bytes)
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -194,22 +196,24 @@ class _Call:
         num_examples: int,
         in_axes: Sequence[int] | None = None,
         out_axes: Sequence[int] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self.module, self.out_axes = module, out_axes
-        self.copy_parameters()
+        self.copy_parameters(names)
         self.copy_inputs(args, kwargs, num_examples, in_axes)
 
-    def copy_parameters(self) -> None:
+    def copy_parameters(self, names: Sequence[str] | None) -> None:
         """Detached parameters and buffers, in float32 at least."""
         module = self.module
-        own = differentiable_parameters(module)
+        inner = dict(module.named_parameters(remove_duplicate=False))
+        own = differentiable_parameters(module) if names is None else {name: inner[name] for name in names}
         # Copies: some layers write to their weight (`nn.Embedding(max_norm=...)`).
         self.params = {name: at_least_float32(p.detach().clone()) for name, p in own.items()}
         # An own parameter may have two names. A child that shares it keeps using its own copy (`tie_weights=False`).
         first = {id(p): name for name, p in own.items()}
-        self.aliases = {name: first[id(p)] for name, p in _own_parameters(module)}
-        inner = module.named_parameters(remove_duplicate=False)
-        self.frozen = {n: at_least_float32(p.detach()) for n, p in inner if n not in self.aliases}
+        every = _own_parameters(module) if names is None else inner.items()
+        self.aliases = {name: first[id(p)] for name, p in every if id(p) in first}
+        self.frozen = {n: at_least_float32(p.detach()) for n, p in inner.items() if n not in self.aliases}
         self.buffers = {n: at_least_float32(b.detach()) for n, b in module.named_buffers(remove_duplicate=False)}
 
     def copy_inputs(

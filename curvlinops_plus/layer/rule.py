@@ -30,7 +30,7 @@ from curvlinops_plus.layer.replay import at_least_float32, differentiable_parame
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.linalg.numerics import gram
 
-__all__ = ["AffineRule", "LayerRule", "outer_products"]
+__all__ = ["AffineRule", "LayerRule", "flat_pattern", "outer_products"]
 
 
 class LayerRule:
@@ -43,6 +43,7 @@ class LayerRule:
         max_bytes: Work memory that one call of `per_example_grads` aims at, on top of its result (default 64 MiB).
         direct_grads: Whether `per_example_grads` is a formula of the rule's own, rather than that of `LayerRule` or
             `AffineRule`. Set by defining the method, unless the class body sets it.
+        reads_once: Whether a call reads each parameter once, so that more readers than calls are outside of the layer.
 
     Example:
         >>> rule, layer = LayerRule(), nn.PReLU()
@@ -56,6 +57,7 @@ class LayerRule:
 
     max_bytes: int = 64 * 2**20
     direct_grads: ClassVar[bool] = False
+    reads_once: ClassVar[bool] = False
 
     #: Attribute to the method whose definition in a subclass makes it True.
     _set_by_methods: ClassVar[Mapping[str, str]] = {"direct_grads": "per_example_grads"}
@@ -88,7 +90,7 @@ class LayerRule:
 
         The default is a matrix with one row that holds all parameters side by side.
         """
-        return {name: _flat_pattern(p.ndim) for name, p in differentiable_parameters(module).items()}
+        return {name: flat_pattern(p.ndim) for name, p in differentiable_parameters(module).items()}
 
     def sizes(self, module: nn.Module) -> dict[str, int]:
         """Sizes of axes that `patterns` split a parameter's axis into, e.g. `{"g": 4}` for `"(g o) i -> g o i"`."""
@@ -233,6 +235,7 @@ class AffineRule(LayerRule):
     """
 
     sparse: ClassVar[bool] = False
+    reads_once: ClassVar[bool] = True
     direct_grads: ClassVar[bool] = False
     direct_input_gram: ClassVar[bool] = False
     direct_grad_gram: ClassVar[bool] = False
@@ -408,7 +411,8 @@ class AffineRule(LayerRule):
         return named
 
 
-def _flat_pattern(ndim: int) -> str:
+def flat_pattern(ndim: int) -> str:
+    """Pattern of a parameter of which nothing is known but that it is a vector of numbers."""
     axes = " ".join(f"d{k}" for k in range(ndim))
     return f"{axes} -> 1 ({axes})" if ndim else "-> 1 1"
 

@@ -7,7 +7,7 @@ a convolution) has one more axis `b`; `[*b]` stands for none or this one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -72,7 +72,7 @@ class AffineRows:
         if self.weight and (call := self._only_call) is not None:
             a = call.rule.mean_inputs(call.use.module, self._upcast(call.input))
             a = a.unflatten(0, (self.num_examples, -1)).mean(1)
-            return torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1) if self.bias else a
+            return torch.cat([a, torch.full_like(a[..., :1], self.adds_bias(call))], -1) if self.bias else a
         a = self.inputs
         assert isinstance(a, Tensor)
         kept: Tensor | float = 0.0
@@ -83,8 +83,19 @@ class AffineRows:
             kept = kept + (here if read is None else here * read.to(a.dtype)[:, None])
         return a.sum(1) / torch.as_tensor(kept).clamp(min=1)
 
+    def bias_grads(self) -> Tensor:
+        """Gradients of the bias for each example, [V, N, *b, o]: `ĝ_n` of the calls that add it."""
+        calls = [call for call in self.calls if self.adds_bias(call)]
+        if len(calls) == len(self.calls):
+            return self.summed_grads()
+        return replace(self, calls=calls, _shared={}).summed_grads() if calls else self.summed_grads().mul(0)
+
+    def adds_bias(self, call: Call) -> bool:
+        """Whether a call adds the bias of the layer: of two that share a weight, one may have none."""
+        return "bias" in call.use.keys
+
     def summed_grads(self) -> Tensor:
-        """`ĝ_n = Σ_s g_{n,s}`, [V, N, *b, o]: also the per-example gradient of the bias."""
+        """`ĝ_n = Σ_s g_{n,s}`, [V, N, *b, o]."""
         if "summed" not in self._shared:
             parts = []
             for call in self.calls:
@@ -105,6 +116,8 @@ class AffineRows:
         """
         call = self._only_call
         if call is None or self.sparse or call.rule.direct_input_gram or not self.weight:
+            return None
+        if self.bias and not self.adds_bias(call):
             return None
         if reduce:
             rows = self.mean_inputs()
@@ -176,7 +189,7 @@ class AffineRows:
             part = outer_products(self._grad_rows(call), self._plain_rows(call))
             total = part if total is None else total.add_(part)
         assert total is not None
-        return torch.cat([total, self.summed_grads()[..., None]], -1) if self.bias else total
+        return torch.cat([total, self.bias_grads()[..., None]], -1) if self.bias else total
 
     def call_grads(self, call: Call) -> dict[str, Tensor]:
         """Gradients of the rows of one call in the parameters' own shapes: local name to [V, N * positions, *shape]."""
@@ -240,7 +253,7 @@ class AffineRows:
 
     def _ones(self, call: Call, rows: Tensor) -> Tensor:  # [N, S, *b, .] -> [N, S, *b, 1]
         read = call.rule.reads(call.use.module)
-        ones = rows.new_ones(*rows.shape[:-1], 1)
+        ones = rows.new_full((*rows.shape[:-1], 1), float(self.adds_bias(call)))
         return ones if read is None else ones * read.to(rows.dtype)[:, None]
 
     def _grad_rows(self, call: Call) -> Tensor:
@@ -261,7 +274,8 @@ class AffineRows:
         total, row_sum, rows = call.rule.input_gram(call.use.module, self._upcast(call.input))
         count = float(rows) if read is None else rows * read.to(total.dtype)[:, None, None]
         if self.bias:
-            corner = row_sum.new_ones(*row_sum.shape[:-1], 1, 1) * count
-            side = row_sum[..., None]
+            adds = self.adds_bias(call)
+            corner = row_sum.new_full((*row_sum.shape[:-1], 1, 1), float(adds)) * count
+            side = row_sum[..., None] * adds
             total = torch.cat([torch.cat([total, side], -1), torch.cat([side.mT, corner], -1)], -2)
         return total, count

@@ -1,8 +1,9 @@
-"""Intercepting function calls inside modules: attention passes its weights to a function, where no hook runs."""
+"""Intercepting function calls: functions may read weights where no module hook runs, as inside attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -13,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from curvlinops_plus.errors import UnsupportedError
 
-__all__ = ["FunctionCalls", "rows_of"]
+__all__ = ["FunctionCalls", "ParameterViews", "View"]
 
-Receive = Callable[[Tensor, Tensor, "Tensor | None", Tensor, "int | None"], Tensor]
+Receive = Callable[[Any, "tuple[Any, ...]", "dict[str, Any]", Any, "int | None"], Any]
 
 
 @cache
@@ -32,13 +33,14 @@ def _attention() -> Callable[..., Any]:
 
 
 class FunctionCalls(TorchFunctionMode):
-    """While active, shows the products with a weight inside `F.multi_head_attention_forward`.
+    """While active, shows every call of a torch function, those inside `F.multi_head_attention_forward` included.
 
     It also keeps attention and transformer layers off their fused inference path, which calls no submodule at all.
+    Costs a few microseconds per call.
 
     Args:
-        receive: Called with input, weight, bias, output and, if examples and positions lie on one axis of these, the
-            number of examples; returns the output that the model goes on with. Else the examples are on axis 1.
+        receive: Called with function, arguments, keywords, result and, inside attention, where examples are on axis 1,
+            the number of examples; returns the result that the model goes on with.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -61,23 +63,76 @@ class FunctionCalls(TorchFunctionMode):
                     return _attention()(*args, **kwargs)
             finally:
                 self.examples = outer
-        out = func(*args, **kwargs)
-        if func is F.linear and self.examples is not None:
-            x, weight, *rest = [*args, *kwargs.values()]
-            return self.receive(x, weight, rest[0] if rest else None, out, None if x.ndim == 3 else self.examples)
-        return out
+        return self.receive(func, args, kwargs, func(*args, **kwargs), self.examples)
 
 
-def rows_of(t: Tensor | None, params: Iterable[Tensor]) -> tuple[Tensor, slice] | None:
-    """The parameter that a tensor is, or is some rows of."""
-    if t is None:
+@dataclass(frozen=True)
+class View:
+    """Rows of a parameter, transposed or not.
+
+    Attributes:
+        key: The parameter.
+        rows: Its rows.
+        transposed: Whether the view is the transpose of these rows.
+    """
+
+    key: str
+    rows: slice
+    transposed: bool
+
+
+class ParameterViews:
+    """Finds the parameter that a tensor is, or is a view of.
+
+    Args:
+        params: Key to parameter, in the tensors that the model reads.
+
+    Example:
+        >>> import torch
+        >>> W = torch.ones(4, 3)
+        >>> views = ParameterViews({"W": W})
+        >>> views.find(W[1:3].T)
+        View(key='W', rows=slice(1, 3, None), transposed=True)
+        >>> views.find(W[::2]), views.keys(W[::2]), views.keys(2 * W)
+        (None, ['W'], [])
+    """
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        self._by_memory: dict[int, list[tuple[str, Tensor]]] = {}
+        for key, p in params.items():
+            self._by_memory.setdefault(id(_base(p)), []).append((key, p))
+
+    def keys(self, t: Tensor) -> list[str]:
+        """Keys of the parameters that a tensor shows numbers of."""
+        near = self._by_memory.get(id(_base(t)), [])
+        if len(near) > 1:  # parameters that are views of one tensor themselves
+            found = self.find(t)
+            return [key for key, _ in near] if found is None else [found.key]
+        return [key for key, _ in near]
+
+    def find(self, t: Tensor | None) -> View | None:
+        """The parameter whose rows a tensor is; None if it is none, or any other view."""
+        if t is None:
+            return None
+        for key, p in self._by_memory.get(id(_base(t)), []):
+            for transposed in (False, True) if t.ndim == 2 else (False,):
+                rows = _rows(t.T if transposed else t, p)
+                if rows is not None:
+                    return View(key, rows, transposed)
         return None
-    for p in params:
-        if t is p:
-            return p, slice(0, len(p))
-        # A chunk of the parameter: same columns, somewhere inside its memory.
-        same = t._base is p and t.shape[1:] == p.shape[1:] and t.stride() == p.stride() and len(p)
-        if same:
-            start = int(t.storage_offset() - p.storage_offset()) // max(1, p[0].numel())
-            return p, slice(start, start + len(t))
-    return None
+
+
+def _base(t: Tensor) -> Tensor:
+    return t if t._base is None else t._base
+
+
+def _rows(t: Tensor, p: Tensor) -> slice | None:
+    """Which rows of `p` a view of the same memory shows, if it shows whole rows."""
+    if t is p:
+        return slice(0, len(p)) if p.ndim else None
+    if t.dtype != p.dtype or t.ndim != p.ndim or t.ndim == 0 or t.shape[1:] != p.shape[1:] or p.stride(0) == 0:
+        return None
+    if any(a != b for a, b, size in zip(t.stride(), p.stride(), t.shape) if size > 1):
+        return None
+    start, rest = divmod(int(t.storage_offset() - p.storage_offset()), p.stride(0))
+    return slice(start, start + len(t)) if rest == 0 and 0 <= start <= len(p) - len(t) else None

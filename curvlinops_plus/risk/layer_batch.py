@@ -144,7 +144,7 @@ class LayerBatch:
         """
         if self._one_matrix:
             if not self.rows.weight:
-                return self.rows.summed_grads()[..., None]
+                return self.rows.bias_grads()[..., None]
             if not self.rows.direct_grads:
                 return self.rows.outer_products()
         group, grads = self._only_group, self.param_grads()
@@ -164,7 +164,7 @@ class LayerBatch:
         if self._one_matrix:
             rows = self.rows
             if not rows.weight:
-                g = rows.summed_grads()
+                g = rows.bias_grads()
                 g = g if QG is None else (g[..., None, :] @ QG)[..., 0, :]
                 return g.square().sum((0, 1))[..., None]
             if rows.sparse:
@@ -189,10 +189,12 @@ class LayerBatch:
             numbers += outputs * columns // height
         total = None
         for piece in self._cut(_ROW_BYTES, numbers):
-            a = piece.rows.plain_inputs()
+            rows = piece.rows
+            ones = rows.bias and all(map(rows.adds_bias, piece.calls))  # else they are stored as a column
+            a = rows.plain_inputs() if ones or not rows.bias else rows.inputs
             assert isinstance(a, Tensor)
-            for g in piece.rows.grads:
-                part = squared_gradients(g, a, QG, QA, piece.rows.bias)
+            for g in rows.grads:
+                part = squared_gradients(g, a, QG, QA, ones)
                 total = part if total is None else total.add_(part)
         assert total is not None
         return total

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,9 +19,23 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
+from curvlinops_plus.layer.enclosed import EnclosedRule
+from curvlinops_plus.layer.functions import LINEAR, Function
+from curvlinops_plus.layer.rule import flat_pattern
+from curvlinops_plus.layer.rule_registry import GENERIC
 from curvlinops_plus.linalg import Layout
 
-__all__ = ["Group", "Layer", "ModuleUse", "Role", "example_axes", "find_layers", "named_params"]
+__all__ = [
+    "FoundReads",
+    "Group",
+    "Layer",
+    "ModuleUse",
+    "Role",
+    "example_axes",
+    "find_layers",
+    "find_uses",
+    "named_params",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +47,8 @@ class ModuleUse:
         module: The module, or what stands for the part of it that a function call reads.
         rule: What the module does with its parameters.
         keys: The module's own parameter names, each with the key of the tracked parameter.
-        owner: The module in the model.
-        functional: Whether the parameters are read by function calls inside the owner, which no hook sees.
+        owner: The module in the model that holds the parameters.
+        function: The function that reads the parameters, where it is not the module, whose hook would tell.
     """
 
     name: str
@@ -42,7 +56,31 @@ class ModuleUse:
     rule: LayerRule
     keys: dict[str, str]
     owner: nn.Module
-    functional: bool = False
+    function: Function | None = None
+
+    @property
+    def functional(self) -> bool:
+        """Whether the parameters are read by function calls, which no hook sees."""
+        return self.function is not None
+
+    def own(self, module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, bool]:
+        """Key to whether the module holds this parameter at the moment, not another tensor in its place."""
+        return {key: _slot(module, local) is params[key] for local, key in self.keys.items()}
+
+    def holds(self, module: nn.Module, params: Mapping[str, Tensor]) -> bool:
+        """Whether the module holds all of the parameters at the moment."""
+        return all(self.own(module, params).values())
+
+    @property
+    def without_rule(self) -> bool:
+        """Whether nothing is known of the module but that it holds the parameters."""
+        return self.rule is GENERIC and not is_parametrized(self.module)
+
+
+def _slot(module: nn.Module, local: str) -> Tensor | None:
+    """What a module holds under the name of a parameter, which may be that of a parametrization or of a child."""
+    inside, _, name = local.rpartition(".")
+    return (module.get_submodule(inside) if inside else module)._parameters.get(name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +176,8 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
     Args:
         model: The model.
         params: A list of the model's parameters, a dict of them under names of the caller's, or None for all that
-            require a gradient. `p.detach()` and `p.data` are recognised by their memory.
+            require a gradient. `p.detach()` and `p.data` are recognised by their memory; any other tensor of the same
+            shape, under a name of the model's own in a dict, is another value of that parameter.
 
     Returns:
         Key to the model's own parameter.
@@ -159,7 +198,7 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
     labels: dict[str, str] = {}
     for position, (key, p) in enumerate(items):
         label = f"params[{position if key is None else key!r}]"
-        name = _own_name(model, names, p, label)
+        name = _own_name(model, names, p, label, key if key in owned else None)
         if name in labels:
             raise ValueError(
                 f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
@@ -171,22 +210,30 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
     return own
 
 
-def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str) -> str:
-    """The model's name of a parameter, found by identity or memory."""
+def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, key: str | None) -> str:
+    """The model's name of a parameter, found by identity or memory, or else the key if that is one of its names."""
     if not isinstance(p, Tensor):
         raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.")
     name = names.get(id(p)) or names.get((p.data_ptr(), p.shape, p.stride()))
-    if name is None:
+    if name is not None:
+        return name
+    shape = None if key is None else model.get_parameter(key).shape
+    if key is None or p.shape != shape:
+        expected = "" if key is None else f" (its own {key!r} has {list(shape or ())})"
         raise ValueError(
-            f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}. Pass "
-            "the model's own tensors, "
-            "for instance `[p for p in model.parameters() if p.requires_grad]` or "
-            "`dict(model.named_parameters())`."
+            f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}{expected}. "
+            "Pass the model's own tensors, for instance `[p for p in model.parameters() if p.requires_grad]` or "
+            "`dict(model.named_parameters())`, or a dict of other values under the same names."
         )
-    return name
+    return key
 
 
-def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_and_bias: bool = False) -> list[Layer]:
+def find_layers(
+    model: nn.Module,
+    params: Mapping[str, Tensor],
+    separate_weight_and_bias: bool = False,
+    found: FoundReads | None = None,
+) -> list[Layer]:
     """Group parameters by the modules that read them, in the order in which the model names its modules.
 
     Modules that share a parameter form one layer. Only modules that own one of `params` appear.
@@ -195,8 +242,11 @@ def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_
         model: The model.
         params: Key to parameter, each one the model's own.
         separate_weight_and_bias: Give every parameter its own block.
+        found: What is known of reads by functions, see `layers_of`.
     """
-    uses = _find_uses(model, {id(p): key for key, p in params.items()})
+    uses = find_uses(model, params)
+    if found is not None:
+        uses = _with_found(model, params, uses, found)
     layers = []
     pending = list(uses)
     while pending:
@@ -212,8 +262,50 @@ def find_layers(model: nn.Module, params: Mapping[str, Tensor], separate_weight_
     return layers
 
 
-def _find_uses(model: nn.Module, key_of: Mapping[int, str]) -> list[ModuleUse]:
-    """The modules, and the function calls inside modules, that read tracked parameters (identity to key)."""
+@dataclass(frozen=True, eq=False)
+class FoundReads:
+    """What a forward pass showed of how parameters are read, beyond the types of modules.
+
+    Attributes:
+        products: Function calls that multiply with parameters, in addition to modules with rules of their own, and
+            instead of modules without.
+        enclosing: Keys of parameters that other functions read outside of the module that holds them, each with the
+            name of the innermost module in which they all are.
+        unexplained: Keys of parameters that are read outside of the model, each with what reads it.
+    """
+
+    products: tuple[ModuleUse, ...] = ()
+    enclosing: Mapping[str, str] = field(default_factory=dict)
+    unexplained: Mapping[str, str] = field(default_factory=dict)
+
+
+def _with_found(
+    model: nn.Module, params: Mapping[str, Tensor], uses: Sequence[ModuleUse], found: FoundReads
+) -> list[ModuleUse]:
+    """The uses of modules, each followed by products that read its parameters; modules that enclose reads come last."""
+    enclosing: dict[str, dict[str, str]] = {}
+    for key, name in found.enclosing.items():
+        inside = model.get_submodule(name).named_parameters(remove_duplicate=False)
+        enclosing.setdefault(name, {})[next(local for local, p in inside if p is params[key])] = key
+    claimed = {key for use in found.products for key in use.keys.values()}
+    merged: list[ModuleUse] = []
+    for use in uses:
+        free = found.enclosing.keys() | (claimed if use.without_rule else set())
+        keys = {local: key for local, key in use.keys.items() if key not in free}
+        if use.without_rule and use.name in enclosing:  # it runs again anyway
+            enclosing[use.name] = keys | enclosing[use.name]
+        elif keys:
+            merged.append(use if keys == use.keys else replace(use, keys=keys))
+        merged += [p for p in found.products if p not in merged and set(p.keys.values()) & set(use.keys.values())]
+    for name, keys in enclosing.items():
+        module = model.get_submodule(name)
+        merged.append(ModuleUse(name, module, EnclosedRule(tuple(keys)), keys, module))
+    return merged
+
+
+def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]:
+    """The modules that read some parameters, and the function calls inside attention (key to the model's own)."""
+    key_of = {id(p): key for key, p in params.items()}
     uses: list[ModuleUse] = []
     claimed: set[int] = set()  # modules whose parameters another one answers for
 
@@ -231,7 +323,7 @@ def _find_uses(model: nn.Module, key_of: Mapping[int, str]) -> list[ModuleUse]:
             in_parts |= {id(p) for p in part.params.values()}
             if keys := tracked(part.params):
                 full = ".".join([name, part.name]).lstrip(".")
-                uses.append(ModuleUse(full, part.module, part.rule, keys, module, functional=True))
+                uses.append(ModuleUse(full, part.module, part.rule, keys, module, LINEAR))
         own = {local: p for local, p in differentiable_parameters(module).items() if id(p) not in in_parts}
         if keys := tracked(own):
             rule.check(module)
@@ -255,14 +347,14 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
     roles = _roles(uses, separate)
     patterns: dict[str, str] = {}
     sizes: dict[str, int] = {}
-    for use in [roles[0].uses[0]] if roles else uses:
+    for use in roles[0].uses if roles else uses:
         known = use.rule.patterns(use.module)
         sizes |= use.rule.sizes(use.module)
         for local, key in use.keys.items():
             patterns.setdefault(key, known[local])
     if not roles and len(uses) > 1:
         # Two modules may see the same parameter as different matrices; what is left in common is a flat vector.
-        patterns = {key: flat_pattern(params[key]) for key in patterns}
+        patterns = {key: flat_pattern(params[key].ndim) for key in patterns}
     name, keys = uses[0].name, list(patterns)
     blocks = {key: [key] for key in keys} if separate else {name or keys[0]: keys}
     groups = tuple(_make_group(label, own, patterns, sizes, params) for label, own in blocks.items())
@@ -321,10 +413,12 @@ def _share_one_weight(uses: list[ModuleUse]) -> bool:
 
 
 def _biases_fit(roles: tuple[Role, ...], separate: bool) -> bool:
-    """Whether the modules of a role have the same bias, and no role but the first has one."""
+    """Whether the modules of a role have the same bias, or none, and no role but the first has one."""
     for position, role in enumerate(roles):
         biases = {use.keys.get("bias") for use in role.uses}
-        if len(biases) > 1 or (biases != {None} and (position or (separate and len(roles) > 1))):
+        # A separate block of a bias that only some of them add needs a gradient factor of its own.
+        several = len(biases - {None}) > 1 or (separate and len(biases) > 1)
+        if several or (biases != {None} and (position or (separate and len(roles) > 1))):
             return False
     return True
 
@@ -348,12 +442,6 @@ def _canonical(pattern: str) -> str:
 def _transposed(canonical: str) -> str:
     """The canonical pattern of the transposed matrix."""
     return " ".join(reversed(re.findall(r"\([^()]*\)|\w+", canonical)))
-
-
-def flat_pattern(p: Tensor) -> str:
-    """Pattern of a parameter of which nothing is known but that it is a vector of numbers."""
-    axes = " ".join(f"d{j}" for j in range(p.ndim))
-    return f"{axes} -> 1 ({axes})"
 
 
 def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:

@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.recorded_call import RecordedCall
 
-__all__ = ["ParameterReads", "refuse_outside_readers", "refuse_outside_reads"]
+__all__ = ["OutsideReads", "ParameterReads", "refuse_outside_readers", "refuse_outside_reads"]
 
 
 class ParameterReads(TorchFunctionMode):
@@ -39,11 +38,15 @@ class ParameterReads(TorchFunctionMode):
         return out
 
 
+class OutsideReads(ValueError):
+    """Something else than its layer reads a parameter. Which function that is, `find_functions` can tell."""
+
+
 def refuse_outside_readers(
     layers: Sequence[Layer],
     calls: Sequence[RecordedCall],
     readers: Mapping[int, int],
-    values: Mapping[str, Tensor],
+    params: Mapping[str, Tensor],
 ) -> None:
     """Refuse a weight that something else than its layer reads: that part of its gradient would be missing.
 
@@ -51,22 +54,22 @@ def refuse_outside_readers(
         layers: The layers.
         calls: Their calls in one forward pass.
         readers: Identity of a parameter to the number of its readers in that pass.
+        params: Key to the tensor that the model reads.
 
     Raises:
-        ValueError: Naming parameter and layer.
+        OutsideReads: Naming parameter and layer.
     """
     for index, layer in enumerate(layers):
-        if not all(isinstance(use.rule, AffineRule) for use in layer.uses):
+        if not all(use.rule.reads_once for use in layer.uses):
             continue
         for key in layer.params:
             number = sum(call.layer == index and key in call.call.use.keys.values() for call in calls)
-            # Without any call, the sweep as a whole will tell that the layer never ran.
-            read = readers.get(id(values[key]), 0)
-            if number and read > number:
-                raise ValueError(
-                    f"The parameter {key!r} of {layer.title} is read {read} times in a forward pass, "
-                    f"{number} times by calls of the layer: it is used outside of its layer, so its curvature can't "
-                    f"be computed from what the layer sees. Leave it out of `params`, or give that use a module."
+            found = readers.get(id(params[key]), 0)
+            if found > number:
+                raise OutsideReads(
+                    f"The parameter {key!r} of {layer.title} is read {found} times in a forward pass, {number} times "
+                    "by calls of the layer: it is used outside of its layer, so its curvature can't be computed from "
+                    "what the layer sees. Leave it out of `params`, or give that use a module."
                 )
 
 

@@ -26,10 +26,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
+from curvlinops_plus.layer.functions import Product, added_bias, products
 from curvlinops_plus.risk.autograd_graph import postorder
-from curvlinops_plus.risk.function_calls import FunctionCalls, rows_of
+from curvlinops_plus.risk.function_calls import FunctionCalls
+from curvlinops_plus.risk.function_uses import FunctionUses
 from curvlinops_plus.risk.layers import Layer, ModuleUse, title
-from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
+from curvlinops_plus.risk.parameter_reads import OutsideReads, ParameterReads, refuse_outside_readers
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
 
 __all__ = ["Recorder"]
@@ -45,6 +47,8 @@ class Recorder:
         example_axis: Module name to the axis of its inputs and outputs that carries the examples, where it is not 0.
         backward: Whether output gradients will be asked for.
         intercept: Watch function calls even if no layer is read by them: fused inference would hide submodules.
+        values: Key to the tensor that stands in for a parameter while the model runs, as inside `EmpiricalRisk.at`;
+            default: the layers' own.
 
     Attributes:
         calls: What was recorded in the last forward pass.
@@ -64,20 +68,14 @@ class Recorder:
         values: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.layers, self.backward, self.intercept = layers, backward, intercept
-        self.values = {key: p for layer in layers for key, p in layer.params.items()} if values is None else values
         self.calls: list[RecordedCall] = []
         self.num_examples = 0
         self.receive: Receive | None = None
         self._axes = example_axis
-        #: Parameter to the layer and the use in whose function calls it is read.
-        self._functional = {
-            id(self.values[key]): (self.values[key], index, use)
-            for index, layer in enumerate(layers)
-            for use in layer.uses
-            if use.functional
-            for key in use.keys.values()
-        }
-        self._mode = FunctionCalls(self._function_call) if intercept or self._functional else None
+        #: The tensors that the model reads, by key.
+        self._params = {key: p for layer in layers for key, p in layer.params.items()} | dict(values or {})
+        self._functions = FunctionUses(layers, self._params)
+        self._mode = FunctionCalls(self._function_call) if intercept or self._functions else None
         self._handles: list[Any] = []
         self._recording = self._disabled = self._reads_checked = False
 
@@ -87,6 +85,7 @@ class Recorder:
         for index, layer in enumerate(self.layers):
             for use in layer.uses:
                 if not use.functional:
+                    self._handles += self._functions.watch(use)
                     hook = partial(self._module_call, index, use)
                     self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         return self
@@ -106,50 +105,80 @@ class Recorder:
         self, index: int, use: ModuleUse, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
         """The forward hook of one module."""
-        if self._disabled:
+        if self._disabled or not self._reads_own(use, module):
             return None
         leaves, spec = tree_flatten(out)
         at = _float_tensors(leaves, out, use)
         axis = self._axes.get(use.name, 0)
-        slots = []
-        for k, slot_axis in zip(at, use.rule.axes(module, axis, [leaves[k] for k in at], inputs=False), strict=True):
-            t = isolate(leaves[k], use, several=len(at) > 1) if self.backward else leaves[k]
-            # One row for all examples (position embeddings): each example gets a gradient of its own.
-            one_row = self.num_examples > 1 and t.ndim > slot_axis and t.shape[slot_axis] == 1
-            if one_row:
-                t = t.expand(*t.shape[:slot_axis], self.num_examples, *t.shape[slot_axis + 1 :])
+        axes = use.rule.axes(module, axis, [leaves[k] for k in at], inputs=False)
+        tensors, slots = self._outputs(use, [leaves[k] for k in at], axes)
+        for k, t in zip(at, tensors, strict=True):
             leaves[k] = t
-            slots.append(OutputSlot.of(t, slot_axis, expanded=one_row))
         if self._recording:
-            self._note(
-                make_recorded_call(use, index, args, kwargs, slots, isinstance(out, Tensor), axis, self.num_examples),
-                [leaves[k] for k in at],
-            )
+            call = make_recorded_call(use, index, args, kwargs, slots, isinstance(out, Tensor), axis, self.num_examples)
+            self._note(call, tensors)
         handed_on = self.backward or any(slot.expanded for slot in slots)
         return tree_unflatten(leaves, spec) if handed_on else None
 
+    def _reads_own(self, use: ModuleUse, module: nn.Module) -> bool:
+        """Whether a module is called with its parameters, not with other tensors in their place.
+
+        Raises:
+            OutsideReads: If some of a module of unknown code are replaced.
+        """
+        own = use.own(module, self._params)
+        if not all(own.values()) and any(own.values()) and not isinstance(use.rule, AffineRule):
+            replaced = [key for key, same in own.items() if not same]
+            raise OutsideReads(
+                f"{title(use.name)} ({type(use.owner).__name__}) was called with other tensors in place of its "
+                f"parameters {replaced} (by functional_call inside forward, or an assignment around the call). Leave "
+                f"its parameters {list(use.keys.values())} out of `params`."
+            )
+        return all(own.values())  # what else reads them is found when readers are counted
+
+    def _outputs(
+        self, use: ModuleUse, tensors: Sequence[Tensor], axes: Sequence[int], fold: int | None = None
+    ) -> tuple[list[Tensor], list[OutputSlot]]:
+        """What the model goes on with instead of a call's outputs, and where their gradients will arrive."""
+        found, slots = [], []
+        for t, axis in zip(tensors, axes, strict=True):
+            if self.backward:
+                t = isolate(t, use, several=len(tensors) > 1)
+            # One row for all examples (position embeddings): each example gets a gradient of its own.
+            one_row = self.num_examples > 1 and t.ndim > axis and t.shape[axis] == 1 and fold is None
+            if one_row:
+                t = t.expand(*t.shape[:axis], self.num_examples, *t.shape[axis + 1 :])
+            found.append(t)
+            slots.append(OutputSlot.of(t, axis, fold, expanded=one_row))
+        return found, slots
+
     def _function_call(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, examples: int | None
-    ) -> Tensor:
-        """A product inside attention: note it for the layers whose parameters it reads."""
-        if self._disabled:
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, examples: int | None
+    ) -> Any:
+        """A torch function: note products with weights for the layers whose parameters they read."""
+        if self._disabled or not self._functions:
             return out
-        read: dict[int, tuple[int, ModuleUse]] = {}
-        for t in (weight, bias):
-            found = rows_of(t, [p for p, _, _ in self._functional.values()])
-            if found is not None:
-                p, rows = found
-                _, index, use = self._functional[id(p)]
-                assert isinstance(use.rule, AffineRule)
-                rule = use.rule.at(rows, len(p))
-                read[id(use)] = index, ModuleUse(use.name, use.module, rule, use.keys, use.owner, True)
-        for position, (index, use) in enumerate(read.values()):
-            if self.backward and position == 0:
-                out = isolate(out, use)
-            if not self._recording:
-                break
-            slot = OutputSlot.of(out, 1, examples)
-            self._note(make_recorded_call(use, index, (x,), {}, [slot], True, 1, self.num_examples), [out])
+        for h, b in added_bias(function, args, kwargs):
+            self._functions.add_bias(h, b, out)
+        for product in products(function, args, kwargs):
+            if found := self._functions.of(product):
+                return self._product(product, found, out, examples)
+        return out
+
+    def _product(
+        self, product: Product, found: Sequence[tuple[int, ModuleUse]], out: Tensor, examples: int | None
+    ) -> Tensor:
+        """A product with a weight. Inside attention examples are on axis 1, or on an axis with positions."""
+        axis, fold = self._axes.get(found[0][1].name, 0), None
+        if examples is not None:
+            axis, fold = 1, None if product.inputs[0].ndim == 3 else examples
+        (out,), (slot,) = self._outputs(found[0][1], [out], [axis], fold)
+        if self._recording:
+            for index, use in found:
+                slot = OutputSlot.of(out, axis, fold, expanded=slot.expanded)
+                call = make_recorded_call(use, index, product.inputs, {}, [slot], True, axis, self.num_examples)
+                self._note(call, [out])
+                self._functions.remember(out, call)
         return out
 
     def _note(self, recorded: RecordedCall, tensors: Sequence[Tensor]) -> None:
@@ -173,8 +202,9 @@ class Recorder:
     def recording(self, num_examples: int) -> Iterator[None]:
         """One forward pass of the model happens in here; the batch before is forgotten."""
         self._release()
+        self._functions.start()
         self.num_examples, self._recording = num_examples, True
-        frozen = [p for layer in self.layers for p in map(self.values.__getitem__, layer.params) if not p.requires_grad]
+        frozen = [p for p in self._params.values() if not p.requires_grad]
         # Frozen parameters leave no trace in the graph; which operations read them is checked once.
         reads = ParameterReads(frozen) if frozen and not self._reads_checked else None
         try:
@@ -182,9 +212,10 @@ class Recorder:
                 yield
         finally:
             self._recording = False
+            self._functions.end()
         if reads is not None:
             self._reads_checked = True
-            refuse_outside_readers(self.layers, self.calls, reads.counts, self.values)
+            refuse_outside_readers(self.layers, self.calls, reads.counts, self._params)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -223,6 +254,7 @@ class Recorder:
 
         Raises:
             ValueError: If a parameter is read by something else than its layer.
+            UnsupportedError: If a product to which a bias is added is used without it, too.
 
         Cost: a walk through the graph.
         """
@@ -230,12 +262,16 @@ class Recorder:
         marked = {edge.node for edge in edges}
         above: dict[Any, bool] = {}  # whether a recorded edge is below the node
         readers: dict[int, int] = {}
+        consumers: dict[Any, int] = {}  # of recorded outputs
         for node, below in postorder([t.grad_fn for t in outputs]):
             above[node] = any(child in marked or above[child] for child in below)
             for child in below:
                 if (leaf := getattr(child, "variable", None)) is not None:
                     readers[id(leaf)] = readers.get(id(leaf), 0) + 1
-        refuse_outside_readers(self.layers, self.calls, readers, self.values)
+                elif child in marked:
+                    consumers[child] = consumers.get(child, 0) + 1
+        refuse_outside_readers(self.layers, self.calls, readers, self._params)
+        self._functions.check_sums(consumers)
         return [edge for edge in edges if above.get(edge.node) is False]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +19,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
 from curvlinops_plus.risk.label_shift import are_labels_shifted
-from curvlinops_plus.risk.layers import example_axes, named_params
+from curvlinops_plus.risk.layers import FoundReads, example_axes, named_params
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, Terms
 from curvlinops_plus.risk.preserve import preserve_state
@@ -78,7 +78,8 @@ class EmpiricalRisk:
         data: An iterable of batches `(X, y)`, `X` a tensor or a mapping, or of mappings with `labels` (then the model
             is called with the rest as keywords). It is read once per sweep.
         params: The parameters, a list or a dict of the model's own tensors; any subset in any order, frozen ones
-            included.
+            included. Under the model's own names a dict may hold other values: everything is computed at these, and
+            the model keeps its own.
             Default: all that require a gradient.
         output: Picks the tensor that the loss reads out of what the model returns, or the dict or tuple of tensors that
             several losses read. An output with `.logits` needs none.
@@ -99,7 +100,7 @@ class EmpiricalRisk:
         model: The module.
         losses: The losses, one for each output; most models have one.
         data: The data.
-        params: Key to parameter, the model's own tensors.
+        params: Key to parameter: the model's own tensors, or the values given instead.
         space: The space of vectors like the parameters.
         device: Where the parameters are.
         dtype: What matrices of the risk are computed in.
@@ -144,7 +145,8 @@ class EmpiricalRisk:
         check_data(data)
         self.model, self.data = model, data
         self.losses = Losses(loss, reduction)
-        self.params = named_params(model, params)
+        self._own = named_params(model, params)
+        self.params = {key: _value(params, key, p) for key, p in self._own.items()}
         self.space = Space.of(self.params)
         self.device, self.dtype = _common_device(self.params), _common_dtype(self.params)
         axes = example_axes(model, example_axis)
@@ -163,6 +165,8 @@ class EmpiricalRisk:
         _check_options(self.options, self.losses)
         #: What was found out in the first batches.
         self.checked = Checked()
+        #: How functions read parameters, outside of modules with rules; None before they were looked for.
+        self.reads: FoundReads | None = None
 
     def with_data(self, data: Iterable[Any]) -> EmpiricalRisk:
         """The same model, losses, parameters and options with other data.
@@ -216,7 +220,7 @@ class EmpiricalRisk:
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
-        with input_error_context(batch, self.params):
+        with input_error_context(batch, self.params), self.placed() if model is None else nullcontext():
             out = call(**batch.X) if batch.unpack else call(batch.X)
         return self.read_output(out, batch)
 
@@ -258,13 +262,31 @@ class EmpiricalRisk:
             replaced |= {f"model.{name}": b.clone() for name, b in self.model.named_buffers()}
         return functional_call(_Inside(self.model, function), replaced, (), tie_weights=False)
 
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        """The model has the values of `params` in here, where these are not its own tensors."""
+        other = {id(own): self.params[key] for key, own in self._own.items() if self.params[key] is not own}
+        slots = [
+            (module, local, p)
+            for module in (self.model.modules() if other else ())
+            for local, p in module._parameters.items()
+            if id(p) in other
+        ]
+        try:
+            for module, local, p in slots:
+                module._parameters[local] = other[id(p)]  # pyright: ignore[reportArgumentType]
+            yield
+        finally:
+            for module, local, p in slots:
+                module._parameters[local] = p
+
     @cached_property
     def _slots(self) -> dict[str, str]:
         """Every place that holds a parameter, once, to its key: a module may have two names, a parameter two modules.
 
         Found before the first call of `at`, because these calls may be nested.
         """
-        keys = {id(p): key for key, p in self.params.items()}
+        keys = {id(p): key for params in (self._own, self.params) for key, p in params.items()}
         return {
             f"model.{name}.{local}" if name else f"model.{local}": keys[id(p)]
             for name, module in self.model.named_modules()
@@ -324,6 +346,14 @@ class _Inside(nn.Module):
 
     def forward(self) -> Any:
         return self.function(self.model)
+
+
+def _value(params: Any, key: str, own: Tensor) -> Tensor:
+    """What stands for a parameter: the model's own tensor, or another value given under its name."""
+    given = params[key] if isinstance(params, Mapping) else own
+    if given is own or (given.data_ptr() == own.data_ptr() and given.shape == own.shape and own.numel()):
+        return own
+    return given if isinstance(given, nn.Parameter) else nn.Parameter(given.detach(), given.requires_grad)
 
 
 def _common_device(params: Mapping[str, Tensor]) -> torch.device:

@@ -102,7 +102,7 @@ class RecordedPasses:
 
     def __enter__(self) -> RecordedPasses:
         with ExitStack() as contexts:
-            for context in (torch.inference_mode(False), self._grad_mode(), self.recorder):
+            for context in (torch.inference_mode(False), self._grad_mode(), self.risk.placed(), self.recorder):
                 contexts.enter_context(context)
             self._contexts = contexts.pop_all()
         return self

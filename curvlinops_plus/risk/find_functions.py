@@ -1,0 +1,204 @@
+"""Finding out which functions read parameters, from a forward pass on a few examples.
+
+Modules are known by their types; what a `forward` does with parameters is not. Products with a weight (`F.linear`,
+`x @ W.T + b`, `F.conv2d`, ...) become uses of a layer as calls of a module are. A parameter that anything else reads
+keeps the rule of the module that holds it, if it has none of its own; see `LayerRule`.
+
+The models that need it are those with modules without a rule of their own, and those where something else than its
+layer reads a parameter, which recording notices by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import asdict
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from curvlinops_plus.layer.functions import Function
+from curvlinops_plus.layer.rule_registry import GENERIC
+from curvlinops_plus.risk.dry_pass import Claim, DryPass, Read
+from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layers, find_uses
+from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.reading import Batch, is_iterator
+from curvlinops_plus.risk.risk import EmpiricalRisk
+
+__all__ = ["describe_reads", "find_functions", "layers_of", "look_for_functions", "rebuild_reads"]
+
+
+def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> list[Layer]:
+    """The layers of a risk; functions that read parameters of modules without a rule are looked for first.
+
+    Data that can be read only once, and empty ones, are not looked at: such modules keep the generic rule.
+
+    Args:
+        risk: Model, loss and data.
+        separate_weight_and_bias: Give every parameter its own block.
+
+    Cost: once per risk, and only with such modules, two forward passes on two and three examples.
+    """
+    with risk.placed():
+        readable = not is_iterator(risk.data) and not (isinstance(risk.data, Sized) and not len(risk.data))
+        unknown = risk.reads is None and any(use.rule is GENERIC for use in find_uses(risk.model, risk.params))
+        if unknown and readable:
+            try:
+                look_for_functions(risk)
+            except Exception:  # of the model or the data; recording runs them again, and names layers
+                risk.reads = FoundReads()
+        return find_layers(risk.model, risk.params, separate_weight_and_bias, risk.reads)
+
+
+def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: ValueError | None = None) -> None:
+    """Look once how functions read parameters, and note it in `risk.reads`.
+
+    Args:
+        risk: Model, loss and data.
+        batch: A batch; default: the first of the data.
+        error: What recording said of a parameter that is read outside of its layer. It is raised again if what is found
+            does not explain it.
+
+    Raises:
+        ValueError: Naming a parameter and what reads it.
+    """
+    if risk.reads is None:
+        state = preserve_state(risk.model, risk.data)
+        with state, risk.placed(), torch.inference_mode(False), torch.enable_grad():
+            risk.reads = find_functions(risk, next(risk.batches("functions")) if batch is None else batch)
+        if risk.reads.products or risk.reads.enclosing:
+            return
+    if error is not None:
+        where = "".join(f" {key!r} is read by {what}." for key, what in risk.reads.unexplained.items())
+        raise ValueError(f"{error}{where}") from error
+
+
+def find_functions(risk: EmpiricalRisk, batch: Batch) -> FoundReads:
+    """How functions read parameters outside of modules with rules, from one batch."""
+    N, uses = batch.num_examples, find_uses(risk.model, risk.params)
+    passes = [DryPass(risk, uses, batch, n) for n in ((2, 3) if N > 2 else (N,))]
+    first, last = passes[0], passes[-1]
+    reads = list(first.reads)
+    # What has no row for each example has no gradient for each, such as a weight that a function makes of others.
+    again = last if len(last.claims) == len(first.claims) else first
+    for claim, other in zip(first.claims, again.claims, strict=True):
+        if claim.rows is None or other.rows is None:
+            continue
+        constant = claim.rows == 1 < first.examples and claim.function.name != "embedding"
+        if constant or not _follows(claim.rows, other.rows, first, again):
+            reads += [Read(key, claim.where) for key in claim.keys.values()]
+    again = last if len(last.rows) == len(first.rows) else first
+    pairs = zip(first.rows, again.rows, strict=True)
+    reads += [read for (read, size), (_, other) in pairs if not _follows(size, other, first, again)]
+    claims = first.claims
+    products = _resolve(risk, uses, claims, reads)
+    return FoundReads(products, *_enclose(risk, uses, passes, reads))
+
+
+def _resolve(
+    risk: EmpiricalRisk, uses: Iterable[ModuleUse], claims: Iterable[Claim], reads: list[Read]
+) -> tuple[ModuleUse, ...]:
+    """Uses for those parameters that only products read; what else reads the others is added to `reads`."""
+    claims = list(claims)
+    while True:
+        taken = {read.key for read in reads}
+        lost = [claim for claim in claims if claim.keys["weight"] in taken]
+        if not lost:
+            break
+        claims = [claim for claim in claims if claim not in lost]
+        reads += [Read(key, claim.where) for claim in lost for key in claim.keys.values()]
+    found: dict[Any, tuple[Function, dict[str, str]]] = {}
+    for claim in claims:
+        keys = {local: key for local, key in claim.keys.items() if key not in taken}
+        found[claim.function, tuple(keys.items())] = claim.function, keys
+    # A product without the bias that the same product has elsewhere needs no use of its own.
+    kept = [
+        (function, keys)
+        for function, keys in found.values()
+        if not any(f == function and keys.items() < more.items() for f, more in found.values())
+    ]
+    return tuple(_use(risk, uses, function, keys) for function, keys in kept)
+
+
+def describe_reads(reads: FoundReads | None) -> dict[str, Any] | None:
+    """What was found, in plain Python."""
+    if reads is None:
+        return None
+    products = []
+    for use in reads.products:
+        assert use.function is not None
+        function = asdict(use.function)
+        function["options"] = [[name, [*v] if isinstance(v, tuple) else v] for name, v in use.function.options]
+        products.append({"keys": dict(use.keys), "function": function})
+    return {"products": products, "enclosing": dict(reads.enclosing)}
+
+
+def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundReads | None:
+    """Undo `describe_reads`, for the parameters of a risk.
+
+    Raises:
+        ValueError: If the risk has not these parameters.
+    """
+    if data is None:
+        return None
+    named = {key for p in data["products"] for key in p["keys"].values()} | data["enclosing"].keys()
+    if missing := named - risk.params.keys():
+        raise ValueError(f"State mismatch in the parameters: the state has {sorted(missing)}, this risk has not.")
+    products = []
+    with risk.placed():
+        uses = find_uses(risk.model, risk.params)
+        for p in data["products"]:
+            options = tuple(
+                (name, tuple(value) if isinstance(value, list) else value) for name, value in p["function"]["options"]
+            )
+            products.append(_use(risk, uses, Function(**{**p["function"], "options": options}), dict(p["keys"])))
+    return FoundReads(tuple(products), dict(data["enclosing"]))
+
+
+def _use(risk: EmpiricalRisk, uses: Iterable[ModuleUse], function: Function, keys: dict[str, str]) -> ModuleUse:
+    params = risk.params
+    module, rule = function.module(params[keys["weight"]], params[keys["bias"]] if "bias" in keys else None)
+    holder = next(use for use in uses if keys["weight"] in use.keys.values())
+    return ModuleUse(keys["weight"].removesuffix(".weight"), module, rule, keys, holder.owner, function)
+
+
+def _enclose(
+    risk: EmpiricalRisk, uses: Iterable[ModuleUse], passes: Sequence[DryPass], reads: Iterable[Read]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Modules that enclose all reads of a parameter that its own module does not, and reads outside of the model."""
+    enclosing: dict[str, str] = {}
+    outside: dict[str, str] = {}
+    modules = dict(risk.model.named_modules())
+    for read in reads:
+        if read.key in enclosing or read.key in outside:
+            continue
+        common = [name for name in _common_start(passes[0].stacks[read.key]) if not name or _by_example(name, passes)]
+        holders = [use.name for use in uses if read.key in use.keys.values() and use.without_rule]
+        if any(name in common for name in holders):
+            continue  # its own module sees all of it
+        p = risk.params[read.key]
+        around = [name for name in common if any(q is p for q in modules[name].parameters())]
+        if around:
+            enclosing[read.key] = around[-1]
+        else:
+            outside[read.key] = read.where
+    return enclosing, outside
+
+
+def _by_example(name: str, passes: Sequence[DryPass]) -> bool:
+    """Whether what a module returns has a row for each example, or one row for all."""
+    first, last = passes[0], passes[-1]
+    sizes, others = first.sizes.get(name, []), last.sizes.get(name, [])
+    return len(sizes) == len(others) and all(_follows(*pair, first, last) for pair in zip(sizes, others))
+
+
+def _follows(size: int, other: int, first: DryPass, last: DryPass) -> bool:
+    """Whether a leading size in two passes is one, or in proportion to the number of examples."""
+    if size == other == 1:
+        return True
+    return size % first.examples == 0 and size * last.examples == other * first.examples
+
+
+def _common_start(stacks: list[tuple[str, ...]]) -> list[str]:
+    """The modules that all stacks begin with."""
+    return [names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*stacks))]
