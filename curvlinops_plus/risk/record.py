@@ -31,6 +31,7 @@ from curvlinops_plus.risk.function_calls import FunctionCalls, rows_of
 from curvlinops_plus.risk.layers import Layer, ModuleUse, title
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
+from curvlinops_plus.risk.row_order import RowOrder, read_order, refuse_functions
 
 __all__ = ["Recorder"]
 
@@ -45,6 +46,7 @@ class Recorder:
         example_axis: Module name to the axis of its inputs and outputs that carries the examples, where it is not 0.
         backward: Whether output gradients will be asked for.
         intercept: Watch function calls even if no layer is read by them: fused inference would hide submodules.
+        example_of_row: Module name to the function of a batch that says which rows of its output are whose.
 
     Attributes:
         calls: What was recorded in the last forward pass.
@@ -56,13 +58,20 @@ class Recorder:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], example_axis: Mapping[str, int], backward: bool, intercept: bool = False
+        self,
+        layers: Sequence[Layer],
+        example_axis: Mapping[str, int],
+        backward: bool,
+        intercept: bool = False,
+        example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
     ) -> None:
         self.layers, self.backward = layers, backward
         self.calls: list[RecordedCall] = []
         self.num_examples = 0
         self.receive: Receive | None = None
-        self._axes = example_axis
+        self._axes, self._example_of_row = example_axis, example_of_row or {}
+        self._data: tuple[Any, Any] = (None, None)
+        refuse_functions([use for layer in layers for use in layer.uses], self._example_of_row)
         #: Parameter to the layer and the use in whose function calls it is read.
         self._functional = {
             id(layer.params[key]): (layer.params[key], index, use)
@@ -109,11 +118,12 @@ class Recorder:
         for k, slot_axis in zip(at, use.rule.axes(module, axis, [leaves[k] for k in at], inputs=False), strict=True):
             t = isolate(leaves[k], use, several=len(at) > 1) if self.backward else leaves[k]
             # One row for all examples (position embeddings): each example gets a gradient of its own.
-            one_row = self.num_examples > 1 and t.ndim > slot_axis and t.shape[slot_axis] == 1
+            order = self._order(use, t, slot_axis)
+            one_row = self.num_examples > 1 and t.ndim > slot_axis and t.shape[slot_axis] == 1 and order is None
             if one_row:
                 t = t.expand(*t.shape[:slot_axis], self.num_examples, *t.shape[slot_axis + 1 :])
             leaves[k] = t
-            slots.append(OutputSlot.of(t, slot_axis, expanded=one_row))
+            slots.append(OutputSlot.of(t, slot_axis, expanded=one_row, order=order))
         if self._recording:
             self._note(
                 make_recorded_call(use, index, args, kwargs, slots, isinstance(out, Tensor), axis, self.num_examples),
@@ -121,6 +131,13 @@ class Recorder:
             )
         handed_on = self.backward or any(slot.expanded for slot in slots)
         return tree_unflatten(leaves, spec) if handed_on else None
+
+    def _order(self, use: ModuleUse, out: Tensor, axis: int) -> RowOrder | None:
+        """The order of the rows of an output, if the user says that they have one of their own."""
+        function = self._example_of_row.get(use.name)
+        if function is None or out.ndim <= axis:
+            return None
+        return read_order(function(*self._data), use.name, out.shape[axis], self.num_examples)
 
     def _function_call(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, examples: int | None
@@ -164,10 +181,10 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------ passes
     @contextmanager
-    def recording(self, num_examples: int) -> Iterator[None]:
-        """One forward pass of the model happens in here; the batch before is forgotten."""
+    def recording(self, num_examples: int, data: tuple[Any, Any] = (None, None)) -> Iterator[None]:
+        """One forward pass of the model on the data (X, y) happens in here; the batch before is forgotten."""
         self._release()
-        self.num_examples, self._recording = num_examples, True
+        self.num_examples, self._data, self._recording = num_examples, data, True
         frozen = [p for layer in self.layers for p in layer.params.values() if not p.requires_grad]
         # Frozen parameters leave no trace in the graph; which operations read them is checked once.
         reads = ParameterReads(frozen) if frozen and not self._reads_checked else None

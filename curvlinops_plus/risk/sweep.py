@@ -93,7 +93,10 @@ class RecordedPasses:
         # Fused inference of transformers calls no submodule, so that no hook would fire.
         fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
         intercept = any(isinstance(module, fused) for module in risk.model.modules())
-        self.recorder = Recorder(layers, risk.options.example_axis or {}, vectors.backward, intercept)
+        options = risk.options
+        self.recorder = Recorder(
+            layers, options.example_axis or {}, vectors.backward, intercept, options.example_of_row or {}
+        )
         self._grad_mode = torch.enable_grad if vectors.backward or not own_pass else torch.no_grad
         self._contexts = ExitStack()
         self._random = torch.get_rng_state()
@@ -113,7 +116,7 @@ class RecordedPasses:
         """One forward pass of the model on a batch happens in here."""
         self._random = torch.get_rng_state()
         # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
-        with torch.compiler.set_stance("force_eager"), self.recorder.recording(batch.num_examples):
+        with torch.compiler.set_stance("force_eager"), self.recorder.recording(batch.num_examples, (batch.X, batch.y)):
             yield
 
     def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
