@@ -31,7 +31,7 @@ from curvlinops_plus.risk.function_calls import FunctionCalls, rows_of
 from curvlinops_plus.risk.layers import Layer, ModuleUse, title
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
-from curvlinops_plus.risk.row_order import RowOrder, read_order, refuse_functions
+from curvlinops_plus.risk.row_order import RowOrder, packed_order, read_order, refuse_functions
 
 __all__ = ["Recorder"]
 
@@ -111,14 +111,35 @@ class Recorder:
         """The forward hook of one module."""
         if self._disabled:
             return None
+        if (order := packed_order(use, out, self.num_examples)) is None:
+            return self._output(index, use, args, kwargs, out)
+        packed, *states = out
+        inputs = order.without_packed(args), order.without_packed(kwargs)
+        made = self._output(index, use, *inputs, (packed.data, *states), order)
+        return made and (PackedSequence(made[0], *packed[1:]), *made[1:])
+
+    def _output(
+        self,
+        index: int,
+        use: ModuleUse,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        packed: RowOrder | None = None,
+    ) -> Any:
+        """What the model goes on with instead of a module's output; None for the output itself.
+
+        Of a packed sequence, the output is its data and states, and `packed` the order of the data.
+        """
         leaves, spec = tree_flatten(out)
         at = _float_tensors(leaves, out, use)
         axis = self._axes.get(use.name, 0)
-        slots = []
-        for k, slot_axis in zip(at, use.rule.axes(module, axis, [leaves[k] for k in at], inputs=False), strict=True):
+        tensors, slots = [leaves[k] for k in at], []
+        axes = use.rule.axes(use.module, axis, tensors, inputs=False) if packed is None else [0, 1, 1][: len(at)]
+        for k, slot_axis in zip(at, axes, strict=True):
             t = isolate(leaves[k], use, several=len(at) > 1) if self.backward else leaves[k]
             # One row for all examples (position embeddings): each example gets a gradient of its own.
-            order = self._order(use, t, slot_axis)
+            order = {0: packed}.get(k) or self._order(use, t, slot_axis)
             one_row = self.num_examples > 1 and t.ndim > slot_axis and t.shape[slot_axis] == 1 and order is None
             if one_row:
                 t = t.expand(*t.shape[:slot_axis], self.num_examples, *t.shape[slot_axis + 1 :])

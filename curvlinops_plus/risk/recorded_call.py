@@ -51,8 +51,8 @@ class OutputSlot:
 
     @property
     def kept(self) -> Tensor | None:
-        """Which rows there are, [N, P], if they had an order of their own."""
-        return None if self.order is None else self.order.kept
+        """Which rows there are, [N, P], if they had an order of their own and are not steps of a sequence."""
+        return None if self.order is None or self.order.padded else self.order.kept
 
     def connect(self, t: Tensor, receive: Callable[[Tensor], None]) -> None:
         """Let autograd deliver the gradient of the tensor to `receive`."""

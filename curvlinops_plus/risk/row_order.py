@@ -7,17 +7,19 @@ are filled up, and what fills them up does not count.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer import PaddedSequence, RecurrentRule
 from curvlinops_plus.risk.layers import ModuleUse, title
 
-__all__ = ["RowOrder", "functions_of_rows", "read_order", "refuse_functions"]
+__all__ = ["RowOrder", "functions_of_rows", "packed_order", "read_order", "refuse_functions"]
 
 ExampleOfRow = Callable[[Any, Any], Tensor]
 
@@ -30,11 +32,14 @@ class RowOrder:
         index: Numbers of the rows, example by example, [N * P]; 0 where an example has fewer.
         kept: Whether there is such a row, [N, P].
         num_rows: How many rows the call has.
+        padded: Whether rows are the steps of a packed sequence, which become a padded one: N examples, and P steps on
+            an axis of their own.
     """
 
     index: Tensor
     kept: Tensor
     num_rows: int
+    padded: bool = False
 
     @classmethod
     def of(cls, examples: Tensor, num_examples: int) -> RowOrder:
@@ -56,16 +61,33 @@ class RowOrder:
         index[kept] = examples.argsort(stable=True)
         return cls(index.flatten(), kept, len(examples))
 
+    @classmethod
+    def of_packed(cls, packed: PackedSequence) -> RowOrder:
+        """The order of a packed sequence: all first steps, then all second ones, of the examples that have them."""
+        steps = packed.batch_sizes.tolist()
+        first = torch.arange(steps[0], device=packed.data.device)
+        examples = first if packed.sorted_indices is None else packed.sorted_indices
+        return replace(cls.of(torch.cat([examples[:n] for n in steps]), steps[0]), padded=True)
+
+    def without_packed(self, inputs: Any) -> Any:
+        """Inputs of a layer, with the steps of every example, filled up, instead of a packed sequence."""
+        if isinstance(inputs, PackedSequence):
+            return PaddedSequence(self.filled(inputs.data.detach(), 0).view(*self.kept.shape, -1), self.kept)
+        if isinstance(inputs, dict):
+            return {key: self.without_packed(value) for key, value in inputs.items()}
+        return tuple(map(self.without_packed, inputs)) if isinstance(inputs, tuple) else inputs
+
     def filled(self, t: Tensor, axis: int) -> Tensor:  # [.., rows, ..] -> [.., N * P, ..]
         """The rows of an input, example by example; another row, or zeros, where an example has fewer."""
         if self.num_rows:  # not zeros: a layer may divide by their norm
             return t.index_select(axis, self.index)
         return t.new_zeros(*t.shape[:axis], len(self.index), *t.shape[axis + 1 :])
 
-    def rows(self, t: Tensor, axis: int) -> Tensor:  # [.., rows, ..] -> [.., N * P, ..]
+    def rows(self, t: Tensor, axis: int) -> Tensor:  # [.., rows, ..] -> [.., N * P, ..], or [.., N, P, ..] if padded
         """The rows of a gradient, example by example; zeros where an example has fewer."""
         absent = ~self.kept.view(-1, *[1] * (t.ndim - axis - 1))
-        return self.filled(t, axis).masked_fill(absent, 0)
+        found = self.filled(t, axis).masked_fill(absent, 0)
+        return found.unflatten(axis, self.kept.shape) if self.padded else found
 
 
 def functions_of_rows(model: nn.Module, given: Mapping[str, ExampleOfRow] | None) -> dict[str, ExampleOfRow]:
@@ -89,6 +111,24 @@ def functions_of_rows(model: nn.Module, given: Mapping[str, ExampleOfRow] | None
             )
         found.update(dict.fromkeys(matching, function))
     return found
+
+
+def packed_order(use: ModuleUse, out: Any, num_examples: int) -> RowOrder | None:
+    """The order of the rows of the packed sequence that a recurrent layer returned; None if it returned none.
+
+    Raises:
+        UnsupportedError: If there is not one sequence for each example.
+    """
+    if not isinstance(use.rule, RecurrentRule) or not isinstance(out[0], PackedSequence):
+        return None
+    order = RowOrder.of_packed(out[0])
+    if len(order.kept) != num_examples:
+        raise UnsupportedError(
+            f"{title(use.name)} ({type(use.owner).__name__}) returned {len(order.kept)} packed sequences in a batch of "
+            f"{num_examples} examples; expected one for each. Pack those of all examples, or leave its parameters "
+            f"{list(use.keys.values())} out of `params`."
+        )
+    return order
 
 
 def refuse_functions(uses: Sequence[ModuleUse], names: Collection[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from curvlinops_plus import (
     EKFAC,
@@ -146,6 +147,38 @@ def twins() -> tuple[nn.Module, Data, dict[str, Any]]:
     return Twins().double(), data, {"example_of_row": {"encoder.?": lambda X, y: torch.arange(len(X)).repeat(2)}}
 
 
+class Packed(nn.Module):
+    """A recurrent layer, and a second one, on packed sequences of different lengths; states are given and read."""
+
+    def __init__(self, layer: nn.RNNBase, sort: bool) -> None:
+        super().__init__()
+        directions = 1 + layer.bidirectional
+        out = layer.proj_size or layer.hidden_size
+        self.layer, self.sort = layer, sort
+        self.second = nn.GRU(out * directions, 2, bidirectional=True)
+        self.start = nn.Linear(3, layer.num_layers * directions * layer.hidden_size)
+        self.head = nn.Linear(4 + out, 3)
+
+    def forward(self, X: dict[str, Tensor]) -> Tensor:
+        x, layer = X["x"], self.layer
+        h = self.start(x[:, 0]).unflatten(1, (-1, layer.hidden_size)).transpose(0, 1).contiguous()
+        hx = (h[..., : layer.proj_size or None].contiguous(), h.tanh()) if isinstance(layer, nn.LSTM) else h
+        packed = pack_padded_sequence(x, X["lengths"], batch_first=True, enforce_sorted=self.sort)
+        out, states = layer(packed, hx)
+        last = states[0] if isinstance(layer, nn.LSTM) else states
+        padded, _ = pad_packed_sequence(self.second(out)[0], batch_first=True)
+        return self.head(torch.cat([padded.sum(1), last[-1]], 1))
+
+
+def packed(layer: nn.RNNBase, sort: bool = False) -> tuple[nn.Module, Data, dict[str, Any]]:
+    data = []
+    for lengths in ([5, 3, 3, 1], [4, 2], [2]):
+        order = torch.arange(len(lengths)) if sort else torch.randperm(len(lengths))
+        X = {"x": torch.randn(len(lengths), 5, 3, dtype=F64), "lengths": torch.tensor(lengths)[order]}
+        data.append((X, torch.randint(3, (len(lengths),))))
+    return Packed(layer, sort).double(), data, {"batch_size_fn": lambda X: len(X["x"])}
+
+
 CASES: dict[str, Callable[[], tuple[nn.Module, Data, dict[str, Any]]]] = {
     "experts": experts,
     "one expert per token": lambda: experts(1, 3),
@@ -155,6 +188,10 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Data, dict[str, Any]]]] = {
     "embedding": lambda: one_layer(nn.Embedding(9, 4), lambda N: torch.randint(9, (N, 5)), 20),
     "time first": lambda: one_layer(nn.GRU(3, 4), lambda N: torch.randn(N, 5, 3, dtype=F64), 20),
     "linear": lambda: one_layer(nn.Linear(3, 4), lambda N: torch.randn(N, 5, 3, dtype=F64), 20),
+    "packed": lambda: packed(nn.RNN(3, 4)),
+    "packed, sorted": lambda: packed(nn.GRU(3, 4, batch_first=True), sort=True),
+    "packed, two layers": lambda: packed(nn.GRU(3, 2, 2, bidirectional=True, bias=False)),
+    "packed, projected": lambda: packed(nn.LSTM(3, 4, 2, proj_size=2, bidirectional=True)),
     "channels": lambda: one_layer(nn.GroupNorm(1, 2), lambda N: torch.randn(N, 2, 3, dtype=F64), 6),
 }
 
@@ -309,6 +346,29 @@ def test_refused(rows: Any, words: str) -> None:
     data = [(torch.randn(3, 3), torch.randint(3, (3,)))]
     with pytest.raises(UnsupportedError, match=words):
         trace(Four(), data, rows and {"layer": rows})
+
+
+def test_packed_sequences_that_are_not_the_examples() -> None:
+    class Pairs(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(pack_padded_sequence(x, torch.tensor([2, 2]), batch_first=True))[1][0][:1].expand(3, 3)
+
+    data = [(torch.randn(2, 2, 4), torch.randint(3, (3,)))]
+    risk = EmpiricalRisk(Pairs(nn.GRU(4, 3)), nn.CrossEntropyLoss(), data, batch_size_fn=lambda X: 3)
+    with pytest.raises(UnsupportedError, match=r"'layer' \(GRU\) returned 2 packed sequences in a batch of 3 examples"):
+        _ = curvature(risk, DiagonalBlock).trace
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_packed_sequences_through_computed_weights() -> None:
+    model, data, options = packed(nn.GRU(3, 4))
+    model.layer = nn.utils.weight_norm(nn.GRU(3, 4), "weight_hh_l0").double()
+    with pytest.raises(UnsupportedError, match=r"'weight_hh_l0'.* computed .*padded tensors, not with a Packed"):
+        _ = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data, **options), DiagonalBlock).trace
 
 
 def test_refused_at_construction() -> None:
