@@ -82,12 +82,15 @@ class Space:
         """The space of tensors of these shapes.
 
         Raises:
+            TypeError: If it is neither a sequence nor a mapping.
             ValueError: If a single shape was given instead of several.
 
         Example:
             >>> Space.from_shapes([(2, 3), ()]).sizes
             [6, 1]
         """
+        if not isinstance(shapes, (Mapping, Sequence)) or isinstance(shapes, str):
+            raise TypeError(f"Expected a sequence or mapping of shapes such as [(2, 3), (2,)], got {shapes!r}.")
         items = _items(shapes)
         if any(isinstance(shape, int) for _, shape in items):
             raise ValueError(
