@@ -119,7 +119,7 @@ def packed_order(use: ModuleUse, out: Any, num_examples: int) -> RowOrder | None
     Raises:
         UnsupportedError: If there is not one sequence for each example.
     """
-    if not isinstance(use.rule, RecurrentRule) or not isinstance(out[0], PackedSequence):
+    if not (isinstance(use.rule, RecurrentRule) and isinstance(out, tuple) and isinstance(out[0], PackedSequence)):
         return None
     order = RowOrder.of_packed(out[0])
     if len(order.kept) != num_examples:
