@@ -340,6 +340,165 @@ def lived_in(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
+class Written(nn.Module):
+    """A network written as a function of its modules and parameters."""
+
+    def __init__(self, function: Callable[..., Tensor], **members: Any) -> None:
+        super().__init__()
+        self.function = function
+        for name, member in members.items():
+            setattr(self, name, member)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.function(self, *args, **kwargs)
+
+
+def siamese() -> Problem:
+    """Two inputs of each example through one encoder, one after the other."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.head((m.encoder(x[:, 0]) - m.encoder(x[:, 1])).abs())
+
+    encoder = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return Problem(Written(forward, encoder=encoder, head=nn.Linear(3, 3)), nn.CrossEntropyLoss(), vectors(2, 4), set())
+
+
+def cells() -> Problem:
+    """A cell of PyTorch and one of two linear layers, step by step."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = k = x.new_zeros(len(x), 4)
+        for t in range(x.shape[1]):
+            h = m.cell(x[:, t], h)
+            k = (m.given(h) + m.past(k)).tanh()
+        return m.head(k)
+
+    model = Written(
+        forward, cell=nn.GRUCell(3, 4), given=nn.Linear(4, 4), past=nn.Linear(4, 4, bias=False), head=nn.Linear(4, 3)
+    )
+    return Problem(model, nn.CrossEntropyLoss(), vectors(5, 3), {"GRUCell"})
+
+
+def unet() -> Problem:
+    """Down, up by a transposed convolution, a bridge."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        a = m.down(x).relu()
+        h = m.up(m.bottom(F.max_pool2d(a, 2)).relu())
+        return m.out(m.merge(torch.cat([a, h], 1)).relu()).mean((2, 3))
+
+    model = Written(
+        forward, down=nn.Conv2d(2, 3, 3, padding=1), bottom=nn.Conv2d(3, 4, 3, padding=1),
+        up=nn.ConvTranspose2d(4, 3, 2, 2), merge=nn.Conv2d(6, 3, 3, padding=1), out=nn.Conv2d(3, 3, 1),
+    )  # fmt: skip
+    return Problem(model, nn.CrossEntropyLoss(), images(2, 4, 3), set())
+
+
+def mixer() -> Problem:
+    """MLP-Mixer: one network along the tokens, one along the channels; a set at the end."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.embed(x)
+        x = x + m.tokens(m.norm1(x).mT).mT
+        return m.head((x + m.channels(m.norm2(x))).mean(1))
+
+    def mlp(d: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(d, 7), nn.GELU(), nn.Linear(7, d))
+
+    model = Written(
+        forward, embed=nn.Linear(3, 4), tokens=mlp(5), channels=mlp(4), norm1=nn.LayerNorm(4), norm2=nn.LayerNorm(4),
+        head=nn.Linear(4, 3),
+    )  # fmt: skip
+    return Problem(lived_in(model), nn.CrossEntropyLoss(), vectors(5, 3), {"LayerNorm"})
+
+
+def flow() -> Problem:
+    """Affine couplings, their log-determinants one more output."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        volume = x.new_zeros(len(x))
+        for net in m.nets:
+            a, b = x.chunk(2, 1)
+            scale, shift = net(a).chunk(2, 1)
+            x, volume = torch.cat([b * scale.tanh().exp() + shift, a], 1), volume + scale.tanh().sum(1)
+        return torch.cat([x, volume[:, None]], 1)
+
+    nets = nn.ModuleList(nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4)) for _ in range(3))
+    data = [(torch.randn(N, 4), torch.randint(5, (N,))) for N in (3, 2)]
+    return Problem(Written(forward, nets=nets), nn.CrossEntropyLoss(), data, set())
+
+
+def densenet() -> Problem:
+    """Every layer reads the outputs of all layers before it."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for norm, conv in zip(m.norms, m.convs, strict=True):
+            x = torch.cat([x, conv(F.relu(norm(x), inplace=True))], 1)
+        return m.head(x.mean((2, 3)))
+
+    convs = nn.ModuleList(nn.Conv2d(2 + 2 * k, 2, 3, padding=1, bias=False) for k in range(3))
+    norms = nn.ModuleList(nn.BatchNorm2d(2 + 2 * k) for k in range(3))
+    model = lived_in(Written(forward, convs=convs, norms=norms, head=nn.Linear(8, 3)))
+    return Problem(model, nn.CrossEntropyLoss(), images(2, 5, 3), {"BatchNorm2d"})
+
+
+class StandardizedConv(nn.Conv2d):
+    """A convolution whose weight has mean 0 and variance 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, w / (w.square().mean((1, 2, 3), keepdim=True) + 1e-5).sqrt(), self.bias)
+
+
+def computed_weights() -> Problem:
+    """Weights that are standardized, or divided by their largest singular value."""
+    last = nn.utils.parametrizations.spectral_norm(nn.Linear(36, 3))
+    model = nn.Sequential(StandardizedConv(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), last)
+    without = {"StandardizedConv", "GroupNorm", "ParametrizedLinear"}
+    return Problem(model.eval(), nn.CrossEntropyLoss(), images(2, 5, 3), without)
+
+
+def film() -> Problem:
+    """One input scales and shifts what a network makes of another; a second layer's weights are computed."""
+
+    def forward(m: Any, x: Tensor, condition: Tensor) -> Tensor:
+        scale, shift = m.modulate(condition).chunk(2, 1)
+        h = (m.first(x) * scale + shift).tanh()
+        return torch.einsum("noi,ni->no", m.weights(condition).view(-1, 3, 4), h)
+
+    model = Written(forward, first=nn.Linear(3, 4), modulate=nn.Linear(2, 8), weights=nn.Linear(2, 12))
+    data = [{"x": torch.randn(N, 3), "condition": torch.randn(N, 2), "labels": torch.randint(3, (N,))} for N in (3, 2)]
+    return Problem(model, nn.CrossEntropyLoss(), data, set())
+
+
+def rotary() -> Problem:
+    """Causal attention by hand with rotated queries and keys; latent queries that are a bare parameter read it."""
+
+    def rotated(x: Tensor) -> Tensor:
+        angles = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] / torch.tensor([1.0, 10.0], dtype=x.dtype)
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+
+    def forward(m: Any, tokens: Tensor) -> Tensor:
+        x = m.embed(tokens)
+        N, T, d = x.shape
+        q, k, v = m.qkv(x).view(N, T, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        x = x + m.project(h.transpose(1, 2).reshape(N, T, d))
+        return m.head(m.read(m.latents.expand(N, -1, -1), x, x)[0].flatten(1))
+
+    model = Written(
+        forward, embed=nn.Embedding(9, 8), qkv=nn.Linear(8, 24), project=nn.Linear(8, 8), head=nn.Linear(16, 3),
+        read=nn.MultiheadAttention(8, 2, batch_first=True), latents=nn.Parameter(torch.randn(1, 2, 8)),
+    )  # fmt: skip
+    data = [(torch.randint(9, (N, 5)), torch.randint(3, (N,))) for N in (3, 2)]
+    return Problem(model, nn.CrossEntropyLoss(), data, {"Written"})
+
+
+def vectors(*shape: int) -> list[tuple[Tensor, Tensor]]:
+    return [(torch.randn(N, *shape), torch.randint(3, (N,))) for N in (3, 2)]
+
+
 NETWORKS: dict[str, Callable[[], Problem]] = {
     "resnet": resnet,
     "vision transformer": vision_transformer,
@@ -348,6 +507,15 @@ NETWORKS: dict[str, Callable[[], Problem]] = {
     "text encoder, norm first": text_encoder_norm_first,
     "lstm, batch first": lambda: recurrent(True),
     "lstm, time first": lambda: recurrent(False),
+    "siamese": siamese,
+    "cells": cells,
+    "u-net": unet,
+    "mixer": mixer,
+    "flow": flow,
+    "densenet": densenet,
+    "computed weights": computed_weights,
+    "film": film,
+    "rotary": rotary,
 }
 
 

@@ -81,9 +81,16 @@ def check_boundaries(boundaries: Boundaries, absolute: bool) -> tuple[float | No
     """The boundaries that the user gave, in order.
 
     Raises:
+        TypeError: If they are no pair.
         ValueError: If they are in the wrong order, or absolute and negative.
     """
-    low, high = (None, None) if boundaries is None else boundaries
+    try:
+        low, high = (None, None) if boundaries is None else boundaries
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"boundaries={boundaries!r} must be a pair, the smallest and the largest eigenvalue, with None for one "
+            "that is not known: (0.0, None)."
+        ) from None
     if low is not None and high is not None and low > high:
         raise ValueError(f"boundaries ({low}, {high}) must be the smallest and the largest eigenvalue, in this order.")
     if absolute and any(b is not None and b < 0 for b in (low, high)):

@@ -12,7 +12,7 @@ or the full block.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,17 @@ from curvlinops_plus.layer.replay import at_least_float32, check_repeatable, in_
 from curvlinops_plus.layer.rule import LayerRule
 from curvlinops_plus.layer.rule_registry import register_rule
 
-__all__ = ["CellRule", "RecurrentRule"]
+__all__ = ["CellRule", "PaddedSequence", "RecurrentRule"]
 
 # Work memory per example and step, in multiples of the gates, for tensors that autograd saves.
 _ACTIVATIONS = 4
+
+
+class PaddedSequence(NamedTuple):
+    """What takes the place of a packed sequence: steps `[B, T, i]`, and which of them there are, `[B, T]`."""
+
+    steps: Tensor
+    there: Tensor
 
 
 class _Products:
@@ -86,6 +93,8 @@ class RecurrentRule(LayerRule):
                 "Give the layer the padded tensor instead, and a mask of the steps that count: "
                 "EmpiricalRisk(..., mask=lambda X, y: ...)."
             )
+        if inputs and dims[:2] == [3, 2]:  # a `PaddedSequence`, and states
+            return [0, 0, *[1] * (len(leaves) - 2)]
         if leaves[0].ndim == 2:
             raise UnsupportedError(
                 f"{type(module).__name__} {verb} one sequence of shape {list(leaves[0].shape)} without an example "
@@ -123,12 +132,15 @@ class RecurrentRule(LayerRule):
         """
         self.check(module)
         g = [g] if isinstance(g, Tensor) else list(g)
-        if why_computed(module, self._weights(module)):
+        named = {**dict(zip(("input", "hx"), args)), **kwargs}
+        x, there = _steps(named["input"])
+        if why := why_computed(module, self._weights(module)):
+            if there is not None:
+                raise UnsupportedError(f"{why}, which works with padded tensors, not with a PackedSequence.")
             tensors = [t for t in tree_leaves((tuple(args), dict(kwargs))) if isinstance(t, Tensor)]
             in_axes = in_axes or self.axes(module, 0, tensors, inputs=True)
             return super().replay(module, args, kwargs, g, in_axes, out_axes or self.axes(module, 0, g, inputs=False))
-        named = {**dict(zip(("input", "hx"), args)), **kwargs}
-        given = tree_leaves((named["input"], named.get("hx")))
+        given = tree_leaves((x, named.get("hx")))
         B = g[0].shape[1]
         x, *states = [at_least_float32(t.detach()).expand(B, *t.shape[1:]) for t in given if isinstance(t, Tensor)]
         params = {name: at_least_float32(p.detach()) for name, p in module.named_parameters(recurse=False)}
@@ -139,7 +151,8 @@ class RecurrentRule(LayerRule):
             given = [t[examples].repeat(V, *[1] * (t.ndim - 1)) for t in (x, *states)]
             with torch.enable_grad():
                 products = _Products(params)
-                outputs = self._run(module, products, given[0], given[1:])
+                here = None if there is None else there[examples].repeat(V, 1)
+                outputs = self._run(module, products, given[0], given[1:], here)
             J = products.grads(outputs, [t[vectors, examples].flatten(0, 1).to(x.dtype) for t in g])
             return {name: J[name].unflatten(0, (V, -1)) for name in params}
 
@@ -157,8 +170,18 @@ class RecurrentRule(LayerRule):
         assert isinstance(module, nn.RNNBase)
         return module._flat_weights_names
 
-    def _run(self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
-        """Outputs of the layer for sequences [B, T, i] and states [B, layers, h]: sequence, and states after it."""
+    def _run(
+        self,
+        module: nn.Module,
+        products: _Products,
+        x: Tensor,
+        states: Sequence[Tensor],
+        there: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Outputs of the layer for sequences [B, T, i] and states [B, layers, h]: sequence, and states after it.
+
+        Steps that are not `there` [B, T] leave the state as it is.
+        """
         assert isinstance(module, nn.RNNBase)
         directions = 2 if module.bidirectional else 1
         last: list[tuple[Tensor, ...]] = []
@@ -167,7 +190,8 @@ class RecurrentRule(LayerRule):
             for reverse in range(directions):
                 name = f"_l{layer}" + "_reverse" * reverse
                 state = _states(module, x, [s[:, len(last)] for s in states])
-                out, state = _sequence(module, products, x.flip(1) if reverse else x, state, name)
+                here = there.flip(1) if reverse and there is not None else there
+                out, state = _sequence(module, products, x.flip(1) if reverse else x, here, state, name)
                 sequences.append(out.flip(1) if reverse else out)
                 last.append(state)
             x = torch.cat(sequences, -1)
@@ -200,9 +224,21 @@ class CellRule(RecurrentRule):
     def _weights(self, module: nn.Module) -> Sequence[str]:
         return ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
-    def _run(self, module: nn.Module, products: _Products, x: Tensor, states: Sequence[Tensor]) -> list[Tensor]:
+    def _run(
+        self,
+        module: nn.Module,
+        products: _Products,
+        x: Tensor,
+        states: Sequence[Tensor],
+        there: Tensor | None = None,
+    ) -> list[Tensor]:
         given = products(x, "weight_ih", "bias_ih")
         return [*_step(module, products, given, _states(module, x, states), "")]
+
+
+def _steps(sequence: Tensor | PaddedSequence) -> tuple[Tensor, Tensor | None]:
+    """The steps of a sequence, and which of them there are, None for all."""
+    return (sequence, None) if isinstance(sequence, Tensor) else sequence
 
 
 register_rule(nn.RNN, nn.LSTM, nn.GRU)(RecurrentRule)
@@ -219,12 +255,15 @@ def _states(module: nn.Module, x: Tensor, given: Sequence[Tensor]) -> tuple[Tens
 
 
 def _sequence(
-    module: nn.Module, products: _Products, x: Tensor, state: tuple[Tensor, ...], name: str
+    module: nn.Module, products: _Products, x: Tensor, there: Tensor | None, state: tuple[Tensor, ...], name: str
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """One layer in one direction: outputs [B, T, h] and the state after the last step."""
     steps = []
-    for given in products(x, f"weight_ih{name}", f"bias_ih{name}").unbind(1):
-        state = _step(module, products, given, state, name)
+    for t, given in enumerate(products(x, f"weight_ih{name}", f"bias_ih{name}").unbind(1)):
+        after = _step(module, products, given, state, name)
+        if there is not None:
+            after = tuple(torch.where(there[:, t, None], new, old) for new, old in zip(after, state))
+        state = after
         steps.append(state[0])
     return torch.stack(steps, 1), state
 

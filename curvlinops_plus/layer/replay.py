@@ -151,7 +151,7 @@ def replay_per_example(
 
     Raises:
         UnsupportedError: If the module mixes the examples of a batch, draws random numbers, takes or returns a
-            `PackedSequence`, or returns no floating-point tensor.
+            `PackedSequence`, returns no floating-point tensor, or fails on one example.
         ValueError: If one example's output does not fit its gradient, or `g`, `in_axes` or `out_axes` have a wrong
             number of entries.
 
@@ -181,7 +181,7 @@ def replay_per_example(
             raise
         except Exception:  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
             pass
-        with _no_random_numbers(module, g[0].device):
+        with _no_random_numbers(module, g[0].device), _words_for_errors(module):
             return in_chunks(call.one_by_one, g, sizes)
 
 
@@ -416,6 +416,22 @@ def _restore_contents(now: Any, before: Any) -> None:
             now.update(before)
         else:
             now.extend(before)
+
+
+@contextmanager
+def _words_for_errors(module: nn.Module) -> Iterator[None]:
+    """Say what was tried when tensors no longer fit in a module that ran before, with the whole batch."""
+    try:
+        yield
+    except (NotImplementedError, torch.OutOfMemoryError):  # words of our own, or nothing that the module did
+        raise
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"{type(module).__name__} can't be run again with one example of the batch, which gives the example's "
+            f"gradients ({type(error).__name__}: {error}). Does it read what its last call left (a cache: "
+            "use_cache=False), or the number of examples? Write a rule for it (@register_rule), or leave its "
+            "parameters out of `params`."
+        ) from error
 
 
 @contextmanager

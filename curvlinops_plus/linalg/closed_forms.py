@@ -15,6 +15,7 @@ from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg.damping import Damping, Scalar, resolve
 from curvlinops_plus.linalg.numerics import standard_normal
 from curvlinops_plus.linalg.products import Products, outside_autocast
+from curvlinops_plus.linalg.space import to_numpy
 from curvlinops_plus.linalg.structure import Structure
 
 if TYPE_CHECKING:  # for annotations only: operators inherit from what is defined here
@@ -123,32 +124,59 @@ class ClosedForms(Products):
 
         Raises:
             NoClosedForm: If the structure does not give a square root.
-            ValueError: If the matrix is not positive semi-definite.
+            TypeError: If `generator` is no `torch.Generator`, or `num` no integer.
+            ValueError: If the matrix is not positive semi-definite, or `num` is negative.
         """
         if self.structure < Structure.PSD:
             raise ValueError(f"Expected a positive semi-definite matrix, got {self.label}; only those are covariances.")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(
+                f"Expected a torch.Generator, got {type(generator).__name__} {generator!r}; for a seed write "
+                "generator=torch.Generator().manual_seed(seed), for several draws num=..."
+            )
+        if num is not None:
+            if not isinstance(num, int):
+                raise TypeError(f"Expected num to be an integer, the number of draws, got {num!r}.")
+            if num < 0:
+                raise ValueError(f"Expected num to be at least 0, got {num}.")
         like = torch.empty((), dtype=self.dtype, device=self.device)
         draws = self._root_matmat(standard_normal(1 if num is None else num, self.shape[1], generator, like))
         return draws[:, 0] if num is None else draws
 
-    def quadratic_form(self, J: Any) -> Tensor:
-        """`J A Jᵀ`, `[..., m, m]`, of Jacobian-like rows; costs one product with as many columns as `J` has rows.
+    def quadratic_form(self, J: Any) -> Any:
+        """`J A Jᵀ`: a number for one vector, `[..., m, m]` for the rows of Jacobians.
+
+        Costs one product with as many columns as `J` has rows.
 
         Args:
-            J: A tensor `[..., m, n]`, or a list or dictionary of tensors `[..., m, *shape]`.
+            J: A tensor or NumPy array `[n]` or `[..., m, n]`; or a list, tuple or dictionary of tensors `[*shape]` or
+                `[..., m, *shape]`.
+
+        Returns:
+            A tensor, 0-d for one vector; for a NumPy array another array.
 
         Raises:
-            ValueError: If the shapes do not fit.
+            TypeError: If `J` is none of these, or its dtype or device does not fit.
+            ValueError: If the shapes do not fit, or the matrix is not square.
+
+        Example:
+            >>> from curvlinops_plus.linalg import Diagonal
+            >>> A = Diagonal(torch.tensor([1.0, 2.0]))
+            >>> A.quadratic_form(torch.ones(2)), A.quadratic_form(torch.eye(2))
+            (tensor(3.), tensor([[1., 0.],
+                    [0., 2.]]))
         """
-        if isinstance(J, Tensor):
-            if J.ndim < 2 or J.shape[-1] != self.shape[1]:
-                raise ValueError(f"Expected J of shape [..., m, {self.shape[1]}], got {list(J.shape)}.")
-            rows = J
-        else:
-            rows = self.in_space.flatten_rows(J)
-        X, _ = self.in_space.read(rows.reshape(-1, self.shape[1]), self.dtype, self.device, columns_first=True)
+        m, n = self.shape
+        if m != n:
+            raise ValueError(f"Only a square matrix has quadratic forms, got {self.label}; use A.T @ A or A @ A.T.")
+        try:
+            rows, kind = self.in_space.read_rows(J, self.dtype, self.device)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.label}.quadratic_form(J): {error}") from error
+        products = (self @ rows.reshape(rows.shape[:-1].numel(), n).T).T.reshape(rows.shape)
         with outside_autocast(self.device):
-            return X.T.view(rows.shape) @ self._matmat(X).T.reshape(rows.shape).mT
+            form = rows @ (products.mT if rows.ndim > 1 else products)
+        return to_numpy(form) if kind == "numpy" else form
 
     # What a structure implements; arguments are checked, and dampings are numbers -------------------------------------
 

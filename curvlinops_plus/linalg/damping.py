@@ -123,9 +123,11 @@ def scalar(value: Any, operator: Matrix, what: str) -> Scalar:
             f"Expected {what} of a {type(operator).__name__} to be one number, got a pair. Pairs of dampings, one for "
             "each factor of a Kronecker product, and HeuristicDamping, which makes one, are for `inverse` alone."
         )
-    given = (
-        f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r}"
-    )
+    given = f"{type(value).__name__} {value!r}"
+    if isinstance(value, Tensor):
+        given = f"a tensor of shape {list(value.shape)}"
+    elif hasattr(value, "in_space"):
+        given = f"{value.label}; the product of two matrices is A @ B"
     raise TypeError(
         f"Expected {what} of a {type(operator).__name__} to be one number, a 0-d tensor or a rule; got {given}."
     )

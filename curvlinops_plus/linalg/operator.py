@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,14 +80,31 @@ class LinearOperator(ClosedForms):
 
     def __add__(self, other: Any) -> LinearOperator:
         if not isinstance(other, LinearOperator):
-            return NotImplemented
+            return self._unsupported(other, "+")
         total = Sum(self, other)  # also checks that they can be added
         if (c := other._identity_factor()) is not None:
             return self.shift(c)
         return total if (c := self._identity_factor()) is None else other.shift(c)
 
+    def __radd__(self, other: Any) -> LinearOperator:
+        if isinstance(other, int) and other == 0:  # where `sum([A, B])` begins
+            return self
+        return self._unsupported(other, "+")
+
     def __sub__(self, other: Any) -> LinearOperator:
-        return self + (-other) if isinstance(other, LinearOperator) else NotImplemented
+        return self + (-other) if isinstance(other, LinearOperator) else self._unsupported(other, "-")
+
+    def __rsub__(self, other: Any) -> LinearOperator:
+        return self._unsupported(other, "-")
+
+    def _unsupported(self, other: Any, sign: str) -> Any:
+        """An error for what people try to add; other types may know how to add an operator."""
+        if not isinstance(other, (int, float, complex, np.generic, np.ndarray, Tensor)):
+            return NotImplemented
+        raise TypeError(
+            f"unsupported operand for {sign}: {type(other).__name__} with {self.label}. Add c times the identity by "
+            "A.shift(c), a matrix M of entries by A + Dense(M)."
+        )
 
     def __neg__(self) -> LinearOperator:
         return self._scale(-1.0)

@@ -161,6 +161,13 @@ class Products(ABC):
         with outside_autocast(self.device):
             return self.in_space.write(self._rmatmat(x) if x.shape[1] else x.new_zeros(self.shape[1], 0), container)
 
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: NumPy would make an array whose only entry is the operator."""
+        raise TypeError(
+            f"{self.label} is not an array. For its entries write A.to_dense().cpu().numpy(), for SciPy A.to_scipy(); "
+            "products with arrays are A @ x and x @ A."
+        )
+
     @abstractmethod
     def _compose(self, other: Products) -> Products:
         """The product with another operator."""

@@ -51,6 +51,9 @@ class _SciPyOperator(SciPyLinearOperator):
 def to_scipy(A: HasProducts, dtype: Any = None) -> SciPyLinearOperator:
     """`A` as a `scipy.sparse.linalg.LinearOperator`; vectors are copied between NumPy and the operator's device.
 
+    SciPy's functions ask a matrix for NumPy's dtype and can't take `A` itself, whose dtype is PyTorch's: they raise
+    `Cannot interpret 'torch.float32' as a data type`.
+
     Args:
         A: The operator.
         dtype: NumPy's or PyTorch's dtype of the results; by default the operator's own, and float32 for half precision.

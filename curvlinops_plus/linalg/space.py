@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Container", "Space"]
+__all__ = ["Container", "Space", "to_numpy"]
 
 Tree = Mapping[str, Tensor] | Sequence[Tensor]
+Kind = Literal["tensor", "numpy", "list", "tuple", "dict"]
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -27,7 +28,7 @@ _HALF = (torch.float16, torch.bfloat16)
 class Container:
     """The container type of a vector, and where its columns are (`None`: a single vector)."""
 
-    kind: Literal["tensor", "numpy", "list", "tuple", "dict"]
+    kind: Kind
     columns: Literal["last", "first"] | None
 
 
@@ -81,12 +82,15 @@ class Space:
         """The space of tensors of these shapes.
 
         Raises:
+            TypeError: If it is neither a sequence nor a mapping.
             ValueError: If a single shape was given instead of several.
 
         Example:
             >>> Space.from_shapes([(2, 3), ()]).sizes
             [6, 1]
         """
+        if not isinstance(shapes, (Mapping, Sequence)) or isinstance(shapes, str):
+            raise TypeError(f"Expected a sequence or mapping of shapes such as [(2, 3), (2,)], got {shapes!r}.")
         items = _items(shapes)
         if any(isinstance(shape, int) for _, shape in items):
             raise ValueError(
@@ -220,7 +224,7 @@ class Space:
         Args:
             X: A tensor or NumPy array `[dim]` or `[dim, K]`; a list, tuple or dictionary of tensors `[*shape]` or
                 `[*shape, K]`.
-            dtype: What the operator computes in. Half-precision tensors and NumPy arrays are converted to it.
+            dtype: What the operator computes in. Tensors that are not wider are converted to it, NumPy arrays always.
             device: Where the operator computes.
             columns_first: The `K` axis comes first (`[K, dim]`, `[K, *shape]`), as in products from the left.
 
@@ -235,26 +239,41 @@ class Space:
             >>> X.T, container.kind
             (tensor([[1., 0., 0., 1., 3.]]), 'dict')
         """
-        if isinstance(X, Tensor):
-            kind, X = "tensor", _convert(X, dtype, device, "the vector")
-        elif isinstance(X, np.ndarray):
-            if X.dtype.kind not in "fiub":
-                raise TypeError(f"Expected a NumPy array of real numbers, got dtype {X.dtype}.")
-            # A copy, always: NumPy arrays may be read-only, or change while autograd still needs them.
-            kind, X = "numpy", torch.tensor(np.ascontiguousarray(X), dtype=dtype, device=device)
-        elif isinstance(X, (Mapping, list, tuple)):
-            return self._read_tree(X, dtype, device, columns_first)
-        else:
-            raise TypeError(
-                f"Expected a tensor or NumPy array [{self.dim}] or [{self.dim}, K], or a list or dictionary of "
-                f"{len(self.shapes)} tensors; got {type(X).__name__}."
-            )
+        kind, tensors = self._tensors(X, dtype, device)
+        if kind not in ("tensor", "numpy"):
+            return self._join(tensors, kind, columns_first)
+        (X,) = tensors
         if X.ndim not in (1, 2) or X.shape[-1 if columns_first else 0] != self.dim:
             matrix = f"[K, {self.dim}]" if columns_first else f"[{self.dim}, K]"
             raise ValueError(f"Expected shape [{self.dim}] or {matrix}, got {list(X.shape)}.")
         if X.ndim == 1:
             return X[:, None], Container(kind, None)
         return (X.T, Container(kind, "first")) if columns_first else (X, Container(kind, "last"))
+
+    def read_rows(self, J: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Kind]:
+        """Convert one vector, or the rows of Jacobians, into `[dim]` or `[..., m, dim]`; also the container type.
+
+        Args:
+            J: A tensor or NumPy array `[dim]` or `[..., m, dim]`; a list, tuple or dictionary of tensors `[*shape]` or
+                `[..., m, *shape]`.
+            dtype, device: As for `read`.
+
+        Raises:
+            TypeError: As `read`.
+            ValueError: As `read`.
+
+        Example:
+            >>> space = Space.from_shapes([(2, 2), (1,)])
+            >>> tree = [torch.ones(7, 3, 2, 2), torch.zeros(7, 3, 1)]
+            >>> J, kind = space.read_rows(tree, torch.float32, torch.device("cpu"))
+            >>> J.shape, kind
+            (torch.Size([7, 3, 5]), 'list')
+        """
+        kind, tensors = self._tensors(J, dtype, device)
+        rows = tensors[0] if kind in ("tensor", "numpy") else self.flatten_rows(tensors)
+        if rows.ndim == 0 or rows.shape[-1] != self.dim:
+            raise ValueError(f"Expected J of shape [{self.dim}] or [..., m, {self.dim}], got {list(rows.shape)}.")
+        return rows, kind
 
     def write(self, Y: Tensor, container: Container) -> Any:
         """Convert a result `[dim, K]` to the container type that was given.
@@ -269,26 +288,41 @@ class Space:
         if kind == "tensor":
             return v
         if kind == "numpy":
-            v = v.detach().cpu()
-            return (v.float() if v.dtype in _HALF else v).numpy()
+            return to_numpy(v)
         tree = self.unflatten_rows(v) if columns == "first" else self.unflatten(v)
         return tree if kind == "dict" else tuple(tree.values()) if kind == "tuple" else list(tree.values())
 
-    def _read_tree(
-        self, tree: Any, dtype: torch.dtype, device: torch.device, columns_first: bool
-    ) -> tuple[Tensor, Container]:
-        parts, columns = [], set()
-        for tensor, (name, shape) in zip(self._ordered(tree), self.shapes.items(), strict=True):
+    def _tensors(self, X: Any, dtype: torch.dtype, device: torch.device) -> tuple[Kind, list[Tensor]]:
+        """What the container is, and its one tensor, or its tensors in the order of the space, as computed with."""
+        if isinstance(X, Tensor):
+            return "tensor", [_convert(X, dtype, device, "the vector")]
+        if isinstance(X, np.ndarray):
+            if X.dtype.kind not in "fiub":
+                raise TypeError(f"Expected a NumPy array of real numbers, got dtype {X.dtype}.")
+            # A copy, always: NumPy arrays may be read-only, or change while autograd still needs them.
+            return "numpy", [torch.tensor(np.ascontiguousarray(X), dtype=dtype, device=device)]
+        if not isinstance(X, (Mapping, list, tuple)):
+            raise TypeError(
+                f"Expected a tensor or NumPy array [{self.dim}] or [{self.dim}, K], or a list or dictionary of "
+                f"{len(self.shapes)} tensors; got {type(X).__name__}."
+            )
+        tensors = []
+        for tensor, (name, shape) in zip(self._ordered(X), self.shapes.items(), strict=True):
             if not isinstance(tensor, Tensor):
                 raise TypeError(
                     f'Entry "{name}": expected a tensor of shape {list(shape)}, got {type(tensor).__name__}.'
                 )
-            parts.append(_convert(tensor, dtype, device, f'tensor "{name}"'))
-            columns.add(_columns(tensor.shape, name, shape, columns_first))
+            tensors.append(_convert(tensor, dtype, device, f'tensor "{name}"'))
+        return "dict" if isinstance(X, Mapping) else "tuple" if isinstance(X, tuple) else "list", tensors
+
+    def _join(self, parts: list[Tensor], kind: Kind, columns_first: bool) -> tuple[Tensor, Container]:
+        columns = {
+            _columns(part.shape, name, shape, columns_first)
+            for part, (name, shape) in zip(parts, self.shapes.items(), strict=True)
+        }
         if len(columns) > 1:
             given = {name: list(part.shape) for name, part in zip(self.shapes, parts, strict=True)}
             raise ValueError(f"Expected the same number of columns in every tensor, got shapes {given}.")
-        kind = "dict" if isinstance(tree, Mapping) else "tuple" if isinstance(tree, tuple) else "list"
         if columns == {None}:
             return self.flatten(parts)[:, None], Container(kind, None)
         if columns_first:
@@ -306,6 +340,12 @@ class Space:
             shapes = [list(shape) for shape in self.shapes.values()]
             raise ValueError(f"Expected {len(shapes)} tensors of shapes {shapes}, got {len(tree)}.")
         return list(tree)
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The tensor as an array; half precision as float32, for NumPy has no bfloat16."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype in _HALF else tensor).numpy()
 
 
 def _items(sequence_or_mapping: Any) -> list[tuple[str, Any]]:
@@ -337,12 +377,19 @@ def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device, what: str
             f"Expected {what} on {device}, where the operator is, got {tensor.device}; "
             f"move one of them: X.to('{device}') or operator.to(device='{tensor.device}')."
         )
+    if tensor.layout != torch.strided or tensor.is_nested:
+        nested = "nested" if tensor.is_nested else tensor.layout
+        raise TypeError(f"Expected {what} to be a dense tensor, got a {nested} one; convert it: X.to_dense().")
     if tensor.dtype == dtype:
         return tensor
-    if tensor.dtype in _HALF:
-        return tensor.to(dtype)
+    if tensor.is_complex():
+        raise TypeError(
+            f"Expected {what} to be real, as the operator is, got {tensor.dtype}; multiply X.real and X.imag apart."
+        )
     other = ""
     if tensor.is_floating_point():
+        if torch.finfo(tensor.dtype).bits <= torch.finfo(dtype).bits:
+            return tensor.to(dtype)  # a wider vector is refused: its digits would be lost unseen
         other = f", or have the operator in {tensor.dtype} (operator.to, or a model and data in that dtype)"
     raise TypeError(
         f"Expected {what} in {dtype}, the dtype of the operator, got {tensor.dtype}; convert it: X.to({dtype}){other}."

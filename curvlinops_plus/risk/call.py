@@ -26,6 +26,7 @@ class Call:
             returns several tensors.
         in_axes: Where the module itself has the examples, for each tensor among its inputs.
         out_axes: The same for its outputs.
+        kept: Of rows that had an order of their own: which of the N * P there are, [N, P]; None for all.
     """
 
     use: ModuleUse
@@ -34,6 +35,7 @@ class Call:
     grads: Any = None
     in_axes: Sequence[int] | None = None
     out_axes: Sequence[int] | None = None
+    kept: Tensor | None = None
 
     @property
     def rule(self) -> AffineRule:

@@ -87,7 +87,8 @@ class LayerBatch:
 
             args, kwargs = tree_map_only(Tensor, take, (call.args, dict(call.kwargs)))
             grads = tree_map_only(Tensor, lambda t, p=p: t[:, start * p : stop * p], call.grads)
-            calls.append(replace(call, args=args, kwargs=kwargs, grads=grads))
+            kept = None if call.kept is None else call.kept[start:stop]
+            calls.append(replace(call, args=args, kwargs=kwargs, grads=grads, kept=kept))
         mask = None if self.mask is None else self.mask[start:stop]
         return replace(self, calls=calls, num_examples=min(stop, N) - start, mask=mask, _shared={})
 
@@ -220,7 +221,8 @@ class LayerBatch:
             if isinstance(use.rule, AffineRule):
                 return self._rows_of_any_role.call_grads(call)
             several = not isinstance(call.grads, Tensor)
-            masked = [use.rule.masked(self._upcast(g), self.mask) for g in (call.grads if several else [call.grads])]
+            mask = self.mask if call.kept is None else None  # rows of an order of their own have no positions
+            masked = [use.rule.masked(self._upcast(g), mask) for g in (call.grads if several else [call.grads])]
             g = masked if several else masked[0]
             return use.rule.example_grads(use.module, call.args, call.kwargs, g, call.in_axes, call.out_axes)
         except (ValueError, NotImplementedError) as error:  # UnsupportedError is both

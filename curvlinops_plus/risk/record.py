@@ -33,6 +33,7 @@ from curvlinops_plus.risk.function_uses import FunctionUses
 from curvlinops_plus.risk.layers import Layer, ModuleUse, title
 from curvlinops_plus.risk.parameter_reads import OutsideReads, ParameterReads, refuse_outside_readers
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
+from curvlinops_plus.risk.row_order import RowOrder, packed_order, read_order, refuse_functions
 
 __all__ = ["Recorder"]
 
@@ -49,6 +50,7 @@ class Recorder:
         intercept: Watch function calls even if no layer is read by them: fused inference would hide submodules.
         values: Key to the tensor that stands in for a parameter while the model runs, as inside `EmpiricalRisk.at`;
             default: the layers' own.
+        example_of_row: Module name to the function of a batch that says which rows of its output are whose.
 
     Attributes:
         calls: What was recorded in the last forward pass.
@@ -66,12 +68,15 @@ class Recorder:
         backward: bool,
         intercept: bool = False,
         values: Mapping[str, Tensor] | None = None,
+        example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
     ) -> None:
         self.layers, self.backward, self.intercept = layers, backward, intercept
         self.calls: list[RecordedCall] = []
         self.num_examples = 0
         self.receive: Receive | None = None
-        self._axes = example_axis
+        self._axes, self._example_of_row = example_axis, example_of_row or {}
+        self._data: tuple[Any, Any] = (None, None)
+        refuse_functions([use for layer in layers for use in layer.uses], self._example_of_row)
         #: The tensors that the model reads, by key.
         self._params = {key: p for layer in layers for key, p in layer.params.items()} | dict(values or {})
         self._functions = FunctionUses(layers, self._params)
@@ -107,11 +112,32 @@ class Recorder:
         """The forward hook of one module."""
         if self._disabled or not self._reads_own(use, module):
             return None
+        if (order := packed_order(use, out, self.num_examples)) is None:
+            return self._output(index, use, args, kwargs, out)
+        packed, *states = out
+        inputs = order.without_packed(args), order.without_packed(kwargs)
+        made = self._output(index, use, *inputs, (packed.data, *states), order)
+        return made and (PackedSequence(made[0], *packed[1:]), *made[1:])
+
+    def _output(
+        self,
+        index: int,
+        use: ModuleUse,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        packed: RowOrder | None = None,
+    ) -> Any:
+        """What the model goes on with instead of a module's output; None for the output itself.
+
+        Of a packed sequence, the output is its data and states, and `packed` the order of the data.
+        """
         leaves, spec = tree_flatten(out)
         at = _float_tensors(leaves, out, use)
         axis = self._axes.get(use.name, 0)
-        axes = use.rule.axes(module, axis, [leaves[k] for k in at], inputs=False)
-        tensors, slots = self._outputs(use, [leaves[k] for k in at], axes)
+        tensors = [leaves[k] for k in at]
+        axes = use.rule.axes(use.module, axis, tensors, inputs=False) if packed is None else [0, 1, 1][: len(at)]
+        tensors, slots = self._outputs(use, tensors, axes, packed=packed)
         for k, t in zip(at, tensors, strict=True):
             leaves[k] = t
         if self._recording:
@@ -137,20 +163,33 @@ class Recorder:
         return all(own.values())  # what else reads them is found when readers are counted
 
     def _outputs(
-        self, use: ModuleUse, tensors: Sequence[Tensor], axes: Sequence[int], fold: int | None = None
+        self,
+        use: ModuleUse,
+        tensors: Sequence[Tensor],
+        axes: Sequence[int],
+        fold: int | None = None,
+        packed: RowOrder | None = None,
     ) -> tuple[list[Tensor], list[OutputSlot]]:
         """What the model goes on with instead of a call's outputs, and where their gradients will arrive."""
         found, slots = [], []
         for t, axis in zip(tensors, axes, strict=True):
             if self.backward:
                 t = isolate(t, use, several=len(tensors) > 1)
+            order = packed if packed is not None and not slots else self._order(use, t, axis)
             # One row for all examples (position embeddings): each example gets a gradient of its own.
-            one_row = self.num_examples > 1 and t.ndim > axis and t.shape[axis] == 1 and fold is None
+            one_row = self.num_examples > 1 and t.ndim > axis and t.shape[axis] == 1 and fold is None and order is None
             if one_row:
                 t = t.expand(*t.shape[:axis], self.num_examples, *t.shape[axis + 1 :])
             found.append(t)
-            slots.append(OutputSlot.of(t, axis, fold, expanded=one_row))
+            slots.append(OutputSlot.of(t, axis, fold, expanded=one_row, order=order))
         return found, slots
+
+    def _order(self, use: ModuleUse, out: Tensor, axis: int) -> RowOrder | None:
+        """The order of the rows of an output, if the user says that they have one of their own."""
+        function = self._example_of_row.get(use.name)
+        if function is None or out.ndim <= axis:
+            return None
+        return read_order(function(*self._data), use.name, out.shape[axis], self.num_examples)
 
     def _function_call(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, examples: int | None
@@ -199,11 +238,11 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------ passes
     @contextmanager
-    def recording(self, num_examples: int) -> Iterator[None]:
-        """One forward pass of the model happens in here; the batch before is forgotten."""
+    def recording(self, num_examples: int, data: tuple[Any, Any] = (None, None)) -> Iterator[None]:
+        """One forward pass of the model on the data (X, y) happens in here; the batch before is forgotten."""
         self._release()
         self._functions.start()
-        self.num_examples, self._recording = num_examples, True
+        self.num_examples, self._data, self._recording = num_examples, data, True
         frozen = [p for p in self._params.values() if not p.requires_grad]
         # Frozen parameters leave no trace in the graph; which operations read them is checked once.
         reads = ParameterReads(frozen) if frozen and not self._reads_checked else None

@@ -15,6 +15,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.risk.call import Call
 from curvlinops_plus.risk.layers import ModuleUse, title
+from curvlinops_plus.risk.row_order import RowOrder
 
 __all__ = ["OutputSlot", "RecordedCall", "isolate", "make_recorded_call"]
 
@@ -28,6 +29,7 @@ class OutputSlot:
         axis: The axis that carries the examples.
         fold: Number of examples if that axis carries positions and, inside them, examples.
         expanded: Whether it was one row for all examples before.
+        order: Of rows that have one of their own.
         edge: Where autograd delivers the gradient.
         handle: Of the hook that receives it.
     """
@@ -36,13 +38,21 @@ class OutputSlot:
     axis: int
     fold: int | None = None
     expanded: bool = False
+    order: RowOrder | None = None
     edge: Any = None
     handle: Any = None
 
     @classmethod
-    def of(cls, t: Tensor, axis: int, fold: int | None = None, expanded: bool = False) -> OutputSlot:
+    def of(
+        cls, t: Tensor, axis: int, fold: int | None = None, expanded: bool = False, order: RowOrder | None = None
+    ) -> OutputSlot:
         """The slot of a tensor that a call returned."""
-        return cls(t.detach().new_empty(()).expand(t.shape), axis, fold, expanded)
+        return cls(t.detach().new_empty(()).expand(t.shape), axis, fold, expanded, order)
+
+    @property
+    def kept(self) -> Tensor | None:
+        """Which rows there are, [N, P], if they had an order of their own and are not steps of a sequence."""
+        return None if self.order is None or self.order.padded else self.order.kept
 
     def connect(self, t: Tensor, receive: Callable[[Tensor], None]) -> None:
         """Let autograd deliver the gradient of the tensor to `receive`."""
@@ -52,6 +62,8 @@ class OutputSlot:
         """The same numbers with the examples first, after `lead` leading axes."""
         if self.fold is not None:
             t = t.unflatten(lead, (-1, self.fold))
+        if self.order is not None:
+            t = self.order.rows(t, self.axis + lead)
         return t.movedim(self.axis + lead, lead) if self.axis or self.fold is not None else t
 
     def gradient(self, g: Tensor | None, V: int, batched: bool) -> Tensor:
@@ -141,9 +153,8 @@ def make_recorded_call(
         args, kwargs = (affine.input_of(use.module, args, kwargs),), {}
     leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
     tensors = [t for t in leaves if isinstance(t, Tensor)]
-    fold = slots[0].fold
     if affine is not None:
-        axes = iter([axis if fold is None else 1])
+        axes = iter([axis if slots[0].fold is None else 1])
     else:
         axes = iter(use.rule.axes(use.module, axis, tensors, inputs=True))
     recorded = RecordedCall(Call(use, (), {}), layer, slots, single)
@@ -154,21 +165,23 @@ def make_recorded_call(
             t = t.detach()
             if not t.is_inference():
                 recorded.versions.append((t, t._version))
-            leaves[k], moved = _examples_first(t, next(axes), fold, use.functional, num_examples, expand)
+            leaves[k], moved = _examples_first(t, next(axes), slots[0], use.functional, num_examples, expand)
             in_axes.append(moved)
     positional, named = tree_unflatten(leaves, spec)
-    recorded.call = Call(use, positional, named, None, in_axes, [slot.axis for slot in slots])
+    recorded.call = Call(use, positional, named, None, in_axes, [slot.axis for slot in slots], slots[0].kept)
     if affine is not None:
         _check_rows(recorded.call, slots, num_examples)
     return recorded
 
 
 def _examples_first(
-    t: Tensor, axis: int, fold: int | None, functional: bool, N: int, expand: int
+    t: Tensor, axis: int, slot: OutputSlot, functional: bool, N: int, expand: int
 ) -> tuple[Tensor, int]:
-    """An input with the examples on axis 0, and the axis on which they were."""
-    if fold is not None:
-        t = t.unflatten(0, (-1, fold))
+    """An input with the examples on axis 0 as in the output, and the axis on which they were."""
+    if slot.fold is not None:
+        t = t.unflatten(0, (-1, slot.fold))
+    if slot.order is not None and t.ndim > axis and t.shape[axis] == slot.order.num_rows:
+        t, N = slot.order.filled(t, axis), len(slot.order.index)
     moved = axis != 0 and t.ndim > axis and (functional or t.shape[axis] in (1, N))
     if moved:
         t = t.movedim(axis, 0)
@@ -179,12 +192,15 @@ def _examples_first(
 
 def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int) -> None:
     for slot in slots:
+        if slot.order is not None:
+            continue
         size = slot.out.shape[slot.axis] if slot.out.ndim > slot.axis and slot.fold is None else slot.fold or 0
         if size == 0 or size % N or (slot.axis != 0 and size != N and not use.functional):
             raise UnsupportedError(
                 f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} in a batch of "
                 f"{N} examples: axis {slot.axis} should carry the examples, or a multiple of them. If another axis "
-                f"does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
+                f"does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}); if rows are gathered by index, "
+                f"which example each belongs to, example_of_row={{{use.name!r}: lambda X, y: ...}}."
             )
     if len(slots) > 1 and len(rows := {slot.arrange(slot.out).shape[0] for slot in slots}) > 1:
         raise UnsupportedError(

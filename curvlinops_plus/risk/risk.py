@@ -24,6 +24,7 @@ from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, Terms
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch, check_data, input_error_context, is_iterator, read_batch
+from curvlinops_plus.risk.row_order import functions_of_rows
 from curvlinops_plus.risk.totals import Number, Totals
 
 __all__ = ["EmpiricalRisk", "RiskOptions", "require_risk"]
@@ -45,6 +46,7 @@ class RiskOptions:
     progressbar: bool = False
     reduction: str | None = None
     check: bool = True
+    example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None
 
 
 @dataclass
@@ -85,6 +87,10 @@ class EmpiricalRisk:
             several losses read. An output with `.logits` needs none.
         mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of layers with T positions.
         example_axis: Module name or glob to the axis that carries the examples, where it is not the first.
+        example_of_row: Module name or glob to `function(X, y)`, which gives the number of the example that each row of
+            the module's output belongs to, a LongTensor [rows]: for layers that see the rows of a batch in an order of
+            their own, such as experts that get theirs by index. It is called whenever the module has run, so that it
+            may return what the model has noted.
         batch_size_fn: Number of examples of an input that is no tensor.
         num_data: Replaces the number of examples counted for `c`.
         num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
@@ -139,6 +145,7 @@ class EmpiricalRisk:
         progressbar: bool = False,
         reduction: str | None = None,
         check: bool = True,
+        example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` is a {type(model).__name__}; layers can only be recorded in a torch.nn.Module.")
@@ -161,6 +168,7 @@ class EmpiricalRisk:
             progressbar,
             reduction,
             check,
+            functions_of_rows(model, example_of_row),
         )
         _check_options(self.options, self.losses)
         #: What was found out in the first batches.

@@ -40,10 +40,10 @@ def check_batch(
 ) -> None:
     """Look at a batch in which a layer is called for the first time, or whose shape is new; else do nothing.
 
-    A few of its examples are run by themselves, and a random vector for one of them is sent back:
+    A few of its examples are run by themselves, and random vectors for single ones are sent back:
 
     * their outputs are their part of the batch's outputs;
-    * the vector reaches no other example's rows in any layer;
+    * a vector for one example reaches no other example's rows in any layer;
     * the gradient that each layer's rule makes of its recorded calls is autograd's gradient of the parameters.
 
     The whole batch stands in for the few examples where they can't be told apart in its input.
@@ -62,7 +62,7 @@ def check_batch(
     Warns:
         CurvatureWarning: In training loops, if there is batch norm in training mode, which mixes examples.
 
-    Cost: a forward and a backward pass over three examples, and their gradients of the parameters.
+    Cost: a forward and two backward passes over three examples, and their gradients of the parameters.
     """
     if not risk.options.check:
         return
@@ -116,6 +116,8 @@ class _Check:
     def _are_examples_clear(self) -> bool:
         """Whether it is clear for each tensor of the input if it carries examples, and on which axis."""
         N, elsewhere = self.batch.num_examples, bool(self.risk.options.example_axis)
+        if self.risk.options.example_of_row:  # of a graph, say, a tensor's rows are not examples
+            return False
         for t in tree_leaves(self.batch.X):
             if isinstance(t, Tensor) and t.ndim:
                 axes = t.shape[:2].count(N)
@@ -146,12 +148,13 @@ class _Check:
                 return found is not None and self._compare_outputs(found, few, examples)
             # Parameters, as modules may ask for them by that type.
             free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
-            own = Recorder(whole.layers, risk.options.example_axis or {}, True, whole.intercept, free)
+            axes, rows = risk.options.example_axis or {}, risk.options.example_of_row
+            own = Recorder(whole.layers, axes, True, whole.intercept, free, rows)
 
             def send(model: nn.Module) -> tuple[Sequence[Tensor], _Sent] | None:
                 with own:
                     # Left again at once, so that a second run draws the same numbers.
-                    with torch.random.fork_rng(self.devices), own.recording(few.num_examples):
+                    with torch.random.fork_rng(self.devices), own.recording(few.num_examples, (few.X, few.y)):
                         found = self._outputs_of(few, model)
                     if found is not None and (expanded := [c for c in own.calls if c.expanded]):
                         with own.disabled(), torch.no_grad():
@@ -216,20 +219,20 @@ class _Check:
 
 @dataclass
 class _Sent:
-    """What a vector for one example left behind.
+    """What vectors for single examples left behind.
 
     Attributes:
         calls: The recorded calls.
-        grads: What arrived at their slots, by identity.
-        expected: Autograd's gradients of parameters, by key.
-        example: The example.
+        first: What a vector for the first example left at their slots, by identity.
+        grads: The same of a vector for the example in the middle.
+        expected: Autograd's gradients of parameters for the latter, by key.
         num_examples: N.
     """
 
     calls: list[RecordedCall]
+    first: dict[int, Tensor]
     grads: dict[int, Tensor]
     expected: dict[str, Tensor]
-    example: int
     num_examples: int
 
     def compare(self, layers: Sequence[Layer], mixing: bool) -> None:
@@ -242,13 +245,14 @@ class _Sent:
         if not all(math.isfinite(g.sum()) for g in self.grads.values()):
             return  # statistics that are not finite name layer and batch
         if not mixing and self.num_examples > 1:
-            _compare_rows(self)
+            _compare_rows(self, self.first, 0)
+            _compare_rows(self, self.grads, self.num_examples // 2)
         for index, layer in enumerate(layers):
             _compare_rule(self, layer, [recorded for recorded in self.calls if recorded.layer == index], mixing)
 
 
 def _send(recorder: Recorder, outputs: Sequence[Tensor], free: Mapping[str, Tensor]) -> _Sent:
-    """Send a random vector for one example back.
+    """Send a random vector for the first example back, and one for that in the middle.
 
     Args:
         recorder: Which recorded the forward pass.
@@ -257,23 +261,30 @@ def _send(recorder: Recorder, outputs: Sequence[Tensor], free: Mapping[str, Tens
     """
     N = recorder.num_examples
     if not outputs:
-        return _Sent([], {}, {}, 0, N)
+        return _Sent([], {}, {}, {}, N)
     recorder.require_unchanged()
     recorder.sources(outputs)  # refuses parameters that something else reads
     slots = [slot for recorded in recorder.calls for slot in recorded.slots]
-    inputs = [*(slot.edge for slot in slots), *free.values()]
-    found = torch.autograd.grad(outputs, inputs, [_vector_for(f, N // 2, N) for f in outputs], allow_unused=True)
-    grads = {id(slot): g.detach() for slot, g in zip(slots, found) if g is not None}
+    edges = [slot.edge for slot in slots]
+
+    def send(n: int, inputs: list[Any], retain_graph: bool = False) -> tuple[Tensor | None, ...]:
+        vectors = [_vector_for(f, n, N) for f in outputs]
+        return torch.autograd.grad(outputs, inputs, vectors, retain_graph=retain_graph, allow_unused=True)
+
+    # Two of them: examples that change places may leave one where it is.
+    first = send(0, edges, retain_graph=True) if N > 1 else ()
+    found = send(N // 2, [*edges, *free.values()])
+    grads, before = ({id(s): g.detach() for s, g in zip(slots, gs) if g is not None} for gs in (found, first))
     expected = {key: g for key, g in zip(free, found[len(slots) :]) if g is not None}
-    return _Sent(recorder.calls, grads, expected, N // 2, N)
+    return _Sent(recorder.calls, before, grads, expected, N)
 
 
-def _compare_rows(sent: _Sent) -> None:
-    """Refuse layers in which a vector for one example reaches rows of other examples."""
-    N, n = sent.num_examples, sent.example
+def _compare_rows(sent: _Sent, grads: Mapping[int, Tensor], n: int) -> None:
+    """Refuse layers in which a vector for example `n`, which left these gradients, reaches rows of other examples."""
+    N = sent.num_examples
     for recorded in sent.calls:
         for slot in recorded.slots:
-            g = sent.grads.get(id(slot))
+            g = grads.get(id(slot))
             if g is None:
                 continue
             rows = slot.arrange(g).unflatten(0, (N, -1))
@@ -311,7 +322,7 @@ def _more_than_broadcast(recorded: RecordedCall, N: int) -> UnsupportedError:
 
 def _compare_rule(sent: _Sent, layer: Layer, calls: Sequence[RecordedCall], mixing: bool) -> None:
     """Refuse a layer whose rule makes another gradient of its recorded calls than autograd."""
-    N, n, expected = sent.num_examples, sent.example, sent.expected
+    N, n, expected = sent.num_examples, sent.num_examples // 2, sent.expected
     for recorded in calls:
         recorded.set_gradients(sent.grads, 1, batched=False)
     batch = LayerBatch(layer, [recorded.call for recorded in calls], N)

@@ -96,7 +96,14 @@ class RecordedPasses:
         # Fused inference of transformers calls no submodule, so that no hook would fire.
         fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
         intercept = any(isinstance(module, fused) for module in risk.model.modules())
-        self.recorder = Recorder(layers, risk.options.example_axis or {}, vectors.backward, intercept)
+        options = risk.options
+        self.recorder = Recorder(
+            layers,
+            options.example_axis or {},
+            vectors.backward,
+            intercept,
+            example_of_row=options.example_of_row,
+        )
         self._grad_mode = torch.enable_grad if vectors.backward or not own_pass else torch.no_grad
         self._contexts = ExitStack()
 
@@ -114,7 +121,7 @@ class RecordedPasses:
     def recording(self, batch: Batch) -> Iterator[None]:
         """One forward pass of the model on a batch happens in here."""
         # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
-        with torch.compiler.set_stance("force_eager"), self.recorder.recording(batch.num_examples):
+        with torch.compiler.set_stance("force_eager"), self.recorder.recording(batch.num_examples, (batch.X, batch.y)):
             yield
 
     def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:

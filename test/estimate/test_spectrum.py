@@ -212,6 +212,12 @@ def test_numbers_out_of_range(call: Any, words: str) -> None:
         call()
 
 
+@pytest.mark.parametrize("boundaries", [3.0, (1.0,), (0.0, 1.0, 2.0)])
+def test_boundaries_are_a_pair(boundaries: Any) -> None:
+    with pytest.raises(TypeError, match=r"boundaries=.* must be a pair, .* None for one that is not known"):
+        lanczos_approximate_spectrum(A3, 5, boundaries=boundaries)
+
+
 SETTINGS = {"num_repeats": 1, "num_points": 1024, "kappa": 3.0, "margin": 0.05}
 MATRIX = {"A": ..., "ncv": ...}
 ENDS = {"boundaries": None, "boundaries_tol": 1e-2}

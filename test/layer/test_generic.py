@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -501,6 +502,17 @@ class TestRefusals:
                 return pack_padded_sequence(x * self.weight, torch.tensor([len(x[0])]), batch_first=True)
 
         self.check(Packs(), torch.randn(B, 3, 4), match="Packs returned a PackedSequence")
+
+    def test_modules_that_fail_on_one_example(self) -> None:
+        class Cached(ControlFlow):
+            """The rows that a cache holds, which is no tensor, are those of the whole batch."""
+
+            def forward(self, x: Tensor, cache: SimpleNamespace) -> Tensor:
+                return torch.cat([cache.rows, x * self.weight], 1)[:, -4:]
+
+        cache = SimpleNamespace(rows=torch.ones(B, 2))
+        words = r"Cached can't be run again with one example .*\(RuntimeError: Sizes.*use_cache=False.*@register_rule"
+        self.check(Cached(), torch.randn(B, 4), cache, match=words)
 
     def test_outputs_without_a_gradient(self) -> None:
         class Other(ControlFlow):

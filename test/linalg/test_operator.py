@@ -117,6 +117,39 @@ REFUSED = [
     (lambda A: A + 1.0, TypeError, "unsupported operand"),
     (lambda A: A - torch.ones(3, 3), TypeError, "unsupported operand"),
     (
+        lambda A: A + 1,
+        TypeError,
+        r"operand for \+: int with Dense.* Add c times the identity by A.shift\(c\), a matrix M",
+    ),
+    (lambda A: 1 - A, TypeError, "unsupported operand for -: int with Dense"),
+    (lambda A: torch.ones(3, 3) + A, TypeError, r"\+: Tensor with Dense.*by A \+ Dense\(M\)"),
+    (lambda A: np.ones((3, 3)) - A, TypeError, "-: ndarray with Dense"),
+    (lambda A: A + "A", TypeError, r"unsupported operand type\(s\)"),
+    (lambda A: A * A, TypeError, r"got Dense\(3 x 3.*\); the product of two matrices is A @ B"),
+    (
+        lambda A: np.asarray(A),
+        TypeError,
+        r"Dense.* is not an array. For its entries write A.to_dense\(\).cpu\(\).numpy",
+    ),
+    (lambda A: np.dot(A, np.ones(3)), TypeError, r"is not an array.*for SciPy A.to_scipy\(\); products .* are A @ x"),
+    (
+        lambda A: A @ torch.ones(3, dtype=F64),
+        TypeError,
+        "in torch.float32, the dtype of the operator, got torch.float64",
+    ),
+    (lambda A: A @ [torch.ones(3, dtype=F64)], TypeError, 'tensor "0" in torch.float32, .* got torch.float64'),
+    (lambda A: A @ torch.ones(3, dtype=torch.long), TypeError, r"got torch.int64; convert it: X.to\(torch.float32\)"),
+    (lambda A: A @ torch.ones(3, dtype=torch.cfloat), TypeError, "to be real.* multiply X.real and X.imag apart"),
+    (lambda A: A @ torch.eye(3).to_sparse(), TypeError, r"dense tensor, got a torch.sparse_coo one; .*X.to_dense\(\)"),
+    (lambda A: A.sample(3), TypeError, r"a torch.Generator, got int 3; for a seed write .*manual_seed.* draws num="),
+    (lambda A: A.sample(num=1.5), TypeError, "num to be an integer, the number of draws, got 1.5"),
+    (lambda A: A.sample(num=-1), ValueError, "num to be at least 0, got -1"),
+    (lambda A: A.quadratic_form(None), TypeError, r"Dense.*quadratic_form\(J\): Expected a tensor .*; got NoneType"),
+    (lambda A: A.quadratic_form([1.0]), TypeError, r'"0": expected a tensor of shape \[3\], got float'),
+    (lambda A: A.quadratic_form({"w": torch.ones(3)}), ValueError, r"missing \['0'\], unexpected \['w'\]"),
+    (lambda A: A.quadratic_form(torch.tensor(1.0)), ValueError, r"J of shape \[3\] or \[..., m, 3\], got \[\]"),
+    (lambda A: A[:, [0]].quadratic_form(torch.ones(1)), ValueError, "Only a square matrix has quadratic forms, got"),
+    (
         lambda A: (A + A).logdet,
         NoClosedForm,
         r"Sum\(3 x 3.*no closed form of `logdet`: .*A.materialize\(\).logdet.*Lanczos",
@@ -130,6 +163,43 @@ REFUSED = [
 def test_refused(function, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         function(Dense(torch.eye(3), PSD))
+
+
+@pytest.mark.parametrize("wide", [torch.float32, F64])
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16, torch.float32])
+def test_narrower_vectors_are_widened(narrow: torch.dtype, wide: torch.dtype) -> None:
+    """The result is that of the widened vector, in the operator's dtype."""
+    A, X = Dense(normal(3, 4).to(wide)), normal(4, 2).to(narrow)
+    expected = A.to_dense() @ X.to(wide)
+    assert (A @ X).dtype == wide
+    close(A @ X, expected)
+    close((A @ [X])[0], expected)
+    close(X.T @ A.T, expected.T)
+    close((A.T @ A).quadratic_form(X.T), expected.T @ expected)
+
+
+def test_a_quadratic_form_of_one_vector_is_a_number() -> None:
+    space = Space.from_shapes({"a": (2, 2), "b": (2,)})
+    M, v = psd(6, 6), normal(6).requires_grad_()
+    A, tree = OnlyProducts(M, space), space.unflatten(v)
+    for J in (v, tree, list(tree.values()), tuple(tree.values())):
+        number = A.quadratic_form(J)
+        assert number.shape == ()
+        close(number, v @ M @ v)
+    close(torch.autograd.grad(A.quadratic_form(v), v)[0], 2 * M @ v)
+    array = A.quadratic_form(v.detach().numpy())
+    assert isinstance(array, np.ndarray)
+    close(torch.tensor(array), v @ M @ v)
+    rows = A.quadratic_form(normal(5, 3, 6).numpy())
+    close(torch.tensor(rows), normal(5, 3, 6) @ M @ normal(5, 3, 6).mT)
+    assert A.quadratic_form(torch.zeros(0, 6, dtype=F64)).shape == (0, 0)
+
+
+def test_sum() -> None:
+    M, N = psd(3, 3), psd(3, 3, seed=1)
+    A, B = Dense(M, PSD), Dense(N, PSD)
+    close(sum([A, B, A]).to_dense(), 2 * M + N)
+    assert sum([A]) is A
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -92,6 +92,24 @@ def test_expm_multiply_and_onenormest(dtype: torch.dtype) -> None:
     assert exact / 3 < sla.onenormest(S) < exact * (1 + 1e-5)  # it estimates from below
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda A, b: sla.eigsh(A, k=1),
+        lambda A, b: sla.cg(A, b),
+        lambda A, b: sla.lsmr(A, b),
+        lambda A, b: sla.svds(A, k=1),
+        lambda A, b: sla.expm_multiply(A, b, traceA=1.0),
+    ],
+)
+def test_scipy_wants_dtypes_of_numpy(use: Any) -> None:
+    """Never a result: once NumPy understands PyTorch's dtypes, the sentence in `to_scipy` can go."""
+    A = Dense(psd(9, 9), PSD)
+    with pytest.raises(TypeError, match=r"torch\.float64|not an array"):
+        use(A, normal(9).numpy())
+    use(A.to_scipy(), normal(9).numpy())
+
+
 # SciPy's as ours -----------------------------------------------------------------------------------------------------
 
 MATRIX = normal(4, 6).numpy()

@@ -112,6 +112,9 @@ def test_errors_name_the_operator_and_the_side() -> None:
 
 
 def test_other_errors() -> None:
+    for shapes in (3, "vector", None):
+        with pytest.raises(TypeError, match=r"a sequence or mapping of shapes such as .*, got"):
+            Space.from_shapes(shapes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"sequence of shapes, got \(2, 3\); write \[\(2, 3\)\]"):
         Space.from_shapes((2, 3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r'Tensor "bias": expected shape \[2\] \(and columns\), got \[3\]'):

@@ -278,7 +278,11 @@ MESSAGES = [
         "Expected a positive semi-definite matrix, got Dense.*real powers",
     ),
     (lambda: Dense(torch.eye(2)).sample(), ValueError, "only those are covariances"),
-    (lambda: Dense(torch.eye(2)).quadratic_form(torch.ones(3)), ValueError, r"J of shape \[..., m, 2\], got \[3\]"),
+    (
+        lambda: Dense(torch.eye(2)).quadratic_form(torch.ones(3)),
+        ValueError,
+        r"J of shape \[2\] or \[..., m, 2\], got \[3\]",
+    ),
     (
         lambda: Kronecker(torch.zeros(2, 2, 2), torch.zeros(3, 2, 2)),
         ValueError,

@@ -385,3 +385,17 @@ def test_gradients_that_are_zero_but_for_rounding() -> None:
 def test_other_precisions_and_sizes(dtype: torch.dtype, scale: float) -> None:
     model = Around().to(dtype)
     _ = curvature(risk_of(model, [((scale * X).to(dtype), Y)]), EKFAC).trace
+
+
+def test_examples_that_change_places() -> None:
+    """One of them stays where it is."""
+
+    class Swapped(Around):
+        def middle(self, h: Tensor) -> Tensor:
+            swapped = torch.arange(len(h))
+            swapped[:2] = swapped[:2].flip(0)
+            return h.tanh() + self.a(h[:, :4][swapped]).tanh()[swapped]
+
+    for N in (2, 3, 7):
+        with pytest.raises(UnsupportedError, match=r"layer 'a'|depend on each other"):
+            _ = curvature(risk_of(Swapped(), [(X[:N], Y[:N])]), EKFAC).trace
