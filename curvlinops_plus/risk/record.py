@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
@@ -30,7 +30,9 @@ from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.function_calls import FunctionCalls, rows_of
 from curvlinops_plus.risk.layers import Layer, ModuleUse, title
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
+from curvlinops_plus.risk.process_state import OwnThread
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
+from curvlinops_plus.risk.refused_calls import refuse_call
 
 __all__ = ["Recorder"]
 
@@ -74,6 +76,7 @@ class Recorder:
         self._mode = FunctionCalls(self._function_call) if intercept or self._functional else None
         self._handles: list[Any] = []
         self._recording = self._disabled = self._reads_checked = False
+        self._ours = OwnThread()  # another thread may evaluate the model meanwhile
 
     def __enter__(self) -> Recorder:
         if self._mode is not None:  # until the backward passes are over, like the hooks
@@ -100,9 +103,10 @@ class Recorder:
         self, index: int, use: ModuleUse, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
         """The forward hook of one module."""
-        if self._disabled:
+        if self._disabled or not self._ours():
             return None
         leaves, spec = tree_flatten(out)
+        refuse_call(use, [*tree_leaves((args, kwargs)), *leaves])
         at = _float_tensors(leaves, out, use)
         axis = self._axes.get(use.name, 0)
         slots = []
@@ -167,13 +171,22 @@ class Recorder:
     def recording(self, num_examples: int) -> Iterator[None]:
         """One forward pass of the model happens in here; the batch before is forgotten."""
         self._release()
-        self.num_examples, self._recording = num_examples, True
+        self.num_examples, self._recording, self._ours = num_examples, True, OwnThread()
         frozen = [p for layer in self.layers for p in layer.params.values() if not p.requires_grad]
         # Frozen parameters leave no trace in the graph; which operations read them is checked once.
         reads = ParameterReads(frozen) if frozen and not self._reads_checked else None
         try:
             with reads or nullcontext():
                 yield
+        except RuntimeError as error:
+            names = [recorded.call.use.name for recorded in self.calls if recorded.expanded]
+            if not names or isinstance(error, UnsupportedError):
+                raise
+            raise UnsupportedError(
+                f"The model failed after {title(names[0])} had returned one row for all {num_examples} examples, which "
+                "was replaced by a row for each: does the model reshape it, or pick one? Expand it to the batch in the "
+                f"model, or leave its parameters out of `params`. Its own message: {error}"
+            ) from error
         finally:
             self._recording = False
         if reads is not None:

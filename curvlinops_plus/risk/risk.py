@@ -12,17 +12,27 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from tqdm import tqdm
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Space
+from curvlinops_plus.risk.autograd_graph import prepare_graph
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
 from curvlinops_plus.risk.layers import example_axes, named_params
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, Terms
+from curvlinops_plus.risk.model_calls import ModelCalls, refuse_parameters
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.reading import Batch, check_data, input_error_context, is_iterator, read_batch
+from curvlinops_plus.risk.process_state import untraced
+from curvlinops_plus.risk.reading import (
+    Batch,
+    check_data,
+    input_error_context,
+    is_iterator,
+    read_batch,
+    require_numbers,
+)
+from curvlinops_plus.risk.replaced_parameters import Places, parameter_places, replaced_parameters
 from curvlinops_plus.risk.totals import Number, Totals
 
 __all__ = ["EmpiricalRisk", "RiskOptions", "require_risk"]
@@ -122,6 +132,8 @@ class EmpiricalRisk:
         self.model, self.data = model, data
         self.losses = Losses(loss, reduction)
         self.params = named_params(model, params)
+        refuse_parameters(model, self.params)
+        self._calls = ModelCalls()
         self.space = Space.of(self.params)
         self.device, self.dtype = _common_device(self.params), _common_dtype(self.params)
         axes = example_axes(model, example_axis)
@@ -180,12 +192,16 @@ class EmpiricalRisk:
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
         with input_error_context(batch, self.params):
-            out = call(**batch.X) if batch.unpack else call(batch.X)
+            out = self._calls(call, batch)
         return self.read_output(out, batch)
 
     def read_output(self, out: Any, batch: Batch) -> tuple[Any, Any, Any]:
         """Outputs, targets and class axes, as `run` gives them, from what the model returned for a batch."""
         outputs, class_axes = self.losses.select(out, self.options.output)
+        require_numbers(outputs)
+        graph = "no batch norm" not in self.checked and any(f.requires_grad for f in outputs)
+        if graph and not prepare_graph(outputs):
+            self.checked.add("no batch norm")
         targets = self.losses.targets(batch.y)
         if self.options.shift_labels:
             outputs, targets = tuple(f[:, :-1] for f in outputs), tuple(y[:, 1:] for y in targets)
@@ -214,24 +230,16 @@ class EmpiricalRisk:
 
         Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
         """
-        replaced = {slot: values[key] for slot, key in self._slots.items()}
-        return functional_call(_Inside(self.model, function), replaced, (), tie_weights=False)
+        with replaced_parameters(self._places, values):
+            return function(self.model)
 
     @cached_property
-    def _slots(self) -> dict[str, str]:
-        """Every place that holds a parameter, once, to its key: a module may have two names, a parameter two modules.
-
-        Found before the first call of `at`, because these calls may be nested.
-        """
-        keys = {id(p): key for key, p in self.params.items()}
-        return {
-            f"model.{name}.{local}" if name else f"model.{local}": keys[id(p)]
-            for name, module in self.model.named_modules()
-            for local, p in module._parameters.items()
-            if id(p) in keys
-        }
+    def _places(self) -> Places:
+        """Found before the first call of `at`, because these calls may be nested."""
+        return parameter_places(self.model, self.params)
 
     # ---------------------------------------------------------------------------------------------- all the data
+    @untraced
     def loss(self) -> Tensor:
         """The loss over all data, a 0-d tensor. Cost: one forward pass."""
         with preserve_state(self.model, self.data):
@@ -244,6 +252,7 @@ class EmpiricalRisk:
         """
         return self.gradient_and_loss()[0]
 
+    @untraced
     def gradient_and_loss(self) -> tuple[dict[str, Tensor], Tensor]:
         """Gradient and loss over all data in one pass; nothing is written to `.grad`."""
         with preserve_state(self.model, self.data):
@@ -272,17 +281,6 @@ def require_risk(risk: Any, owner: str) -> None:
             f"{owner} takes an EmpiricalRisk, got a {type(risk).__name__}: make one of model, loss and data first, "
             "EmpiricalRisk(model, loss, data)."
         )
-
-
-class _Inside(nn.Module):
-    """Calls a function with a model whose parameters are replaced."""
-
-    def __init__(self, model: nn.Module, function: Callable[[nn.Module], Any]) -> None:
-        super().__init__()
-        self.model, self.function = model, function
-
-    def forward(self) -> Any:
-        return self.function(self.model)
 
 
 def _common_device(params: Mapping[str, Tensor]) -> torch.device:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.risk.layers import title
+from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 
@@ -88,7 +89,7 @@ def check_expanded_rows(
     Cost: one forward pass, and two backward passes.
     """
     N, expanded = recorder.num_examples, [recorded for recorded in recorder.calls if recorded.expanded]
-    with recorder.disabled(), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+    with recorder.disabled(), torch.random.fork_rng(devices=[]), eager():
         torch.set_rng_state(random)
         plain = [f.detach() for f in run()]
     slots = [slot for recorded in expanded for slot in recorded.slots]

@@ -15,6 +15,7 @@ from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorG
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
@@ -113,7 +114,7 @@ class RecordedPasses:
         """One forward pass of the model on a batch happens in here."""
         self._random = torch.get_rng_state()
         # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
-        with torch.compiler.set_stance("force_eager"), self.recorder.recording(batch.num_examples):
+        with eager(), self.recorder.recording(batch.num_examples):
             yield
 
     def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
