@@ -232,23 +232,7 @@ class Linearizer:
         v = normal(1, self.risk.space.dim)
 
         def agrees(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> bool:
-            JV = [t.to(v.dtype) for t in JV]
-            norm = torch.stack([t.norm() for t in JV]).norm()
-            if norm > 0 and not any(f.requires_grad for f in F):
-                raise_unreached()
-            u = [t / norm for t in JV] if bool((norm > 0) & norm.isfinite()) else [normal(*t.shape) for t in JV]
-            back = self._vjp(F, free, u, 1)
-            if not bool(back.isfinite().all()):
-                return True  # nothing to compare, whichever way
-            # <u, J v> from both sides. As v is random, rounding errors hardly add up; where they do, two backward
-            # passes are slower, and right.
-            eps = max(torch.finfo(t.dtype).eps for t in (*F, *free))
-            if bool(((back * v).sum() - norm).abs() <= min(10 * eps**0.5, 0.1) * torch.maximum(norm, back.norm())):
-                return True
-            # Or the derivative is zero, as that of a bias in front of a norm, and rounding is all that is left.
-            size, scale = torch.maximum(norm, back.norm()), torch.stack([f.norm() for f in F]).norm()
-            small = bool(size <= eps**0.5 * scale)
-            return small and only_rounding(back, lambda: self._vjp(F, free, [3 * t for t in u], 1) / 3)
+            return self._agrees(F, free, v, [t.to(v.dtype) for t in JV], normal)
 
         try:
             self._largest = 0
@@ -282,6 +266,25 @@ class Linearizer:
             )
         self._forward = False
         set_random_state(device, state)
+
+    def _agrees(
+        self, F: Outputs, free: list[Tensor], v: Tensor, JV: list[Tensor], normal: Callable[..., Tensor]
+    ) -> bool:
+        """Whether `<u, J v>` is the same from both sides, with a `u` along `J v`."""
+        norm = torch.stack([t.norm() for t in JV]).norm()
+        if norm > 0 and not any(f.requires_grad for f in F):
+            raise_unreached()
+        u = [t / norm for t in JV] if bool((norm > 0) & norm.isfinite()) else [normal(*t.shape) for t in JV]
+        back = self._vjp(F, free, u, 1)
+        if not bool(back.isfinite().all()):
+            return True  # nothing to compare, whichever way
+        # As v is random, rounding errors hardly add up; where they do, two backward passes are slower, and right.
+        size, eps = torch.maximum(norm, back.norm()), max(torch.finfo(t.dtype).eps for t in (*F, *free))
+        if bool(((back * v).sum() - norm).abs() <= min(10 * eps**0.5, 0.1) * size):
+            return True
+        # Or the derivative is zero, as that of a bias in front of a norm, and rounding is all that is left.
+        small = bool(size <= eps**0.5 * torch.stack([f.norm() for f in F]).norm())
+        return small and only_rounding(back, lambda: self._vjp(F, free, [3 * t for t in u], 1) / 3)
 
     def _jvp_forward(self, batch: Batch, rows: Tensor, state: Any) -> list[Tensor]:
         """`J v` without a graph, [K, n] -> [K, *output]; random numbers are those of the forward pass at `state`."""

@@ -18,7 +18,8 @@ from torch._compile import _disable_dynamo
 
 __all__ = ["OwnThread", "eager", "exclusive", "quiet", "untraced"]
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _lock = threading.RLock()
 

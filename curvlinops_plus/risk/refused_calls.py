@@ -35,7 +35,7 @@ def refuse_call(use: ModuleUse, leaves: Iterable[Any]) -> None:
 
 
 def _reason(t: Tensor) -> str | None:
-    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):  # pyright: ignore[reportAttributeAccessIssue]
         return (
             "is called inside a transform of torch.func (vmap, grad, jvp), where its inputs and gradients can't be "
             "recorded. Call it on the whole batch."
