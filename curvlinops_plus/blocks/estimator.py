@@ -20,6 +20,7 @@ from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.process_state import OwnThread
 from curvlinops_plus.risk.reading import Batch, read_batch
 from curvlinops_plus.risk.sweep import RecordedPasses
 
@@ -157,7 +158,8 @@ class CurvatureEstimator:
         """
         risk, found = self.risk, self._read(batch)
         outputs: list[Any] = []
-        handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out))
+        ours = OwnThread()  # another thread may evaluate the model meanwhile
+        handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out) if ours() else None)
         try:
             with RecordedPasses(risk, self._layers, self.vectors, self._weights, own_pass=False) as passes:
                 with passes.recording(found):

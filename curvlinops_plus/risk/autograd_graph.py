@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +38,7 @@ def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
             stack += [(child, False) for child in below[node] if child not in below]
 
 
-def prepare_graph(outputs: Sequence[Tensor]) -> bool:
+def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
     """Let every batch norm in a graph get gradients whose strides PyTorch reads right; refuse graphs with gaps.
 
     Where the batch or all of an axis of the image has length one, strides don't tell whether a tensor is contiguous or
@@ -46,6 +47,7 @@ def prepare_graph(outputs: Sequence[Tensor]) -> bool:
 
     Args:
         outputs: What a forward pass returned.
+        num_examples: N of the batch.
 
     Returns:
         Whether there is any batch norm.
@@ -59,7 +61,7 @@ def prepare_graph(outputs: Sequence[Tensor]) -> bool:
     for node, _ in postorder([f.grad_fn for f in outputs]):
         name = node.name()
         if "BatchNorm" in name:
-            node.register_prehook(_copy_ambiguous)
+            node.register_prehook(partial(_copy_ambiguous, num_examples))
             found = True
         elif name == "CheckpointFunctionBackward":
             raise UnsupportedError(
@@ -78,9 +80,12 @@ def raise_unreached() -> NoReturn:
     )
 
 
-def _copy_ambiguous(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    # Every other number of a tensor of twice the size: contiguous in no way, which the kernel reads by its strides.
+def _copy_ambiguous(N: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     g = grads[0]
+    # Of several examples, instance norm makes one of more channels, which is contiguous.
+    if g is not None and g.shape[0] == 1 < N and g.is_contiguous():
+        return grads
+    # Every other number of a tensor of twice the size: contiguous in no way, which the kernel reads by its strides.
     if g is None or g.device.type != "cpu" or 1 not in (g.shape[0], *g.shape[2:]):
         return grads
     return (torch.stack((g, g), -1)[..., 0], *grads[1:])

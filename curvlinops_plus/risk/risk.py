@@ -83,6 +83,14 @@ class EmpiricalRisk:
         reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
             examples, "sum" adds them up. Default: the loss's own attribute ("batchmean" is "mean"), else "mean".
 
+    Passes over the data evaluate the model as it stands, whatever the caller's modes are: neither `torch.autocast`,
+    `torch.no_grad()` and `torch.inference_mode()` around them nor the compiler change a number. Autocast inside the
+    model's forward is part of the model. Afterwards model, data and global settings are as before.
+
+    Threads: one at a time runs passes over data, of any risk, and others wait; so operators may be made and used in
+    several threads. Meanwhile other threads may call the model: they see its own parameters, and their calls don't
+    count. They must not change it, or draw from the global random generators in passes that do.
+
     Attributes:
         model: The module.
         losses: The losses, one for each output; most models have one.
@@ -200,7 +208,7 @@ class EmpiricalRisk:
         outputs, class_axes = self.losses.select(out, self.options.output)
         require_numbers(outputs)
         graph = "no batch norm" not in self.checked and any(f.requires_grad for f in outputs)
-        if graph and not prepare_graph(outputs):
+        if graph and not prepare_graph(outputs, batch.num_examples):
             self.checked.add("no batch norm")
         targets = self.losses.targets(batch.y)
         if self.options.shift_labels:

@@ -127,11 +127,11 @@ NORMED = {
     "batch norm": (lambda: [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Conv2d(3, 3, 1)], (4, 5)),
     "batch norm 3d": (lambda: [nn.Conv3d(2, 3, 2), nn.BatchNorm3d(3)], (3, 3, 3)),
     "channels last": (
-        lambda: [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), ChannelsLast(3), nn.Unflatten(1, (2, -1))],
+        lambda: [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), ChannelsLast()],
         (4, 5),
     ),
     "one row": (
-        lambda: [nn.Conv2d(2, 3, (1, 2)), nn.BatchNorm2d(3), ChannelsLast(3), nn.Unflatten(1, (2, -1))],
+        lambda: [nn.Conv2d(2, 3, (1, 2)), nn.BatchNorm2d(3), ChannelsLast()],
         (1, 5),
     ),
     "as a function": (lambda: [nn.Conv2d(2, 3, 3), FunctionalNorm(), nn.Tanh(), nn.Conv2d(3, 2, 1)], (4, 4)),

@@ -22,7 +22,9 @@ from curvlinops_plus import (
     GGN,
     KFAC,
     ActivationHessian,
+    CurvatureEstimator,
     DiagonalBlock,
+    Empirical,
     EmpiricalRisk,
     FullBlock,
     GGNFactor,
@@ -247,6 +249,27 @@ def test_risks_of_one_model_in_several_threads() -> None:
     compiled = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: seen.append(graph) or graph.forward)
     compiled(torch.ones(2))
     assert len(seen) == 1
+
+
+def test_another_thread_evaluates_the_model_of_an_estimator() -> None:
+    model, (batch, _) = net(), batches()
+    estimates = []
+    for busy in (False, True):
+        estimator = CurvatureEstimator(EmpiricalRisk(model, CE, [batch]), KFAC, vectors=Empirical())
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                model(normal(5, 4, seed=9))
+
+        with estimator.listen(batch):
+            other = threading.Thread(target=evaluate)
+            if busy:
+                other.start()
+                other.join()
+            loss = CE(model(batch[0]), batch[1])
+        loss.backward()
+        estimates.append(estimator.operator.to_dense())
+    close(estimates[1], estimates[0])
 
 
 # ------------------------------------------------------------------------------------------------------------- compiled
