@@ -20,7 +20,7 @@ from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.process_state import OwnThread
+from curvlinops_plus.risk.process_state import OwnThread, exclusive
 from curvlinops_plus.risk.reading import Batch, read_batch
 from curvlinops_plus.risk.sweep import RecordedPasses
 
@@ -178,7 +178,8 @@ class CurvatureEstimator:
                             "inside."
                         ) from error
 
-                self._add(show, decay)
+                with exclusive():
+                    self._add(show, decay)
         finally:
             handle.remove()
 
