@@ -15,6 +15,7 @@ from curvlinops_plus.risk.determinism import require_same
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import require_rereadable
 from curvlinops_plus.risk.sweep import sweep
 
@@ -49,6 +50,7 @@ class Accumulation:
         self._cache: SweepCache | None = None
         self._weights: LossWeights | None = None
 
+    @untraced
     def run(self, max_sweeps: int | None = None, check_deterministic: bool | None = None) -> None:
         """Sweep until all blocks are finished.
 

@@ -22,6 +22,7 @@ from curvlinops_plus.risk.find_functions import look_for_functions
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.parameter_reads import OutsideReads
 from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.process_state import OwnThread, exclusive
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.sweep import RecordedPasses
 
@@ -181,7 +182,8 @@ class CurvatureEstimator:
     def _listen(self, found: Batch, decay: float | None) -> Iterator[None]:
         risk = self.risk
         outputs: list[Any] = []
-        handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out))
+        ours = OwnThread()  # another thread may evaluate the model meanwhile
+        handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out) if ours() else None)
         try:
             with RecordedPasses(risk, self._layers, self.vectors, self._weights, False, repeatable=False) as passes:
                 with passes.recording(found):
@@ -200,7 +202,8 @@ class CurvatureEstimator:
                             "inside."
                         ) from error
 
-                self._add(show, decay)
+                with exclusive():
+                    self._add(show, decay)
         finally:
             handle.remove()
 

@@ -22,11 +22,13 @@ from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.likelihood import GaussianNLL, Likelihood
 from curvlinops_plus.linalg.numerics import eigh, gram
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteCarlo
+from curvlinops_plus.risk.determinism import coarsest_dtype
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.losses import OutputLoss
 from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.process_state import eager, untraced
 from curvlinops_plus.risk.reading import Batch, require_rereadable
 from curvlinops_plus.risk.sweep import RecordedPasses
 
@@ -55,6 +57,7 @@ class Verification:
         return "\n".join([*lines, f"all {len(self.rows)} checks within {self.tolerance:g}"])
 
 
+@untraced
 def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) -> Verification:
     """Run all checks on the first examples of the data.
 
@@ -83,7 +86,7 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
         11
     """
     half = any(p.dtype in (torch.float16, torch.bfloat16) for p in risk.params.values())
-    tolerance = 5e-2 if half else 1e-8 if risk.dtype == torch.float64 else 1e-3
+    tolerance = 5e-2 if half else 1e-8 if coarsest_dtype(risk) == torch.float64 else 1e-3
     rows: list[tuple[str, str, float]] = []
 
     def check(layer: str, name: str, got: Tensor, expected: Tensor, what: str) -> None:
@@ -107,7 +110,6 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
     with (
         preserve_state(risk.model, risk.data),
         torch.inference_mode(False),
-        torch.autocast(risk.device.type, enabled=False),
     ):
         batch = _first(risk, num_examples)
         singles = [_some(batch, [n]) for n in range(batch.num_examples)]
@@ -239,7 +241,7 @@ def _one_example(risk: EmpiricalRisk, single: Batch, vector: list[Tensor]) -> di
         ]
         return torch.autograd.grad([f for f, _ in sent], list(free.values()), [v for _, v in sent], allow_unused=True)
 
-    with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+    with torch.enable_grad(), eager():
         found = risk.at(free, backward)
     return {key: torch.zeros_like(p) if g is None else g for (key, p), g in zip(free.items(), found)}
 

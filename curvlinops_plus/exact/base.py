@@ -13,13 +13,13 @@ from torch import Tensor
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.exact.double_backward import differentiable
 from curvlinops_plus.linalg import LinearOperator, Space, Structure
-from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.risk import EmpiricalRisk, Totals
-from curvlinops_plus.risk.determinism import require_same, training_modules
+from curvlinops_plus.risk.determinism import coarsest_dtype, require_same, training_modules
 from curvlinops_plus.risk.first_order import loss_pass
 from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
 from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.risk import require_risk
 
 __all__ = ["ParameterCurvature", "RiskOperator", "SymmetricRiskOperator", "require_same_products"]
@@ -57,6 +57,7 @@ class SymmetricRiskOperator(RiskOperator):
     def _matmat(self, X: Tensor) -> Tensor:
         return self._scaled(partial(self._sweep, X))
 
+    @untraced
     def _scaled(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]]) -> Tensor:
         """The result of a sweep over the data, times the factor of the reduction."""
         risk = self.risk
@@ -81,21 +82,21 @@ class ParameterCurvature(SymmetricRiskOperator):
         super().__init__(risk)
         self.in_space = self.out_space = risk.space
 
+    @untraced
     def _check_loss(self) -> None:
         """Compare the total losses of two passes."""
         with preserve_state(self.risk.model, self.risk.data):
             first, second = loss_pass(self.risk), loss_pass(self.risk)
         require_same(self.risk, first, second)
 
+    @untraced
     def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:
-        """Gradient of the loss in the order of the parameters, and the loss, over all data; without autocast, as all
-        products.
-        """
-        with outside_autocast(self.device):
-            gradient, loss = self.risk.gradient_and_loss()
+        """Gradient of the loss in the order of the parameters, and the loss, over all data."""
+        gradient, loss = self.risk.gradient_and_loss()
         return list(gradient.values()), loss
 
 
+@untraced
 def require_same_products(
     operator: RiskOperator, n: int, product: Callable[[Tensor], Tensor], cause: str | None = None
 ) -> None:
@@ -121,10 +122,10 @@ def require_same_products(
         where = first_nonfinite(risk)
         found = f" First seen: {where}." if where else ""
         raise NumericsError(f"A product with {name} has NaN or infinite entries.{found}")
-    if _close(one, two, risk.dtype):
+    if _close(one, two, coarsest_dtype(risk)):
         return
     off = "check_deterministic=False turns this check off."
-    if _close(one.sort(0)[0], two.sort(0)[0], risk.dtype):
+    if _close(one.sort(0)[0], two.sort(0)[0], coarsest_dtype(risk)):
         raise RuntimeError(
             f"Two products of {name} with the same vector have the same entries in another order: the data come in "
             "another order each time (shuffle=True?), and the rows follow that order. Use a loader that does not "

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops_plus.risk.process_state import quiet
+
 __all__ = ["checked_chunk_size", "columns_at_once", "join_rows", "split_rows", "vjp"]
 
 # Columns are vectorised in pieces whose copies of intermediate results stay below this many bytes.
@@ -62,10 +64,10 @@ def vjp(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tens
     if len(vectors[0]) == 1:
         found = torch.autograd.grad(outputs, inputs, [v[0] for v in vectors], retain_graph=True, allow_unused=True)
         return [None if g is None else g[None] for g in found]
+    options = {"retain_graph": True, "allow_unused": True}
     try:
-        return list(
-            torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, is_grads_batched=True, allow_unused=True)
-        )
+        with quiet():
+            return list(torch.autograd.grad(outputs, inputs, vectors, is_grads_batched=True, **options))
     except RuntimeError:  # operations that can't be vectorised (group norm's second derivative); all else fails again
         rows = [vjp(outputs, inputs, [v[k : k + 1] for v in vectors]) for k in range(len(vectors[0]))]
     columns = zip(*rows, strict=True)

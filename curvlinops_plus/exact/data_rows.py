@@ -17,6 +17,7 @@ from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import require_rereadable
 
 __all__ = ["DataRows", "RowBlock"]
@@ -76,18 +77,22 @@ class DataRows(RiskOperator):
 
     # ----------------------------------------------------------------------------------------------------- products
     @cached_property
+    @untraced
     def _row_space(self) -> Space:
         with preserve_state(self.risk.model, self.risk.data), differentiable():
             return Space.from_shapes(self._count_rows())
 
+    @untraced
     def _rows_product(self, X: Tensor) -> Tensor:  # [P, K] -> [m, K]
         with preserve_state(self.risk.model, self.risk.data), differentiable():
             return self._reduced(partial(self._rows_sweep, X))
 
+    @untraced
     def _transpose_product(self, X: Tensor) -> Tensor:  # [m, K] -> [P, K]
         with preserve_state(self.risk.model, self.risk.data), differentiable():
             return self._reduced(partial(self._transpose_sweep, X))
 
+    @untraced
     def _rows_dense(self) -> Tensor:  # [m, P]
         """The matrix; each batch by backward passes for its rows, or by tangents of all parameters if these are
         fewer.

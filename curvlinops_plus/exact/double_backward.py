@@ -6,22 +6,20 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.exact.batched import vjp
 from curvlinops_plus.risk.autograd_graph import postorder
+from curvlinops_plus.risk.process_state import eager
 
 __all__ = [
-    "PlainWeightNorm",
     "differentiable",
     "loss_hessian_product",
+    "only_rounding",
     "operation_context",
     "refuse_asymmetry",
     "refuse_once_differentiable",
@@ -36,14 +34,13 @@ def differentiable() -> Iterator[None]:
     Attention runs by plain operations, whose fused kernels have neither forward mode nor second derivatives, and
     compiled modules run eagerly.
     """
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        eager = torch.compiler.set_stance("force_eager")
-        with torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), eager:
+    with eager(), torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
             yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
 
 
 _MISSING = re.compile(r"derivative for '?(?:aten::)?_*(\w+?)(?:_dense)?(?:_backward)?'? is not implemented")
@@ -67,9 +64,8 @@ def operation_context(forward: str | None = None) -> Iterator[None]:
             raise
         raise UnsupportedError(
             f"The model or the loss uses {found[1]}, which PyTorch can't differentiate twice. Write it with "
-            "operations that it can (cdist as (x[:, None] - y).norm(dim=-1), EmbeddingBag as an Embedding and a sum "
-            "over its axis, attention as softmax(q kᵀ) v), or use an operator that goes back once, as "
-            f"KFACLinearOperator.{tried(forward)}"
+            "operations that it can (cdist as (x[:, None] - y).norm(dim=-1), attention as softmax(q kᵀ) v), or use an "
+            f"operator that goes back once, as KFACLinearOperator.{tried(forward)}"
         ) from error
 
 
@@ -123,12 +119,14 @@ def tried(why: str | None) -> str:
     return f" Forward mode was tried first: {why}" if why else ""
 
 
-def refuse_asymmetry(product: Callable[[Tensor], Tensor], like: Tensor) -> None:
+def refuse_asymmetry(product: Callable[[Tensor], Tensor], like: Tensor, scale: float, dtype: torch.dtype) -> None:
     """Refuse second derivatives that are not symmetric: those of a function are.
 
     Args:
         product: Products [K, n] -> [K, n] with a Hessian.
         like: A vector [n, *].
+        scale: Size of the function, to tell zero derivatives, of which rounding leaves something.
+        dtype: What limits the digits.
 
     Raises:
         UnsupportedError: If they are not symmetric in float64. In lower precisions only a `CurvatureWarning`: rounding
@@ -141,47 +139,30 @@ def refuse_asymmetry(product: Callable[[Tensor], Tensor], like: Tensor) -> None:
     HV = product(V)
     inner, size = (V @ HV.T).double(), float(HV.double().norm())
     away = float((inner - inner.T).abs().max()) / size if size > 0 else 0.0  # of about |H - Hᵀ| / |H|
-    if not away > (1e-5 if like.dtype == torch.float64 else 0.01):  # NaN is reported elsewhere
+    if not away > (1e-5 if dtype == torch.float64 else 0.01):  # NaN is reported elsewhere
+        return
+    if size <= scale * torch.finfo(dtype).eps ** 0.5 and only_rounding(HV, lambda: product(3 * V) / 3):
         return
     said = f"Products with the Hessian are not symmetric (by {away:.0e} of their length), as second derivatives are: "
     wrong = (
         "an operation of the model or the loss has a wrong second derivative in PyTorch, or a backward pass written by "
         "hand is not a function of its inputs alone. Find it with torch.autograd.gradgradcheck, layer by layer."
     )
-    if like.dtype == torch.float64:
+    if dtype == torch.float64:
         raise UnsupportedError(said + wrong)
     warnings.warn(
-        f"{said}either little is left of {like.dtype} numbers, as in networks that fit their data; or {wrong} In "
+        f"{said}either little is left of {dtype} numbers, as in networks that fit their data; or {wrong} In "
         "float64 the two can be told apart.",
         CurvatureWarning,
         stacklevel=2,
     )
 
 
-class PlainWeightNorm(TorchFunctionMode):
-    """While active, weight norm is computed by plain operations: the second derivative of its fused kernel is wrong.
+def only_rounding(found: Tensor, scaled: Callable[[], Tensor]) -> bool:
+    """Whether the result of a linear function is nothing but rounding: of three times the vector that is another one.
 
-    Attributes:
-        largest: Numbers in the largest result of all operations.
-        used: Whether a weight was normalised.
+    Args:
+        found: The result.
+        scaled: Gives a third of the result for three times the vector.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest, self.used = 1, False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._weight_norm:  # pyright: ignore[reportPrivateImportUsage]
-            self.used = True
-            return _weight_norm(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                self.largest = max(self.largest, t.numel())
-        return out
-
-
-def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
-    """`g v / |v|`, with a norm for each entry of the axis, or a single one if that is -1."""
-    others = [axis for axis in range(v.ndim) if dim == -1 or axis != dim % v.ndim]
-    return v * (g / v.square().sum(others, keepdim=dim != -1).sqrt())
+    return float((found - scaled()).norm()) > 1e-2 * float(found.norm())

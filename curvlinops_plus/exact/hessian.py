@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from curvlinops_plus.exact.base import ParameterCurvature
 from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
 from curvlinops_plus.exact.double_backward import (
-    PlainWeightNorm,
     operation_context,
     refuse_asymmetry,
     refuse_once_differentiable,
 )
+from curvlinops_plus.exact.operations import Operations
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
+from curvlinops_plus.risk.autograd_graph import raise_unreached
+from curvlinops_plus.risk.determinism import coarsest_dtype
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
 
@@ -68,9 +70,9 @@ class Hessian(ParameterCurvature):
         self.chunk_size = checked_chunk_size(chunk_size)
         _ = risk.losses.reduction  # refuse now, not at first use
         self._blocks = _blocks(block_sizes, len(risk.params))
-        self._checked = False  # whether the first batch was
+        self._checked: set[Hashable] = set()  # shapes of batches that were
         self._largest = 1  # numbers in the largest intermediate result of the first forward pass
-        self._normed = False  # whether there is weight norm in it
+        self._replaced = False  # whether operations in it were replaced
         if check_deterministic:
             self._check_loss()
 
@@ -78,26 +80,32 @@ class Hessian(ParameterCurvature):
         risk, totals = self.risk, Totals()
         free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
         X = X.clone() if X.is_inference() else X
-        total = torch.zeros_like(X)
+        total, reached = torch.zeros_like(X), []
 
         def loop(model: nn.Module) -> None:
             for batch in risk.batches(type(self).__name__):
-                watch = None if self._checked and not self._normed else PlainWeightNorm()
+                watch = None if self._checked and not self._replaced else Operations()
                 with watch or nullcontext():
                     f, y, class_axis = risk.run(batch, model)
                 batch_totals = risk.terms(f, y, batch, class_axis).totals
                 if watch is not None:
-                    self._largest, self._normed = max(self._largest, watch.largest), watch.used
-                total.add_(self._product(weights.objective(batch_totals), list(free.values()), X))
+                    self._largest, self._replaced = max(self._largest, watch.largest), watch.replaced
+                loss, shape = weights.objective(batch_totals), _shape(batch.num_examples, f)
+                if loss.requires_grad:
+                    reached.append(shape)
+                    total.add_(self._product(loss, list(free.values()), X, shape))
                 totals.add(batch_totals.detached())
+            if not reached:
+                raise_unreached()
 
         with operation_context():
             risk.at(free, loop)
         return total, totals
 
-    def _product(self, loss: Tensor, params: list[Tensor], X: Tensor) -> Tensor:
+    def _product(self, loss: Tensor, params: list[Tensor], X: Tensor, shape: Hashable) -> Tensor:
         """Hessian of one batch's loss times `X` [n, K]."""
-        if not self._checked:
+        new = shape not in self._checked
+        if new:
             refuse_once_differentiable(loss)
             refuse_outside_reads(loss, self.risk.params)
         gradient = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
@@ -112,12 +120,17 @@ class Hessian(ParameterCurvature):
                     found += [None] * len(params[block])
             return join_rows(found, params, len(rows), self.dtype)
 
-        if not self._checked:
-            refuse_asymmetry(product, X)
-            self._checked = True
+        if new:
+            refuse_asymmetry(product, X, float(loss.detach().abs()), coarsest_dtype(self.risk))
+            self._checked.add(shape)
         # Two backward passes hold a few results of each column at a time.
         size = columns_at_once(self.chunk_size, X.shape[0] + 4 * self._largest)
         return torch.cat([product(piece) for piece in X.T.split(size)]).T
+
+
+def _shape(N: int, outputs: Sequence[Tensor]) -> Hashable:
+    """What kernels choose their ways by: number of examples, and axes of length one."""
+    return N, *(tuple(size == 1 for size in f.shape) for f in outputs)
 
 
 def _blocks(sizes: Sequence[int] | None, count: int) -> list[slice]:

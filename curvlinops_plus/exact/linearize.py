@@ -17,52 +17,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.functional import embedding
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
-from curvlinops_plus.exact.double_backward import operation_context, refuse_once_differentiable, tried
+from curvlinops_plus.exact.double_backward import only_rounding, operation_context, refuse_once_differentiable, tried
+from curvlinops_plus.exact.operations import Operations
 from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk.autograd_graph import raise_unreached
+from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.reading import Batch
 
 __all__ = ["Linearizer", "Outputs"]
 
 T = TypeVar("T")
-
-
-class _Watch(TorchFunctionMode):
-    """Observes every operation of a forward pass, and corrects what forward mode would do wrong.
-
-    Attributes:
-        largest: Numbers in the largest result.
-        stopped: Whether a tangent came out of an operation that keeps no gradient: forward mode ignores `no_grad`.
-        padded: Whether a table with `padding_idx` was read: which forward mode ignores except while we watch.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest, self.stopped, self.padded = 1, False, False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = self._embedded(*args, **(kwargs or {})) if func is embedding else func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                self.largest = max(self.largest, t.numel())
-                if not torch.is_grad_enabled() and forward_ad.unpack_dual(t).tangent is not None:
-                    self.stopped = True
-        return out
-
-    def _embedded(
-        self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **options: Any
-    ) -> Any:
-        out = embedding(input, weight, None, *rest, **options)
-        if padding_idx is None:
-            return out
-        self.padded = True
-        return torch.where((input == padding_idx % len(weight))[..., None], out.detach(), out)
 
 
 Outputs = Sequence[Tensor]
@@ -88,7 +56,7 @@ class Linearizer:
         self.keys, self.params = list(risk.params), list(risk.params.values())
         self._largest = 0  # numbers in the largest intermediate result; 0 asks to watch the next forward pass
         self._stopped = False  # whether a tangent came out of an operation under `no_grad` then
-        self._padded = False  # whether a table with `padding_idx` was read
+        self._replaced = False  # whether operations were replaced
         self._forward: bool | None = None  # whether forward mode is right; None before it was tried
         self._shared = True  # whether the graph of a forward pass with tangents serves the backward pass
         self._why: str | None = None  # the reason why forward mode is not used
@@ -211,20 +179,30 @@ class Linearizer:
     # ------------------------------------------------------------------------------------------------------- running
     @property
     def _run(self) -> Read:
-        """`read`, which is watched the first time, and always if there are tables with padding."""
-        return self.read if self._largest and not self._padded else self._watched_read
+        """`read`, which is watched the first time, and always if operations have to be replaced."""
+        return self.read if self._largest and not self._replaced else self._watched_read
 
     def _watched_read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
-        with _Watch() as watch:
+        with Operations() as watch:
             found = self.read(model, batch)
-        self._largest, self._padded = max(self._largest, watch.largest), self._padded or watch.padded
+        self._largest, self._replaced = max(self._largest, watch.largest), self._replaced or watch.replaced
         self._stopped = watch.stopped and torch.is_grad_enabled()
         return found
 
     def _at(self, batch: Batch, function: Callable[[Outputs, Any, list[Tensor]], T]) -> T:
         """`function(F, extra, parameters)` while the model has these parameters; `F` has a graph."""
-        free = [p.detach().requires_grad_() for p in self.params]
-        return self.risk.at(dict(zip(self.keys, free)), lambda model: function(*self._run(model, batch), free))
+        free, reached = [p.detach().requires_grad_() for p in self.params], True
+
+        def inside(model: nn.Module) -> T:
+            nonlocal reached
+            F, extra = self._run(model, batch)
+            reached = not torch.is_grad_enabled() or any(f.requires_grad for f in F)
+            return function(F, extra, free)
+
+        found = self.risk.at(dict(zip(self.keys, free)), inside)
+        if not reached and self._forward is None:
+            self._choose_mode(batch)  # which notices what it depends on without a graph
+        return found
 
     def _at_tangent(self, batch: Batch, row: Tensor, function: Callable[..., T]) -> T:  # row [1, n]
         """`function(F, extra, J v, parameters)`: one forward pass, whose graph is there for the backward pass."""
@@ -254,16 +232,7 @@ class Linearizer:
         v = normal(1, self.risk.space.dim)
 
         def agrees(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> bool:
-            JV = [t.to(v.dtype) for t in JV]
-            norm = torch.stack([t.norm() for t in JV]).norm()
-            u = [t / norm for t in JV] if bool((norm > 0) & norm.isfinite()) else [normal(*t.shape) for t in JV]
-            back = self._vjp(F, free, u, 1)
-            if not bool(back.isfinite().all()):
-                return True  # nothing to compare, whichever way
-            # <u, J v> from both sides. As v is random, rounding errors hardly add up; where they do, two backward
-            # passes are slower, and right.
-            eps = max(torch.finfo(t.dtype).eps for t in (*F, *free))
-            return bool(((back * v).sum() - norm).abs() <= min(10 * eps**0.5, 0.1) * torch.maximum(norm, back.norm()))
+            return self._agrees(F, free, v, [t.to(v.dtype) for t in JV], normal)
 
         try:
             self._largest = 0
@@ -274,6 +243,8 @@ class Linearizer:
             self._shared = False
             set_random_state(device, state)
             right = self._at(batch, lambda F, extra, free: agrees(F, extra, self._jvp_forward(batch, v, state), free))
+        except UnsupportedError:
+            raise
         except RuntimeError as error:
             right, self._why = False, str(error).splitlines()[0]
         finally:
@@ -295,6 +266,25 @@ class Linearizer:
             )
         self._forward = False
         set_random_state(device, state)
+
+    def _agrees(
+        self, F: Outputs, free: list[Tensor], v: Tensor, JV: list[Tensor], normal: Callable[..., Tensor]
+    ) -> bool:
+        """Whether `<u, J v>` is the same from both sides, with a `u` along `J v`."""
+        norm = torch.stack([t.norm() for t in JV]).norm()
+        if norm > 0 and not any(f.requires_grad for f in F):
+            raise_unreached()
+        u = [t / norm for t in JV] if bool((norm > 0) & norm.isfinite()) else [normal(*t.shape) for t in JV]
+        back = self._vjp(F, free, u, 1)
+        if not bool(back.isfinite().all()):
+            return True  # nothing to compare, whichever way
+        # As v is random, rounding errors hardly add up; where they do, two backward passes are slower, and right.
+        size, eps = torch.maximum(norm, back.norm()), max(torch.finfo(t.dtype).eps for t in (*F, *free))
+        if bool(((back * v).sum() - norm).abs() <= min(10 * eps**0.5, 0.1) * size):
+            return True
+        # Or the derivative is zero, as that of a bias in front of a norm, and rounding is all that is left.
+        small = bool(size <= eps**0.5 * torch.stack([f.norm() for f in F]).norm())
+        return small and only_rounding(back, lambda: self._vjp(F, free, [3 * t for t in u], 1) / 3)
 
     def _jvp_forward(self, batch: Batch, rows: Tensor, state: Any) -> list[Tensor]:
         """`J v` without a graph, [K, n] -> [K, *output]; random numbers are those of the forward pass at `state`."""
@@ -318,7 +308,8 @@ class Linearizer:
                 if len(rows) > 1:
                     try:
                         set_random_state(self.risk.device, state)
-                        return list(torch.func.vmap(one, randomness="same")(*V))
+                        with quiet():
+                            return list(torch.func.vmap(one, randomness="same")(*V))
                     except RuntimeError:  # an operation that can't be vectorised; all else fails again
                         pass
                 return [torch.stack(ts) for ts in zip(*(alone(k) for k in range(len(rows))), strict=True)]

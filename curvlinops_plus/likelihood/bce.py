@@ -66,7 +66,7 @@ class BCEWithLogits(DiagonalLikelihood):
                 "else in every other batch; use entries per output (trailing axes), or a loss of your own that weighs "
                 "examples by what the target says."
             )
-        return value.to(F).expand(y.shape)
+        return value.detach().to(F).expand(y.shape)
 
     # ---------------------------------------------------------------------------------------------- the loss
 

@@ -182,7 +182,7 @@ class CrossEntropy(Likelihood):
     # ---------------------------------------------------------------------------------------------- parts
 
     def _weight(self, F: Tensor) -> Tensor | None:
-        return None if self.loss.weight is None else self.loss.weight.to(F)
+        return None if self.loss.weight is None else self.loss.weight.detach().to(F)
 
     def _class_weights(self, Y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Of class indices `Y [N, R]`: valid indices, the weight of each term's own class, whether the term counts.
@@ -191,7 +191,7 @@ class CrossEntropy(Likelihood):
         """
         keep, weight = Y.ne(self.loss.ignore_index), self.loss.weight
         index = Y.where(keep, 0)
-        return index, keep.to(dtype) if weight is None else weight.to(Y.device, dtype)[index] * keep, keep
+        return index, keep.to(dtype) if weight is None else weight.detach().to(Y.device, dtype)[index] * keep, keep
 
     def _root_scale(self, F: Tensor, Y: Tensor) -> Tensor:
         """`√h [N, R, 1]`."""

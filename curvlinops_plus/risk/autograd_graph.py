@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
-__all__ = ["postorder"]
+import torch
+from torch import Tensor
+
+from curvlinops_plus.errors import UnsupportedError
+
+__all__ = ["postorder", "prepare_graph", "raise_unreached"]
 
 
 def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
@@ -30,3 +36,56 @@ def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
             below[node] = [child for child, _ in node.next_functions if child is not None]
             stack.append((node, True))
             stack += [(child, False) for child in below[node] if child not in below]
+
+
+def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
+    """Let every batch norm in a graph get gradients whose strides PyTorch reads right; refuse graphs with gaps.
+
+    Where the batch or all of an axis of the image has length one, strides don't tell whether a tensor is contiguous or
+    channels-last. The CPU kernel of the backward pass takes input and gradient to be alike then, and mixes channels up
+    if they are not: with a loss on `[1, C, H, W]`, for instance. Instance norm calls it with a batch of one.
+
+    Args:
+        outputs: What a forward pass returned.
+        num_examples: N of the batch.
+
+    Returns:
+        Whether there is any batch norm.
+
+    Raises:
+        UnsupportedError: If there is reentrant activation checkpointing, which leaves out parameters.
+
+    Cost: a walk through the graph.
+    """
+    found = False
+    for node, _ in postorder([f.grad_fn for f in outputs]):
+        name = node.name()
+        if "BatchNorm" in name:
+            node.register_prehook(partial(_copy_ambiguous, num_examples))
+            found = True
+        elif name == "CheckpointFunctionBackward":
+            raise UnsupportedError(
+                "The model uses activation checkpointing with use_reentrant=True, which hides parameters from "
+                "derivatives other than loss.backward(). Pass use_reentrant=False to torch.utils.checkpoint "
+                "(Hugging Face: gradient_checkpointing_kwargs={'use_reentrant': False})."
+            )
+    return found
+
+
+def raise_unreached() -> NoReturn:
+    """The error if derivatives of a model don't reach any parameter."""
+    raise UnsupportedError(
+        "The output of the model does not depend on any of the parameters in a way that can be differentiated. Does it "
+        "run under torch.no_grad(), detach its output, or call torch.autograd.grad without create_graph=True?"
+    )
+
+
+def _copy_ambiguous(N: int, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    g = grads[0]
+    # Of several examples, instance norm makes one of more channels, which is contiguous.
+    if g is not None and g.shape[0] == 1 < N and g.is_contiguous():
+        return grads
+    # Every other number of a tensor of twice the size: contiguous in no way, which the kernel reads by its strides.
+    if g is None or g.device.type != "cpu" or 1 not in (g.shape[0], *g.shape[2:]):
+        return grads
+    return (torch.stack((g, g), -1)[..., 0], *grads[1:])

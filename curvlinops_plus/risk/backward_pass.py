@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
+from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 from curvlinops_plus.risk.vectors import Draws, Vectors
@@ -200,8 +200,7 @@ class BackwardPasses:
         if not slots:
             return
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*batching rule.*")  # vmap's own loop: slower, and right
+            with quiet():
                 edges = [slot.edge for slot in slots]
                 found = torch.autograd.grad(
                     outputs, edges, vectors, retain_graph=True, allow_unused=True, is_grads_batched=True

@@ -10,7 +10,7 @@ from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.totals import Totals
 
-__all__ = ["require_same", "training_modules"]
+__all__ = ["coarsest_dtype", "require_same", "training_modules"]
 
 
 def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
@@ -24,7 +24,7 @@ def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
     if not bool(one.isfinite() & two.isfinite()):
         where = first_nonfinite(risk)
         raise NumericsError(f"The total loss is {float(one)}." + (f" First seen: {where}." if where else ""))
-    tolerance = 1e-8 if risk.dtype == torch.float64 else 5e-5
+    tolerance = 1e-8 if coarsest_dtype(risk) == torch.float64 else 5e-5
     if first.examples == second.examples and torch.allclose(one, two, rtol=tolerance, atol=1e-6):
         return
     random = training_modules(risk.model)
@@ -35,6 +35,11 @@ def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
         f"Two passes over the data disagree: total loss {float(one):.8g} over {first.examples} examples and "
         f"{float(two):.8g} over {second.examples}. {cause} check_deterministic=False turns this check off."
     )
+
+
+def coarsest_dtype(risk: EmpiricalRisk) -> torch.dtype:
+    """The dtype of the parameters that rounds most: what the digits of results are limited by."""
+    return max((p.dtype for p in risk.params.values()), key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def training_modules(model: nn.Module) -> str:

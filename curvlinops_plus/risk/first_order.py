@@ -8,8 +8,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.risk.autograd_graph import raise_unreached
 from curvlinops_plus.risk.loss_weights import Evaluated, LossWeights
 from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
+from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.totals import Totals
 
@@ -32,7 +34,7 @@ def loss_pass(risk: Evaluated) -> Totals:
     totals = Totals()
     with torch.inference_mode(False), torch.no_grad():
         for batch in risk.batches("loss"):
-            with torch.compiler.set_stance("force_eager"):
+            with eager():
                 outputs, targets, class_axes = risk.run(batch)
                 totals.add(risk.terms(outputs, targets, batch, class_axes).totals)
     return totals
@@ -48,11 +50,16 @@ def gradient_pass(risk: Differentiated, weights: LossWeights) -> tuple[dict[str,
 
     def add_batches(model: nn.Module) -> None:
         looked_at = risk.losses.known  # a loss that we know reads nothing but output and target
+        reached = False
         for batch in risk.batches("gradient"):
-            with torch.compiler.set_stance("force_eager"):
+            with eager():
                 outputs, targets, class_axes = risk.run(batch, model)
                 batch_totals = risk.terms(outputs, targets, batch, class_axes).totals
             objective = weights.objective(batch_totals)
+            totals.add(batch_totals.detached())
+            if not objective.requires_grad:
+                continue
+            reached = True
             if not looked_at:
                 refuse_outside_reads(objective, risk.params)
                 looked_at = True
@@ -60,7 +67,8 @@ def gradient_pass(risk: Differentiated, weights: LossWeights) -> tuple[dict[str,
             for total, g in zip(grads.values(), found):
                 if g is not None:
                     total += g
-            totals.add(batch_totals.detached())
+        if not reached:
+            raise_unreached()
 
     with torch.inference_mode(False), torch.enable_grad():
         risk.at(free, add_batches)

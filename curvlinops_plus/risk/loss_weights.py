@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.risk.losses import Losses, Terms
+from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch, is_iterator
 from curvlinops_plus.risk.totals import Totals
 
@@ -129,7 +130,7 @@ def count_loss_terms(risk: Evaluated) -> Totals:
     totals = Totals()
     with torch.inference_mode(False), torch.no_grad():
         for batch in risk.batches("counting loss terms"):
-            with torch.compiler.set_stance("force_eager"):
+            with eager():
                 outputs, targets, class_axes = risk.run(batch)
             with torch.autocast(risk.device.type, enabled=False):
                 totals.add(risk.terms(outputs, targets, batch, class_axes).totals)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.risk.layers import title
 from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.process_state import OwnThread, eager
 from curvlinops_plus.risk.reading import is_iterator
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
@@ -24,12 +25,13 @@ def first_nonfinite(risk: EmpiricalRisk) -> str | None:
     if is_iterator(risk.data):
         return None
     found: list[str] = []
+    ours = OwnThread()
 
     def check(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             for what, values in (("input", args), ("output", (out,))):
                 floats = [t for t in values if isinstance(t, Tensor) and t.is_floating_point()]
-                if not found and not all(bool(t.isfinite().all()) for t in floats):
+                if ours() and not found and not all(bool(t.isfinite().all()) for t in floats):
                     found.append(f"the {what} of {title(name)} ({type(module).__name__})")
 
         return hook
@@ -41,7 +43,7 @@ def first_nonfinite(risk: EmpiricalRisk) -> str | None:
         with (
             preserve_state(risk.model, risk.data),
             torch.no_grad(),
-            torch.compiler.set_stance("force_eager"),
+            eager(),
         ):
             for index, batch in enumerate(risk.batches("looking for NaN")):
                 risk.run(batch)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.layer.embedding import refuse_renormalization
+from curvlinops_plus.risk.process_state import exclusive
 
 __all__ = ["preserve_state"]
 
@@ -26,11 +27,24 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
     statistics. Cost: a copy of the buffers.
 
     Meanwhile embeddings run without `sparse` and `scale_grad_by_freq`, which only change `.grad` (the latter to what is
-    no derivative), and without `max_norm`, after a check that no row exceeds it.
+    no derivative), and without `max_norm`, after a check that no row exceeds it. And nothing runs under the caller's
+    autocast: a matrix does not depend on where it is asked for. Autocast inside the model's forward is part of the
+    model.
+
+    One thread at a time is in here; others wait.
 
     Raises:
         UnsupportedError: If an embedding's `max_norm` would rewrite its weight.
     """
+    with exclusive(), ExitStack() as contexts:
+        for kind in {"cpu", *(p.device.type for p in model.parameters())}:
+            contexts.enter_context(torch.autocast(kind, enabled=False))
+        contexts.enter_context(_restored(model, data))
+        yield
+
+
+@contextmanager
+def _restored(model: nn.Module, data: Any) -> Iterator[None]:
     generators = _generators(data)
     states = [g.get_state() for g in generators]
     cpu = torch.get_rng_state()

@@ -6,7 +6,7 @@ Face). Accepted outputs: a tensor, an output object with `.logits`, or anything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -23,6 +23,7 @@ __all__ = [
     "input_error_context",
     "is_iterator",
     "read_batch",
+    "require_numbers",
     "require_rereadable",
     "scalar_loss",
     "select_output",
@@ -224,6 +225,17 @@ def select_output(out: Any, selector: Callable[[Any], Any] | None) -> tuple[Tens
             f"instance `output=lambda o: {_hint(out)}`.{_pair_hint(out)}"
         )
     return chosen, chosen is logits
+
+
+def require_numbers(outputs: Iterable[Tensor]) -> None:
+    """Refuse outputs without any number.
+
+    Raises:
+        ValueError: Saying the shape.
+    """
+    for f in outputs:
+        if f.numel() == 0:
+            raise ValueError(f"The model returned a tensor of shape {list(f.shape)}, which has no numbers.")
 
 
 def _parts(out: Any) -> str:

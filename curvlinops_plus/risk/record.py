@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
@@ -32,7 +32,9 @@ from curvlinops_plus.risk.function_calls import FunctionCalls
 from curvlinops_plus.risk.function_uses import FunctionUses
 from curvlinops_plus.risk.layers import Layer, ModuleUse, title
 from curvlinops_plus.risk.parameter_reads import OutsideReads, ParameterReads, refuse_outside_readers
+from curvlinops_plus.risk.process_state import OwnThread
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
+from curvlinops_plus.risk.refused_calls import refuse_call
 from curvlinops_plus.risk.row_order import RowOrder, packed_order, read_order, refuse_functions
 
 __all__ = ["Recorder"]
@@ -83,6 +85,7 @@ class Recorder:
         self._mode = FunctionCalls(self._function_call) if intercept or self._functions else None
         self._handles: list[Any] = []
         self._recording = self._disabled = self._reads_checked = False
+        self._ours = OwnThread()  # another thread may evaluate the model meanwhile
 
     def __enter__(self) -> Recorder:
         if self._mode is not None:  # until the backward passes are over, like the hooks
@@ -110,7 +113,7 @@ class Recorder:
         self, index: int, use: ModuleUse, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> Any:
         """The forward hook of one module."""
-        if self._disabled or not self._reads_own(use, module):
+        if self._disabled or not self._ours() or not self._reads_own(use, module):
             return None
         if (order := packed_order(use, out, self.num_examples)) is None:
             return self._output(index, use, args, kwargs, out)
@@ -133,6 +136,7 @@ class Recorder:
         Of a packed sequence, the output is its data and states, and `packed` the order of the data.
         """
         leaves, spec = tree_flatten(out)
+        refuse_call(use, [*tree_leaves((args, kwargs)), *leaves])
         at = _float_tensors(leaves, out, use)
         axis = self._axes.get(use.name, 0)
         tensors = [leaves[k] for k in at]
@@ -243,12 +247,22 @@ class Recorder:
         self._release()
         self._functions.start()
         self.num_examples, self._data, self._recording = num_examples, data, True
+        self._ours = OwnThread()
         frozen = [p for p in self._params.values() if not p.requires_grad]
         # Frozen parameters leave no trace in the graph; which operations read them is checked once.
         reads = ParameterReads(frozen) if frozen and not self._reads_checked else None
         try:
             with reads or nullcontext():
                 yield
+        except RuntimeError as error:
+            names = [recorded.call.use.name for recorded in self.calls if recorded.expanded]
+            if not names or isinstance(error, UnsupportedError):
+                raise
+            raise UnsupportedError(
+                f"The model failed after {title(names[0])} had returned one row for all {num_examples} examples, which "
+                "was replaced by a row for each: does the model reshape it, or pick one? Expand it to the batch in the "
+                f"model, or leave its parameters out of `params`. Its own message: {error}"
+            ) from error
         finally:
             self._recording = False
             self._functions.end()

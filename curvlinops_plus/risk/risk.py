@@ -12,18 +12,28 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from tqdm import tqdm
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Space
+from curvlinops_plus.risk.autograd_graph import prepare_graph
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
 from curvlinops_plus.risk.label_shift import are_labels_shifted
 from curvlinops_plus.risk.layers import FoundReads, example_axes, named_params
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, Terms
+from curvlinops_plus.risk.model_calls import ModelCalls, refuse_parameters
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.reading import Batch, check_data, input_error_context, is_iterator, read_batch
+from curvlinops_plus.risk.process_state import untraced
+from curvlinops_plus.risk.reading import (
+    Batch,
+    check_data,
+    input_error_context,
+    is_iterator,
+    read_batch,
+    require_numbers,
+)
+from curvlinops_plus.risk.replaced_parameters import Places, parameter_places, replaced_parameters
 from curvlinops_plus.risk.row_order import functions_of_rows
 from curvlinops_plus.risk.totals import Number, Totals
 
@@ -58,12 +68,14 @@ class Checked:
         shapes: Shapes of batches whose outputs were compared.
         said: Messages that were given.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
+        batch_norm: Whether batch norm may be in the graphs of outputs.
     """
 
     layers: set[Any] = field(default_factory=set)
     shapes: set[Any] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     shift: bool | None = None
+    batch_norm: bool = True
 
 
 class EmpiricalRisk:
@@ -101,6 +113,14 @@ class EmpiricalRisk:
             examples, "sum" adds them up. Default: the loss's own attribute ("batchmean" is "mean"), else "mean".
         check: Whether the first batches are looked at: that layer rules agree with autograd, that examples don't depend
             on each other, that two evaluations agree, and that a loss which the model computes itself is this one.
+
+    Passes over the data evaluate the model as it stands, whatever the caller's modes are: neither `torch.autocast`,
+    `torch.no_grad()` and `torch.inference_mode()` around them nor the compiler change a number. Autocast inside the
+    model's forward is part of the model. Afterwards model, data and global settings are as before.
+
+    Threads: one at a time runs passes over data, of any risk, and others wait; so operators may be made and used in
+    several threads. Meanwhile other threads may call the model: they see its own parameters, and their calls don't
+    count. They must not change it, or draw from the global random generators in passes that do.
 
     Attributes:
         model: The module.
@@ -154,6 +174,8 @@ class EmpiricalRisk:
         self.losses = Losses(loss, reduction)
         self._own = named_params(model, params)
         self.params = {key: _value(params, key, p) for key, p in self._own.items()}
+        refuse_parameters(model, self._own)
+        self._calls = ModelCalls()
         self.space = Space.of(self.params)
         self.device, self.dtype = _common_device(self.params), _common_dtype(self.params)
         axes = example_axes(model, example_axis)
@@ -229,12 +251,16 @@ class EmpiricalRisk:
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
         with input_error_context(batch, self.params), self.placed() if model is None else nullcontext():
-            out = call(**batch.X) if batch.unpack else call(batch.X)
+            out = self._calls(call, batch)
         return self.read_output(out, batch)
 
     def read_output(self, out: Any, batch: Batch) -> tuple[Any, Any, Any]:
         """Outputs, targets and class axes, as `run` gives them, from what the model returned for a batch."""
         outputs, class_axes = self.losses.select(out, self.options.output)
+        require_numbers(outputs)
+        graph = self.checked.batch_norm and any(f.requires_grad for f in outputs)
+        if graph and not prepare_graph(outputs, batch.num_examples):
+            self.checked.batch_norm = False
         targets = self.losses.targets(batch.y)
         shifts = self.options.shift_labels
         if self.checked.shift if shifts is None else shifts:
@@ -259,50 +285,28 @@ class EmpiricalRisk:
         options = self.options
         return self.losses.scale(totals, options.num_data, options.num_per_example_loss_terms)
 
-    def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T], copy_buffers: bool = False) -> T:
+    def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T:
         """`function(model)` at other values of the parameters (keys as in `params`); the model is as before afterwards.
 
         Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
-        With `copy_buffers`, what the model writes to its buffers is lost.
         """
-        replaced = {slot: values[key] for slot, key in self._slots.items()}
-        if copy_buffers:
-            replaced |= {f"model.{name}": b.clone() for name, b in self.model.named_buffers()}
-        return functional_call(_Inside(self.model, function), replaced, (), tie_weights=False)
+        with replaced_parameters(self._places, values):
+            return function(self.model)
 
     @contextmanager
     def placed(self) -> Iterator[None]:
         """The model has the values of `params` in here, where these are not its own tensors."""
-        other = {id(own): self.params[key] for key, own in self._own.items() if self.params[key] is not own}
-        slots = [
-            (module, local, p)
-            for module in (self.model.modules() if other else ())
-            for local, p in module._parameters.items()
-            if id(p) in other
-        ]
-        try:
-            for module, local, p in slots:
-                module._parameters[local] = other[id(p)]  # pyright: ignore[reportArgumentType]
+        own = all(self.params[key] is p for key, p in self._own.items())
+        with nullcontext() if own else replaced_parameters(self._places, self.params):
             yield
-        finally:
-            for module, local, p in slots:
-                module._parameters[local] = p
 
     @cached_property
-    def _slots(self) -> dict[str, str]:
-        """Every place that holds a parameter, once, to its key: a module may have two names, a parameter two modules.
-
-        Found before the first call of `at`, because these calls may be nested.
-        """
-        keys = {id(p): key for params in (self._own, self.params) for key, p in params.items()}
-        return {
-            f"model.{name}.{local}" if name else f"model.{local}": keys[id(p)]
-            for name, module in self.model.named_modules()
-            for local, p in module._parameters.items()
-            if id(p) in keys
-        }
+    def _places(self) -> Places:
+        """Found before any parameter is replaced, because replacements may be nested."""
+        return parameter_places(self.model, self._own)
 
     # ---------------------------------------------------------------------------------------------- all the data
+    @untraced
     def loss(self) -> Tensor:
         """The loss over all data, a 0-d tensor. Cost: one forward pass."""
         with preserve_state(self.model, self.data):
@@ -315,6 +319,7 @@ class EmpiricalRisk:
         """
         return self.gradient_and_loss()[0]
 
+    @untraced
     def gradient_and_loss(self) -> tuple[dict[str, Tensor], Tensor]:
         """Gradient and loss over all data in one pass; nothing is written to `.grad`."""
         with preserve_state(self.model, self.data):
@@ -343,17 +348,6 @@ def require_risk(risk: Any, owner: str) -> None:
             f"{owner} takes an EmpiricalRisk, got a {type(risk).__name__}: make one of model, loss and data first, "
             "EmpiricalRisk(model, loss, data)."
         )
-
-
-class _Inside(nn.Module):
-    """Calls a function with a model whose parameters are replaced."""
-
-    def __init__(self, model: nn.Module, function: Callable[[nn.Module], Any]) -> None:
-        super().__init__()
-        self.model, self.function = model, function
-
-    def forward(self) -> Any:
-        return self.function(self.model)
 
 
 def _value(params: Any, key: str, own: Tensor) -> Tensor:

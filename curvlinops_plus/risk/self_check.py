@@ -20,9 +20,11 @@ from curvlinops_plus.risk.determinism import training_modules
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer, title
+from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import RecordedCall
+from curvlinops_plus.risk.replaced_parameters import copied_buffers
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
 __all__ = ["check_batch"]
@@ -75,7 +77,7 @@ def check_batch(
     if not unchecked and not new_shape:
         return
     check = _Check(risk, recorder, batch, outputs, repeatable)
-    with torch.random.fork_rng(check.devices), torch.compiler.set_stance("force_eager"):
+    with torch.random.fork_rng(check.devices), eager():
         check.run(bool(unchecked))
     checked.layers |= unchecked
     checked.shapes.add(shape)
@@ -161,8 +163,8 @@ class _Check:
                             _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
                     return None if found is None else (found, _send(own, [f for f in found if f.requires_grad], free))
 
-            with torch.enable_grad():
-                found_and_sent = risk.at(free, send, copy_buffers=True)
+            with torch.enable_grad(), copied_buffers(risk.model):
+                found_and_sent = risk.at(free, send)
             if found_and_sent is None or not self._compare_outputs(found_and_sent[0], few, examples):
                 return False
             # Rules look at the modules, which have their own parameters again.

@@ -14,6 +14,7 @@ from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorGroup, vector_groups
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
+from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
@@ -121,7 +122,7 @@ class RecordedPasses:
     def recording(self, batch: Batch) -> Iterator[None]:
         """One forward pass of the model on a batch happens in here."""
         # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
-        with torch.compiler.set_stance("force_eager"), self.recorder.recording(batch.num_examples, (batch.X, batch.y)):
+        with eager(), self.recorder.recording(batch.num_examples, (batch.X, batch.y)):
             yield
 
     def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:

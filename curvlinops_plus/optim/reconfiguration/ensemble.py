@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
 from curvlinops_plus.risk.preserve import preserve_state
+from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import to_device
 
 __all__ = ["Ensemble", "name_samples"]
@@ -99,7 +100,7 @@ class Ensemble:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autocast(kind, enabled=False))
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # fused attention has no second derivative
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(eager())
             yield
 
     def _forward(self) -> Tensor:  # -> [n, c]

@@ -1,0 +1,117 @@
+"""Operations of a forward pass that are replaced by others, which have all derivatives, of the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.functional import embedding, embedding_bag
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Operations"]
+
+
+class Operations(TorchFunctionMode):
+    """While active, observes every operation, and replaces those whose derivatives are missing or wrong.
+
+    These are weight norm, of whose fused kernel the second derivative is wrong; bags of embeddings, which have neither
+    forward mode nor a second derivative; and tables with `padding_idx`, which forward mode ignores.
+
+    Attributes:
+        largest: Numbers in the largest result.
+        replaced: Whether an operation was replaced: then all forward passes must be watched.
+        stopped: Whether a tangent came out of an operation that keeps no gradient: forward mode ignores `no_grad`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.replaced, self.stopped = 1, False, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = _REPLACED[func](*args, **kwargs) if func in _REPLACED else None
+        self.replaced |= found is not None
+        out = func(*args, **kwargs) if found is None else found
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                self.largest = max(self.largest, t.numel())
+                if not torch.is_grad_enabled() and forward_ad.unpack_dual(t).tangent is not None:
+                    self.stopped = True
+        return out
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`g v / |v|`, with a norm for each entry of the axis, or a single one if that is -1."""
+    others = [axis for axis in range(v.ndim) if dim == -1 or axis != dim % v.ndim]
+    return v * (g / v.square().sum(others, keepdim=dim != -1).sqrt())
+
+
+def _embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **options: Any
+) -> Tensor | None:
+    """A table whose row `padding_idx` is constant; None without one."""
+    if padding_idx is None:
+        return None
+    out = embedding(input, weight, None, *rest, **options)
+    return torch.where((input == padding_idx % len(weight))[..., None], out.detach(), out)
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor | None:
+    """Rows of a table, summed or averaged over each bag, or their largest entries; None for what is no tensor."""
+    if input.is_nested or (input.ndim == 2 and offsets is not None):
+        return None
+    given = {"mode": mode, "include_last_offset": include_last_offset, "padding_idx": padding_idx}
+    values = embedding_bag(input, weight.detach(), offsets, **given) if mode == "max" else None  # refuses what is wrong
+    if input.ndim == 2:
+        B, L = input.shape
+        bag = torch.arange(B, device=input.device).repeat_interleave(L)
+    else:
+        assert offsets is not None
+        starts = offsets[:-1] if include_last_offset else offsets
+        B = len(starts)
+        place = torch.arange(len(input), device=input.device)
+        bag = torch.bucketize(place, starts, right=True) - 1
+    tokens = input.flatten()
+    kept = torch.ones_like(tokens, dtype=torch.bool)
+    if padding_idx is not None:
+        kept = tokens != padding_idx % len(weight)
+    tokens, bag = tokens[kept], bag[kept]
+    rows = weight[tokens]  # [L, d]
+    out = rows.new_zeros(B, weight.shape[1])
+    if values is not None:
+        # The first row of a bag that has the largest entry, in each column.
+        order = torch.arange(len(tokens), device=input.device)[:, None]
+        hit = rows.detach() == values[bag]
+        first = torch.full((B, weight.shape[1]), len(tokens), device=input.device)
+        first = first.scatter_reduce(0, bag[:, None].expand_as(hit), torch.where(hit, order, len(tokens)), "amin")
+        chosen = rows * (order == first[bag])
+        return out.index_add(0, bag, chosen)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.flatten()[kept][:, None]
+    out = out.index_add(0, bag, rows)
+    if mode == "mean":
+        out = out / torch.bincount(bag, minlength=B).clamp(min=1)[:, None]
+    return out
+
+
+_REPLACED: dict[Any, Callable[..., Tensor | None]] = {
+    torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateImportUsage]
+    embedding: _embedding,
+    embedding_bag: _embedding_bag,
+}

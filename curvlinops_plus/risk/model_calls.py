@@ -1,0 +1,113 @@
+"""Calling the user's model on a batch so that the batch stays as it was, and models that can't be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.risk.reading import Batch
+
+__all__ = ["ModelCalls", "refuse_parameters"]
+
+
+class ModelCalls:
+    """Calls of a model, which remember two habits of it.
+
+    A model may write to its input (`nn.ReLU(inplace=True)` comes first, or `x.requires_grad_()`): batches are read
+    more than once and belong to the user, so the first call gets a copy, and all others if that was written to. And it
+    may differentiate by itself (forces from an energy), which needs a graph also where we need none.
+    """
+
+    def __init__(self) -> None:
+        self._writes: bool | None = None  # whether it writes to its input; None before the first call
+        self._differentiates = False
+
+    def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
+        """What the model returns for a batch.
+
+        Raises:
+            UnsupportedError: If it writes to its input, which it did not in its first call.
+        """
+        if torch.is_grad_enabled():
+            return self._call(model, batch)
+        if not self._differentiates:
+            try:
+                return self._call(model, batch)
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+        with torch.enable_grad():
+            out = self._call(model, batch)
+        self._differentiates = True
+        return out
+
+    def _call(self, model: Callable[..., Any], batch: Batch) -> Any:
+        given = _copied(batch.X) if self._writes is not False else batch.X
+        tensors = _tensors(given)
+        before = [_mark(t) for t in tensors]
+        try:
+            return model(**given) if batch.unpack else model(given)
+        finally:
+            written = any(_mark(t) != mark for t, mark in zip(tensors, before))
+            if self._writes is None:
+                self._writes = written or not all(map(_equal, tensors, _tensors(batch.X)))
+            elif written and not self._writes:
+                self._writes = True
+                raise UnsupportedError(
+                    "The model wrote to its input in place, which it did not do in its first call. This batch of the "
+                    "data may have changed. Let the model write to a copy (`x = x.clone()`), or do without the "
+                    "in-place operation."
+                )
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree) if isinstance(t, Tensor)]
+
+
+def _mark(t: Tensor) -> tuple[Any, ...]:
+    """What changes with a tensor when it is written to."""
+    return None if t.is_inference() else t._version, t.requires_grad, t.shape
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    # `x.data` is written to without telling the version counter.
+    return one.layout != torch.strided or one.is_nested or torch.equal(one, other)
+
+
+def _copied(tree: Any) -> Any:
+    """Copies of the tensors in a tensor, mapping, list or tuple; other objects are passed through."""
+    if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
+        made = copy(tree)
+        for key, value in tree.items():
+            made[key] = _copied(value)
+        return made
+    return tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree)
+
+
+def refuse_parameters(model: nn.Module, params: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that have no derivatives here.
+
+    Raises:
+        UnsupportedError: If they have no values (meta device), or belong to a compiled `ScriptModule`.
+    """
+    if meta := [key for key, p in params.items() if p.is_meta]:
+        raise UnsupportedError(
+            f"The parameters {meta[:5]}{' …' if len(meta) > 5 else ''} are on the meta device, so they have shapes and "
+            "no values. Materialize the model first: model.to_empty(device=...) and load_state_dict(...)."
+        )
+    own = {id(p): key for key, p in params.items()}
+    for name, module in model.named_modules():
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        if scripted and (keys := [own[id(p)] for p in module.parameters() if id(p) in own]):
+            where = f"Its module {name!r}" if name else "It"
+            raise UnsupportedError(
+                f"The model can't be differentiated with respect to {keys[:5]}{' …' if len(keys) > 5 else ''}. {where} "
+                f"is a {type(module).__name__} (torch.jit): its parameters can't be replaced, and hooks inside it do "
+                "not run. Pass the Python module that it was made from, or leave its parameters out of `params`."
+            )

@@ -1,0 +1,77 @@
+"""What belongs to the whole process while a risk is evaluated: a lock, and switches of PyTorch and Python.
+
+The random generators, the options of compilers and kernels, the filters of warnings and the modules themselves are
+seen by every thread. So one thread at a time evaluates risks; others wait, and each finds everything as it left it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch._compile import _disable_dynamo
+
+__all__ = ["OwnThread", "eager", "exclusive", "quiet", "untraced"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_lock = threading.RLock()
+
+
+def _new_lock() -> None:
+    """A process that was forked while another thread had the lock would wait for ever."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
+
+
+@contextmanager
+def exclusive() -> Iterator[None]:
+    """Context that one thread at a time is in, as often as it likes."""
+    with _lock:
+        yield
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Context in which compiled modules run eagerly: hooks of one that was compiled before never fire."""
+    with exclusive(), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context without the warnings of `vmap` about operations that it takes in a loop: slower, and right."""
+    with exclusive(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*batching rule.*")
+        yield
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that `torch.compile` does not look into: around it, the graph of its caller is divided.
+
+    PyTorch's own `torch.compiler.disable`, without loading the compiler where nobody uses it.
+    """
+    return _disable_dynamo(function)
+
+
+class OwnThread:
+    """Whether code runs for the thread that made this object: in it, or in a backward pass.
+
+    Autograd has threads of its own, where activation checkpointing calls modules once more.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+
+    def __call__(self) -> bool:
+        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1

@@ -1,0 +1,83 @@
+"""Other values of a model's parameters, for one thread and a while."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from curvlinops_plus.risk.process_state import OwnThread
+
+__all__ = ["Places", "copied_buffers", "parameter_places", "replaced_parameters"]
+
+#: Every module that holds a parameter, and the keys of those it holds, by their names in it.
+Places = Sequence[tuple[nn.Module, Mapping[str, str]]]
+
+
+class _Replaced(dict[str, Any]):
+    """The parameters or buffers of one module: those given to one thread, its own ones to all others."""
+
+    def __init__(self, replaced: Mapping[str, Any], own: Mapping[str, Any], ours: OwnThread) -> None:
+        super().__init__(replaced)
+        self.own, self.ours = own, ours
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name) if self.ours() else self.own[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(name, default) if self.ours() else self.own.get(name, default)
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        return super().items() if self.ours() else self.own.items()  # pyright: ignore[reportReturnType]
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return super().values() if self.ours() else self.own.values()  # pyright: ignore[reportReturnType]
+
+
+def parameter_places(model: nn.Module, params: Mapping[str, Tensor]) -> Places:
+    """Where parameters are: a module may have two names, a parameter two modules."""
+    keys = {id(p): key for key, p in params.items()}
+    held = {
+        module: {name: keys[id(p)] for name, p in module._parameters.items() if id(p) in keys}
+        for module in model.modules()
+    }
+    return [(module, names) for module, names in held.items() if names]
+
+
+@contextmanager
+def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context in which the modules have other parameters, by key; other threads see their own ones."""
+    ours = OwnThread()
+    with ExitStack() as stack:
+        for module, names in places:
+            given = module._parameters
+            replaced = {**given, **{name: values[key] for name, key in names.items()}}
+            made = _Replaced(replaced, getattr(given, "own", given), ours)
+            vars(module)["_parameters"] = made
+            stack.callback(_restore, module, "_parameters", given, made, names)
+        yield
+
+
+@contextmanager
+def copied_buffers(model: nn.Module) -> Iterator[None]:
+    """Context in which the modules have copies of their buffers: what is written to them is lost."""
+    ours = OwnThread()
+    with ExitStack() as stack:
+        for module in model.modules():
+            given = module._buffers
+            if given:
+                copies = {name: None if b is None else b.clone() for name, b in given.items()}
+                made = _Replaced(copies, getattr(given, "own", given), ours)
+                vars(module)["_buffers"] = made
+                stack.callback(_restore, module, "_buffers", given, made, copies)
+        yield
+
+
+def _restore(
+    module: nn.Module, attribute: str, given: dict[str, Any], made: _Replaced, names: Mapping[str, Any]
+) -> None:
+    # What the model registered meanwhile stays.
+    given.update({name: p for name, p in dict.items(made) if name not in names})
+    vars(module)[attribute] = given
