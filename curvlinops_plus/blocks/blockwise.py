@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.accumulation import Accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.factor_damping import heuristic_factor_damping, pair_damping
+from curvlinops_plus.blocks.fingerprint import Fingerprint, changed_parameters, fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.operator_state import (
     check_state,
@@ -24,7 +25,6 @@ from curvlinops_plus.blocks.operator_state import (
     write_blocks,
 )
 from curvlinops_plus.blocks.plan import LayerPlan, make_plan, plan_table
-from curvlinops_plus.blocks.serialization import fingerprint, same_fingerprint
 from curvlinops_plus.blocks.stored_options import rebuild_vectors
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning
@@ -47,9 +47,9 @@ __all__ = ["BlockwiseLinearOperator", "curvature"]
 class BlockwiseLinearOperator(Deferred):
     """A block-diagonal approximation of the curvature of an empirical risk.
 
-    Blocks are computed at first use, in as few sweeps over the data as the approximations need, and kept. All numbers
-    that follow from structure are there: `trace det logdet frobenius_norm eigenvalues() diagonal() inverse(damping)
-    power(p, damping) sample(generator)`, and adding a multiple of the identity keeps them.
+    Blocks are computed once, in as few sweeps over the data as the approximations need, and kept. All numbers that
+    follow from structure are there: `trace det logdet frobenius_norm eigenvalues() diagonal() inverse(damping) power(p,
+    damping) sample(generator)`, and adding a multiple of the identity keeps them.
 
     Args:
         risk: Model, loss and data.
@@ -57,10 +57,12 @@ class BlockwiseLinearOperator(Deferred):
         default: The approximation of layers that the mapping does not name.
         vectors: What is sent back through the network, or its name (`as_vectors`).
         separate_weight_and_bias: Give every parameter its own block.
-        check_deterministic: Compute the blocks now, and compare the total loss of two passes over the data.
+        check_deterministic: Compare the total loss of two passes over the data when blocks are computed.
+        compute: Compute the blocks now. Otherwise at first use, which refuses parameters that have changed since.
 
     Raises:
-        RuntimeError: If two passes over the data do not give the same total loss.
+        RuntimeError: If two passes over the data do not give the same total loss; at the first use of an operator with
+            `compute=False`, if the model's parameters changed before it.
 
     Example:
         >>> import torch
@@ -71,7 +73,7 @@ class BlockwiseLinearOperator(Deferred):
         >>> risk = EmpiricalRisk(model, nn.MSELoss(), [(torch.ones(5, 3), torch.zeros(5, 2))])
         >>> K = BlockwiseLinearOperator(risk, KFAC)
         >>> print(K)
-        BlockwiseLinearOperator 26x26, float32 on cpu, not computed yet
+        BlockwiseLinearOperator 26x26, float32 on cpu, from 5 examples
           layer  module  rule        parameters            approximation  blocks
           0      Linear  LinearRule  0.weight, 0.bias      KFAC           4x4
           2      Linear  LinearRule  2.weight, 2.bias      KFAC           2x5
@@ -89,6 +91,7 @@ class BlockwiseLinearOperator(Deferred):
         vectors: Vectors | str | None = None,
         separate_weight_and_bias: bool = False,
         check_deterministic: bool = False,
+        compute: bool = True,
     ) -> None:
         require_risk(risk, type(self).__name__)
         super().__init__(risk.space, risk.dtype, risk.device, Structure.PSD)
@@ -105,16 +108,40 @@ class BlockwiseLinearOperator(Deferred):
         self.scale: float | Tensor = 1.0
         self._unscaled: BlockDiagonal | None = None
         self._operator: BlockDiagonal | None = None
-        if check_deterministic:
+        #: Of the model's parameters that the blocks belong to, or will belong to.
+        self.parameters: Fingerprint = {}
+        if compute:
             self.compute()
+        else:
+            self._compute_later()
 
     # ---------------------------------------------------------------------------------------------------- computing
     def compute(self) -> Self:
         """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
+        parameters = fingerprint(self.risk)
         accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep=True)
         accumulation.run(check_deterministic=self.check_deterministic)
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
+        self.parameters = parameters
         return self
+
+    def _compute_later(self) -> None:
+        """Drop the blocks; those of the present parameters will be computed at first use."""
+        self._set_operator(None)
+        self.parameters = fingerprint(self.risk)
+
+    def _at_first_use(self) -> None:
+        if changed := changed_parameters(self.parameters, fingerprint(self.risk), 1e-12):
+            raise RuntimeError(
+                f"{self.label} is computed at its first use, and the parameters {changed} have changed since it was "
+                "made. Call its compute() for the matrix at the present ones, or make it after they change. "
+                "`curvature` computes at once, and so does check_deterministic=True of the other classes."
+            )
+        self._finish()
+
+    def _finish(self) -> None:
+        """Compute what is missing."""
+        self.compute()
 
     def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int) -> None:
         """Take these (unscaled) blocks, in the operator's own precision and on its device."""
@@ -138,9 +165,9 @@ class BlockwiseLinearOperator(Deferred):
 
     @property
     def operator(self) -> BlockDiagonal:
-        """The blocks as a plain operator that knows nothing of networks; computed at first use."""
+        """The blocks as a plain operator that knows nothing of networks."""
         if self._operator is None:
-            self.compute()
+            self._at_first_use()
         assert self._operator is not None
         return self._operator
 
@@ -148,7 +175,7 @@ class BlockwiseLinearOperator(Deferred):
     def unscaled(self) -> BlockDiagonal:
         """The blocks without `scale`."""
         if self._unscaled is None:
-            self.compute()
+            self._at_first_use()
         assert self._unscaled is not None
         return self._unscaled
 
@@ -217,14 +244,14 @@ class BlockwiseLinearOperator(Deferred):
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> BlockwiseLinearOperator:
         """The same operator on another device or in another precision; the model is left where it is.
 
-        Blocks computed later are converted too.
+        Blocks computed anew are converted too.
         """
         moved = copy.copy(self)
         moved.device = self.device if device is None else torch.device(device)
         moved.dtype = self.dtype if dtype is None else dtype
         if isinstance(self.scale, Tensor):
             moved.scale = self.scale.to(moved.device, moved.dtype)
-        moved._set_operator(None if self._unscaled is None else self._unscaled.to(device=device, dtype=dtype))
+        moved._set_operator(self.unscaled.to(device=device, dtype=dtype))
         return moved
 
     def split(self, v: Any) -> dict[str, Tensor]:
@@ -298,7 +325,7 @@ class BlockwiseLinearOperator(Deferred):
         state = upgrade(given)
         check_state(self, state)
         blocks = read_blocks(self, state)
-        if not same_fingerprint(state["fingerprint"], fingerprint(self.risk.params)):
+        if changed_parameters(state["fingerprint"], fingerprint(self.risk), 1e-5):  # the rounding of another dtype
             warn(
                 "The model's parameters differ from those that this state was computed at; its blocks describe the old "
                 "ones.",
@@ -307,9 +334,10 @@ class BlockwiseLinearOperator(Deferred):
             )
         self._take_options(state)
         if blocks is None:
-            self._set_operator(None)
+            self._compute_later()
         else:
             self._set_blocks(blocks, state["examples"])
+            self.parameters = state["fingerprint"]
 
     def _take_options(self, state: Mapping[str, Any]) -> None:
         """Take over the options that a state was computed with."""
@@ -357,7 +385,7 @@ class BlockwiseLinearOperator(Deferred):
             >>> from curvlinops_plus import DiagonalBlock, EmpiricalRisk, curvature
             >>> model, data = nn.Linear(3, 2), [(torch.ones(5, 3), torch.zeros(5, 2))]
             >>> K = curvature(EmpiricalRisk(model, nn.MSELoss(), data), DiagonalBlock)
-            >>> state = (K / 2).state_dict() if K.trace else {}
+            >>> state = (K / 2).state_dict()
             >>> loaded = BlockwiseLinearOperator.from_state_dict(state, model, data)
             >>> bool((loaded.diagonal() == K.diagonal() / 2).all())
             True
@@ -383,7 +411,7 @@ def restore(cls: type[Operator], state_dict: Mapping[str, Any], stacklevel: int,
     """`cls.from_state_dict` for every class; `stacklevel` is that of the warning about changed parameters."""
     state = upgrade(state_dict)
     K = cls.__new__(cls)
-    BlockwiseLinearOperator.__init__(K, **rebuild_arguments(state, **arguments))
+    BlockwiseLinearOperator.__init__(K, **rebuild_arguments(state, **arguments), compute=False)
     K._load(state, stacklevel)
     return K
 
@@ -408,13 +436,16 @@ def curvature(
         vectors: What is sent back: `Exact()` (the default), `MonteCarlo(samples, seed)`, `Empirical()`,
             `ForwardOnly()`.
         separate_weight_and_bias: Give every parameter its own block.
-        check_deterministic: Compute now and compare the total loss of two passes.
+        check_deterministic: Compare the total loss of two passes over the data.
 
     Returns:
-        A linear operator whose blocks are computed at first use.
+        A linear operator with all its blocks, computed at once.
 
     Raises:
-        ValueError: If a key of the mapping matches no layer.
+        ValueError: If a key of the mapping matches no layer, or a layer never ran.
+        UnsupportedError: If a layer, the loss or an option can't be handled; names it.
+        NumericsError: If a statistic is not finite; names layer and batch.
+        RuntimeError: If two passes over the data do not give the same total loss.
 
     Warns:
         CurvatureWarning: Once, listing the layers that get their exact diagonal because they have no Kronecker factors.

@@ -98,7 +98,12 @@ class CurvatureEstimator:
             raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")
         self.risk, self.decay, self.damping = risk, decay, damping
         self._blank = BlockwiseLinearOperator(
-            risk, approximation, default=default, vectors=vectors, separate_weight_and_bias=separate_weight_and_bias
+            risk,
+            approximation,
+            default=default,
+            vectors=vectors,
+            separate_weight_and_bias=separate_weight_and_bias,
+            compute=False,
         )
         self.vectors, self.plan = self._blank.vectors, self._blank.plan
         self.reset()

@@ -24,7 +24,7 @@ from curvlinops_plus.linalg import (
     Structure,
 )
 
-__all__ = ["copied", "fingerprint", "load", "pack", "same_fingerprint", "save", "unpack"]
+__all__ = ["copied", "load", "pack", "save", "unpack"]
 
 FORMAT = "curvlinops_plus"
 _MISSING = "save and load need the package safetensors: pip install safetensors. torch.save carries a state_dict, too."
@@ -85,25 +85,6 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
 def copied(t: Tensor) -> Tensor:
     """A copy without graph, with the memory in the usual order."""
     return t.detach().clone(memory_format=torch.contiguous_format)
-
-
-def fingerprint(params: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Two numbers per parameter that tell whether it changed, whatever its device and dtype: Σ|p| and Σ
-    p·cos(index).
-    """
-    prints = {}
-    for key, p in params.items():
-        flat = p.detach().to("cpu", torch.float64).flatten()
-        weights = torch.arange(flat.numel(), dtype=torch.float64).cos_()
-        prints[key] = [float(flat.abs().sum()), float(flat @ weights)]
-    return prints
-
-
-def same_fingerprint(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float = 1e-5) -> bool:
-    """Whether two fingerprints agree up to the rounding of a change of dtype."""
-    return one.keys() == other.keys() and all(
-        all(abs(a - b) <= tolerance * max(one[key][0], 1e-30) for a, b in zip(one[key], other[key])) for key in one
-    )
 
 
 def save(state: Mapping[str, Any], path: str | PathLike[str]) -> None:

@@ -1,0 +1,69 @@
+"""Two numbers for each parameter, which tell later whether its values are still the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.risk import EmpiricalRisk
+
+__all__ = ["Fingerprint", "changed_parameters", "fingerprint"]
+
+Fingerprint = dict[str, list[float]]
+
+# Waves of a longer parameter are those of one piece, shifted.
+_PIECE = 2**16
+
+
+def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
+    """For all parameters of the risk's model `Σ|p|` and `Σ p·cos(index)`, whatever their device and dtype.
+
+    Writing to `p.data` changes no version of a tensor, so that only values tell. Those of the risk have their own keys;
+    others, which it depends on too, that of the model after "model.".
+
+    Cost: one pass over the memory of the parameters, 2 ms for a million on one core.
+    """
+    params, tracked = dict(risk.params), {id(p) for p in risk.params.values()}
+    params |= {f"model.{name}": p for name, p in risk.model.named_parameters() if id(p) not in tracked}
+    sums = {key: _sums(p.detach()) for key, p in params.items()}
+    return dict(zip(sums, torch.stack([s.cpu() for s in sums.values()]).tolist(), strict=True))
+
+
+def changed_parameters(
+    before: Mapping[str, list[float]], now: Mapping[str, list[float]], tolerance: float
+) -> list[str]:
+    """Keys of the parameters that changed, relative to the sum of their absolute values by more than `tolerance`."""
+    return [
+        key
+        for key, (size, *_) in before.items()
+        if key not in now
+        or not all(abs(a - b) <= tolerance * max(size, 1e-30) for a, b in zip(before[key], now[key], strict=True))
+    ]
+
+
+def _sums(p: Tensor) -> Tensor:  # -> [2]
+    if p.is_meta:
+        return torch.zeros(2, dtype=torch.float64)
+    flat = (torch.view_as_real(p) if p.is_complex() else p).reshape(-1)
+    flat = flat.cpu() if flat.device.type == "mps" else flat  # which has no float64
+    if len(flat) <= _PIECE:
+        x = flat.double()
+        return torch.stack((torch.linalg.vector_norm(x, 1), x @ _waves(flat.device)[0, : len(x)]))
+    total = flat.new_zeros(2, dtype=torch.float64)
+    for start in range(0, len(flat), 16 * _PIECE):
+        x = flat[start : start + 16 * _PIECE].double()
+        padded = torch.nn.functional.pad(x, (0, -len(x) % _PIECE)).view(-1, _PIECE)
+        shift = torch.arange(start, start + len(x), _PIECE, dtype=torch.float64, device=x.device)
+        cosines, sines = (padded @ _waves(x.device).T).unbind(1)
+        total[0] += torch.linalg.vector_norm(x, 1)
+        total[1] += shift.cos() @ cosines - shift.sin() @ sines  # cos(s + k) = cos s cos k - sin s sin k
+    return total
+
+
+@cache
+def _waves(device: torch.device) -> Tensor:  # -> [2, _PIECE]
+    k = torch.arange(_PIECE, dtype=torch.float64, device=device)
+    return torch.stack((k.cos(), k.sin()))
