@@ -159,6 +159,11 @@ class BlockwiseLinearOperator(Deferred):
         if unscaled is not None and (isinstance(self.scale, Tensor) or self.scale != 1):
             self._operator = unscaled._scale(self.scale)
 
+    def restrict(self, plan: list[LayerPlan]) -> None:
+        """Take only some of the layers; blocks have to be set afterwards."""
+        self.plan, self.risk = plan, self.risk.restricted([key for entry in plan for key in entry.layer.params])
+        self.in_space = self.risk.space
+
     def replace_blocks(self, blocks: Mapping[str, LinearOperator]) -> None:
         """Replace some of the blocks (of the unscaled operator), by their names."""
         self._set_operator(BlockDiagonal({**self.unscaled.blocks, **blocks}, self.unscaled.layouts, self.risk.space))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
+from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.running_sums import RunningSums
+from curvlinops_plus.blocks.stored_options import plain, same_data
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
@@ -48,6 +50,9 @@ class CurvatureEstimator:
     The inverse belongs to the statistics of the last `refresh`, and to the damping given there. It does not change in
     between, whatever is added.
 
+    With `reduction="sum"` batches are matrices of which the average is taken. A batch that is added with `decay=1`
+    belongs to the one before it, like one more micro-batch of the same step: these add up.
+
     Args:
         risk: Model, loss and options; its `data` is not read and may be empty: `EmpiricalRisk(model, loss, ())`.
         approximation: As for `curvature`.
@@ -56,6 +61,8 @@ class CurvatureEstimator:
         separate_weight_and_bias: Give every parameter its own block.
         decay: ρ, in (0, 1]. With `reduction="sum"`, 1 adds batches up, and less averages them.
         damping: Of the inverse; anything that `K.inverse(damping)` takes.
+        leave_out_uncalled: Layers that no batch has called yet are left out: `operator` and `inverse()` have the
+            parameters of the others, and `uncalled` lists them. By default both refuse.
 
     Raises:
         ValueError: If `decay` is not in (0, 1].
@@ -93,10 +100,11 @@ class CurvatureEstimator:
         separate_weight_and_bias: bool = False,
         decay: float = 1.0,
         damping: Any = 0.0,
+        leave_out_uncalled: bool = False,
     ) -> None:
         if not 0 < decay <= 1:
             raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")
-        self.risk, self.decay, self.damping = risk, decay, damping
+        self.risk, self.decay, self.damping, self.leave_out_uncalled = risk, decay, damping, leave_out_uncalled
         self._blank = BlockwiseLinearOperator(
             risk,
             approximation,
@@ -118,10 +126,12 @@ class CurvatureEstimator:
         self._inverse: LinearOperator | None = None
         #: The number of updates, of examples in them, and the sum of their weights.
         self.updates, self.examples, self.weight = 0, 0, 0.0
+        #: The sum of weights of batches that were begun: with `decay=1` an update continues the one before.
+        self.begun = 0.0
 
     def _scale(self, totals: Totals) -> Tensor | float:
         c = self.risk.scale(totals)
-        return c / self.weight if self.risk.losses.reduction == "sum" and self.decay < 1 and self.weight else c
+        return c / self.begun if self.risk.losses.reduction == "sum" and self.begun else c
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batch: Any, decay: float | None = None) -> None:
@@ -129,10 +139,13 @@ class CurvatureEstimator:
 
         Args:
             batch: An item of the risk's data: `(X, y)`, or a mapping with "labels".
-            decay: For this update, instead of the estimator's. With 1 during the first steps these weigh alike.
+            decay: For this update, instead of the estimator's. With 1 during the first steps these weigh alike, and
+                micro-batches after the first one of a step count as one batch with it.
 
         Raises:
             ValueError: If the batch has no examples, or can't be read.
+            NumericsError: If one of its statistics is NaN or infinite; names layer and statistic. Nothing has changed
+                then.
         """
         found, random = self._read(batch), torch.get_rng_state()
         passes = RecordedPasses(self.risk, self._layers, self.vectors, self._weights)
@@ -153,10 +166,11 @@ class CurvatureEstimator:
 
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
-            decay: For this update, instead of the estimator's.
+            decay: As for `update`.
 
         Raises:
             ValueError: If the model was not called exactly once, or its graph is gone.
+            NumericsError: As for `update`.
 
         Cost: a backward pass per vector to the layers' outputs.
         """
@@ -172,7 +186,8 @@ class CurvatureEstimator:
 
                 def show(consume: Consumer, draws: Draws) -> Totals:
                     try:
-                        return passes.send_back(found, read, draws, consume, keep_graph=True)
+                        with torch.inference_mode(False), torch.enable_grad():
+                            return passes.send_back(found, read, draws, consume, keep_graph=True)
                     except RuntimeError as error:
                         if "backward through the graph a second time" not in str(error):
                             raise
@@ -222,10 +237,12 @@ class CurvatureEstimator:
             return show(consume, draws).detached()
 
         batch, totals = self._sums.of_batch(show_again)
+        batch.require_finite()
         self._sums.add(batch, decay)
         self._draws = draws
         self.updates, self.examples = self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1
+        self.begun = max(1.0, self.begun) if decay == 1 else decay * self.begun + 1
 
     # ------------------------------------------------------------------------------------------------------- reading
     @property
@@ -233,12 +250,33 @@ class CurvatureEstimator:
         """The curvature of all batches until now, like that of `curvature`; later updates don't change it.
 
         Raises:
-            ValueError: If nothing was added yet, or a layer never ran.
+            ValueError: If nothing was added yet, or a layer was never called (see `leave_out_uncalled`).
         """
         self._require_updates()
-        K = copy.copy(self._blank)
-        K._set_blocks(self._sums.blocks(self.updates), self.examples)
+        if (missing := self._sums.uncalled()) and not self.leave_out_uncalled:
+            first = missing[0]
+            raise ValueError(
+                f"{first.title} was never called in {self.updates} updates, so its parameters {list(first.params)} "
+                "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the other "
+                f"layers; `uncalled` lists what is left out, {self.uncalled} now."
+            )
+        K = self._with_layers({layer.name for layer in self._layers if layer not in missing})
+        K.parameters = fingerprint(self.risk)
+        K._set_blocks(self._sums.blocks(), self.examples)
         return K
+
+    def _with_layers(self, names: Collection[str]) -> BlockwiseLinearOperator:
+        """An operator of these layers, without blocks."""
+        K = copy.copy(self._blank)
+        plan = [entry for entry in self.plan if entry.layer.name in names]
+        if 0 < len(plan) < len(self.plan):
+            K.restrict(plan)
+        return K
+
+    @property
+    def uncalled(self) -> list[str]:
+        """Names of the layers that no batch has called yet."""
+        return [layer.name for layer in self._sums.uncalled()]
 
     def refresh(self, damping: Any = None) -> None:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now.
@@ -262,16 +300,16 @@ class CurvatureEstimator:
         self._snapshot, self._inverse, self.damping = snapshot, inverse, damping
 
     def inverse(self, damping: Any = None) -> LinearOperator:
-        """`(K + damping·I)⁻¹` at the last `refresh`; the first call refreshes.
+        """`(K + damping·I)⁻¹` at the last `refresh`; the first call refreshes, with this damping.
 
         Args:
             damping: Default: that of the last refresh, whose decompositions are kept. With another one the statistics
                 of the last refresh are decomposed again, and nothing is kept.
         """
         if self._snapshot is None:
-            self.refresh()
+            self.refresh(damping)
         assert self._snapshot is not None
-        if damping is not None and damping is not self.damping and damping != self.damping:
+        if damping is not None and damping is not self.damping and not same_data(plain(damping), plain(self.damping)):
             return self._snapshot.inverse(damping)
         if self._inverse is None:
             self._inverse = self._snapshot.inverse(self.damping)
@@ -285,7 +323,11 @@ class CurvatureEstimator:
     def merge(self, other: CurvatureEstimator) -> None:
         """Add the sums of another estimator of the same network: at ρ = 1 the union of two data sets.
 
-        Random numbers go on from this estimator's; the inverse stays that of its last refresh.
+        Random numbers go on from this estimator's; the inverse stays that of its last refresh. Batches that both have
+        seen at the same time are parts of one, as with several processes: with `reduction="sum"` they add up.
+
+        EKFAC's eigenvalues are sums in the basis of an estimator's own first batch, or last refresh. Those of another
+        one fit after `other.adopt_bases(self)`, best before its first update.
 
         Raises:
             ValueError: If the two approximate differently, or EKFAC's eigenvalues are in different bases. Nothing has
@@ -293,15 +335,44 @@ class CurvatureEstimator:
         """
         if not other.updates:
             return
+        self._require_like(other)
+        self._sums = self._sums.merged(other._sums)
+        self.updates += other.updates
+        self.examples += other.examples
+        self.weight += other.weight
+        self.begun = max(self.begun, other.begun)
+
+    def adopt_bases(self, other: CurvatureEstimator) -> None:
+        """Sum EKFAC's eigenvalues in the bases of another estimator of the same network from now on, for `merge`.
+
+        Before the first update this loses nothing. Eigenvalues that were already summed are transformed as by
+        `refresh`: they become the diagonal of the old block in the new basis, which preserves its trace. The inverse
+        stays that of the last refresh. Without EKFAC nothing happens.
+
+        Raises:
+            ValueError: If the two approximate differently.
+
+        Example:
+            >>> from torch import nn
+            >>> from curvlinops_plus import EKFAC
+            >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), ())
+            >>> one, two = CurvatureEstimator(risk, EKFAC), CurvatureEstimator(risk, EKFAC)
+            >>> one.update((torch.rand(4, 3), torch.rand(4, 2)))
+            >>> two.adopt_bases(one)
+            >>> two.update((torch.rand(4, 3), torch.rand(4, 2)))
+            >>> one.merge(two)
+            >>> one.examples
+            8
+        """
+        self._require_like(other)
+        self._sums = self._sums.in_bases_of(other._sums)
+
+    def _require_like(self, other: CurvatureEstimator) -> None:
         mine, theirs = (self._options(), other._options())
         if mine != theirs:
             raise ValueError(
                 f"Can't merge estimators that differ in layers, approximations, vectors or decay: {mine} and {theirs}."
             )
-        self._sums = self._sums.merged(other._sums)
-        self.updates += other.updates
-        self.examples += other.examples
-        self.weight += other.weight
 
     def _options(self) -> tuple[list[tuple[str, str]], str, float]:
         approximations = [(entry.layer.name, repr(entry.approximation)) for entry in self.plan]
@@ -320,6 +391,7 @@ class CurvatureEstimator:
             "updates": self.updates,
             "examples": self.examples,
             "weight": self.weight,
+            "begun": self.begun,
             "draws": self._draws.generator.get_state(),
             "damping": stored,
             "sums": self._sums.state_dict(),
@@ -347,12 +419,13 @@ class CurvatureEstimator:
             blank, snapshot = copy.copy(self._blank), None
             blank.load_state_dict(state["about"])
             if state["refreshed"] is not None:
-                snapshot = copy.copy(self._blank)
+                snapshot = self._with_layers(state["refreshed"].get("layers", {}))
                 snapshot.load_state_dict(state["refreshed"])
         self._sums = RunningSums.from_state_dict(state["sums"], self.plan, self._scale)
         self._snapshot, self._inverse = snapshot, None
         self._draws.generator.set_state(state["draws"].cpu())
         self.updates, self.examples, self.weight = state["updates"], state["examples"], state["weight"]
+        self.begun = state.get("begun", self.weight if self.decay < 1 else 1.0)  # states before it was there
         self.damping = self.damping if state["damping"] is None else state["damping"]
 
     def __repr__(self) -> str:

@@ -249,8 +249,9 @@ class Correction(Accumulator):
         ):
             return None
         return (
-            "corrected eigenvalues of EKFAC can only be added in the same basis, and these were refreshed separately. "
-            "Merge before the first refresh, merge KFAC, or compute EKFAC on the union of the data."
+            "corrected eigenvalues of EKFAC can only be added in the same basis, and these have different ones: those "
+            "of each estimator's own first batch or last refresh. Call `other.adopt_bases(this)`, before its first "
+            "update if it shall lose nothing. Or merge KFAC, or compute EKFAC on the union of the data."
         )
 
     def change_basis(self, before: Accumulator) -> None:
