@@ -24,7 +24,7 @@ from curvlinops_plus.blocks.operator_state import (
     upgrade,
     write_blocks,
 )
-from curvlinops_plus.blocks.plan import LayerPlan, make_plan, plan_table
+from curvlinops_plus.blocks.plan import LayerPlan, make_plan, plan_table, refuse_missing_gradients
 from curvlinops_plus.blocks.stored_options import rebuild_vectors
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning
@@ -101,6 +101,8 @@ class BlockwiseLinearOperator(Deferred):
         self.plan: list[LayerPlan] = make_plan(
             find_layers(risk.model, risk.params, separate_weight_and_bias), approximation, default
         )
+        if not self.vectors.backward:
+            refuse_missing_gradients(self.plan)
         self.check_deterministic = check_deterministic
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
@@ -275,12 +277,19 @@ class BlockwiseLinearOperator(Deferred):
     # ------------------------------------------------------------------------------------------------------- factors
     @property
     def mapping(self) -> dict[str, dict[str, int]]:
-        """Layer name to its parameters' own names and their positions in `params`."""
+        """Layer name to its parameters' own names and their positions in `params`.
+
+        Of modules that share some parameters, others with the name of one before have that of their module, too.
+        """
         order = {key: position for position, key in enumerate(self.risk.params)}
-        layers = [entry.layer for entry in self.plan]
-        return {
-            layer.name: {local: order[key] for use in layer.uses for local, key in use.keys.items()} for layer in layers
-        }
+        found: dict[str, dict[str, int]] = {}
+        for entry in self.plan:
+            positions = found.setdefault(entry.layer.name, {})
+            for use in entry.layer.uses:
+                for local, key in use.keys.items():
+                    name = local if positions.get(local, order[key]) == order[key] else f"{use.name}.{local}"
+                    positions[name] = order[key]
+        return found
 
     def verify(self, num_examples: int = 3) -> Verification:
         """Check rules, statistics, loss and traces on a few examples, layer by layer.
@@ -424,7 +433,7 @@ def restore(cls: type[Operator], state_dict: Mapping[str, Any], stacklevel: int,
 def curvature(
     risk: EmpiricalRisk,
     approximation: Any = KFAC,
-    *,
+    *more: Any,
     default: Any = KFAC,
     vectors: Vectors | str | None = None,
     separate_weight_and_bias: bool = False,
@@ -451,9 +460,11 @@ def curvature(
         UnsupportedError: If a layer, the loss or an option can't be handled; names it.
         NumericsError: If a statistic is not finite; names layer and batch.
         RuntimeError: If two passes over the data do not give the same total loss.
+        TypeError: If something else is given in place of a risk, such as model, loss and data.
 
     Warns:
-        CurvatureWarning: Once, listing the layers that get their exact diagonal because they have no Kronecker factors.
+        CurvatureWarning: If layers get their exact diagonal because they have no Kronecker factors. `print(K)` lists
+            them with reasons. Of normalisation alone once per process.
 
     Example:
         >>> import torch
@@ -466,6 +477,9 @@ def curvature(
         >>> [type(block).__name__ for block in K.blocks.values()]
         ['Kronecker', 'Dense', 'Eigendecomposed']
     """
+    require_risk(risk, "curvature")
+    if more:
+        raise TypeError(f"curvature takes a risk and an approximation by position, {len(more)} more were given.")
     return BlockwiseLinearOperator(
         risk,
         approximation,

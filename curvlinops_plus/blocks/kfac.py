@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, needs_gradients
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.layer.squares import squared_gradients
 from curvlinops_plus.linalg import (
@@ -191,14 +191,11 @@ class EKFAC(KFAC):
         4.0
     """
 
+    needs_gradients = True
+
     @property
     def needs_another_sweep(self) -> bool:
         return True
-
-    def update(self, batch: LayerBatch) -> None:
-        if batch.num_vectors == 0:
-            raise needs_gradients(self)
-        super().update(batch)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         A, G = self.factors()

@@ -87,16 +87,17 @@ def copied(t: Tensor) -> Tensor:
     return t.detach().clone(memory_format=torch.contiguous_format)
 
 
-def save(state: Mapping[str, Any], path: str | PathLike[str]) -> None:
-    """Write a `state_dict` as one safetensors file.
+def save(state: Any, path: str | PathLike[str]) -> None:
+    """Write a `state_dict` as one safetensors file; `load` reads it.
 
     Tensors are stored under their keys joined by "/", everything else as JSON in the file's metadata.
 
     Args:
-        state: What `state_dict()` returned.
+        state: What `state_dict()` returned, or an operator or estimator that has one.
         path: The file.
 
     Raises:
+        TypeError: If it is neither: most operators are known by their products alone.
         ImportError: If the package safetensors is missing (`pip install safetensors`).
 
     Example:
@@ -111,6 +112,13 @@ def save(state: Mapping[str, Any], path: str | PathLike[str]) -> None:
     except ImportError as error:
         raise ImportError(_MISSING) from error
 
+    if not isinstance(state, Mapping):
+        if not callable(getattr(state, "state_dict", None)):
+            raise TypeError(
+                f"save takes a state_dict, or what has one such as the operators of `curvature`; a "
+                f"{type(state).__name__} has none. Save the operator that it was made from, and make it again."
+            )
+        state = state.state_dict()
     tensors: dict[str, Tensor] = {}
     tree = _detach(state, "", tensors)
     save_file(tensors, path, metadata={"format": FORMAT, "state": json.dumps(tree)})

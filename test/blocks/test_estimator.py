@@ -470,12 +470,13 @@ def test_a_batch_with_nan_is_refused_and_changes_nothing(approximation: str, lis
     data[1][0][2, 1] = float("nan")
     for each in (running, other) if later else ():
         each.update(data[0])
+
+    def listen(batch: Any) -> None:
+        with running.listen(batch):
+            model(batch[0])
+
     with pytest.raises(NumericsError, match=r"layer '.*' .*NaN or infinite"):
-        if listening:
-            with running.listen(data[1]):
-                model(data[1][0])
-        else:
-            running.update(data[1])
+        (listen if listening else running.update)(data[1])
     assert (running.updates, running.examples, running.weight) == (other.updates, other.examples, other.weight)
     for each in (running, other):
         each.update(data[2])
