@@ -599,15 +599,6 @@ def test_kronecker_factors_asked_for_by_name_where_there_are_none() -> None:
         curvature(risk(model), {"2": KFAC}, default=DiagonalBlock)
 
 
-@pytest.fixture
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said once per process is said again."""
-    from curvlinops_plus.blocks import plan
-
-    monkeypatch.setattr(plan, "_told", set())
-
-
-@pytest.mark.usefixtures("nothing_told")
 @pytest.mark.parametrize("name", [name for name, make in NETS.items() if make().fallback])
 def test_layers_that_fall_back_are_said_in_a_line_and_listed_in_a_table(name: str) -> None:
     p = problem(name)
@@ -627,7 +618,6 @@ def test_layers_that_fall_back_are_said_in_a_line_and_listed_in_a_table(name: st
         assert len(lines[layer or "(model)"][reasons:]) > 20
 
 
-@pytest.mark.usefixtures("nothing_told")
 def test_norms_without_kronecker_factors_are_told_once_per_process() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 3), nn.LayerNorm(3)).double()
     with pytest.warns(CurvatureWarning, match=r"^2 of 4 layers get .*, such as '1' \(LayerNorm: "):
@@ -639,7 +629,6 @@ def test_norms_without_kronecker_factors_are_told_once_per_process() -> None:
         curvature(risk(nn.Sequential(nn.PReLU(), nn.Linear(4, 3)).double()), KFAC)
 
 
-@pytest.mark.usefixtures("nothing_told")
 def test_the_warning_of_the_classic_door_points_at_the_user_s_line() -> None:
     p = problem("lstm")
     for kind in (KFACLinearOperator, EKFACLinearOperator):
@@ -655,7 +644,6 @@ def one_bias() -> nn.Sequential:
     return model
 
 
-@pytest.mark.usefixtures("nothing_told")
 def test_reasons_for_falling_back() -> None:
     with pytest.warns(CurvatureWarning, match=r"shared by \['0', '2'\]"):
         curvature(risk(one_bias()), KFAC)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.accumulation import Accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.factor_damping import heuristic_factor_damping, pair_damping
-from curvlinops_plus.blocks.fingerprint import Fingerprint, changed_parameters, fingerprint
+from curvlinops_plus.blocks.fingerprint import Fingerprint, changed_parameters, fingerprint, require_unchanged
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.operator_state import (
     check_state,
@@ -24,7 +24,7 @@ from curvlinops_plus.blocks.operator_state import (
     upgrade,
     write_blocks,
 )
-from curvlinops_plus.blocks.plan import LayerPlan, make_plan, plan_table, refuse_missing_gradients
+from curvlinops_plus.blocks.plan import LayerPlan, make_plan, plan_table, positions, refuse_missing_gradients
 from curvlinops_plus.blocks.stored_options import rebuild_vectors
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning
@@ -133,12 +133,7 @@ class BlockwiseLinearOperator(Deferred):
         self.parameters = fingerprint(self.risk)
 
     def _at_first_use(self) -> None:
-        if changed := changed_parameters(self.parameters, fingerprint(self.risk), 1e-12):
-            raise RuntimeError(
-                f"{self.label} is computed at its first use, and the parameters {changed} have changed since it was "
-                "made. Call its compute() for the matrix at the present ones, or make it after they change. "
-                "`curvature` computes at once, and so does check_deterministic=True of the other classes."
-            )
+        require_unchanged(self.label, self.parameters, self.risk)
         self._finish()
 
     def _finish(self) -> None:
@@ -160,11 +155,6 @@ class BlockwiseLinearOperator(Deferred):
         self._unscaled = self._operator = unscaled
         if unscaled is not None and (isinstance(self.scale, Tensor) or self.scale != 1):
             self._operator = unscaled._scale(self.scale)
-
-    def restrict(self, plan: list[LayerPlan]) -> None:
-        """Take only some of the layers; blocks have to be set afterwards."""
-        self.plan, self.risk = plan, self.risk.restricted([key for entry in plan for key in entry.layer.params])
-        self.in_space = self.risk.space
 
     def replace_blocks(self, blocks: Mapping[str, LinearOperator]) -> None:
         """Replace some of the blocks (of the unscaled operator), by their names."""
@@ -249,10 +239,7 @@ class BlockwiseLinearOperator(Deferred):
         return inverse if unscaled is self._operator else inverse._scale(1 / c)
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> BlockwiseLinearOperator:
-        """The same operator on another device or in another precision; the model is left where it is.
-
-        Blocks computed anew are converted too.
-        """
+        """The same operator on another device or in another precision, also if computed anew; the model stays."""
         moved = copy.copy(self)
         moved.device = self.device if device is None else torch.device(device)
         moved.dtype = self.dtype if dtype is None else dtype
@@ -281,15 +268,7 @@ class BlockwiseLinearOperator(Deferred):
 
         Of modules that share some parameters, others with the name of one before have that of their module, too.
         """
-        order = {key: position for position, key in enumerate(self.risk.params)}
-        found: dict[str, dict[str, int]] = {}
-        for entry in self.plan:
-            positions = found.setdefault(entry.layer.name, {})
-            for use in entry.layer.uses:
-                for local, key in use.keys.items():
-                    name = local if positions.get(local, order[key]) == order[key] else f"{use.name}.{local}"
-                    positions[name] = order[key]
-        return found
+        return positions(self.plan, list(self.risk.params))
 
     def verify(self, num_examples: int = 3) -> Verification:
         """Check rules, statistics, loss and traces on a few examples, layer by layer.

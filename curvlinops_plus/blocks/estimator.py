@@ -182,7 +182,7 @@ class CurvatureEstimator:
                 with passes.recording(found):
                     yield
                 handle.remove()
-                read = self._read_output(outputs, found)
+                read = _read_output(self, outputs, found)
 
                 def show(consume: Consumer, draws: Draws) -> Totals:
                     try:
@@ -199,21 +199,6 @@ class CurvatureEstimator:
                 self._add(show, decay)
         finally:
             handle.remove()
-
-    def _read_output(self, outputs: list[Any], batch: Batch) -> tuple[Any, Any, Any]:
-        if len(outputs) != 1:
-            raise ValueError(
-                f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that "
-                "`listen` was given. Call it once there; evaluate outside."
-            )
-        read = self.risk.read_output(outputs[0], batch)
-        trained = any(p.requires_grad for p in self.risk.params.values())
-        if self.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
-            raise ValueError(
-                "The output of the model has no graph, so no gradient can be sent back from it. Is there a "
-                "`.detach()` in the model?"
-            )
-        return read
 
     @property
     def _layers(self) -> list[Any]:
@@ -253,30 +238,24 @@ class CurvatureEstimator:
             ValueError: If nothing was added yet, or a layer was never called (see `leave_out_uncalled`).
         """
         self._require_updates()
-        if (missing := self._sums.uncalled()) and not self.leave_out_uncalled:
-            first = missing[0]
-            raise ValueError(
-                f"{first.title} was never called in {self.updates} updates, so its parameters {list(first.params)} "
-                "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the other "
-                f"layers; `uncalled` lists what is left out, {self.uncalled} now."
-            )
-        K = self._with_layers({layer.name for layer in self._layers if layer not in missing})
+        called = self._sums.called
+        for layer in self._layers:
+            if layer not in called and not self.leave_out_uncalled:
+                raise ValueError(
+                    f"{layer.title} was never called in {self.updates} updates, so its parameters {list(layer.params)} "
+                    "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the "
+                    f"other layers; `uncalled` lists what is left out, {self.uncalled} now."
+                )
+        K = _with_layers(self._blank, [layer.name for layer in called])
         K.parameters = fingerprint(self.risk)
         K._set_blocks(self._sums.blocks(), self.examples)
-        return K
-
-    def _with_layers(self, names: Collection[str]) -> BlockwiseLinearOperator:
-        """An operator of these layers, without blocks."""
-        K = copy.copy(self._blank)
-        plan = [entry for entry in self.plan if entry.layer.name in names]
-        if 0 < len(plan) < len(self.plan):
-            K.restrict(plan)
         return K
 
     @property
     def uncalled(self) -> list[str]:
         """Names of the layers that no batch has called yet."""
-        return [layer.name for layer in self._sums.uncalled()]
+        called = self._sums.called
+        return [layer.name for layer in self._layers if layer not in called]
 
     def refresh(self, damping: Any = None) -> None:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now.
@@ -335,7 +314,7 @@ class CurvatureEstimator:
         """
         if not other.updates:
             return
-        self._require_like(other)
+        _require_like(self, other)
         self._sums = self._sums.merged(other._sums)
         self.updates += other.updates
         self.examples += other.examples
@@ -364,19 +343,8 @@ class CurvatureEstimator:
             >>> one.examples
             8
         """
-        self._require_like(other)
+        _require_like(self, other)
         self._sums = self._sums.in_bases_of(other._sums)
-
-    def _require_like(self, other: CurvatureEstimator) -> None:
-        mine, theirs = (self._options(), other._options())
-        if mine != theirs:
-            raise ValueError(
-                f"Can't merge estimators that differ in layers, approximations, vectors or decay: {mine} and {theirs}."
-            )
-
-    def _options(self) -> tuple[list[tuple[str, str]], str, float]:
-        approximations = [(entry.layer.name, repr(entry.approximation)) for entry in self.plan]
-        return approximations, repr(self.vectors), self.decay
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that going on needs, in tensors and plain Python: sums, bases, random state, the last refresh.
@@ -407,19 +375,13 @@ class CurvatureEstimator:
             ValueError: If the state is cut off or foreign, or of another network or other approximations. Nothing has
                 changed then.
         """
-        keys = {"about", "decay", "updates", "examples", "weight", "draws", "damping", "sums", "refreshed"}
-        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-            raise ValueError("This is not the state of a CurvatureEstimator: the key 'format' is missing or foreign.")
-        if missing := keys - set(state):
-            raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
-        if state["decay"] != self.decay:
-            raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {self.decay}.")
+        _require_state(state, self.decay)
         with warnings.catch_warnings():  # in training, parameters are meant to change
             warnings.simplefilter("ignore", CurvatureWarning)
             blank, snapshot = copy.copy(self._blank), None
             blank.load_state_dict(state["about"])
             if state["refreshed"] is not None:
-                snapshot = self._with_layers(state["refreshed"].get("layers", {}))
+                snapshot = _with_layers(self._blank, state["refreshed"].get("layers", {}))
                 snapshot.load_state_dict(state["refreshed"])
         self._sums = RunningSums.from_state_dict(state["sums"], self.plan, self._scale)
         self._snapshot, self._inverse = snapshot, None
@@ -431,3 +393,51 @@ class CurvatureEstimator:
     def __repr__(self) -> str:
         progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
         return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"
+
+
+def _read_output(estimator: CurvatureEstimator, outputs: list[Any], batch: Batch) -> tuple[Any, Any, Any]:
+    """What the losses read of the model's only output inside `listen`."""
+    if len(outputs) != 1:
+        raise ValueError(
+            f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that `listen` was "
+            "given. Call it once there; evaluate outside."
+        )
+    read = estimator.risk.read_output(outputs[0], batch)
+    trained = any(p.requires_grad for p in estimator.risk.params.values())
+    if estimator.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
+        raise ValueError(
+            "The output of the model has no graph, so no gradient can be sent back from it. Is there a `.detach()` in "
+            "the model?"
+        )
+    return read
+
+
+def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> BlockwiseLinearOperator:
+    """A copy that has only these layers (all of them, if it has none of these), without blocks."""
+    K, plan = copy.copy(blank), [entry for entry in blank.plan if entry.layer.name in names]
+    if 0 < len(plan) < len(blank.plan):
+        K.plan, K.risk = plan, K.risk.restricted([key for entry in plan for key in entry.layer.params])
+        K.in_space = K.risk.space
+    return K
+
+
+def _require_like(one: CurvatureEstimator, other: CurvatureEstimator) -> None:
+    def options(estimator: CurvatureEstimator) -> tuple[list[tuple[str, str]], str, float]:
+        approximations = [(entry.layer.name, repr(entry.approximation)) for entry in estimator.plan]
+        return approximations, repr(estimator.vectors), estimator.decay
+
+    mine, theirs = options(one), options(other)
+    if mine != theirs:
+        raise ValueError(
+            f"Can't merge estimators that differ in layers, approximations, vectors or decay: {mine} and {theirs}."
+        )
+
+
+def _require_state(state: Any, decay: float) -> None:
+    keys = {"about", "decay", "updates", "examples", "weight", "draws", "damping", "sums", "refreshed"}
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise ValueError("This is not the state of a CurvatureEstimator: the key 'format' is missing or foreign.")
+    if missing := keys - set(state):
+        raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
+    if state["decay"] != decay:
+        raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {decay}.")

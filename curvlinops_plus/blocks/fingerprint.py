@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvlinops_plus.risk import EmpiricalRisk
 
-__all__ = ["Fingerprint", "changed_parameters", "fingerprint"]
+__all__ = ["Fingerprint", "changed_parameters", "fingerprint", "require_unchanged"]
 
 Fingerprint = dict[str, list[float]]
 
@@ -42,6 +42,20 @@ def changed_parameters(
         if key not in now
         or not all(abs(a - b) <= tolerance * max(size, 1e-30) for a, b in zip(before[key], now[key], strict=True))
     ]
+
+
+def require_unchanged(label: str, before: Mapping[str, list[float]], risk: EmpiricalRisk) -> None:
+    """Refuse the first use of an operator, called `label`, at other parameters than it was made at.
+
+    Raises:
+        RuntimeError: Naming the parameters.
+    """
+    if changed := changed_parameters(before, fingerprint(risk), 1e-12):
+        raise RuntimeError(
+            f"{label} is computed at its first use, and the parameters {changed} have changed since it was made. Call "
+            "its compute() for the matrix at the present ones, or make it after they change. `curvature` computes at "
+            "once, and so does check_deterministic=True of the other classes."
+        )
 
 
 def _sums(p: Tensor) -> Tensor:  # -> [2]

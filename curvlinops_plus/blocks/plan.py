@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,7 +14,7 @@ from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.layer import why_generic
 from curvlinops_plus.risk import Layer
 
-__all__ = ["LayerPlan", "make_plan", "plan_table", "refuse_missing_gradients"]
+__all__ = ["LayerPlan", "make_plan", "plan_table", "positions", "refuse_missing_gradients"]
 
 
 @dataclass(frozen=True)
@@ -156,3 +156,18 @@ def plan_table(plan: list[LayerPlan]) -> str:
     rows.insert(0, heads if any(row[-1] for row in rows) else (*heads[:-1], ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     return "\n".join("  " + "  ".join(text.ljust(w) for text, w in zip(row, widths)).rstrip() for row in rows)
+
+
+def positions(plan: list[LayerPlan], keys: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Layer name to the names of its parameters in their modules and their positions in `keys`.
+
+    Of modules that share some parameters, others with the name of one before have that of their module, too.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for entry in plan:
+        own = found.setdefault(entry.layer.name, {})
+        for use in entry.layer.uses:
+            for local, key in use.keys.items():
+                at = keys.index(key)
+                own[local if own.get(local, at) == at else f"{use.name}.{local}"] = at
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class RunningSums:
             {layer: [_map(stage, Accumulator.empty) for stage in stages] for layer, stages in self.stages.items()}
         )
         totals = fresh._add(show)
-        new = {layer: stages for layer, stages in fresh.stages.items() if _used(stages) > _used(self.stages[layer])}
+        new = {layer: fresh.stages[layer] for layer in fresh.called - self.called}
         while new := {layer: [stage] for layer, stages in new.items() if (stage := _following(stages[-1]))}:
             RunningSums(new)._add(show)
             for layer, (stage,) in new.items():
@@ -106,15 +107,19 @@ class RunningSums:
         return RunningSums(merged)
 
     # -------------------------------------------------------------------------------------------------------- reading
-    def uncalled(self) -> list[Layer]:
-        """Layers to which nothing was added."""
-        return [layer for layer, stages in self.stages.items() if not _used(stages)]
+    @property
+    def called(self) -> set[Layer]:
+        """The layers that a batch has called."""
+        layers = list(self.stages)
+        return {
+            layers[index] for stages in self.stages.values() for a in stages[0].values() for index in a.totals.called
+        }
 
     def blocks(self) -> dict[str, LinearOperator]:
         """Block name to operator, of all layers that were called."""
         blocks: dict[str, LinearOperator] = {}
-        for stages in self.stages.values():
-            for name, accumulator in stages[-1].items() if _used(stages) else ():
+        for layer in self.called:
+            for name, accumulator in self.stages[layer][-1].items():
                 result = accumulator.finish()
                 assert not isinstance(result, Accumulator)
                 blocks |= {name: result} if isinstance(result, LinearOperator) else result
@@ -148,8 +153,9 @@ class RunningSums:
     def in_new_bases(self) -> RunningSums:
         """The same sums, those of later sweeps expressed in the bases that follow from the first one now."""
         changed: dict[Layer, list[Stage]] = {}
+        called = self.called
         for layer, stages in self.stages.items():
-            changed[layer] = stages[:1] if _used(stages) else stages
+            changed[layer] = stages[:1] if layer in called else stages
             for stage in stages[len(changed[layer]) :]:
                 changed[layer].append(_changed_basis(_following(changed[layer][-1]), stage))
         return RunningSums(changed)
@@ -159,11 +165,12 @@ class RunningSums:
         some.
         """
         changed: dict[Layer, list[Stage]] = {}
+        called = self.called
         for (layer, stages), others in zip(self.stages.items(), other.stages.values(), strict=True):
             changed[layer] = stages[:1]
             for number, theirs in enumerate(others[1:], 1):
                 stage = _map(theirs, Accumulator.empty)
-                mine = number < len(stages) and _used(stages)
+                mine = number < len(stages) and layer in called
                 changed[layer].append(_changed_basis(stage, stages[number]) if mine else _with_totals(stage, stages))
             changed[layer] += stages[len(changed[layer]) :]
         return RunningSums(changed)
@@ -171,13 +178,15 @@ class RunningSums:
     # --------------------------------------------------------------------------------------------------------- saving
     def state_dict(self) -> dict[str, Any]:
         """All sums, in tensors and plain Python: position of the layer, number of the sweep, block name."""
-        return {
+        layers, called = list(self.stages), self.called
+        state: dict[str, Any] = {
             f"{index}": {
                 f"{k}": {n: a.state_dict() for n, a in stage.items()}
-                for k, stage in enumerate(stages if _used(stages) else stages[:1])
+                for k, stage in enumerate(stages if layer in called else stages[:1])
             }
-            for index, stages in enumerate(self.stages.values())
+            for index, (layer, stages) in enumerate(self.stages.items())
         }
+        return {**state, "called": sorted(layers.index(layer) for layer in called)}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], plan: Sequence[LayerPlan], scale: LossScale) -> RunningSums:
@@ -193,6 +202,11 @@ class RunningSums:
                     stages.append(_following(stages[-1]))
                 for name, accumulator in stages[number].items():
                     accumulator.load_state_dict(state[f"{index}"][f"{number}"][name])
+        # States of earlier versions don't tell; their layers have sums.
+        called = state.get("called", [k for k, stages in enumerate(loaded.stages.values()) if _used(stages)])
+        for stages in loaded.stages.values():
+            for accumulator in chain.from_iterable(stage.values() for stage in stages):
+                accumulator.totals.called = set(called)
         return loaded
 
 
@@ -201,7 +215,7 @@ def _map(stage: Stage, function: Callable[[Accumulator], Accumulator]) -> Stage:
 
 
 def _used(stages: list[Stage]) -> bool:
-    """Whether a layer has added anything."""
+    """Whether there are sums of a layer."""
     return any(accumulator.sums for accumulator in stages[0].values())
 
 

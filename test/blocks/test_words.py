@@ -81,7 +81,8 @@ def test_forward_only_names_all_layers_that_need_gradients_before_anything_runs(
 
     r = risk(Fails(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.PReLU()).double())
     words = (
-        r"(?s)layer '1': DiagonalBlock is made of gradients, and ForwardOnly\(\) sends nothing back. The same is true of \['3'\].*"
+        r"(?s)layer '1': DiagonalBlock is made of gradients, and ForwardOnly\(\) sends nothing back. "
+        r"The same is true of \['3'\].*"
         r"LayerNorm: ScaledIdentity, PReLU: ScaledIdentity.*parameters \['1.weight', '1.bias'\] out"
     )
     with pytest.raises(UnsupportedError, match=words):
