@@ -147,7 +147,7 @@ class CurvatureEstimator:
             NumericsError: If one of its statistics is NaN or infinite; names layer and statistic. Nothing has changed
                 then.
         """
-        found, random = self._read(batch), torch.get_rng_state()
+        found, random = _read(self, batch), torch.get_rng_state()
         passes = RecordedPasses(self.risk, self._layers, self.vectors, self._weights)
         with preserve_state(self.risk.model, self.risk.data), passes:
 
@@ -174,7 +174,7 @@ class CurvatureEstimator:
 
         Cost: a backward pass per vector to the layers' outputs.
         """
-        risk, found = self.risk, self._read(batch)
+        risk, found = self.risk, _read(self, batch)
         outputs: list[Any] = []
         handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out))
         try:
@@ -203,12 +203,6 @@ class CurvatureEstimator:
     @property
     def _layers(self) -> list[Any]:
         return [entry.layer for entry in self.plan]
-
-    def _read(self, batch: Any) -> Batch:
-        found = read_batch(batch, self.updates, self.risk.device, self.risk.options.batch_size_fn)
-        if not found.num_examples:
-            raise ValueError("The batch has no examples.")
-        return found
 
     def _add(self, show: Show, decay: float | None) -> None:
         """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
@@ -316,8 +310,7 @@ class CurvatureEstimator:
             return
         _require_like(self, other)
         self._sums = self._sums.merged(other._sums)
-        self.updates += other.updates
-        self.examples += other.examples
+        self.updates, self.examples = self.updates + other.updates, self.examples + other.examples
         self.weight += other.weight
         self.begun = max(self.begun, other.begun)
 
@@ -325,8 +318,7 @@ class CurvatureEstimator:
         """Sum EKFAC's eigenvalues in the bases of another estimator of the same network from now on, for `merge`.
 
         Before the first update this loses nothing. Eigenvalues that were already summed are transformed as by
-        `refresh`: they become the diagonal of the old block in the new basis, which preserves its trace. The inverse
-        stays that of the last refresh. Without EKFAC nothing happens.
+        `refresh`. The inverse stays that of the last refresh.
 
         Raises:
             ValueError: If the two approximate differently.
@@ -393,6 +385,14 @@ class CurvatureEstimator:
     def __repr__(self) -> str:
         progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
         return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"
+
+
+def _read(estimator: CurvatureEstimator, batch: Any) -> Batch:
+    risk = estimator.risk
+    found = read_batch(batch, estimator.updates, risk.device, risk.options.batch_size_fn)
+    if not found.num_examples:
+        raise ValueError("The batch has no examples.")
+    return found
 
 
 def _read_output(estimator: CurvatureEstimator, outputs: list[Any], batch: Batch) -> tuple[Any, Any, Any]:

@@ -54,7 +54,7 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
 
 
 def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
-    """The operator that `pack` described, on `device`.
+    """The operator that `pack` described, on `device`; it shares no memory with the state.
 
     Raises:
         ValueError: If the state is not one of `pack`.
@@ -67,11 +67,11 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
             assert isinstance(A, Factor)
             return Kronecker(G, A)
         if kind == "Eigendecomposed":
-            return Eigendecomposed(unpack(state["basis"], device), state["values"].to(device))
+            return Eigendecomposed(unpack(state["basis"], device), copied(state["values"]).to(device))
         if kind == "Diagonal":
-            return Diagonal(state["vector"].to(device))
+            return Diagonal(copied(state["vector"]).to(device))
         if kind == "Dense":
-            return Dense(state["matrix"].to(device), Structure[state["structure"]])
+            return Dense(copied(state["matrix"]).to(device), Structure[state["structure"]])
         if kind == "ScaledIdentity":
             scale = state["scale"]
             return Scaled(IdentityLinearOperator([(state["size"],)], device, scale.dtype), float(scale))

@@ -1,4 +1,4 @@
-"""Layers that are called in unusual ways: not in every batch, under checkpointing, by modules that keep their output."""
+"""Layers that are called in unusual ways: not in every batch, under checkpointing, keeping what they return."""
 
 from __future__ import annotations
 
