@@ -186,8 +186,7 @@ class CurvatureEstimator:
 
                 def show(consume: Consumer, draws: Draws) -> Totals:
                     try:
-                        with torch.inference_mode(False), torch.enable_grad():
-                            return passes.send_back(found, read, draws, consume, keep_graph=True)
+                        return passes.send_back(found, read, draws, consume, keep_graph=True)
                     except RuntimeError as error:
                         if "backward through the graph a second time" not in str(error):
                             raise
@@ -196,7 +195,8 @@ class CurvatureEstimator:
                             "inside."
                         ) from error
 
-                self._add(show, decay)
+                with torch.inference_mode(False), torch.enable_grad():  # whatever the modes are in which it ends
+                    self._add(show, decay)
         finally:
             handle.remove()
 

@@ -103,8 +103,9 @@ def from_scipy(
 def _of_matmat(op: Any) -> SciPyLinearOperator:
     """An object with `matmat` alone, which SciPy does not take."""
     adjoint = {"rmatmat": op.rmatmat, "rmatvec": _column(op.rmatmat)} if hasattr(op, "rmatmat") else {}
+    make: Any = SciPyLinearOperator  # whose arguments are those of the class that it returns
     dtype = getattr(op, "dtype", np.float64)
-    return SciPyLinearOperator(op.shape, matvec=_column(op.matmat), matmat=op.matmat, dtype=dtype, **adjoint)
+    return make(op.shape, matvec=_column(op.matmat), matmat=op.matmat, dtype=dtype, **adjoint)
 
 
 def _column(product: Any) -> Any:

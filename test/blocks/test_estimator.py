@@ -541,6 +541,10 @@ def test_listening_leaves_the_modes_of_autograd_alone(inside: Any, outside: Any)
             assert modes == (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         assert torch.is_grad_enabled() is (outside is torch.enable_grad)
     close(running.operator.to_dense(), whole(model, KFAC, [(X, y)], vectors=Empirical()).to_dense())
+    running.update((X, y))  # sums that were made in inference mode can be added to
+    with running.listen((X, y)):
+        model(X)
+    close(running.operator.to_dense(), whole(model, KFAC, [(X, y)], vectors=Empirical()).to_dense())
 
 
 @pytest.mark.parametrize("weighted", [1.0, 0.9])

@@ -601,3 +601,23 @@ def test_the_state_of_an_estimator_that_is_edited_in_place_leaves_it_alone(appro
     for each in (first, second):
         each.update(p.data[0])
     same(first.operator.to_dense(), second.operator.to_dense())
+
+
+def test_every_packed_matrix_is_a_copy() -> None:
+    from curvlinops_plus.blocks.serialization import pack, unpack
+    from curvlinops_plus.linalg import Dense, Diagonal, Eigendecomposed, Kronecker, Structure
+
+    Q, G, A = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64)).Q.contiguous() for n in (6, 2, 3))
+    values = torch.rand(6, dtype=torch.float64)
+    for operator in (
+        Dense(Q),
+        Diagonal(values),
+        Kronecker(G, A, Structure.GENERAL),
+        Eigendecomposed(Dense(Q), values),
+        Eigendecomposed(Kronecker(G, A, Structure.GENERAL), values),
+    ):
+        before, state = operator.to_dense().clone(), pack(operator)
+        made = unpack(state, torch.device("cpu"))
+        overwrite(state)
+        same(operator.to_dense(), before)
+        same(made.to_dense(), before)
