@@ -873,9 +873,7 @@ class Problem:
             warnings.filterwarnings("ignore", r"Exact\(\) sends", CurvatureWarning)
             if self.net.fallback:
                 warnings.filterwarnings("ignore", ".*get their exact diagonal", CurvatureWarning)
-            K = curvature(self.risk(data, **(risk or {})), approximation, **options)
-            K.compute()
-        return K
+            return curvature(self.risk(data, **(risk or {})), approximation, **options)
 
     def reference(self, **options: Any) -> Reference:
         """The slow exact twin."""

@@ -42,3 +42,11 @@ def settings_stay() -> Iterator[None]:
     before = settings()
     yield
     assert settings() == before
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the package says once per process is said again in each test."""
+    from curvlinops_plus.blocks import plan
+
+    monkeypatch.setattr(plan, "_told", set())

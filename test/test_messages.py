@@ -18,6 +18,7 @@ from curvlinops_plus import (
     KFAC,
     Accumulator,
     AffineRule,
+    BlockwiseLinearOperator,
     CurvatureWarning,
     DiagonalBlock,
     EFLinearOperator,
@@ -598,20 +599,37 @@ def test_kronecker_factors_asked_for_by_name_where_there_are_none() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, make in NETS.items() if make().fallback])
-def test_the_warning_lists_the_layers_that_fall_back(name: str) -> None:
+def test_layers_that_fall_back_are_said_in_a_line_and_listed_in_a_table(name: str) -> None:
     p = problem(name)
     with unchanged(p.model), pytest.warns(CurvatureWarning, match=r"DiagonalBlock") as caught:
-        curvature(p.risk(), KFAC)
-    assert len(caught) == 1
-    words = str(caught[0].message)
-    for layer in p.net.fallback:
-        assert (repr(layer) if layer else "the model") in words
+        K = curvature(p.risk(), KFAC)
+    (listing,) = [w for w in caught if "DiagonalBlock" in str(w.message)]
+    words = str(listing.message)
+    assert "\n" not in words
     assert words.startswith(f"{len(p.net.fallback)} of ")
-    assert caught[0].filename == __file__, "the warning points at the user's line"
+    assert any((repr(layer) if layer else "the model") in words for layer in p.net.fallback)
+    assert "Print the operator for a table" in words
+    assert listing.filename == __file__, "the warning points at the user's line"
+    lines = {line.split()[0]: line for line in repr(K).splitlines()[2:]}
+    reasons = repr(K).splitlines()[1].index("why no Kronecker factors")
+    for layer in p.net.fallback:
+        assert "DiagonalBlock" in lines[layer or "(model)"]
+        assert len(lines[layer or "(model)"][reasons:]) > 20
+
+
+def test_norms_without_kronecker_factors_are_told_once_per_process() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 3), nn.LayerNorm(3)).double()
+    with pytest.warns(CurvatureWarning, match=r"^2 of 4 layers get .*, such as '1' \(LayerNorm: "):
+        curvature(risk(model), KFAC)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert repr(curvature(risk(model), EKFAC)).count("is not that of an affine layer") == 2
+    with pytest.warns(CurvatureWarning, match=r"1 of 2 layers get .*: '0' \(PReLU: "):  # others are told each time
+        curvature(risk(nn.Sequential(nn.PReLU(), nn.Linear(4, 3)).double()), KFAC)
 
 
 def test_the_warning_of_the_classic_door_points_at_the_user_s_line() -> None:
-    p = problem("generic layers")
+    p = problem("lstm")
     for kind in (KFACLinearOperator, EKFACLinearOperator):
         with pytest.warns(CurvatureWarning, match="get their exact diagonal") as caught:
             kind(p.model, p.loss, p.params, p.data, check_deterministic=False)
@@ -674,11 +692,9 @@ def test_full_blocks_that_are_too_large() -> None:
 
 def test_exact_vectors_say_once_what_they_cost() -> None:
     p = problem("attention")
-    K = curvature(p.risk(), KFAC)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        K.compute()
-        K.compute()
+        curvature(p.risk(), KFAC).compute()
     assert len(caught) == 1
     assert caught[0].category is CurvatureWarning
     assert "Exact() sends 9 vectors per batch: 3 loss terms per example" in str(caught[0].message)
@@ -858,7 +874,7 @@ def test_verify_notices_mixed_examples() -> None:
 
     model = nn.Sequential(nn.Linear(4, 5), Mixes(), nn.Linear(5, 3)).double()
     with says(VerificationError, "layer '0', check", model):
-        curvature(risk(model), KFAC).verify()
+        BlockwiseLinearOperator(risk(model), KFAC, compute=False).verify()
 
 
 def test_verify_notices_a_wrong_likelihood() -> None:

@@ -23,7 +23,7 @@ from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Accumulator", "Approximation", "LossScale", "add_batch", "count_batch", "needs_gradients"]
+__all__ = ["Accumulator", "Approximation", "LossScale", "add_batch", "count_batch"]
 
 # Totals over all batches to the factor `c` in front of the sum of all loss terms.
 LossScale = Callable[[Totals], Tensor | float]
@@ -59,6 +59,8 @@ class Accumulator(ABC):
     per_group: ClassVar[bool] = True
     #: Whether the layer must have an affine rule.
     affine: ClassVar[bool] = False
+    #: Whether gradients must be sent back: not with `ForwardOnly()`.
+    needs_gradients: ClassVar[bool] = False
     #: Of an accumulator for a second sweep: whether `change_basis` is implemented, which streaming needs.
     changes_basis: ClassVar[bool] = False
     #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that they are in.
@@ -299,12 +301,3 @@ def _plain(count: Tensor | float) -> Tensor | float:
 
 def _kind(cls: type, name: str, shapes: Mapping[str, torch.Size]) -> str:
     return f"{cls.__name__} of layer {name!r} with { {n: list(s) for n, s in shapes.items()} }"
-
-
-def needs_gradients(accumulator: Accumulator) -> UnsupportedError:
-    """What to raise for an approximation made of gradients when none are sent back."""
-    return UnsupportedError(
-        f"{accumulator.layer.title}: {type(accumulator).__name__} is made of gradients, and ForwardOnly() sends "
-        "nothing back. Use Exact(), MonteCarlo() or Empirical(), or "
-        f"leave the layer's parameters {list(accumulator.layer.params)} out of `params`."
-    )

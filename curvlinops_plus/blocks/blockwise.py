@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.accumulation import Accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.factor_damping import heuristic_factor_damping, pair_damping
+from curvlinops_plus.blocks.fingerprint import Fingerprint, changed_parameters, fingerprint, require_unchanged
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.operator_state import (
     check_state,
@@ -24,8 +25,7 @@ from curvlinops_plus.blocks.operator_state import (
     upgrade,
     write_blocks,
 )
-from curvlinops_plus.blocks.plan import LayerPlan, make_plan, plan_table
-from curvlinops_plus.blocks.serialization import fingerprint, same_fingerprint
+from curvlinops_plus.blocks.plan import LayerPlan, make_plan, plan_table, positions, refuse_missing_gradients
 from curvlinops_plus.blocks.stored_options import rebuild_vectors, same_data
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning
@@ -51,9 +51,9 @@ __all__ = ["BlockwiseLinearOperator", "curvature"]
 class BlockwiseLinearOperator(Deferred):
     """A block-diagonal approximation of the curvature of an empirical risk.
 
-    Blocks are computed at first use, in as few sweeps over the data as the approximations need, and kept. All numbers
-    that follow from structure are there: `trace det logdet frobenius_norm eigenvalues() diagonal() inverse(damping)
-    power(p, damping) sample(generator)`, and adding a multiple of the identity keeps them.
+    Blocks are computed once, in as few sweeps over the data as the approximations need, and kept. All numbers that
+    follow from structure are there: `trace det logdet frobenius_norm eigenvalues() diagonal() inverse(damping) power(p,
+    damping) sample(generator)`, and adding a multiple of the identity keeps them.
 
     Args:
         risk: Model, loss and data.
@@ -61,11 +61,13 @@ class BlockwiseLinearOperator(Deferred):
         default: The approximation of layers that the mapping does not name.
         vectors: What is sent back through the network, or its name (`as_vectors`).
         separate_weight_and_bias: Give every parameter its own block.
-        check_deterministic: True computes the blocks now, and compares the total loss of two passes over the data.
-            None: two evaluations of a few examples have to agree. False: not even these.
+        check_deterministic: True compares the total loss of two passes over the data when blocks are computed. None:
+            two evaluations of a few examples have to agree. False: not even these.
+        compute: Compute the blocks now. Otherwise at first use, which refuses parameters that have changed since.
 
     Raises:
-        RuntimeError: If two passes over the data do not give the same total loss.
+        RuntimeError: If two passes over the data do not give the same total loss; at the first use of an operator with
+            `compute=False`, if the model's parameters changed before it.
 
     Example:
         >>> import torch
@@ -76,7 +78,7 @@ class BlockwiseLinearOperator(Deferred):
         >>> risk = EmpiricalRisk(model, nn.MSELoss(), [(torch.ones(5, 3), torch.zeros(5, 2))])
         >>> K = BlockwiseLinearOperator(risk, KFAC)
         >>> print(K)
-        BlockwiseLinearOperator 26x26, float32 on cpu, not computed yet
+        BlockwiseLinearOperator 26x26, float32 on cpu, from 5 examples
           layer  module  rule        parameters            approximation  blocks
           0      Linear  LinearRule  0.weight, 0.bias      KFAC           4x4
           2      Linear  LinearRule  2.weight, 2.bias      KFAC           2x5
@@ -94,6 +96,7 @@ class BlockwiseLinearOperator(Deferred):
         vectors: Vectors | str | None = None,
         separate_weight_and_bias: bool = False,
         check_deterministic: bool | None = None,
+        compute: bool = True,
     ) -> None:
         require_risk(risk, type(self).__name__)
         super().__init__(risk.space, risk.dtype, risk.device, Structure.PSD)
@@ -110,19 +113,27 @@ class BlockwiseLinearOperator(Deferred):
         self.scale: float | Tensor = 1.0
         self._unscaled: BlockDiagonal | None = None
         self._operator: BlockDiagonal | None = None
-        if check_deterministic:
+        #: Of the model's parameters that the blocks belong to, or will belong to.
+        self.parameters: Fingerprint = {}
+        if compute:
             self.compute()
+        else:
+            self._compute_later()
 
     # ---------------------------------------------------------------------------------------------------- computing
     def compute(self) -> Self:
         """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
+        parameters = fingerprint(self.risk)
         accumulation = self._accumulate(keep=True, check_deterministic=self.check_deterministic)
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
+        self.parameters = parameters
         return self
 
     def renew_plan(self) -> None:
         """Assign approximations to the layers of the risk, as far as they are known."""
         self.plan = self._make_plan(layers_of(self.risk, self.separate_weight_and_bias))
+        if not self.vectors.backward:
+            refuse_missing_gradients(self.plan)
 
     def _accumulate(self, keep: bool = False, **options: Any) -> Accumulation:
         """An accumulation that has run, with options of `Accumulation.run`.
@@ -140,6 +151,19 @@ class BlockwiseLinearOperator(Deferred):
             accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep)
             accumulation.run(**options)
         return accumulation
+
+    def _compute_later(self) -> None:
+        """Drop the blocks; those of the present parameters will be computed at first use."""
+        self._set_operator(None)
+        self.parameters = fingerprint(self.risk)
+
+    def _at_first_use(self) -> None:
+        require_unchanged(self.label, self.parameters, self.risk)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Compute what is missing."""
+        self.compute()
 
     def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int) -> None:
         """Take these (unscaled) blocks, in the operator's own precision and on its device."""
@@ -163,9 +187,9 @@ class BlockwiseLinearOperator(Deferred):
 
     @property
     def operator(self) -> BlockDiagonal:
-        """The blocks as a plain operator that knows nothing of networks; computed at first use."""
+        """The blocks as a plain operator that knows nothing of networks."""
         if self._operator is None:
-            self.compute()
+            self._at_first_use()
         assert self._operator is not None
         return self._operator
 
@@ -173,7 +197,7 @@ class BlockwiseLinearOperator(Deferred):
     def unscaled(self) -> BlockDiagonal:
         """The blocks without `scale`."""
         if self._unscaled is None:
-            self.compute()
+            self._at_first_use()
         assert self._unscaled is not None
         return self._unscaled
 
@@ -240,16 +264,13 @@ class BlockwiseLinearOperator(Deferred):
         return inverse if unscaled is self._operator else inverse._scale(1 / c)
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> BlockwiseLinearOperator:
-        """The same operator on another device or in another precision; the model is left where it is.
-
-        Blocks computed later are converted too.
-        """
+        """The same operator on another device or in another precision, also if computed anew; the model stays."""
         moved = copy.copy(self)
         moved.device = self.device if device is None else torch.device(device)
         moved.dtype = self.dtype if dtype is None else dtype
         if isinstance(self.scale, Tensor):
             moved.scale = self.scale.to(moved.device, moved.dtype)
-        moved._set_operator(None if self._unscaled is None else self._unscaled.to(device=device, dtype=dtype))
+        moved._set_operator(self.unscaled.to(device=device, dtype=dtype))
         return moved
 
     def split(self, v: Any) -> dict[str, Tensor]:
@@ -268,12 +289,11 @@ class BlockwiseLinearOperator(Deferred):
     # ------------------------------------------------------------------------------------------------------- factors
     @property
     def mapping(self) -> dict[str, dict[str, int]]:
-        """Layer name to its parameters' own names and their positions in `params`."""
-        order = {key: position for position, key in enumerate(self.risk.params)}
-        layers = [entry.layer for entry in self.plan]
-        return {
-            layer.name: {local: order[key] for use in layer.uses for local, key in use.keys.items()} for layer in layers
-        }
+        """Layer name to its parameters' own names and their positions in `params`.
+
+        Of modules that share some parameters, others with the name of one before have that of their module, too.
+        """
+        return positions(self.plan, list(self.risk.params))
 
     def verify(self, num_examples: int = 3) -> Verification:
         """Check rules, statistics, loss and traces on a few examples, layer by layer.
@@ -324,7 +344,7 @@ class BlockwiseLinearOperator(Deferred):
         fitting = self._reading_as(state)
         check_state(fitting, state)
         blocks = read_blocks(fitting, state)
-        if not same_fingerprint(state["fingerprint"], fingerprint(self.risk.params)):
+        if changed_parameters(state["fingerprint"], fingerprint(self.risk), 1e-5):  # the rounding of another dtype
             warn(
                 "The model's parameters differ from those that this state was computed at; its blocks describe the old "
                 "ones.",
@@ -334,9 +354,10 @@ class BlockwiseLinearOperator(Deferred):
         self._take_options(state)
         self.plan, self.risk.reads = fitting.plan, fitting.risk.reads
         if blocks is None:
-            self._set_operator(None)
+            self._compute_later()
         else:
             self._set_blocks(blocks, state["examples"])
+            self.parameters = state["fingerprint"]
 
     def _reading_as(self, state: Mapping[str, Any]) -> Self:
         """This operator with the layers that a state has, where functions read parameters."""
@@ -394,7 +415,7 @@ class BlockwiseLinearOperator(Deferred):
             >>> from curvlinops_plus import DiagonalBlock, EmpiricalRisk, curvature
             >>> model, data = nn.Linear(3, 2), [(torch.ones(5, 3), torch.zeros(5, 2))]
             >>> K = curvature(EmpiricalRisk(model, nn.MSELoss(), data), DiagonalBlock)
-            >>> state = (K / 2).state_dict() if K.trace else {}
+            >>> state = (K / 2).state_dict()
             >>> loaded = BlockwiseLinearOperator.from_state_dict(state, model, data)
             >>> bool((loaded.diagonal() == K.diagonal() / 2).all())
             True
@@ -420,7 +441,7 @@ def restore(cls: type[Operator], state_dict: Mapping[str, Any], stacklevel: int,
     """`cls.from_state_dict` for every class; `stacklevel` is that of the warning about changed parameters."""
     state = upgrade(state_dict)
     K = cls.__new__(cls)
-    BlockwiseLinearOperator.__init__(K, **rebuild_arguments(state, **arguments))
+    BlockwiseLinearOperator.__init__(K, **rebuild_arguments(state, **arguments), compute=False)
     K._load(state, stacklevel)
     return K
 
@@ -428,7 +449,7 @@ def restore(cls: type[Operator], state_dict: Mapping[str, Any], stacklevel: int,
 def curvature(
     risk: EmpiricalRisk,
     approximation: Any = KFAC,
-    *,
+    *more: Any,
     default: Any = KFAC,
     vectors: Vectors | str | None = None,
     separate_weight_and_bias: bool = False,
@@ -445,17 +466,22 @@ def curvature(
         vectors: What is sent back: `Exact()` (the default), `MonteCarlo(samples, seed)`, `Empirical()`,
             `ForwardOnly()`.
         separate_weight_and_bias: Give every parameter its own block.
-        check_deterministic: True computes now and compares the total loss of two passes. None: two evaluations of a
-            few examples have to agree. False: not even these.
+        check_deterministic: True compares the total loss of two passes over the data. None: two evaluations of a few
+            examples have to agree. False: not even these.
 
     Returns:
-        A linear operator whose blocks are computed at first use.
+        A linear operator with all its blocks, computed at once.
 
     Raises:
-        ValueError: If a key of the mapping matches no layer.
+        ValueError: If a key of the mapping matches no layer, or a layer never ran.
+        UnsupportedError: If a layer, the loss or an option can't be handled; names it.
+        NumericsError: If a statistic is not finite; names layer and batch.
+        RuntimeError: If two passes over the data do not give the same total loss.
+        TypeError: If something else is given in place of a risk, such as model, loss and data.
 
     Warns:
-        CurvatureWarning: Once, listing the layers that get their exact diagonal because they have no Kronecker factors.
+        CurvatureWarning: If layers get their exact diagonal because they have no Kronecker factors. `print(K)` lists
+            them with reasons. Of normalisation alone once per process.
 
     Example:
         >>> import torch
@@ -468,6 +494,9 @@ def curvature(
         >>> [type(block).__name__ for block in K.blocks.values()]
         ['Kronecker', 'Dense', 'Eigendecomposed']
     """
+    require_risk(risk, "curvature")
+    if more:
+        raise TypeError(f"curvature takes a risk and an approximation by position, {len(more)} more were given.")
     return BlockwiseLinearOperator(
         risk,
         approximation,

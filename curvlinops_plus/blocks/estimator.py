@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
+from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import LayerPlan, plan_table
 from curvlinops_plus.blocks.running_sums import RunningSums
+from curvlinops_plus.blocks.stored_options import plain, same_data
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
@@ -51,6 +53,9 @@ class CurvatureEstimator:
     The inverse belongs to the statistics of the last `refresh`, and to the damping given there. It does not change in
     between, whatever is added.
 
+    With `reduction="sum"` batches are matrices of which the average is taken. A batch that is added with `decay=1`
+    belongs to the one before it, like one more micro-batch of the same step: these add up.
+
     Args:
         risk: Model, loss and options; its `data` is not read and may be empty: `EmpiricalRisk(model, loss, ())`.
         approximation: As for `curvature`.
@@ -59,6 +64,8 @@ class CurvatureEstimator:
         separate_weight_and_bias: Give every parameter its own block.
         decay: ρ, in (0, 1]. With `reduction="sum"`, 1 adds batches up, and less averages them.
         damping: Of the inverse; anything that `K.inverse(damping)` takes.
+        leave_out_uncalled: Layers that no batch has called yet are left out: `operator` and `inverse()` have the
+            parameters of the others, and `uncalled` lists them. By default both refuse.
 
     Raises:
         ValueError: If `decay` is not in (0, 1].
@@ -96,12 +103,18 @@ class CurvatureEstimator:
         separate_weight_and_bias: bool = False,
         decay: float = 1.0,
         damping: Any = 0.0,
+        leave_out_uncalled: bool = False,
     ) -> None:
         if not 0 < decay <= 1:
             raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")
-        self.risk, self.decay, self.damping = risk, decay, damping
+        self.risk, self.decay, self.damping, self.leave_out_uncalled = risk, decay, damping, leave_out_uncalled
         self._blank = BlockwiseLinearOperator(
-            risk, approximation, default=default, vectors=vectors, separate_weight_and_bias=separate_weight_and_bias
+            risk,
+            approximation,
+            default=default,
+            vectors=vectors,
+            separate_weight_and_bias=separate_weight_and_bias,
+            compute=False,
         )
         self.vectors = self._blank.vectors
         self.reset()
@@ -121,10 +134,12 @@ class CurvatureEstimator:
         self._inverse: LinearOperator | None = None
         #: The number of updates, of examples in them, and the sum of their weights.
         self.updates, self.examples, self.weight = 0, 0, 0.0
+        #: The sum of weights of batches that were begun: with `decay=1` an update continues the one before.
+        self.begun = 0.0
 
     def _scale(self, totals: Totals) -> Tensor | float:
         c = self.risk.scale(totals)
-        return c / self.weight if self.risk.losses.reduction == "sum" and self.decay < 1 and self.weight else c
+        return c / self.begun if self.risk.losses.reduction == "sum" and self.begun else c
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batch: Any, decay: float | None = None) -> None:
@@ -132,10 +147,13 @@ class CurvatureEstimator:
 
         Args:
             batch: An item of the risk's data: `(X, y)`, or a mapping with "labels".
-            decay: For this update, instead of the estimator's. With 1 during the first steps these weigh alike.
+            decay: For this update, instead of the estimator's. With 1 during the first steps these weigh alike, and
+                micro-batches after the first one of a step count as one batch with it.
 
         Raises:
             ValueError: If the batch has no examples, or can't be read.
+            NumericsError: If one of its statistics is NaN or infinite; names layer and statistic. Nothing has changed
+                then.
         """
         found, random = self._read(batch), torch.get_rng_state()
         try:
@@ -163,10 +181,11 @@ class CurvatureEstimator:
 
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
-            decay: For this update, instead of the estimator's.
+            decay: As for `update`.
 
         Raises:
             ValueError: If the model was not called exactly once, or its graph is gone.
+            NumericsError: As for `update`.
 
         Cost: a backward pass per vector to the layers' outputs.
         """
@@ -189,7 +208,7 @@ class CurvatureEstimator:
                 with passes.recording(found):
                     yield
                 handle.remove()
-                read = self._read_output(outputs, found)
+                read = _read_output(self, outputs, found)
 
                 def show(consume: Consumer, draws: Draws) -> Totals:
                     try:
@@ -202,25 +221,10 @@ class CurvatureEstimator:
                             "inside."
                         ) from error
 
-                with exclusive():
+                with exclusive(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes at its end
                     self._add(show, decay)
         finally:
             handle.remove()
-
-    def _read_output(self, outputs: list[Any], batch: Batch) -> tuple[Any, Any, Any]:
-        if len(outputs) != 1:
-            raise ValueError(
-                f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that "
-                "`listen` was given. Call it once there; evaluate outside."
-            )
-        read = self.risk.read_output(outputs[0], batch)
-        trained = any(p.requires_grad for p in self.risk.params.values())
-        if self.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
-            raise ValueError(
-                "The output of the model has no graph, so no gradient can be sent back from it. Is there a "
-                "`.detach()` in the model?"
-            )
-        return read
 
     @property
     def _layers(self) -> list[Any]:
@@ -254,10 +258,12 @@ class CurvatureEstimator:
             return show(consume, draws).detached()
 
         batch, totals = self._sums.of_batch(show_again)
+        batch.require_finite()
         self._sums.add(batch, decay)
         self._draws = draws
         self.updates, self.examples = self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1
+        self.begun = max(1.0, self.begun) if decay == 1 else decay * self.begun + 1
 
     # ------------------------------------------------------------------------------------------------------- reading
     @property
@@ -265,12 +271,27 @@ class CurvatureEstimator:
         """The curvature of all batches until now, like that of `curvature`; later updates don't change it.
 
         Raises:
-            ValueError: If nothing was added yet, or a layer never ran.
+            ValueError: If nothing was added yet, or a layer was never called (see `leave_out_uncalled`).
         """
         self._require_updates()
-        K = copy.copy(self._blank)
-        K._set_blocks(self._sums.blocks(self.updates), self.examples)
+        called = self._sums.called
+        for layer in self._layers:
+            if layer not in called and not self.leave_out_uncalled:
+                raise ValueError(
+                    f"{layer.title} was never called in {self.updates} updates, so its parameters {list(layer.params)} "
+                    "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the "
+                    f"other layers; `uncalled` lists what is left out, {self.uncalled} now."
+                )
+        K = _with_layers(self._blank, [layer.name for layer in called])
+        K.parameters = fingerprint(self.risk)
+        K._set_blocks(self._sums.blocks(), self.examples)
         return K
+
+    @property
+    def uncalled(self) -> list[str]:
+        """Names of the layers that no batch has called yet."""
+        called = self._sums.called
+        return [layer.name for layer in self._layers if layer not in called]
 
     def refresh(self, damping: Any = None) -> None:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now.
@@ -294,16 +315,16 @@ class CurvatureEstimator:
         self._snapshot, self._inverse, self.damping = snapshot, inverse, damping
 
     def inverse(self, damping: Any = None) -> LinearOperator:
-        """`(K + damping·I)⁻¹` at the last `refresh`; the first call refreshes.
+        """`(K + damping·I)⁻¹` at the last `refresh`; the first call refreshes, with this damping.
 
         Args:
             damping: Default: that of the last refresh, whose decompositions are kept. With another one the statistics
                 of the last refresh are decomposed again, and nothing is kept.
         """
         if self._snapshot is None:
-            self.refresh()
+            self.refresh(damping)
         assert self._snapshot is not None
-        if damping is not None and damping is not self.damping and damping != self.damping:
+        if damping is not None and damping is not self.damping and not same_data(plain(damping), plain(self.damping)):
             return self._snapshot.inverse(damping)
         if self._inverse is None:
             self._inverse = self._snapshot.inverse(self.damping)
@@ -317,7 +338,11 @@ class CurvatureEstimator:
     def merge(self, other: CurvatureEstimator) -> None:
         """Add the sums of another estimator of the same network: at ρ = 1 the union of two data sets.
 
-        Random numbers go on from this estimator's; the inverse stays that of its last refresh.
+        Random numbers go on from this estimator's; the inverse stays that of its last refresh. Batches that both have
+        seen at the same time are parts of one, as with several processes: with `reduction="sum"` they add up.
+
+        EKFAC's eigenvalues are sums in the basis of an estimator's own first batch, or last refresh. Those of another
+        one fit after `other.adopt_bases(self)`, best before its first update.
 
         Raises:
             ValueError: If the two approximate differently, or EKFAC's eigenvalues are in different bases. Nothing has
@@ -325,19 +350,35 @@ class CurvatureEstimator:
         """
         if not other.updates:
             return
-        mine, theirs = (self._options(), other._options())
-        if mine != theirs:
-            raise ValueError(
-                f"Can't merge estimators that differ in layers, approximations, vectors or decay: {mine} and {theirs}."
-            )
+        _require_like(self, other)
         self._sums = self._sums.merged(other._sums)
-        self.updates += other.updates
-        self.examples += other.examples
+        self.updates, self.examples = self.updates + other.updates, self.examples + other.examples
         self.weight += other.weight
+        self.begun = max(self.begun, other.begun)
 
-    def _options(self) -> tuple[list[tuple[str, str]], str, float]:
-        approximations = [(entry.layer.name, repr(entry.approximation)) for entry in self.plan]
-        return approximations, repr(self.vectors), self.decay
+    def adopt_bases(self, other: CurvatureEstimator) -> None:
+        """Sum EKFAC's eigenvalues in the bases of another estimator of the same network from now on, for `merge`.
+
+        Before the first update this loses nothing. Eigenvalues that were already summed are transformed as by
+        `refresh`. The inverse stays that of the last refresh.
+
+        Raises:
+            ValueError: If the two approximate differently.
+
+        Example:
+            >>> from torch import nn
+            >>> from curvlinops_plus import EKFAC
+            >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), ())
+            >>> one, two = CurvatureEstimator(risk, EKFAC), CurvatureEstimator(risk, EKFAC)
+            >>> one.update((torch.rand(4, 3), torch.rand(4, 2)))
+            >>> two.adopt_bases(one)
+            >>> two.update((torch.rand(4, 3), torch.rand(4, 2)))
+            >>> one.merge(two)
+            >>> one.examples
+            8
+        """
+        _require_like(self, other)
+        self._sums = self._sums.in_bases_of(other._sums)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that going on needs, in tensors and plain Python: sums, bases, random state, the last refresh.
@@ -352,6 +393,7 @@ class CurvatureEstimator:
             "updates": self.updates,
             "examples": self.examples,
             "weight": self.weight,
+            "begun": self.begun,
             "draws": self._draws.generator.get_state(),
             "damping": stored,
             "sums": self._sums.state_dict(),
@@ -367,27 +409,70 @@ class CurvatureEstimator:
             ValueError: If the state is cut off or foreign, or of another network or other approximations. Nothing has
                 changed then.
         """
-        keys = {"about", "decay", "updates", "examples", "weight", "draws", "damping", "sums", "refreshed"}
-        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-            raise ValueError("This is not the state of a CurvatureEstimator: the key 'format' is missing or foreign.")
-        if missing := keys - set(state):
-            raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
-        if state["decay"] != self.decay:
-            raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {self.decay}.")
+        _require_state(state, self.decay)
         with warnings.catch_warnings():  # in training, parameters are meant to change
             warnings.simplefilter("ignore", CurvatureWarning)
             blank, snapshot = copy.copy(self._blank), None
             blank.load_state_dict(state["about"])
             if state["refreshed"] is not None:
-                snapshot = copy.copy(self._blank)
+                snapshot = _with_layers(self._blank, state["refreshed"].get("layers", {}))
                 snapshot.load_state_dict(state["refreshed"])
         self.risk.reads, self._blank.plan = blank.risk.reads, blank.plan
         self._sums = RunningSums.from_state_dict(state["sums"], self.plan, self._scale)
         self._snapshot, self._inverse = snapshot, None
         self._draws.generator.set_state(state["draws"].cpu())
         self.updates, self.examples, self.weight = state["updates"], state["examples"], state["weight"]
+        self.begun = state.get("begun", self.weight if self.decay < 1 else 1.0)  # states before it was there
         self.damping = self.damping if state["damping"] is None else state["damping"]
 
     def __repr__(self) -> str:
         progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
         return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"
+
+
+def _read_output(estimator: CurvatureEstimator, outputs: list[Any], batch: Batch) -> tuple[Any, Any, Any]:
+    """What the losses read of the model's only output inside `listen`."""
+    if len(outputs) != 1:
+        raise ValueError(
+            f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that `listen` was "
+            "given. Call it once there; evaluate outside."
+        )
+    read = estimator.risk.read_output(outputs[0], batch)
+    trained = any(p.requires_grad for p in estimator.risk.params.values())
+    if estimator.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
+        raise ValueError(
+            "The output of the model has no graph, so no gradient can be sent back from it. Is there a `.detach()` in "
+            "the model?"
+        )
+    return read
+
+
+def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> BlockwiseLinearOperator:
+    """A copy that has only these layers (all of them, if it has none of these), without blocks."""
+    K, plan = copy.copy(blank), [entry for entry in blank.plan if entry.layer.name in names]
+    if 0 < len(plan) < len(blank.plan):
+        K.plan, K.risk = plan, K.risk.restricted([key for entry in plan for key in entry.layer.params])
+        K.in_space = K.risk.space
+    return K
+
+
+def _require_like(one: CurvatureEstimator, other: CurvatureEstimator) -> None:
+    def options(estimator: CurvatureEstimator) -> tuple[list[tuple[str, str]], str, float]:
+        approximations = [(entry.layer.name, repr(entry.approximation)) for entry in estimator.plan]
+        return approximations, repr(estimator.vectors), estimator.decay
+
+    mine, theirs = options(one), options(other)
+    if mine != theirs:
+        raise ValueError(
+            f"Can't merge estimators that differ in layers, approximations, vectors or decay: {mine} and {theirs}."
+        )
+
+
+def _require_state(state: Any, decay: float) -> None:
+    keys = {"about", "decay", "updates", "examples", "weight", "draws", "damping", "sums", "refreshed"}
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise ValueError("This is not the state of a CurvatureEstimator: the key 'format' is missing or foreign.")
+    if missing := keys - set(state):
+        raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
+    if state["decay"] != decay:
+        raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {decay}.")

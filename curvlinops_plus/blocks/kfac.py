@@ -24,7 +24,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, needs_gradients
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.layer.squares import squared_gradients
 from curvlinops_plus.linalg import (
@@ -191,14 +191,11 @@ class EKFAC(KFAC):
         4.0
     """
 
+    needs_gradients = True
+
     @property
     def needs_another_sweep(self) -> bool:
         return True
-
-    def update(self, batch: LayerBatch) -> None:
-        if batch.num_vectors == 0:
-            raise needs_gradients(self)
-        super().update(batch)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         A, G = self.factors()
@@ -249,8 +246,9 @@ class Correction(Accumulator):
         ):
             return None
         return (
-            "corrected eigenvalues of EKFAC can only be added in the same basis, and these were refreshed separately. "
-            "Merge before the first refresh, merge KFAC, or compute EKFAC on the union of the data."
+            "corrected eigenvalues of EKFAC can only be added in the same basis, and these have different ones: those "
+            "of each estimator's own first batch or last refresh. Call `other.adopt_bases(this)`, before its first "
+            "update if it shall lose nothing. Or merge KFAC, or compute EKFAC on the union of the data."
         )
 
     def change_basis(self, before: Accumulator) -> None:

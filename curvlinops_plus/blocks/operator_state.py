@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.factor_views import FactorOwner, blocks_from_factors, factor_names, read_factor
+from curvlinops_plus.blocks.fingerprint import Fingerprint
 from curvlinops_plus.blocks.plan import LayerPlan
-from curvlinops_plus.blocks.serialization import FORMAT, copied, fingerprint, pack, unpack
+from curvlinops_plus.blocks.serialization import FORMAT, copied, pack, unpack
 from curvlinops_plus.blocks.stored_options import (
     as_data,
     plain,
@@ -74,6 +75,7 @@ class StateOwner(FactorOwner, Protocol):
     separate_weight_and_bias: bool
     scale: float | Tensor
     adopts_vectors: bool
+    parameters: Fingerprint
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -110,7 +112,7 @@ def describe(K: StateOwner) -> dict[str, Any]:
             for entry in K.plan
         },
         "reads": describe_reads(K.risk.reads),
-        "fingerprint": fingerprint(K.risk.params),
+        "fingerprint": K.parameters,
     }
 
 

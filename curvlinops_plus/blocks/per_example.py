@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isfinite
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, needs_gradients
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, LinearOperator, Scaled, Structure
 from curvlinops_plus.linalg.numerics import gram
@@ -27,9 +27,9 @@ class DiagonalBlock(Accumulator):
         tensor([8., 2.])
     """
 
+    needs_gradients = True
+
     def update(self, batch: LayerBatch) -> None:
-        if batch.num_vectors == 0:
-            raise needs_gradients(self)
         self.add("diagonal", batch.squared_grads())
 
     def finish(self) -> LinearOperator:
@@ -55,6 +55,8 @@ class FullBlock(Accumulator):
                 [4., 2.]])
     """
 
+    needs_gradients = True
+
     def __init__(self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30) -> None:
         super().__init__(layer, group, scale)
         keys = layer.params if group is None else group.keys
@@ -68,8 +70,6 @@ class FullBlock(Accumulator):
             )
 
     def update(self, batch: LayerBatch) -> None:
-        if batch.num_vectors == 0:
-            raise needs_gradients(self)
         self.add("matrix", gram(batch.per_example_grads.flatten(2).flatten(0, 1)))
 
     def finish(self) -> LinearOperator:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,7 +15,7 @@ from curvlinops_plus.layer import why_generic
 from curvlinops_plus.layer.enclosed import EnclosedRule
 from curvlinops_plus.risk import Layer
 
-__all__ = ["LayerPlan", "make_plan", "plan_table"]
+__all__ = ["LayerPlan", "make_plan", "plan_table", "positions", "refuse_missing_gradients"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
     """Decide for every layer: exact name, then glob, then type, then the default.
 
     Layers without an affine rule, and shared parameters, get their exact diagonal where a Kronecker approximation was
-    meant; one warning lists them.
+    meant; a warning says so, and `plan_table` gives the reasons.
 
     Args:
         layers: The layers.
@@ -60,18 +60,48 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
                 f"No layer matches {key!r}. Layers with parameters here: {[layer.name for layer in layers]}, of types "
                 f"{sorted({_type_name(layer) for layer in layers})}."
             )
-    replaced = [entry.layer for entry in plan if entry.approximation is _INSTEAD]
-    if replaced:
-        listing = ", ".join(
-            f"{layer.name or 'the model'!r} ({_type_name(layer)}: {_why_not_affine(layer)})" for layer in replaced
-        )
-        warn(
-            f"{len(replaced)} of {len(layers)} layers get their exact diagonal (DiagonalBlock) instead of Kronecker "
-            f"factors: {listing}.",
-            CurvatureWarning,
-            stacklevel=4,
-        )
+    _warn_of_replaced([entry.layer for entry in plan if entry.approximation is _INSTEAD], len(layers))
     return plan
+
+
+def refuse_missing_gradients(plan: list[LayerPlan]) -> None:
+    """Refuse approximations that are made of gradients, where none are sent back.
+
+    Raises:
+        UnsupportedError: Naming all such layers, and what to do.
+    """
+    refused = [entry for entry in plan if entry.approximation.kind.needs_gradients]
+    if not refused:
+        return
+    layer, types = refused[0].layer, sorted({_type_name(entry.layer) for entry in refused})
+    more = f" The same is true of {[entry.layer.name for entry in refused[1:]]}." if refused[1:] else ""
+    mapping = ", ".join(f"{kind}: ScaledIdentity" for kind in types)
+    raise UnsupportedError(
+        f"{layer.title}: {refused[0].approximation.kind.__name__} is made of gradients, and ForwardOnly() sends "
+        f"nothing back.{more} Use Exact(), MonteCarlo() or Empirical(). Or give such layers a block that needs none, "
+        f"curvature(risk, {{{mapping}}}, ...), or leave the layer's parameters {list(layer.params)} out of `params`."
+    )
+
+
+#: What this process was told already.
+_told: set[str] = set()
+
+
+def _warn_of_replaced(replaced: list[Layer], number: int) -> None:
+    """Warn of layers without Kronecker factors: of normalisation, which many networks have, once per process."""
+    if all("Norm" in _type_name(layer) for layer in replaced):
+        if not replaced or "norms" in _told:
+            return
+        _told.add("norms")
+    if replaced:
+        first = replaced[0]
+        warn(
+            f"{len(replaced)} of {number} layers get their exact diagonal (DiagonalBlock) instead of Kronecker "
+            f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
+            f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
+            CurvatureWarning,
+            stacklevel=5,
+        )
 
 
 # What layers without Kronecker factors get where some were meant.
@@ -119,13 +149,31 @@ def _why_not_affine(layer: Layer) -> str:
 
 def plan_table(plan: list[LayerPlan]) -> str:
     """One line per layer: modules, rules, parameters, approximation, sizes of the blocks."""
-    rows = [("layer", "module", "rule", "parameters", "approximation", "blocks")]
+    heads = ("layer", "module", "rule", "parameters", "approximation", "blocks", "why no Kronecker factors")
+    rows = []
     for entry in plan:
         layer = entry.layer
         sizes = ", ".join("x".join(map(str, group.layout.matrix_shape)) for group in layer.groups)
         modules = "+".join(type(use.owner).__name__ for use in layer.uses)
         rules = "+".join(type(use.rule).__name__ for use in layer.uses)
         name, params = layer.name or "(model)", ", ".join(layer.params)
-        rows.append((name, modules, rules, params, repr(entry.approximation), sizes))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        why = _why_not_affine(layer) if entry.approximation is _INSTEAD else ""
+        rows.append((name, modules, rules, params, repr(entry.approximation), sizes, why))
+    rows.insert(0, heads if any(row[-1] for row in rows) else (*heads[:-1], ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     return "\n".join("  " + "  ".join(text.ljust(w) for text, w in zip(row, widths)).rstrip() for row in rows)
+
+
+def positions(plan: list[LayerPlan], keys: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Layer name to the names of its parameters in their modules and their positions in `keys`.
+
+    Of modules that share some parameters, others with the name of one before have that of their module, too.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for entry in plan:
+        own = found.setdefault(entry.layer.name, {})
+        for use in entry.layer.uses:
+            for local, key in use.keys.items():
+                at = keys.index(key)
+                own[local if own.get(local, at) == at else f"{use.name}.{local}"] = at
+    return found

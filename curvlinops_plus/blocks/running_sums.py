@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, add_batch, count_batch
 from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
@@ -46,7 +51,7 @@ class RunningSums:
             {layer: [_map(stage, Accumulator.empty) for stage in stages] for layer, stages in self.stages.items()}
         )
         totals = fresh._add(show)
-        new = {layer: stages for layer, stages in fresh.stages.items() if _used(stages) > _used(self.stages[layer])}
+        new = {layer: fresh.stages[layer] for layer in fresh.called - self.called}
         while new := {layer: [stage] for layer, stages in new.items() if (stage := _following(stages[-1]))}:
             RunningSums(new)._add(show)
             for layer, (stage,) in new.items():
@@ -102,48 +107,86 @@ class RunningSums:
         return RunningSums(merged)
 
     # -------------------------------------------------------------------------------------------------------- reading
-    def blocks(self, updates: int) -> dict[str, LinearOperator]:
-        """Block name to operator.
+    @property
+    def called(self) -> set[Layer]:
+        """The layers that a batch has called."""
+        layers = list(self.stages)
+        return {
+            layers[index] for stages in self.stages.values() for a in stages[0].values() for index in a.totals.called
+        }
 
-        Args:
-            updates: The number of batches that were added, for the message.
-
-        Raises:
-            ValueError: If a layer was never called.
-        """
+    def blocks(self) -> dict[str, LinearOperator]:
+        """Block name to operator, of all layers that were called."""
         blocks: dict[str, LinearOperator] = {}
-        for layer, stages in self.stages.items():
-            for name, accumulator in stages[-1].items():
-                try:
-                    result = accumulator.finish()
-                except KeyError as error:
-                    raise ValueError(
-                        f"{layer.title} was never called in {updates} updates, so its parameters {list(layer.params)} "
-                        "have no curvature yet."
-                    ) from error
+        for layer in self.called:
+            for name, accumulator in self.stages[layer][-1].items():
+                result = accumulator.finish()
                 assert not isinstance(result, Accumulator)
                 blocks |= {name: result} if isinstance(result, LinearOperator) else result
         return blocks
 
+    def require_finite(self) -> None:
+        """Refuse sums with NaN or infinite entries.
+
+        Raises:
+            NumericsError: Naming layer and statistic.
+        """
+        sums = [(layer, name, total) for layer, name, total in self._named_sums() if total.numel()]
+        # A total is finite unless an entry is not, or it overflows: look at entries only then.
+        if not sums or bool(torch.stack([total.sum().double() for *_, total in sums]).isfinite().all()):
+            return
+        for layer, name, total in sums:
+            if not bool(total.isfinite().all()):
+                raise NumericsError(
+                    f"{layer.title}: the statistic {name!r} of this batch has NaN or infinite entries. The batch was "
+                    "not added, the estimator is as before it. Look for NaN in the batch, for an overflow, or for "
+                    "parameters that diverged."
+                )
+
+    def _named_sums(self) -> Iterator[tuple[Layer, str, Tensor]]:
+        for layer, stages in self.stages.items():
+            for stage in stages:
+                for accumulator in stage.values():
+                    for name, total in accumulator.sums.items():
+                        yield layer, name, total
+
     def in_new_bases(self) -> RunningSums:
         """The same sums, those of later sweeps expressed in the bases that follow from the first one now."""
         changed: dict[Layer, list[Stage]] = {}
+        called = self.called
         for layer, stages in self.stages.items():
+            changed[layer] = stages[:1] if layer in called else stages
+            for stage in stages[len(changed[layer]) :]:
+                changed[layer].append(_changed_basis(_following(changed[layer][-1]), stage))
+        return RunningSums(changed)
+
+    def in_bases_of(self, other: RunningSums) -> RunningSums:
+        """The same sums, those of later sweeps expressed in the bases of others of the same plan, where these have
+        some.
+        """
+        changed: dict[Layer, list[Stage]] = {}
+        called = self.called
+        for (layer, stages), others in zip(self.stages.items(), other.stages.values(), strict=True):
             changed[layer] = stages[:1]
-            for stage in stages[1:]:
-                following = _following(changed[layer][-1])
-                for name, accumulator in following.items():
-                    accumulator.change_basis(stage[name])
-                changed[layer].append(following)
+            for number, theirs in enumerate(others[1:], 1):
+                stage = _map(theirs, Accumulator.empty)
+                mine = number < len(stages) and layer in called
+                changed[layer].append(_changed_basis(stage, stages[number]) if mine else _with_totals(stage, stages))
+            changed[layer] += stages[len(changed[layer]) :]
         return RunningSums(changed)
 
     # --------------------------------------------------------------------------------------------------------- saving
     def state_dict(self) -> dict[str, Any]:
         """All sums, in tensors and plain Python: position of the layer, number of the sweep, block name."""
-        return {
-            f"{index}": {f"{k}": {n: a.state_dict() for n, a in stage.items()} for k, stage in enumerate(stages)}
-            for index, stages in enumerate(self.stages.values())
+        layers, called = list(self.stages), self.called
+        state: dict[str, Any] = {
+            f"{index}": {
+                f"{k}": {n: a.state_dict() for n, a in stage.items()}
+                for k, stage in enumerate(stages if layer in called else stages[:1])
+            }
+            for index, (layer, stages) in enumerate(self.stages.items())
         }
+        return {**state, "called": sorted(layers.index(layer) for layer in called)}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], plan: Sequence[LayerPlan], scale: LossScale) -> RunningSums:
@@ -159,6 +202,11 @@ class RunningSums:
                     stages.append(_following(stages[-1]))
                 for name, accumulator in stages[number].items():
                     accumulator.load_state_dict(state[f"{index}"][f"{number}"][name])
+        # States of earlier versions don't tell; their layers have sums.
+        called = state.get("called", [k for k, stages in enumerate(loaded.stages.values()) if _used(stages)])
+        for stages in loaded.stages.values():
+            for accumulator in chain.from_iterable(stage.values() for stage in stages):
+                accumulator.totals.called = set(called)
         return loaded
 
 
@@ -167,7 +215,7 @@ def _map(stage: Stage, function: Callable[[Accumulator], Accumulator]) -> Stage:
 
 
 def _used(stages: list[Stage]) -> bool:
-    """Whether a layer has added anything."""
+    """Whether there are sums of a layer."""
     return any(accumulator.sums for accumulator in stages[0].values())
 
 
@@ -181,6 +229,13 @@ def _with_totals(stage: Stage, stages: list[Stage]) -> Stage:
     totals = next(iter(stages[0].values())).totals
     for accumulator in stage.values():
         accumulator.totals = replace(totals)
+    return stage
+
+
+def _changed_basis(stage: Stage, before: Stage) -> Stage:
+    """An empty stage with the sums of another one of the same sweep, expressed in its basis."""
+    for name, accumulator in stage.items():
+        accumulator.change_basis(before[name])
     return stage
 
 

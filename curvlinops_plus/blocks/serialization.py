@@ -24,7 +24,7 @@ from curvlinops_plus.linalg import (
     Structure,
 )
 
-__all__ = ["copied", "fingerprint", "load", "pack", "same_fingerprint", "save", "unpack"]
+__all__ = ["copied", "load", "pack", "save", "unpack"]
 
 FORMAT = "curvlinops_plus"
 _MISSING = "save and load need the package safetensors: pip install safetensors. torch.save carries a state_dict, too."
@@ -54,7 +54,7 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
 
 
 def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
-    """The operator that `pack` described, on `device`.
+    """The operator that `pack` described, on `device`; it shares no memory with the state.
 
     Raises:
         ValueError: If the state is not one of `pack`.
@@ -67,11 +67,11 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
             assert isinstance(A, Factor)
             return Kronecker(G, A)
         if kind == "Eigendecomposed":
-            return Eigendecomposed(unpack(state["basis"], device), state["values"].to(device))
+            return Eigendecomposed(unpack(state["basis"], device), copied(state["values"]).to(device))
         if kind == "Diagonal":
-            return Diagonal(state["vector"].to(device))
+            return Diagonal(copied(state["vector"]).to(device))
         if kind == "Dense":
-            return Dense(state["matrix"].to(device), Structure[state["structure"]])
+            return Dense(copied(state["matrix"]).to(device), Structure[state["structure"]])
         if kind == "ScaledIdentity":
             scale = state["scale"]
             return Scaled(IdentityLinearOperator([(state["size"],)], device, scale.dtype), float(scale))
@@ -87,35 +87,17 @@ def copied(t: Tensor) -> Tensor:
     return t.detach().clone(memory_format=torch.contiguous_format)
 
 
-def fingerprint(params: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Two numbers per parameter that tell whether it changed, whatever its device and dtype: Σ|p| and Σ
-    p·cos(index).
-    """
-    prints = {}
-    for key, p in params.items():
-        flat = p.detach().to("cpu", torch.float64).flatten()
-        weights = torch.arange(flat.numel(), dtype=torch.float64).cos_()
-        prints[key] = [float(flat.abs().sum()), float(flat @ weights)]
-    return prints
-
-
-def same_fingerprint(one: Mapping[str, Any], other: Mapping[str, Any], tolerance: float = 1e-5) -> bool:
-    """Whether two fingerprints agree up to the rounding of a change of dtype."""
-    return one.keys() == other.keys() and all(
-        all(abs(a - b) <= tolerance * max(one[key][0], 1e-30) for a, b in zip(one[key], other[key])) for key in one
-    )
-
-
-def save(state: Mapping[str, Any], path: str | PathLike[str]) -> None:
-    """Write a `state_dict` as one safetensors file.
+def save(state: Any, path: str | PathLike[str]) -> None:
+    """Write a `state_dict` as one safetensors file; `load` reads it.
 
     Tensors are stored under their keys joined by "/", everything else as JSON in the file's metadata.
 
     Args:
-        state: What `state_dict()` returned.
+        state: What `state_dict()` returned, or an operator or estimator that has one.
         path: The file.
 
     Raises:
+        TypeError: If it is neither: most operators are known by their products alone.
         ImportError: If the package safetensors is missing (`pip install safetensors`).
 
     Example:
@@ -130,6 +112,13 @@ def save(state: Mapping[str, Any], path: str | PathLike[str]) -> None:
     except ImportError as error:
         raise ImportError(_MISSING) from error
 
+    if not isinstance(state, Mapping):
+        if not callable(getattr(state, "state_dict", None)):
+            raise TypeError(
+                f"save takes a state_dict, or what has one such as the operators of `curvature`; a "
+                f"{type(state).__name__} has none. Save the operator that it was made from, and make it again."
+            )
+        state = state.state_dict()
     tensors: dict[str, Tensor] = {}
     tree = _detach(state, "", tensors)
     save_file(tensors, path, metadata={"format": FORMAT, "state": json.dumps(tree)})

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, needs_gradients
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
 from curvlinops_plus.blocks.kfac import check_factor_sizes
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure
@@ -41,6 +41,7 @@ class KroneckerBlock(Accumulator):
     """
 
     affine = True
+    needs_gradients = True
 
     def __init__(
         self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int, option: str = "max_bytes"
@@ -52,8 +53,6 @@ class KroneckerBlock(Accumulator):
         check_factor_sizes(self, group, max_bytes, option)
 
     def update(self, batch: LayerBatch) -> None:
-        if batch.num_vectors == 0:
-            raise needs_gradients(self)
         if self.has_weight:
             self.add_weight(batch)
         else:

@@ -40,7 +40,7 @@ LOSS_CHECK = "(c) loss Hessian"
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify()`: a row per check with its relative error.
+    """The result of `verify()`: a row per check with its relative error. Printed, it shows the worst of each check.
 
     Attributes:
         rows: (layer, check, relative error).
@@ -51,10 +51,21 @@ class Verification:
     tolerance: float
 
     def __str__(self) -> str:
-        width = max(len(layer) for layer, _, _ in self.rows)
-        checks = max(len(check) for _, check, _ in self.rows)
-        lines = [f"{layer.ljust(width)}  {check.ljust(checks)}  {error:.1e}" for layer, check, error in self.rows]
-        return "\n".join([*lines, f"all {len(self.rows)} checks within {self.tolerance:g}"])
+        by_check: dict[str, list[tuple[float, str]]] = {}
+        for layer, check, error in self.rows:
+            by_check.setdefault(check, []).append((error, layer))
+        worst = [(check, len(found), *max(found)) for check, found in by_check.items()]
+        lines = _aligned([(check, f"{error:.1e}", f"worst of {n}, {layer}") for check, n, error, layer in worst])
+        return "\n".join([*lines, f"all {len(self.rows)} checks within {self.tolerance:g}; .table() shows each"])
+
+    def table(self) -> str:
+        """One line per layer and check."""
+        return "\n".join(_aligned([(layer, check, f"{error:.1e}") for layer, check, error in self.rows]))
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
 
 
 @untraced
@@ -67,7 +78,7 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
         num_examples: How many examples of the first batch are used.
 
     Returns:
-        A table; `print` it.
+        A row for each layer and check: `print` it for the worst of each check, or its `table()` for all.
 
     Raises:
         VerificationError: Naming layer and check, if a relative error exceeds the tolerance (1e-8 for float64, 1e-3 for

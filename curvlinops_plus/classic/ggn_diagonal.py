@@ -24,7 +24,8 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         params: The parameters, in the order in which vectors are formed: a list, or a dict under names of your own.
         data: Iterable of batches, as for `KFACLinearOperator`.
         progressbar: Show a bar on every loop over the data.
-        check_deterministic: Compute now, and compare the total loss of two passes over the data.
+        check_deterministic: Compute now, and compare the total loss of two passes over the data. Otherwise the diagonal
+            is computed at first use, which refuses parameters that have changed since.
         num_data: Replaces the number of examples in the scale of the loss.
         batch_size_fn: Number of examples of an input that is no tensor.
         mc_samples: Draws per example; 0 is the exact diagonal.
@@ -37,7 +38,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
 
     Raises:
         ValueError: For an unknown loss, or a negative `mc_samples`.
-        RuntimeError: If two passes over the data disagree.
+        RuntimeError: If two passes over the data disagree, or the parameters changed before the first use.
 
     Cost: one sweep, with one backward pass per column of the loss Hessian's root, or per draw.
 
@@ -90,4 +91,10 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
             shift_labels=shift_labels,
         )
         vectors = MonteCarlo(mc_samples, seed) if mc_samples else Exact()
-        super().__init__(risk, DiagonalBlock, vectors=vectors, check_deterministic=check_deterministic)
+        super().__init__(
+            risk,
+            DiagonalBlock,
+            vectors=vectors,
+            check_deterministic=check_deterministic,
+            compute=check_deterministic,
+        )

@@ -70,15 +70,17 @@ class KFACInverseLinearOperator(Deferred):
         self._use_exact_damping = use_exact_damping
         self._cache, self._retry_double_precision = cache, retry_double_precision
         self._operator: BlockDiagonal | None = None
+        self._inverted: BlockDiagonal | None = None  # whose inverse that is: blocks of `A` may be computed anew
 
     @property
     def operator(self) -> BlockDiagonal:
         """The inverse blocks as a plain operator."""
-        if self._operator is not None:
+        A = self._A.operator
+        if self._operator is not None and self._inverted is A:
             return self._operator
         operator = self._invert()
         if self._cache:
-            self._operator = operator
+            self._operator, self._inverted = operator, A
         return operator
 
     def _invert(self) -> BlockDiagonal:

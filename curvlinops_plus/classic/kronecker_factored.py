@@ -11,6 +11,7 @@ from curvlinops_plus.blocks.accumulation import Accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore
 from curvlinops_plus.blocks.factor_views import FactorView
+from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import EKFAC, KFAC, Correction
 from curvlinops_plus.classic.build_risk import build_layer_risk
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType
@@ -35,7 +36,8 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         data: Iterable of batches `(X, y)`, `X` a tensor or a mapping (then `batch_size_fn` is needed), or of mappings
             with `labels`.
         progressbar: Show a bar on every loop over the data.
-        check_deterministic: Compute now, and compare the total loss of two passes over the data.
+        check_deterministic: Compute now, and compare the total loss of two passes over the data. Otherwise factors are
+            computed at first use, which refuses parameters that have changed since.
         seed: Where the random draws start.
         fisher_type: "type-2" (exact), "mc" (labels drawn from the model), "empirical" or "forward-only".
         mc_samples: Draws per example for "mc".
@@ -51,7 +53,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
 
     Raises:
         ValueError: For an unknown loss, an unknown option value, or `mc_samples` with anything but "mc".
-        RuntimeError: If two passes over the data disagree.
+        RuntimeError: If two passes over the data disagree, or the parameters changed before the first use.
 
     Cost: one sweep (forward pass, and one backward pass per vector to the layers' outputs only); the determinism check
     is one more forward pass.
@@ -135,6 +137,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             vectors=MonteCarlo(mc_samples, seed) if fisher_type == FisherType.MC else vectors[fisher_type],
             separate_weight_and_bias=separate_weight_and_bias,
             check_deterministic=check_deterministic,
+            compute=check_deterministic,
         )
 
     adopts_vectors = True
@@ -251,28 +254,26 @@ class EKFACLinearOperator(KFACLinearOperator):
     _after_factors: Accumulation | None = None  # the sweep of the factors is done, that of the eigenvalues is not
 
     def compute_kronecker_factors(self) -> None:
-        """Compute the factors anew (first sweep); the eigenvalues follow at first use."""
+        """Compute the factors anew (first sweep); the eigenvalues follow at first use, at the same parameters."""
         accumulation = self._accumulate(max_sweeps=1, check_deterministic=self.check_deterministic)
-        self._set_operator(None)
+        self._compute_later()
         self._after_factors = accumulation
 
     def compute_eigenvalue_correction(self) -> None:
-        """Compute the eigenvalues anew (second sweep), in the basis of the factors that are there."""
+        """Compute the eigenvalues anew (second sweep) at the present parameters, in the basis of the factors that are
+        there.
+        """
         # Reset first: after an exception in the sweep its sums are incomplete and must never be added to again.
         accumulation, self._after_factors = self._after_factors or self._in_current_basis(), None
+        self.parameters = fingerprint(self.risk)
         accumulation.run(max_sweeps=1, check_deterministic=self.check_deterministic)
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
 
-    def compute(self) -> Self:
+    def _finish(self) -> None:
         if self._after_factors is None:
-            return super().compute()
-        self.compute_eigenvalue_correction()
-        return self
-
-    def to(self, device: Any = None, dtype: Any = None) -> BlockwiseLinearOperator:
-        if self._after_factors is not None:
-            self.compute_eigenvalue_correction()  # two operators must not continue with the same sums
-        return super().to(device, dtype)
+            super()._finish()
+        else:
+            self.compute_eigenvalue_correction()
 
     def _set_operator(self, unscaled: BlockDiagonal | None) -> None:
         super()._set_operator(unscaled)

@@ -326,6 +326,7 @@ class Scaled(Wrapper):
     def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
         if self.c == 0:
             return self._power(-1.0, damping)
+        _require_semidefinite(self, self.A, damping / self.c, damping)
         return Scaled(self.A.inverse(damping / self.c, retry_double_precision=retry), 1 / self.c)
 
     def _inverse_by_factors(self, damping: tuple[Any, Any], retry: bool) -> LinearOperator:
@@ -410,6 +411,7 @@ class Shifted(Wrapper):
             raise self._no_closed_form("logdet") from None
 
     def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
+        _require_semidefinite(self, self.A, self.delta + damping, damping)
         return self.A.inverse(self.delta + damping, retry_double_precision=retry)
 
     def _power(self, p: float, damping: Scalar) -> LinearOperator:
@@ -433,4 +435,18 @@ def _check_same_place(A: LinearOperator, B: LinearOperator) -> None:
         raise TypeError(
             f"Expected both operators in one dtype and on one device, got {A.dtype} on {A.device} and {B.dtype} "
             f"on {B.device}; convert one of them with .to(device=..., dtype=...)."
+        )
+
+
+def _require_semidefinite(operator: LinearOperator, A: LinearOperator, shift: Scalar, damping: Scalar) -> None:
+    """Refuse to invert what is `A` plus `shift` times the identity, up to a factor, with a negative shift.
+
+    Raises:
+        ValueError: In the words of the operator that `A` is in.
+    """
+    if A.structure == Structure.PSD and shift < 0:
+        raise ValueError(
+            f"{operator.label} plus {float(damping):g} times the identity may be indefinite, and only matrices that "
+            "are known to be semi-definite have inverses in closed form. If it is small, use "
+            "A.materialize().inverse(damping)."
         )

@@ -94,10 +94,22 @@ def from_scipy(
     where = torch.empty(0, device="cpu" if device is None else device).device
     if isinstance(op, np.ndarray):
         return Dense(torch.tensor(op, dtype=dtype, device=where), structure)
-    wrapped = aslinearoperator(op)
+    wrapped = aslinearoperator(op) if issparse(op) or hasattr(op, "matvec") else _of_matmat(op)
     if structure > Structure.GENERAL and wrapped.shape[0] != wrapped.shape[1]:
         raise ValueError(f"Expected a {structure.name} matrix to be square, got {list(wrapped.shape)}.")
     return _FromSciPy(wrapped, dtype, where, structure)
+
+
+def _of_matmat(op: Any) -> SciPyLinearOperator:
+    """An object with `matmat` alone, which SciPy does not take."""
+    adjoint = {"rmatmat": op.rmatmat, "rmatvec": _column(op.rmatmat)} if hasattr(op, "rmatmat") else {}
+    make: Any = SciPyLinearOperator  # whose arguments are those of the class that it returns
+    dtype = getattr(op, "dtype", np.float64)
+    return make(op.shape, matvec=_column(op.matmat), matmat=op.matmat, dtype=dtype, **adjoint)
+
+
+def _column(product: Any) -> Any:
+    return lambda x: product(x.reshape(-1, 1))[:, 0]
 
 
 def _is_matrix(op: Any) -> bool:

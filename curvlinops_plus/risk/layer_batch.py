@@ -160,7 +160,7 @@ class LayerBatch:
             QA: Basis of the columns [*b, columns, columns], None for the identity.
 
         Cost: rows and gradients per example are formed in pieces, never all at once; gradients of sparse rows not at
-        all.
+        all, unless there is a basis of the columns.
         """
         if self._one_matrix:
             rows = self.rows
@@ -168,11 +168,10 @@ class LayerBatch:
                 g = rows.bias_grads()
                 g = g if QG is None else (g[..., None, :] @ QG)[..., 0, :]
                 return g.square().sum((0, 1))[..., None]
-            if rows.sparse:
+            if rows.sparse and QA is None:
                 assert isinstance(rows.inputs, SparseRows)
-                squares = rows.inputs.squared(rows.grads, QG)
-                return squares if QA is None else rotate(self.per_example_grads, QG, QA).square().sum((0, 1))
-            if not rows.direct_grads:
+                return rows.inputs.squared(rows.grads, QG)
+            if not (rows.sparse or rows.direct_grads):
                 return self._squared_rows(QG, QA)
         total = None
         for piece in self.pieces():

@@ -209,6 +209,15 @@ class EmpiricalRisk:
         other.data, other.checked = data, Checked()
         return other
 
+    def restricted(self, keys: Iterable[str]) -> EmpiricalRisk:
+        """The same risk as a function of some of its parameters, in their order here."""
+        chosen, other = set(keys), copy(self)
+        other.params = {key: p for key, p in self.params.items() if key in chosen}
+        other.space = Space.of(other.params)
+        other._own = {key: p for key, p in self._own.items() if key in chosen}
+        vars(other).pop("_places", None)  # they belong to the parameters
+        return other
+
     # ------------------------------------------------------------------------------------------------- one batch
     def batches(self, desc: str) -> Iterator[Batch]:
         """Read the data once; empty batches are left out.

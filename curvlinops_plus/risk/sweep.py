@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from warnings import warn
 
@@ -80,7 +81,8 @@ class RecordedPasses:
         layers: The layers.
         vectors: What is sent back.
         weights: Relative weights of the losses.
-        own_pass: Whether nobody else needs the graph of the forward passes: without vectors there is none then.
+        own_pass: Whether nobody else needs the graph of the forward passes: without vectors there is none then. The
+            modes of PyTorch are set by whoever makes the passes otherwise.
         repeatable: Whether two evaluations of the model have to agree; they don't in training mode.
     """
 
@@ -105,13 +107,16 @@ class RecordedPasses:
             intercept,
             example_of_row=options.example_of_row,
         )
-        self._grad_mode = torch.enable_grad if vectors.backward or not own_pass else torch.no_grad
+        grad_mode = torch.enable_grad if vectors.backward else torch.no_grad
+        self._modes = (partial(torch.inference_mode, False), grad_mode) if own_pass else ()
         self._contexts = ExitStack()
 
     def __enter__(self) -> RecordedPasses:
         with ExitStack() as contexts:
-            for context in (torch.inference_mode(False), self._grad_mode(), self.risk.placed(), self.recorder):
-                contexts.enter_context(context)
+            for mode in self._modes:
+                contexts.enter_context(mode())
+            contexts.enter_context(self.risk.placed())
+            contexts.enter_context(self.recorder)
             self._contexts = contexts.pop_all()
         return self
 

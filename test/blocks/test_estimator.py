@@ -22,6 +22,7 @@ from curvlinops_plus import (
     ForwardOnly,
     FullBlock,
     MonteCarlo,
+    NumericsError,
     UnsupportedError,
     curvature,
     load,
@@ -409,22 +410,196 @@ def test_an_error_on_the_way_changes_nothing() -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
+class Experts(nn.Module):
+    """Which of two layers runs depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) if x.sum() > 0 else self.other(x)
+
+
 def test_a_layer_that_never_ran_is_named() -> None:
-    class Branch(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.one(x) if x.sum() > 0 else self.other(x)
-
-    running = CurvatureEstimator(EmpiricalRisk(Branch(), nn.CrossEntropyLoss(), ()), KFAC)
+    running = CurvatureEstimator(EmpiricalRisk(Experts(), nn.CrossEntropyLoss(), ()), KFAC)
     X, y = batches(4)[0]
     running.update((X.abs(), y))
-    with pytest.raises(ValueError, match="layer 'other' was never called in 1 updates"):
+    with pytest.raises(
+        ValueError, match=r"(?s)layer 'other' was never called in 1 updates.*leave_out_uncalled=True.*\['other'\] now"
+    ):
         _ = running.operator
+    assert running.uncalled == ["other"]
     running.update((-X.abs(), y))
     assert running.operator.shape == (24, 24)
+
+
+@pytest.mark.parametrize("approximation", EVERY)
+def test_layers_that_never_ran_are_left_out_by_request(approximation: str) -> None:
+    if approximation == "mix":
+        pytest.skip("names layers of another network")
+    model, (X, y), kind = Experts(), batches(4)[0], EVERY[approximation]
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
+    running = CurvatureEstimator(risk, kind, damping=0.1, leave_out_uncalled=True)
+    running.update((X.abs(), y))
+    part = [("one." + name, p) for name, p in model.one.named_parameters()]
+    expected = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X.abs(), y)], dict(part)), kind)
+    K, inverse = running.operator, running.inverse()
+    close(K.to_dense(), expected.to_dense(), 1e-10)
+    close(inverse.to_dense(), expected.inverse(0.1).to_dense(), 1e-10)
+    assert list(inverse.in_space.names) == [name for name, _ in part] == list(K.risk.params)
+    assert "other" not in repr(K)
+    loaded = CurvatureEstimator(risk, kind, damping=0.1, leave_out_uncalled=True)
+    loaded.load_state_dict(running.state_dict())
+    close(loaded.inverse().to_dense(), inverse.to_dense(), 1e-10)
+    running.update((-X.abs(), y))
+    assert running.uncalled == []
+    assert running.operator.shape == (24, 24)
+    assert running.inverse() is inverse  # until it is refreshed
+    running.refresh()
+    assert running.inverse().shape == (24, 24)
+    assert list(risk.params) == ["one.weight", "one.bias", "other.weight", "other.bias"]
+
+
+@pytest.mark.parametrize("approximation", EVERY)
+@pytest.mark.parametrize("listening", [False, True])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_batch_with_nan_is_refused_and_changes_nothing(approximation: str, listening: bool, later: bool) -> None:
+    model, data = network(), batches(4, 4, 4)
+    running, other = (estimator(model, EVERY[approximation], vectors=MonteCarlo(1, 0), damping=0.1) for _ in range(2))
+    data[1][0][2, 1] = float("nan")
+    for each in (running, other) if later else ():
+        each.update(data[0])
+
+    def listen(batch: Any) -> None:
+        with running.listen(batch):
+            model(batch[0])
+
+    with pytest.raises(NumericsError, match=r"layer '.*' .*NaN or infinite"):
+        (listen if listening else running.update)(data[1])
+    assert (running.updates, running.examples, running.weight) == (other.updates, other.examples, other.weight)
+    for each in (running, other):
+        each.update(data[2])
+    assert torch.equal(running.operator.to_dense(), other.operator.to_dense())
+    assert torch.equal(running.inverse().to_dense(), other.inverse().to_dense())
+
+
+@pytest.mark.parametrize("decay", [0.9, 1.0])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("approximation", ["KFAC", "diagonal", "full"])
+def test_micro_batches_are_one_batch(approximation: str, reduction: str, decay: float) -> None:
+    """Halves, the second one added with `decay=1`, are the whole, also under decay and if the loss is a sum."""
+    model, data, loss = network(), batches(6, 4, 8), nn.CrossEntropyLoss(reduction=reduction)
+    whole_batches, halves, merged, parts = (estimator(model, EVERY[approximation], loss, decay=decay) for _ in range(4))
+    for X, y in data:
+        n = len(y) // 2
+        whole_batches.update((X, y))
+        halves.update((X[:n], y[:n]))
+        halves.update((X[n:], y[n:]), decay=1)
+        merged.update((X[:n], y[:n]))
+        parts.update((X[n:], y[n:]))
+    expected = whole_batches.operator.to_dense()
+    close(halves.operator.to_dense(), expected)
+    merged.merge(parts)
+    close(merged.operator.to_dense(), expected)
+    resumed = estimator(model, EVERY[approximation], loss, decay=decay)
+    resumed.load_state_dict(halves.state_dict())
+    for each in (whole_batches, resumed):
+        each.update(data[0])
+    close(resumed.operator.to_dense(), whole_batches.operator.to_dense())
+
+
+def test_the_first_inverse_has_the_damping_that_is_asked_for() -> None:
+    """Also where the estimator's own would not do: a block of cross-entropy is singular."""
+    model, data = network(), batches(4)
+    running = estimator(model)  # damping 0
+    running.update(data[0])
+    close(running.inverse(0.5).to_dense(), whole(model, KFAC, data).inverse(0.5).to_dense(), 1e-10)
+    assert running.damping == 0.5
+    each = torch.linspace(0.1, 0.3, 3)
+    close(running.inverse(each).to_dense(), whole(model, KFAC, data).inverse(each).to_dense(), 1e-10)
+    running.refresh(each)
+    assert running.inverse(each.clone()) is running.inverse()
+
+
+@pytest.mark.parametrize("inside", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("outside", [torch.no_grad, torch.enable_grad])
+def test_listening_leaves_the_modes_of_autograd_alone(inside: Any, outside: Any) -> None:
+    """Also if it begins in one mode and ends in another."""
+    model, (X, y) = network(), batches(4)[0]
+    running = estimator(model, vectors=Empirical())
+    with outside():
+        listening = running.listen((X, y))
+        listening.__enter__()
+        with torch.enable_grad():
+            model(X)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        assert modes == (outside is torch.enable_grad, False)
+        with inside():
+            modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            listening.__exit__(None, None, None)
+            assert modes == (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        assert torch.is_grad_enabled() is (outside is torch.enable_grad)
+    close(running.operator.to_dense(), whole(model, KFAC, [(X, y)], vectors=Empirical()).to_dense())
+    running.update((X, y))  # sums that were made in inference mode can be added to
+    with running.listen((X, y)):
+        model(X)
+    close(running.operator.to_dense(), whole(model, KFAC, [(X, y)], vectors=Empirical()).to_dense())
+
+
+@pytest.mark.parametrize("weighted", [1.0, 0.9])
+def test_estimators_with_one_basis_merge(weighted: float) -> None:
+    """Two processes, each with halves of all batches: EKFAC in the basis of the first one's first half."""
+    model, data = network(), batches(8, 8)
+    one, two, both = (estimator(model, EKFAC, decay=weighted) for _ in range(3))
+    one.update((data[0][0][:4], data[0][1][:4]))
+    two.adopt_bases(one)
+    both.adopt_bases(one)
+    two.update((data[0][0][4:], data[0][1][4:]))
+    two.adopt_bases(one)  # again, which changes nothing
+    both.update(data[0])
+    one.merge(two)
+    close(one.operator.to_dense(), both.operator.to_dense(), 1e-10)
+
+
+def test_a_basis_that_is_adopted_later_keeps_the_trace() -> None:
+    model, data = network(), batches(5, 5)
+    one, two = estimator(model, EKFAC), estimator(model, EKFAC)
+    one.update(data[0])
+    two.update(data[1])
+    before = two.operator
+    with pytest.raises(ValueError, match=r"(?s)only be added in the same basis.*other\.adopt_bases\(this\)"):
+        one.merge(two)
+    two.adopt_bases(one)
+    for name in ("0", "3"):
+        Q = one.operator.blocks[name].basis.to_dense()
+        expected = Q @ torch.diag((Q.T @ before.blocks[name].to_dense() @ Q).diagonal()) @ Q.T
+        close(two.operator.blocks[name].to_dense(), expected, 1e-9)
+    one.merge(two)
+    exact = whole(model, DiagonalBlock, data)
+    close(one.operator.trace, exact.trace)
+    with pytest.raises(ValueError, match="differ in layers"):
+        one.adopt_bases(estimator(model, KFAC))
+
+
+def test_a_basis_is_adopted_for_the_layers_that_have_one() -> None:
+    model, (X, y) = Experts(), batches(4)[0]
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
+    one, two, exact = (CurvatureEstimator(risk, kind) for kind in (EKFAC, EKFAC, DiagonalBlock))
+    one.update((X.abs(), y))
+    two.update((-X.abs(), y))
+    two.adopt_bases(one)
+    assert two.uncalled == ["one"]
+    state = two.state_dict()
+    two.load_state_dict(state)
+    two.adopt_bases(one)
+    two.update((X.abs() / 2, y))
+    one.merge(two)
+    for batch in (X.abs(), -X.abs(), X.abs() / 2):
+        exact.update((batch, y))
+    close(one.operator.trace, exact.operator.trace)
+    one.refresh(0.1)
+    close(one.operator.trace, exact.operator.trace)
 
 
 def test_ekfac_of_a_layer_that_runs_later_counts_all_batches() -> None:

@@ -180,10 +180,10 @@ def test_as_many_sweeps_as_were_asked_for(sweeps: int, keep: bool, monkeypatch: 
             return super().__iter__()
 
     risk = EmpiricalRisk(p.model, p.loss, Counted(p.data))
-    curvature(risk, NearestKronecker.using(max_bytes=0, power_iterations=sweeps)).compute()
+    curvature(risk, NearestKronecker.using(max_bytes=0, power_iterations=sweeps))
     assert len(passes) == (1 if keep else sweeps + 1)
     passes.clear()
-    curvature(risk, NearestKronecker).compute()
+    curvature(risk, NearestKronecker)
     assert len(passes) == 1
 
 
@@ -434,7 +434,7 @@ def kept(kind: type[Any]) -> Any:
 def accumulators(kind: type[Any], batches: slice, **options: Any) -> list[Any]:
     p = problem("strided cnn")
     kept(kind).found.clear()
-    curvature(p.risk(data=p.data[batches]), kept(kind).using(**options)).compute()
+    curvature(p.risk(data=p.data[batches]), kept(kind).using(**options))
     return list(kept(kind).found)
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from curvlinops_plus import (
     EKFAC,
     KFAC,
     BlockwiseLinearOperator,
+    CurvatureEstimator,
     CurvatureWarning,
     DiagonalBlock,
     EKFACLinearOperator,
     EmpiricalRisk,
+    FullBlock,
     KFACInverseLinearOperator,
     KFACLinearOperator,
     curvature,
@@ -552,3 +555,69 @@ def test_bytes_of_a_saved_state_are_the_same_twice() -> None:
         torch.save(classic(KFACLinearOperator, p).state_dict(), buffer)
         buffers.append(buffer.getvalue())
     assert buffers[0] == buffers[1]
+
+
+# ------------------------------------------------------------------------------------------------- states in place
+def overwrite(state: Any) -> None:
+    """Change every tensor of a state in place."""
+    for value in state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ():
+        if isinstance(value, Tensor):
+            value.fill_(7) if value.dtype != torch.uint8 else value.zero_()
+        else:
+            overwrite(value)
+
+
+@pytest.mark.parametrize("name", ["mlp", "generic layers", "tied", "strided cnn", "grouped cnn"])
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_a_state_that_is_edited_in_place_leaves_the_operator_alone(approximation: str, name: str) -> None:
+    """Neither the operator that it came from, nor those that were made of it, share memory with it."""
+    p = problem(name)
+    K = p.curvature(APPROXIMATIONS[approximation])
+    before, state = K.to_dense(), K.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CurvatureWarning)
+        made = BlockwiseLinearOperator.from_state_dict(state, p.model, None, p.params, loss=p.loss, **p.net.options)
+        taken = p.curvature(APPROXIMATIONS[approximation])
+        taken.load_state_dict(state)
+    same(made.to_dense(), before)
+    overwrite(state)
+    for operator in (K, made, taken):
+        same(operator.to_dense(), before)
+
+
+@pytest.mark.parametrize("approximation", [KFAC, EKFAC, FullBlock])
+def test_the_state_of_an_estimator_that_is_edited_in_place_leaves_it_alone(approximation: Any) -> None:
+    p = problem("mlp")
+    first, second = (CurvatureEstimator(p.risk(data=[]), approximation, damping=0.1) for _ in range(2))
+    first.update(p.data[0])
+    first.refresh()
+    first.update(p.data[1])
+    state, before, inverse = first.state_dict(), first.operator.to_dense(), first.inverse().to_dense()
+    second.load_state_dict(state)
+    overwrite(state)
+    for each in (first, second):
+        same(each.operator.to_dense(), before)
+        close(each.inverse().to_dense(), inverse, 1e-12)
+    for each in (first, second):
+        each.update(p.data[0])
+    same(first.operator.to_dense(), second.operator.to_dense())
+
+
+def test_every_packed_matrix_is_a_copy() -> None:
+    from curvlinops_plus.blocks.serialization import pack, unpack
+    from curvlinops_plus.linalg import Dense, Diagonal, Eigendecomposed, Kronecker, Structure
+
+    Q, G, A = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64)).Q.contiguous() for n in (6, 2, 3))
+    values = torch.rand(6, dtype=torch.float64)
+    for operator in (
+        Dense(Q),
+        Diagonal(values),
+        Kronecker(G, A, Structure.GENERAL),
+        Eigendecomposed(Dense(Q), values),
+        Eigendecomposed(Kronecker(G, A, Structure.GENERAL), values),
+    ):
+        before, state = operator.to_dense().clone(), pack(operator)
+        made = unpack(state, torch.device("cpu"))
+        overwrite(state)
+        same(operator.to_dense(), before)
+        same(made.to_dense(), before)

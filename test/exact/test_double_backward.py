@@ -258,3 +258,35 @@ def test_arguments_that_are_none() -> None:
     assert (H @ torch.ones(31)).dtype == torch.float64
     with pytest.raises(TypeError, match=r"got torch.int64; convert it: X.to\(torch.float64\)\.$"):
         H @ torch.ones(31, dtype=torch.int64)
+
+
+class SumOfOutputs(nn.Module):
+    """A loss that is linear in the output: the bias of the last layer has a constant gradient."""
+
+    reduction = "mean"
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return f.sum()
+
+
+@pytest.mark.parametrize("block_sizes", [None, [4], [2, 2], [1, 1, 1, 1], [3, 1]])
+def test_a_block_without_second_derivatives(block_sizes: list[int] | None) -> None:
+    """It is zero, beside blocks that are not."""
+    model, batches = net(), data()
+    params = list(model.parameters())
+    H = HessianLinearOperator(model, SumOfOutputs(), params, batches, block_sizes=block_sizes)
+    whole = hessian_by_differences(model, SumOfOutputs(), batches)
+    sizes, expected, start = block_sizes or [4], torch.zeros_like(whole), 0
+    edges = [0, *torch.tensor([p.numel() for p in params]).cumsum(0).tolist()]
+    for size in sizes:
+        part = slice(edges[start], edges[start + size])
+        expected[part, part], start = whole[part, part], start + size
+    close(H.to_dense(), expected, 1e-6)
+    assert (H.to_dense()[-3:, -3:] == 0).all()
+    assert (H @ torch.ones(31, dtype=F64)).shape == (31,)
+
+
+def test_a_matrix_without_second_derivatives() -> None:
+    model, batches = nn.Linear(3, 2).double(), data()
+    H = HessianLinearOperator(model, SumOfOutputs(), list(model.parameters()), batches, block_sizes=[1, 1])
+    assert (H.to_dense() == 0).all()

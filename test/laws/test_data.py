@@ -62,7 +62,6 @@ def test_an_iterator_is_refused_where_more_than_one_sweep_is_needed() -> None:
     with pytest.raises(ValueError, match="iterator, which can be read only once"):
         _ = EKFACLinearOperator(p.model, p.loss, p.params, iter(p.data), check_deterministic=False).trace
     K = curvature(p.risk(data=iter(p.data)), KFAC)
-    K.compute()
     with pytest.raises(ValueError, match="iterator, which can be read only once"):
         K.compute()
 

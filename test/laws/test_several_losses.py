@@ -823,7 +823,7 @@ def test_verify_does_without_terms_of_a_loss() -> None:
     """Of the first examples every class may be ignored."""
     model, losses, data, _ = case("ignored")
     data[0][1]["a"][:] = -100
-    table = str(curvature(EmpiricalRisk(model, losses, data)).verify())
+    table = curvature(EmpiricalRisk(model, losses, data)).verify().table()
     assert "loss 'a' (CrossEntropyLoss)" in table
     assert "loss 'b' (MSELoss)" in table
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,24 @@ def test_patches_in_pieces(many: int, kernel: tuple[int, ...], monkeypatch: pyte
     where = Geometry(kernel, (2,) * n, (1,) * n, ((1, 0),) * n)
     x = torch.randn(many, 2, *[6] * n)
     torch.testing.assert_close(grams.patch_gram(where, x), plain(where, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", [(3,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("options", [{}, {"stride": 2}, {"dilation": 2}, {"padding": 2, "padding_mode": "circular"}])
+@pytest.mark.parametrize("pieces", [False, True])
+def test_patches_of_many_channels(
+    kernel: tuple[int, ...], options: dict[str, Any], pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With eight channels or more, rows are formed in channels-last order."""
+    if pieces:
+        monkeypatch.setattr(grams, "_PATCH_BYTES", 1)
+    module = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[len(kernel) - 1](9, 2, kernel, **options)
+    x, taken = torch.randn(40, 9, *[7, 5, 6][: len(kernel)]), []
+    rows = Geometry.channels_last_rows
+    monkeypatch.setattr(Geometry, "channels_last_rows", lambda where, x: taken.append(1) or rows(where, x))
+    where = Geometry.of(module)
+    torch.testing.assert_close(grams.patch_gram(where, x), plain(where, x), rtol=1e-10, atol=1e-10)
+    assert taken
 
 
 LARGE = (16, 64, 16, 16)

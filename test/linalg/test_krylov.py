@@ -307,6 +307,43 @@ def test_a_matrix_with_nan(solver) -> None:
 
 
 @each_solver
+@pytest.mark.parametrize("k", [2, 3, 5, 8])
+@pytest.mark.parametrize("columns", [1, 3])
+@pytest.mark.parametrize("once", [False, True])
+def test_a_product_that_becomes_nan(solver, k: int, columns: int, once: bool) -> None:
+    """The k-th product with `A` or its adjoint: iterations end there, and say why."""
+
+    class Fails(Dense):
+        products = 0
+
+        def _count(self, Y: torch.Tensor) -> torch.Tensor:
+            self.products += 1
+            return Y * torch.nan if self.products == k or (self.products > k and not once) else Y
+
+        def _matmat(self, X: torch.Tensor) -> torch.Tensor:
+            return self._count(super()._matmat(X))
+
+        def _rmatmat(self, X: torch.Tensor) -> torch.Tensor:
+            return self._count(super()._rmatmat(X))
+
+    M, b = with_eigenvalues(spread(40, 1e4)), normal(40, columns)
+    A = Fails(M, PSD)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        x, info = solver(A, b)
+    assert torch.isfinite(x).all()
+    if once and not caught:  # it was a product that only tells how far the first guess is
+        assert torch.equal(x, quietly(solver, Dense(M, PSD), b)[0])
+        return
+    (said,) = caught
+    assert "a product with A has NaN or infinite entries" in str(said.message)
+    assert "limit" not in str(said.message)
+    assert info.iterations <= k
+    assert A.products <= k + 8
+    assert not info.converged.any()
+
+
+@each_solver
 def test_the_iteration_limit(solver) -> None:
     A = Dense(with_eigenvalues(spread(30, 1e4)), PSD)
     with pytest.warns(CurvatureWarning, match=r"for 1 of 1 columns; .* after 3 iterations .* limit 3 reached"):

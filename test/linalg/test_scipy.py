@@ -203,6 +203,51 @@ def test_a_sparse_system() -> None:
     close(x, torch.from_numpy(sla.spsolve(laplacian.tocsc(), b.numpy())))
 
 
+class OnlyMatvec:
+    """The least that a matrix is made of: its shape and one product."""
+
+    shape, products = (2, 3), 0
+
+    def matvec(self, x: np.ndarray) -> np.ndarray:
+        return np.arange(6.0).reshape(2, 3) @ x
+
+
+class OnlyMatmat:
+    shape = (2, 3)
+
+    def matmat(self, X: np.ndarray) -> np.ndarray:
+        assert X.ndim == 2
+        return np.arange(6.0).reshape(2, 3) @ X
+
+
+class BothMatmats(OnlyMatmat):
+    dtype = np.float32
+
+    def rmatmat(self, X: np.ndarray) -> np.ndarray:
+        return np.arange(6.0).reshape(2, 3).T @ X
+
+
+@pytest.mark.parametrize("kind", [OnlyMatvec, OnlyMatmat])
+def test_an_object_with_one_product(kind: Any) -> None:
+    M, A = torch.arange(6, dtype=F64).view(2, 3), from_scipy(kind())
+    assert A.shape == (2, 3)
+    assert A.dtype == F64
+    for X in (normal(3), normal(3, 4)):
+        torch.testing.assert_close(A @ X, M @ X, rtol=0, atol=1e-14)
+    torch.testing.assert_close(A.to_dense(), M, rtol=0, atol=0)
+    assert from_scipy(kind(), F32).to(dtype=F64).dtype == F64
+    with pytest.raises(NotImplementedError, match="cannot multiply from the left; give it `rmatvec`"):
+        normal(2) @ A
+
+
+def test_an_object_with_products_of_several_columns() -> None:
+    M, A = torch.arange(6, dtype=F32).view(2, 3), from_scipy(BothMatmats())
+    assert A.dtype == F32
+    for X in (normal(2).float(), normal(4, 2).float()):
+        torch.testing.assert_close(X @ A, X @ M)
+    torch.testing.assert_close(A.T.to_dense(), M.T)
+
+
 def test_an_operator_without_adjoint() -> None:
     op = sla.LinearOperator((3, 3), matvec=lambda x: 2 * x, dtype=np.float64)
     symmetric_one = from_scipy(op, structure=SYMMETRIC)

@@ -343,6 +343,22 @@ def test_smoothed_pseudo_inverse_by_definition() -> None:
     assert close(x / expected.clamp(min=1), b * (expected > 0), 1e-12)
 
 
+def test_smoothed_pseudo_inverse_of_a_rotated_matrix() -> None:
+    """Far from the cut it is the inverse, in any basis; nearer, eigenvalue by eigenvalue."""
+    Q, b = torch.linalg.qr(normal(5, 5)).Q, normal(5, seed=1)
+    values = torch.tensor([1.0, 0.7, 0.5, 0.2, 0.1], dtype=F64)
+    M = Q @ torch.diag(values) @ Q.T
+    x, rank, condition = _smoothed_pseudo_inverse(M, b, 0.3)
+    assert close(x, torch.linalg.solve(M + 0.3 * torch.eye(5, dtype=F64), b), 1e-12)
+    assert rank == 5
+    assert condition == pytest.approx(1.3 / 0.4)
+    values[4] = 1e-30
+    x, rank, _ = _smoothed_pseudo_inverse(Q @ torch.diag(values) @ Q.T, b, 0.0)
+    assert rank in (4, 5)  # what rounding makes of a zero may be above the cut, and is smoothed then
+    kept = Q[:, :4]
+    assert close(kept.T @ x, (kept.T @ b) / values[:4], 1e-12)
+
+
 @pytest.mark.parametrize("mode", ["lazy", "dense", "kernel"])
 def test_float32(mode: Any) -> None:
     net, x = Net(6, torch.float32), normal(12, 4)
@@ -621,3 +637,20 @@ def test_system_of_the_same_norm() -> None:
     e = Ensemble(LogAmplitude(problem.log_psi, problem.params), problem.samples)
     system, v = DampedSystem(e, LAMBDA, "kernel"), normal(37, seed=2)
     assert close(system.product(v).square().sum() + system.shift * v @ v, v @ (O.T @ O @ v + LAMBDA * v))
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_one_parameter_that_breaks_cauchy_and_riemann_is_enough(position: int) -> None:
+    """Of three complex ones, of which the others are holomorphic."""
+
+    def log_psi(params: Any, x: Tensor) -> Tensor:
+        parts = [p.conj() if k == position else p for k, p in enumerate(params)]
+        return x.to(C128) @ parts[0] + torch.log(torch.cosh(x.to(C128) @ parts[1])) + parts[2] * x.square().sum(1)
+
+    params = [
+        0.3 * normal(4, seed=1, dtype=C128),
+        0.3 * normal(4, seed=2, dtype=C128),
+        torch.tensor(0.2 + 0.1j).to(C128),
+    ]
+    with pytest.raises(ValueError, match="violate the Cauchy-Riemann equations"):
+        stochastic_reconfiguration(log_psi, params, normal(9, 4), normal(9, dtype=C128), 1e-3, amplitude="holomorphic")

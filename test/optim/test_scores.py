@@ -18,7 +18,7 @@ from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 from curvlinops_plus.optim.reconfiguration.sample_kernel import recorded_sample_kernel
 from curvlinops_plus.optim.reconfiguration.scores import MatrixFreeScores, StoredScores
 
-from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, real_net
+from .amplitudes import C128, F64, PROBLEMS, Net, Problem, close, complex_rbm, dense, flat, normal, real_net, tensors
 
 problems = pytest.mark.parametrize("make", PROBLEMS.values(), ids=PROBLEMS)
 
@@ -327,3 +327,48 @@ def test_every_device(device: torch.device) -> None:
 
 def test_the_comparison_can_fail() -> None:
     assert not close(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]))
+
+
+class ComplexNet(nn.Module):
+    """Real parameters, a complex log-amplitude, and layers that can be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5, dtype=F64), nn.Linear(5, 2, dtype=F64)
+        for seed, p in enumerate(self.parameters()):
+            p.data = 0.5 * normal(*p.shape, seed=seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_complex(self.second(torch.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_kernel_of_a_module_with_a_complex_amplitude(chunk_size: int | None) -> None:
+    """Of real parameters; what layers record is the real part alone."""
+    net = ComplexNet()
+    problem = Problem(net, dict(net.named_parameters()), normal(9, 4), "complex")
+    O, _ = dense(problem)
+    scores = MatrixFreeScores(ensemble(problem, chunk_size=chunk_size))
+    assert recorded_sample_kernel(scores.ensemble) is None
+    assert scores.recorded_kernel() is None
+    assert close(scores.kernel(), O @ O.T)
+    assert close(scores.to_dense(), O)
+
+
+@problems
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_matrix_is_that_of_the_parameters_when_it_was_made(make: Callable[[], Problem], stored: bool) -> None:
+    """Whatever is computed later: products, the kernel, what layers record."""
+    problem = make()
+    O, _ = dense(problem)
+    S, scores = fisher(problem, stored=stored), MatrixFreeScores(ensemble(problem))
+    before = [p.detach().clone() for p in tensors(problem.params)]
+    for p in tensors(problem.params):
+        p.data.mul_(1.5)
+    assert close(S.to_dense(), O.T @ O)
+    assert close(S @ normal(O.shape[1], seed=8), O.T @ (O @ normal(O.shape[1], seed=8)))
+    assert close(S.diagonal(), (O.T @ O).diagonal())
+    assert close(scores.kernel(), O @ O.T)
+    assert close(scores.to_dense(), O)
+    for p, b in zip(tensors(problem.params), before, strict=True):
+        p.data.copy_(b)

@@ -1,0 +1,288 @@
+"""Layers that are called in unusual ways: not in every batch, under checkpointing, keeping what they return."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from cases import close, unchanged
+from helpers import normal
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    Accumulator,
+    CurvatureWarning,
+    DiagonalBlock,
+    EmpiricalRisk,
+    Exact,
+    FullBlock,
+    curvature,
+)
+from curvlinops_plus.layer import SparseRows
+from curvlinops_plus.linalg import Diagonal, nearest_kronecker
+from curvlinops_plus.risk import LayerBatch, find_layers
+from curvlinops_plus.risk import sweep as sweep_file
+from curvlinops_plus.risk.sweep import sweep
+
+
+def set_numbers(model: nn.Module) -> nn.Module:
+    model.double()
+    for seed, p in enumerate(model.parameters()):
+        p.data = 0.7 * normal(*p.shape, seed=seed + 20)
+    return model
+
+
+def ggn(model: nn.Module, data: list[Any], params: list[Tensor]) -> Tensor:
+    """Of the mean squared error, from one autograd call per output number."""
+    total, count = torch.zeros(()), 0
+    for X, y in data:
+        rows = [torch.autograd.grad(f, params, materialize_grads=True, retain_graph=True) for f in model(X).flatten()]
+        J = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+        total, count = total + 2 * J.T @ J, count + y.numel()
+    return total / count
+
+
+# ------------------------------------------------------------------------------------- tied modules that are not called
+class Sometimes(nn.Module):
+    """Two linear layers with one weight, of which the second is only called on some batches."""
+
+    def __init__(self, biases: bool, tied: bool = True) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3, bias=biases), nn.Linear(3, 3, bias=biases)
+        set_numbers(self)
+        if tied:
+            self.two.weight = self.one.weight
+        else:
+            self.two.weight.data = self.one.weight.data.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] > 0:
+            return self.two(self.one(x).tanh())
+        return self.one(x) if x[0, 0] > -5 else self.two(x)
+
+
+def sometimes_data(which: str) -> list[Any]:
+    """Batches that call both, the first alone, or the second alone."""
+    first = {"b": 1.0, "1": -1.0, "2": -6.0}
+    data = []
+    for seed, kind in enumerate(which):
+        X = normal(4 + seed, 3, seed=seed)
+        X[0, 0] = first[kind]
+        data.append((X, normal(4 + seed, 3, seed=seed + 9)))
+    return data
+
+
+@pytest.mark.parametrize("which", ["b1", "1b", "b2", "12", "21b"])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_a_tied_module_that_is_not_called_in_a_batch(
+    which: str, biases: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_file, "_vectors_at_once", lambda recorder, number: min(number, at_once))
+    model, data = Sometimes(biases), sometimes_data(which)
+    params = list(model.parameters())
+    exact, risk = ggn(model, data, params), EmpiricalRisk(model, nn.MSELoss(), data)
+    with unchanged(model):
+        close(curvature(risk, FullBlock).to_dense(), exact)
+        close(curvature(risk, DiagonalBlock).diagonal(), exact.diagonal())
+
+
+@pytest.mark.parametrize("which", ["b1", "b2", "12", "21b"])
+def test_factors_of_a_tied_module_that_is_not_called_in_a_batch(which: str) -> None:
+    """One role: rows and gradients of both modules, from the same network with weights of its own in each."""
+    data = sometimes_data(which)
+    tied, apart = Sometimes(False), Sometimes(False, tied=False)
+    block: Any = curvature(EmpiricalRisk(tied, nn.MSELoss(), data), KFAC).blocks["one"]
+    two: Any = curvature(EmpiricalRisk(apart, nn.MSELoss(), data), KFAC).blocks
+    calls = {"one": sum(len(X) for (X, _), k in zip(data, which) if k in "b1")}
+    calls["two"] = sum(len(X) for (X, _), k in zip(data, which) if k in "b2")
+    A = sum(calls[name] * two[name].A.to_dense() for name in calls) / sum(calls.values())
+    close(block.A.to_dense(), A)
+    close(block.G.to_dense(), two["one"].G.to_dense() + two["two"].G.to_dense())
+
+
+class Autoencoder(nn.Module):
+    """A weight in two roles, of which a batch may use one alone."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        set_numbers(self)
+        if tied:
+            self.head.weight = self.table.weight
+        else:
+            self.head.weight.data = self.table.weight.data.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.table(x) if not x.is_floating_point() else x
+        return self.head(h)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_role_that_is_not_called_in_a_batch(order: tuple[int, int]) -> None:
+    both = [(torch.tensor([0, 4, 2, 2]), normal(4, 5)), (normal(3, 3, seed=1), normal(3, 5, seed=2))]
+    data, tied, apart = [both[k] for k in order], Autoencoder(True), Autoencoder(False)
+    exact = ggn(tied, data, list(tied.parameters()))
+    close(curvature(EmpiricalRisk(tied, nn.MSELoss(), data), FullBlock).to_dense(), exact)
+    two: Any = curvature(EmpiricalRisk(apart, nn.MSELoss(), data), KFAC).blocks
+    block: Any = curvature(EmpiricalRisk(tied, nn.MSELoss(), data), KFAC).blocks["table"]
+    head = (two["head"].G.to_dense(), two["head"].A.to_dense())
+    # The table's matrix is the transpose of its parameter.
+    table = (two["table"].A.to_dense(), two["table"].G.to_dense())
+    for pair in ([head, table], [table, head]):
+        G, A = nearest_kronecker(pair)
+        close(torch.kron(block.G.to_dense(), block.A.to_dense()), torch.kron(G, A), 1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- rows of a bias alone
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_of_a_bias_alone(masked: bool) -> None:
+    """Its matrix is a column, the rows that it multiplies are ones; where a position does not count they are zero."""
+    model = set_numbers(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    data, keep = [(normal(5, 6, 3), normal(5, 6, 2))], normal(5, 6, seed=4) > 0
+    options: dict[str, Any] = {"mask": lambda X, y: keep} if masked else {}
+    biases = [m.bias for m in model if isinstance(m, nn.Linear)]
+    expected = keep.double() if masked else torch.ones(5, 6, dtype=torch.float64)
+    seen = []
+
+    def consume(batch: LayerBatch) -> None:
+        seen.append(batch.layer.name)
+        assert torch.equal(batch.rows.inputs[..., 0], expected)  # type: ignore[index]
+        total, count = batch.rows.input_gram()
+        close(total, expected.sum().reshape(1, 1))
+        assert float(count) == float(expected.sum())
+        close(batch.rows.mean_inputs(), expected.amax(1)[:, None])
+        close(batch.per_example_grads[..., 0], (batch.rows.grads * expected[..., None]).sum(2))
+
+    risk = EmpiricalRisk(model, nn.MSELoss(), data, biases, **options)
+    sweep(risk, find_layers(risk.model, risk.params), Exact(), consume)
+    assert set(seen) == {"0", "2"}
+
+
+# ------------------------------------------------------------------------------------------- sparse rows, in a basis
+@pytest.mark.parametrize("pieces", [False, True])
+@pytest.mark.parametrize("module", [nn.Embedding, nn.EmbeddingBag])
+def test_squares_of_sparse_rows_in_a_basis_of_the_columns(
+    module: Any, pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package asks for no basis there; an accumulator of one's own may."""
+    from curvlinops_plus.risk import layer_batch
+
+    if pieces:
+        monkeypatch.setattr(layer_batch, "_PIECE_BYTES", 1)
+    QG, QA = (torch.linalg.qr(normal(n, n, seed=n)).Q.contiguous() for n in (3, 5))
+
+    class InABasis(Accumulator):
+        affine = True
+
+        def update(self, batch: LayerBatch) -> None:
+            assert isinstance(batch.rows.inputs, SparseRows)
+            self.add("d", batch.squared_grads(QG, QA))
+            self.add("half", batch.squared_grads(QG))
+            self.add("plain", batch.squared_grads(None, QA))
+
+        def finish(self) -> Any:
+            found.update({name: self.value(name) for name in self.sums})
+            return Diagonal(self.value("d").flatten())
+
+    found: dict[str, Tensor] = {}
+    model = set_numbers(nn.Sequential(module(5, 3), nn.Tanh()))
+    data = [(torch.tensor([[0, 4, 2], [2, 2, 1]]), normal(2, *((3,) if module is nn.EmbeddingBag else (3, 3))))]
+    risk = EmpiricalRisk(model, nn.MSELoss(), data)
+    curvature(risk, InABasis)
+    exact = curvature(risk, FullBlock).blocks["0"].to_dense()  # of the rows of W = tableᵀ
+    eye3, eye5 = (torch.eye(n, dtype=torch.float64) for n in (3, 5))
+    for name, G, A in (("d", QG, QA), ("half", QG, eye5), ("plain", eye3, QA)):
+        basis = torch.kron(G, A)
+        close(found[name].flatten(), (basis.T @ exact @ basis).diagonal())
+
+
+# ------------------------------------------------------------------------------------- attention under checkpointing
+class Attending(nn.Module):
+    def __init__(self, checkpointed: bool, batch_first: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=batch_first)
+        self.last = nn.Linear(4, 2)
+        self.checkpointed, self.batch_first = checkpointed, batch_first
+        set_numbers(self)
+
+    def segment(self, x: Tensor) -> Tensor:
+        h = self.first(x) if self.batch_first else self.first(x).transpose(0, 1)
+        h = self.attention(h, h, h, need_weights=False)[0]
+        return (h if self.batch_first else h.transpose(0, 1)).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(self.segment, x, use_reentrant=False) if self.checkpointed else self.segment(x)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("at_once", [1, 100])
+@pytest.mark.parametrize("approximation", [KFAC, EKFAC, FullBlock])
+def test_attention_inside_activation_checkpointing(
+    approximation: Any, at_once: int, frozen: bool, batch_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_file, "_vectors_at_once", lambda recorder, number: min(number, at_once))
+    data, found = [(normal(3, 5, 4), normal(3, 5, 2)), (normal(2, 5, 4, seed=1), normal(2, 5, 2, seed=2))], []
+    for checkpointed in (True, False):
+        model = Attending(checkpointed, batch_first).requires_grad_(not frozen)
+        params = list(model.parameters())
+        with unchanged(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore", CurvatureWarning)
+            risk = EmpiricalRisk(model, nn.MSELoss(), data, params, example_axis={"last": 0, "first": 0})
+            found.append(curvature(risk, approximation).to_dense())
+    close(found[0], found[1], 1e-12)
+    if approximation is FullBlock and not frozen:
+        exact, start = ggn(model, data, params), 0
+        for p in params[:2]:  # the weight and the bias of the first layer are one block, in this order
+            start += p.numel()
+        close(found[0][:start, :start], exact[:start, :start])
+
+
+# -------------------------------------------------------------------------------------------- outputs that are kept
+class Keeps(nn.Module):
+    """Keeps what it returns; without a parameter that requires a gradient, that belongs to no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x * self.scale
+        return self.kept
+
+
+@pytest.mark.parametrize("approximation", [DiagonalBlock, FullBlock])
+@pytest.mark.parametrize("position", [0, 1])
+def test_an_output_that_a_module_keeps_stays_as_it_is(approximation: Any, position: int) -> None:
+    modules: list[nn.Module] = [nn.Linear(3, 3), nn.Tanh()]
+    keeper = Keeps()
+    modules.insert(position, keeper)
+    model = set_numbers(nn.Sequential(*modules)).requires_grad_(False)
+    data = [(normal(5, 3), normal(5, 3, seed=1))]
+    kept: list[Tensor] = []
+
+    def look(module: Keeps, args: Any, out: Tensor) -> None:
+        assert module.kept is not None
+        kept.append(module.kept)
+
+    handle = keeper.register_forward_hook(look)
+    K = curvature(EmpiricalRisk(model, nn.MSELoss(), data, list(model.parameters())), approximation)
+    handle.remove()
+    assert kept
+    if position == 0:  # nothing before it requires a gradient, so neither does what it computed
+        assert not kept[0].requires_grad
+    free = model.requires_grad_()
+    blocks, start = ggn(free, data, list(free.parameters())), 0
+    for p in free.parameters() if approximation is DiagonalBlock else ():
+        part = slice(start, start + p.numel())
+        close(K.diagonal()[part], blocks.diagonal()[part])
+        start += p.numel()
