@@ -39,7 +39,7 @@ from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, look_for_functions, rebuild_reads
 from curvlinops_plus.risk.parameter_reads import OutsideReads
-from curvlinops_plus.risk.reading import require_rereadable
+from curvlinops_plus.risk.reading import Batch, require_rereadable
 from curvlinops_plus.risk.risk import require_risk
 
 if TYPE_CHECKING:
@@ -122,6 +122,13 @@ class BlockwiseLinearOperator(Deferred):
     def renew_plan(self) -> None:
         """Assign approximations to the layers of the risk, as far as they are known."""
         self.plan = self._make_plan(layers_of(self.risk, self.separate_weight_and_bias))
+        self._reads = self.risk.reads
+
+    def learn_reads(self, batch: Batch | None = None, error: ValueError | None = None) -> None:
+        """Take into the plan how functions read parameters, see `look_for_functions`."""
+        if self._reads is self.risk.reads:  # else another operator of the risk has looked
+            look_for_functions(self.risk, batch, error)
+        self.renew_plan()
 
     def _accumulate(self, keep: bool = False, **options: Any) -> Accumulation:
         """An accumulation that has run, with options of `Accumulation.run`.
@@ -134,8 +141,7 @@ class BlockwiseLinearOperator(Deferred):
             accumulation.run(**options)
         except OutsideReads as error:
             require_rereadable(self.risk.data, "it is looked at again for functions that read parameters")
-            look_for_functions(self.risk, error=error)
-            self.renew_plan()
+            self.learn_reads(error=error)
             accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep)
             accumulation.run(**options)
         return accumulation
@@ -331,7 +337,7 @@ class BlockwiseLinearOperator(Deferred):
                 stacklevel=stacklevel,
             )
         self._take_options(state)
-        self.plan, self.risk.reads = fitting.plan, fitting.risk.reads
+        self.plan, self._reads, self.risk.reads = fitting.plan, fitting._reads, fitting.risk.reads
         if blocks is None:
             self._set_operator(None)
         else:

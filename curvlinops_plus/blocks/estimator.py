@@ -18,7 +18,6 @@ from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
-from curvlinops_plus.risk.find_functions import look_for_functions
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.parameter_reads import OutsideReads
 from curvlinops_plus.risk.preserve import preserve_state
@@ -235,8 +234,7 @@ class CurvatureEstimator:
         """Look which functions read parameters, which changes the layers: before anything is summed."""
         if error is not None and self.updates:
             raise error
-        look_for_functions(self.risk, batch, error)
-        self._blank.renew_plan()
+        self._blank.learn_reads(batch, error)
         self._sums = RunningSums.of_plan(self.plan, self._scale)
 
     def _add(self, show: Show, decay: float | None) -> None:
@@ -378,7 +376,7 @@ class CurvatureEstimator:
             if state["refreshed"] is not None:
                 snapshot = copy.copy(self._blank)
                 snapshot.load_state_dict(state["refreshed"])
-        self.risk.reads, self._blank.plan = blank.risk.reads, blank.plan
+        self.risk.reads, self._blank.plan, self._blank._reads = blank.risk.reads, blank.plan, blank._reads
         self._sums = RunningSums.from_state_dict(state["sums"], self.plan, self._scale)
         self._snapshot, self._inverse = snapshot, None
         self._draws.generator.set_state(state["draws"].cpu())

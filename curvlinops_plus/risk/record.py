@@ -210,6 +210,17 @@ class Recorder:
         try:
             with reads or nullcontext():
                 yield
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            expanded = [c.call.use for c in self.calls if c.expanded and isinstance(c.call.use.rule, AffineRule)]
+            if not expanded or isinstance(error, UnsupportedError):
+                raise
+            use = expanded[0]
+            raise UnsupportedError(
+                f"{title(use.name)} ({type(use.owner).__name__}) returned one row for all {num_examples} examples, "
+                "which was expanded to one row for each, so that each has a gradient of its own; then the model "
+                f"failed: {error}. If the layer makes weights or a table for all examples, leave its parameters "
+                f"{list(use.keys.values())} out of `params`."
+            ) from error
         finally:
             self._recording = False
             self._functions.end()
