@@ -45,7 +45,7 @@ from curvlinops_plus.risk.risk import require_risk
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BlockwiseLinearOperator", "curvature"]
+__all__ = ["BlockwiseLinearOperator", "curvature", "restore", "run_accumulation"]
 
 
 class BlockwiseLinearOperator(Deferred):
@@ -100,8 +100,8 @@ class BlockwiseLinearOperator(Deferred):
         self.vectors = as_vectors(vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
         self._make_plan = partial(make_plan, approximation=approximation, default=default)
-        self.plan: list[LayerPlan] = []
-        self.renew_plan()
+        self.plan: list[LayerPlan] = self._make_plan(layers_of(risk, separate_weight_and_bias))
+        self._reads = risk.reads
         self.check_deterministic = check_deterministic
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
@@ -115,7 +115,7 @@ class BlockwiseLinearOperator(Deferred):
     # ---------------------------------------------------------------------------------------------------- computing
     def compute(self) -> Self:
         """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
-        accumulation = self._accumulate(keep=True, check_deterministic=self.check_deterministic)
+        accumulation = run_accumulation(self, keep=True, check_deterministic=self.check_deterministic)
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
         return self
 
@@ -129,22 +129,6 @@ class BlockwiseLinearOperator(Deferred):
         if self._reads is self.risk.reads:  # else another operator of the risk has looked
             look_for_functions(self.risk, batch, error)
         self.renew_plan()
-
-    def _accumulate(self, keep: bool = False, **options: Any) -> Accumulation:
-        """An accumulation that has run, with options of `Accumulation.run`.
-
-        If a parameter turns out to be read outside of its layer, by functions that are products with it, these are
-        taken into the plan.
-        """
-        accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep)
-        try:
-            accumulation.run(**options)
-        except OutsideReads as error:
-            require_rereadable(self.risk.data, "it is looked at again for functions that read parameters")
-            self.learn_reads(error=error)
-            accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep)
-            accumulation.run(**options)
-        return accumulation
 
     def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int) -> None:
         """Take these (unscaled) blocks, in the operator's own precision and on its device."""
@@ -326,7 +310,7 @@ class BlockwiseLinearOperator(Deferred):
 
     def _load(self, given: Mapping[str, Any], stacklevel: int) -> None:
         state = upgrade(given)
-        fitting = self._reading_as(state)
+        fitting = _reading_as(self, state)
         check_state(fitting, state)
         blocks = read_blocks(fitting, state)
         if not same_fingerprint(state["fingerprint"], fingerprint(self.risk.params)):
@@ -342,16 +326,6 @@ class BlockwiseLinearOperator(Deferred):
             self._set_operator(None)
         else:
             self._set_blocks(blocks, state["examples"])
-
-    def _reading_as(self, state: Mapping[str, Any]) -> Self:
-        """This operator with the layers that a state has, where functions read parameters."""
-        if "reads" not in state or same_data(state["reads"], describe_reads(self.risk.reads)):
-            return self
-        fitting = copy.copy(self)
-        fitting.risk = copy.copy(self.risk)
-        fitting.risk.reads = rebuild_reads(self.risk, state["reads"])
-        fitting.renew_plan()
-        return fitting
 
     def _take_options(self, state: Mapping[str, Any]) -> None:
         """Take over the options that a state was computed with."""
@@ -419,6 +393,33 @@ class BlockwiseLinearOperator(Deferred):
 
 
 Operator = TypeVar("Operator", bound=BlockwiseLinearOperator)
+
+
+def run_accumulation(K: BlockwiseLinearOperator, keep: bool = False, **options: Any) -> Accumulation:
+    """An accumulation of an operator that has run, with options of `Accumulation.run`.
+
+    If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
+    """
+    accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, keep)
+    try:
+        accumulation.run(**options)
+    except OutsideReads as error:
+        require_rereadable(K.risk.data, "it is looked at again for functions that read parameters")
+        K.learn_reads(error=error)
+        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, keep)
+        accumulation.run(**options)
+    return accumulation
+
+
+def _reading_as(K: Operator, state: Mapping[str, Any]) -> Operator:
+    """The operator with the layers that a state has, where functions read parameters."""
+    if "reads" not in state or same_data(state["reads"], describe_reads(K.risk.reads)):
+        return K
+    fitting = copy.copy(K)
+    fitting.risk = copy.copy(K.risk)
+    fitting.risk.reads = rebuild_reads(K.risk, state["reads"])
+    fitting.renew_plan()
+    return fitting
 
 
 def restore(cls: type[Operator], state_dict: Mapping[str, Any], stacklevel: int, **arguments: Any) -> Operator:

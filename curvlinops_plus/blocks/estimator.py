@@ -13,7 +13,7 @@ from torch import Tensor
 
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.plan import LayerPlan, plan_table
+from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
@@ -104,10 +104,8 @@ class CurvatureEstimator:
         self.vectors = self._blank.vectors
         self.reset()
 
-    @property
-    def plan(self) -> list[LayerPlan]:
-        """The layers with their approximations. Functions that read parameters are known after the first batch."""
-        return self._blank.plan
+    #: The layers with their approximations. How functions read parameters is known after the first batch.
+    plan = property(lambda self: self._blank.plan)
 
     def reset(self) -> None:
         """Forget everything, and start the random numbers anew."""

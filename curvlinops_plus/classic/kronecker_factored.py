@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulation import Accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
-from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore
+from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore, run_accumulation
 from curvlinops_plus.blocks.factor_views import FactorView
 from curvlinops_plus.blocks.kfac import EKFAC, KFAC, Correction
 from curvlinops_plus.classic.build_risk import build_layer_risk
@@ -252,7 +252,7 @@ class EKFACLinearOperator(KFACLinearOperator):
 
     def compute_kronecker_factors(self) -> None:
         """Compute the factors anew (first sweep); the eigenvalues follow at first use."""
-        accumulation = self._accumulate(max_sweeps=1)
+        accumulation = run_accumulation(self, max_sweeps=1)
         self._set_operator(None)
         self._after_factors = accumulation
 

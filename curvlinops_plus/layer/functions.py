@@ -46,6 +46,12 @@ class Function:
         """The same with the transposed weight; None if there is no such product."""
         return replace(self, transposed=not self.transposed) if self.name == "linear" else None
 
+    def bias_fits(self, weight: slice, bias: slice, size: int) -> bool:
+        """Whether these rows of a bias of that size belong to these rows of the weight."""
+        if self.transposed or self.name.startswith("conv_transpose"):  # rows of the weight are inputs
+            return bias.stop - bias.start == size
+        return bias == weight
+
     @property
     def adds_last(self) -> bool:
         """Whether a vector that is added to the product afterwards is a bias: outputs are on the last axis."""
