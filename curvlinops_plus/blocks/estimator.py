@@ -166,6 +166,7 @@ class CurvatureEstimator:
 
         Cost: a backward pass per vector to the layers' outputs.
         """
+        self.risk.require_own_values("`listen`")
         found = self._read(batch)
         try:
             with self._listen(found, decay):
@@ -176,8 +177,7 @@ class CurvatureEstimator:
 
     @contextmanager
     def _listen(self, found: Batch, decay: float | None) -> Iterator[None]:
-        risk = self.risk
-        outputs: list[Any] = []
+        risk, outputs = self.risk, []
         handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out))
         try:
             with RecordedPasses(risk, self._layers, self.vectors, self._weights, own_pass=False) as passes:

@@ -29,9 +29,11 @@ class KFACLinearOperator(BlockwiseLinearOperator):
     Layers without Kronecker factors get their exact diagonal, and one warning lists them.
 
     Args:
-        model_func: The network, a module.
+        model_func: The network: a module, or a function `(params, X) -> outputs`, whose layers are its matrix products,
+            convolutions and embeddings with parameters.
         loss_func: `MSELoss`, `CrossEntropyLoss`, `BCEWithLogitsLoss`, or any loss with a registered likelihood.
-        params: The parameters, in the order in which vectors are formed: a list, or a dict under names of your own.
+        params: The parameters, in the order in which vectors are formed: a list, or a dict under names of your own. A
+            function is called with the dict; under a module's own names a dict may hold other values.
         data: Iterable of batches `(X, y)`, `X` a tensor or a mapping (then `batch_size_fn` is needed), or of mappings
             with `labels`.
         progressbar: Show a bar on every loop over the data.
@@ -76,7 +78,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
 
     def __init__(
         self,
-        model_func: nn.Module,
+        model_func: nn.Module | Callable[..., Any],
         loss_func: nn.Module,
         params: Sequence[Tensor] | Mapping[str, Tensor],
         data: Iterable[Any],

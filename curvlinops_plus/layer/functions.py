@@ -333,6 +333,6 @@ _MODULES: dict[str, Callable[[Tensor, Tensor | None, dict[str, Any]], nn.Module]
     "bilinear": lambda weight, bias, options: nn.Bilinear(
         weight.shape[1], weight.shape[2], weight.shape[0], bias=bias is not None, device="meta"
     ),
-    "embedding": lambda weight, bias, options: nn.Embedding(*weight.shape, device="meta", **options),
+    "embedding": lambda weight, bias, options: nn.Embedding(weight.shape[0], weight.shape[1], device="meta", **options),
     **{name: _make_convolution(name) for name in _CONVOLUTIONS},
 }

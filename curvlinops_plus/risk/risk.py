@@ -239,6 +239,18 @@ class EmpiricalRisk:
             for module, local, p in slots:
                 module._parameters[local] = p
 
+    def require_own_values(self, what: str) -> None:
+        """Refuse other values than the model's own, for what watches the user's forward pass.
+
+        Raises:
+            ValueError: Naming some parameters.
+        """
+        if other := [key for key, own in self._own.items() if self.params[key] is not own]:
+            raise ValueError(
+                f"{what} watches the model at its own parameters, and `params` holds other values of {other[:3]}. Use "
+                "`update`, which runs the model at these."
+            )
+
     @cached_property
     def _slots(self) -> dict[str, str]:
         """Every place that holds a parameter, once, to its key: a module may have two names, a parameter two modules.

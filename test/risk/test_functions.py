@@ -695,3 +695,22 @@ def test_values_of_another_shape_are_refused() -> None:
     model = linear(3, 2)
     with pytest.raises(ValueError, match=r"params\['weight'\] with shape \[3, 2\].*its own 'weight' has \[2, 3\]"):
         EmpiricalRisk(model, nn.MSELoss(), [], {"weight": torch.ones(3, 2)})
+
+
+def test_listening_needs_the_model_s_own_values() -> None:
+    model = linear(3, 2)
+    values = {key: 2 * p.detach() for key, p in model.named_parameters()}
+    estimator = CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), (), values))
+    batch = (ROWS.float(), ROWS[:, :2].float())
+    words = r"`listen` watches the model.*other values of \['weight', 'bias'\]"
+    with pytest.raises(ValueError, match=words), estimator.listen(batch):
+        pass
+
+
+def test_blocks_have_different_names() -> None:
+    """A key of the caller's that is the name of another layer."""
+    model = nn.Sequential(nn.Linear(3, 4), Own(lambda s, x: x @ s.w, w=(4, 2))).double()
+    params = {"0": model[1].w, "weight": model[0].weight}
+    risk = EmpiricalRisk(model, nn.MSELoss(), [(ROWS, ROWS[:, :2])], params)
+    with pytest.raises(ValueError, match=r"blocks would be named \['0'\].*another key"):
+        curvature(risk, KFAC)
