@@ -38,6 +38,7 @@ from curvlinops_plus.linalg import (
 from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, look_for_functions, rebuild_reads
+from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.parameter_reads import OutsideReads
 from curvlinops_plus.risk.reading import Batch, require_rereadable
 from curvlinops_plus.risk.risk import require_risk
@@ -413,7 +414,8 @@ def run_accumulation(K: BlockwiseLinearOperator, keep: bool = False, **options: 
 
 def _reading_as(K: Operator, state: Mapping[str, Any]) -> Operator:
     """The operator with the layers that a state has, where functions read parameters."""
-    if "reads" not in state or same_data(state["reads"], describe_reads(K.risk.reads)):
+    theirs, mine = (reads or describe_reads(FoundReads()) for reads in (state["reads"], describe_reads(K.risk.reads)))
+    if same_data(theirs, mine):
         return K
     fitting = copy.copy(K)
     fitting.risk = copy.copy(K.risk)
