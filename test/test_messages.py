@@ -89,7 +89,9 @@ def test_models_that_are_no_modules() -> None:
         risk(lambda x: x)  # type: ignore[arg-type]
     p = problem("mlp")
     for kind in (KFACLinearOperator, EKFACLinearOperator):
-        with says(ValueError, "`model` is a function", p.model):
+        with says(
+            ValueError, r"a function needs `params` as a dict, and is called as model_func\(params, X\)", p.model
+        ):
             kind(lambda x: x, p.loss, p.params, p.data)
 
 
@@ -289,43 +291,19 @@ class Uses(nn.Module):
         return self.run(self, x)
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda self, x: nn.functional.linear(torch.tanh(self.layer(x)), self.layer.weight),
-        lambda self, x: self.layer(x) / self.layer.weight.norm(),
-    ],
-    ids=["weight of a layer reused by a function", "weight in a norm"],
-)
 @pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock, FullBlock])
-@pytest.mark.parametrize(
-    "frozen",
-    [False, True],
-    ids=["trainable", "frozen"],
-)
-def test_weights_that_are_used_outside_of_their_layer(run: Any, approximation: Any, frozen: bool) -> None:
-    model = Uses(run).requires_grad_(not frozen)
-    with says(ValueError, "'layer.weight'.*outside", model):
-        _ = curvature(risk(model, params=list(model.parameters())), approximation).trace
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+def test_weights_that_the_loss_s_output_reads(approximation: Any, frozen: bool) -> None:
+    """Outside of the model there is no module that could be run again; `test_functions.py` has what is read inside."""
+    model = Uses(lambda self, x: self.layer(x)).requires_grad_(not frozen)
+    outside = risk(model, params=list(model.parameters()), output=lambda f: f / model.layer.weight.norm())
+    with says(ValueError, "'layer.weight'.*outside.*read by `norm` in the selection of the output", model):
+        _ = curvature(outside, approximation).trace
 
 
-def test_weights_that_only_functions_use() -> None:
-    model = Uses(lambda self, x: nn.functional.linear(x, self.layer.weight))
+def test_weights_that_no_function_reads() -> None:
+    model = Uses(lambda self, x: x[:, :4] * 1.0)
     with says(ValueError, "layer 'layer' .Linear. was never called in any batch", model):
-        _ = curvature(risk(model), FullBlock).trace
-
-
-def test_a_list_of_parameters_is_no_layer() -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList([torch.ones(4, 3).double()])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ self.weights[0]
-
-    model = Listed()
-    with says(ValueError, "layer 'weights' .ParameterList. was never called in any batch", model):
         _ = curvature(risk(model), FullBlock).trace
 
 
@@ -415,7 +393,8 @@ def test_layers_that_return_no_tensor() -> None:
 
     class Packed(nn.Linear):
         def forward(self, x: Tensor) -> Any:
-            return nn.utils.rnn.pack_padded_sequence(super().forward(x)[:, None], torch.ones(len(x)), batch_first=True)
+            h = nn.functional.linear(x, 2 * self.weight, self.bias)  # a product with the weight itself would be a layer
+            return nn.utils.rnn.pack_padded_sequence(h[:, None], torch.ones(len(x)), batch_first=True)
 
     model = First(Packed(4, 3)).double()
     with says(NotImplementedError, r"layer 'inner' \(Packed\) returned a PackedSequence.*Pad the sequences", model):

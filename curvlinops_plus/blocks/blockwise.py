@@ -38,14 +38,15 @@ from curvlinops_plus.linalg import (
 from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, look_for_functions, rebuild_reads
+from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.parameter_reads import OutsideReads
-from curvlinops_plus.risk.reading import require_rereadable
+from curvlinops_plus.risk.reading import Batch, require_rereadable
 from curvlinops_plus.risk.risk import require_risk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BlockwiseLinearOperator", "curvature"]
+__all__ = ["BlockwiseLinearOperator", "curvature", "restore", "run_accumulation"]
 
 
 class BlockwiseLinearOperator(Deferred):
@@ -104,8 +105,8 @@ class BlockwiseLinearOperator(Deferred):
         self.vectors = as_vectors(vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
         self._make_plan = partial(make_plan, approximation=approximation, default=default)
-        self.plan: list[LayerPlan] = []
-        self.renew_plan()
+        self.plan: list[LayerPlan] = self._make_plan(layers_of(risk, separate_weight_and_bias))
+        self._reads = risk.reads
         self.check_deterministic = check_deterministic
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
@@ -124,7 +125,7 @@ class BlockwiseLinearOperator(Deferred):
     def compute(self) -> Self:
         """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
         parameters = fingerprint(self.risk)
-        accumulation = self._accumulate(keep=True, check_deterministic=self.check_deterministic)
+        accumulation = run_accumulation(self, keep=True, check_deterministic=self.check_deterministic)
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
         self.parameters = parameters
         return self
@@ -134,23 +135,13 @@ class BlockwiseLinearOperator(Deferred):
         self.plan = self._make_plan(layers_of(self.risk, self.separate_weight_and_bias))
         if not self.vectors.backward:
             refuse_missing_gradients(self.plan)
+        self._reads = self.risk.reads
 
-    def _accumulate(self, keep: bool = False, **options: Any) -> Accumulation:
-        """An accumulation that has run, with options of `Accumulation.run`.
-
-        If a parameter turns out to be read outside of its layer, by functions that are products with it, these are
-        taken into the plan.
-        """
-        accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep)
-        try:
-            accumulation.run(**options)
-        except OutsideReads as error:
-            require_rereadable(self.risk.data, "it is looked at again for functions that read parameters")
-            look_for_functions(self.risk, error=error)
-            self.renew_plan()
-            accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__, keep)
-            accumulation.run(**options)
-        return accumulation
+    def learn_reads(self, batch: Batch | None = None, error: ValueError | None = None) -> None:
+        """Take into the plan how functions read parameters, see `look_for_functions`."""
+        if self._reads is self.risk.reads:  # else another operator of the risk has looked
+            look_for_functions(self.risk, batch, error)
+        self.renew_plan()
 
     def _compute_later(self) -> None:
         """Drop the blocks; those of the present parameters will be computed at first use."""
@@ -341,7 +332,7 @@ class BlockwiseLinearOperator(Deferred):
 
     def _load(self, given: Mapping[str, Any], stacklevel: int) -> None:
         state = upgrade(given)
-        fitting = self._reading_as(state)
+        fitting = _reading_as(self, state)
         check_state(fitting, state)
         blocks = read_blocks(fitting, state)
         if changed_parameters(state["fingerprint"], fingerprint(self.risk), 1e-5):  # the rounding of another dtype
@@ -352,22 +343,12 @@ class BlockwiseLinearOperator(Deferred):
                 stacklevel=stacklevel,
             )
         self._take_options(state)
-        self.plan, self.risk.reads = fitting.plan, fitting.risk.reads
+        self.plan, self._reads, self.risk.reads = fitting.plan, fitting._reads, fitting.risk.reads
         if blocks is None:
             self._compute_later()
         else:
             self._set_blocks(blocks, state["examples"])
             self.parameters = state["fingerprint"]
-
-    def _reading_as(self, state: Mapping[str, Any]) -> Self:
-        """This operator with the layers that a state has, where functions read parameters."""
-        if "reads" not in state or same_data(state["reads"], describe_reads(self.risk.reads)):
-            return self
-        fitting = copy.copy(self)
-        fitting.risk = copy.copy(self.risk)
-        fitting.risk.reads = rebuild_reads(self.risk, state["reads"])
-        fitting.renew_plan()
-        return fitting
 
     def _take_options(self, state: Mapping[str, Any]) -> None:
         """Take over the options that a state was computed with."""
@@ -435,6 +416,34 @@ class BlockwiseLinearOperator(Deferred):
 
 
 Operator = TypeVar("Operator", bound=BlockwiseLinearOperator)
+
+
+def run_accumulation(K: BlockwiseLinearOperator, keep: bool = False, **options: Any) -> Accumulation:
+    """An accumulation of an operator that has run, with options of `Accumulation.run`.
+
+    If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
+    """
+    accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, keep)
+    try:
+        accumulation.run(**options)
+    except OutsideReads as error:
+        require_rereadable(K.risk.data, "it is looked at again for functions that read parameters")
+        K.learn_reads(error=error)
+        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, keep)
+        accumulation.run(**options)
+    return accumulation
+
+
+def _reading_as(K: Operator, state: Mapping[str, Any]) -> Operator:
+    """The operator with the layers that a state has, where functions read parameters."""
+    theirs, mine = (reads or describe_reads(FoundReads()) for reads in (state["reads"], describe_reads(K.risk.reads)))
+    if same_data(theirs, mine):
+        return K
+    fitting = copy.copy(K)
+    fitting.risk = copy.copy(K.risk)
+    fitting.risk.reads = rebuild_reads(K.risk, state["reads"])
+    fitting.renew_plan()
+    return fitting
 
 
 def restore(cls: type[Operator], state_dict: Mapping[str, Any], stacklevel: int, **arguments: Any) -> Operator:

@@ -14,13 +14,12 @@ from torch import Tensor
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.plan import LayerPlan, plan_table
+from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.blocks.stored_options import plain, same_data
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
-from curvlinops_plus.risk.find_functions import look_for_functions
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.parameter_reads import OutsideReads
 from curvlinops_plus.risk.preserve import preserve_state
@@ -119,10 +118,8 @@ class CurvatureEstimator:
         self.vectors = self._blank.vectors
         self.reset()
 
-    @property
-    def plan(self) -> list[LayerPlan]:
-        """The layers with their approximations. Functions that read parameters are known after the first batch."""
-        return self._blank.plan
+    #: The layers with their approximations. How functions read parameters is known after the first batch.
+    plan = property(lambda self: self._blank.plan)
 
     def reset(self) -> None:
         """Forget everything, and start the random numbers anew."""
@@ -189,6 +186,7 @@ class CurvatureEstimator:
 
         Cost: a backward pass per vector to the layers' outputs.
         """
+        self.risk.require_own_values("`listen`")
         found = self._read(batch)
         try:
             with self._listen(found, decay):
@@ -242,8 +240,7 @@ class CurvatureEstimator:
         """Look which functions read parameters, which changes the layers: before anything is summed."""
         if error is not None and self.updates:
             raise error
-        look_for_functions(self.risk, batch, error)
-        self._blank.renew_plan()
+        self._blank.learn_reads(batch, error)
         self._sums = RunningSums.of_plan(self.plan, self._scale)
 
     def _add(self, show: Show, decay: float | None) -> None:
@@ -417,7 +414,7 @@ class CurvatureEstimator:
             if state["refreshed"] is not None:
                 snapshot = _with_layers(self._blank, state["refreshed"].get("layers", {}))
                 snapshot.load_state_dict(state["refreshed"])
-        self.risk.reads, self._blank.plan = blank.risk.reads, blank.plan
+        self.risk.reads, self._blank.plan, self._blank._reads = blank.risk.reads, blank.plan, blank._reads
         self._sums = RunningSums.from_state_dict(state["sums"], self.plan, self._scale)
         self._snapshot, self._inverse = snapshot, None
         self._draws.generator.set_state(state["draws"].cpu())

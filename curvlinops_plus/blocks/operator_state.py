@@ -43,7 +43,7 @@ __all__ = [
     "write_blocks",
 ]
 
-VERSION = 2
+VERSION = 3
 # Without them a state is cut off; "examples", "blocks" and factors are there as soon as blocks are computed.
 KEYS = (
     "format",
@@ -63,8 +63,11 @@ KEYS = (
     "dtype",
     "scale",
     "layers",
+    "reads",
     "fingerprint",
 )
+#: Keys that states had not before a version.
+_SINCE = {"scale": 2, "reads": 3}
 
 
 class StateOwner(FactorOwner, Protocol):
@@ -130,14 +133,17 @@ def upgrade(state: Any) -> Mapping[str, Any]:
         raise ValueError(
             f"The state has version {version}; this package reads up to {VERSION}. Update curvlinops_plus."
         )
-    if missing := [key for key in KEYS if key not in state and (key, version) != ("scale", 1)]:
+    if missing := [key for key in KEYS if key not in state and version >= _SINCE.get(key, 1)]:
         raise ValueError(f"The state lacks {missing}; is the file cut off?")
+    if version == VERSION:
+        return state
+    state = {**state, "version": VERSION, "reads": {"products": [], "enclosing": {}}}  # of modules alone
     if version > 1:
         return state
     layers = {
         name: {**layer, "approximation": _parse_call(layer["approximation"])} for name, layer in state["layers"].items()
     }
-    return {**state, "version": VERSION, "scale": 1.0, "vectors": _parse_call(state["vectors"]), "layers": layers}
+    return {**state, "scale": 1.0, "vectors": _parse_call(state["vectors"]), "layers": layers}
 
 
 def _parse_call(text: str) -> dict[str, Any]:

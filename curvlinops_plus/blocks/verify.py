@@ -240,7 +240,7 @@ def _grams(role: LayerBatch) -> dict[str, tuple[Tensor, Tensor]]:
 
 def _one_example(risk: EmpiricalRisk, single: Batch, vector: list[Tensor]) -> dict[str, Tensor]:
     """Gradient of one example by plain autograd."""
-    free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
+    free = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
 
     def backward(model: nn.Module) -> tuple[Tensor | None, ...]:
         f, _, class_axis = risk.run(single, model)

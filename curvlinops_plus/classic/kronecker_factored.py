@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulation import Accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
-from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore
+from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore, run_accumulation
 from curvlinops_plus.blocks.factor_views import FactorView
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import EKFAC, KFAC, Correction
@@ -30,9 +30,11 @@ class KFACLinearOperator(BlockwiseLinearOperator):
     Layers without Kronecker factors get their exact diagonal, and one warning lists them.
 
     Args:
-        model_func: The network, a module.
+        model_func: The network: a module, or a function `(params, X) -> outputs`, whose layers are its matrix products,
+            convolutions and embeddings with parameters.
         loss_func: `MSELoss`, `CrossEntropyLoss`, `BCEWithLogitsLoss`, or any loss with a registered likelihood.
-        params: The parameters, in the order in which vectors are formed: a list, or a dict under names of your own.
+        params: The parameters, in the order in which vectors are formed: a list, or a dict under names of your own. A
+            function is called with the dict; under a module's own names a dict may hold other values.
         data: Iterable of batches `(X, y)`, `X` a tensor or a mapping (then `batch_size_fn` is needed), or of mappings
             with `labels`.
         progressbar: Show a bar on every loop over the data.
@@ -78,7 +80,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
 
     def __init__(
         self,
-        model_func: nn.Module,
+        model_func: nn.Module | Callable[..., Any],
         loss_func: nn.Module,
         params: Sequence[Tensor] | Mapping[str, Tensor],
         data: Iterable[Any],
@@ -255,7 +257,7 @@ class EKFACLinearOperator(KFACLinearOperator):
 
     def compute_kronecker_factors(self) -> None:
         """Compute the factors anew (first sweep); the eigenvalues follow at first use, at the same parameters."""
-        accumulation = self._accumulate(max_sweeps=1, check_deterministic=self.check_deterministic)
+        accumulation = run_accumulation(self, max_sweeps=1, check_deterministic=self.check_deterministic)
         self._compute_later()
         self._after_factors = accumulation
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.replay import replay_per_example
 from curvlinops_plus.layer.rule import LayerRule, flat_pattern
 
@@ -44,5 +45,16 @@ class EnclosedRule(LayerRule):
         in_axes: Sequence[int] | None = None,
         out_axes: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
-        """Run the module again for each example."""
-        return replay_per_example(module, args, kwargs, g, self.max_bytes, in_axes, out_axes, self.names)
+        """Run the module again for each example.
+
+        Raises:
+            UnsupportedError: If it can't be run with other values of the parameters.
+        """
+        try:
+            return replay_per_example(module, args, kwargs, g, self.max_bytes, in_axes, out_axes, self.names)
+        except (TypeError, RuntimeError) as error:
+            raise UnsupportedError(
+                f"{type(module).__name__} can't be run again for single examples with other values of "
+                f"{list(self.names)}, which functions read inside: {error}. Leave these out of `params`, or give that "
+                "use a module with a rule."
+            ) from error

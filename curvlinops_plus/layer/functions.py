@@ -46,6 +46,12 @@ class Function:
         """The same with the transposed weight; None if there is no such product."""
         return replace(self, transposed=not self.transposed) if self.name == "linear" else None
 
+    def bias_fits(self, weight: slice, bias: slice, size: int) -> bool:
+        """Whether these rows of a bias of that size belong to these rows of the weight."""
+        if self.transposed or self.name.startswith("conv_transpose"):  # rows of the weight are inputs
+            return bias.stop - bias.start == size
+        return bias == weight
+
     @property
     def adds_last(self) -> bool:
         """Whether a vector that is added to the product afterwards is a bias: outputs are on the last axis."""
@@ -327,6 +333,6 @@ _MODULES: dict[str, Callable[[Tensor, Tensor | None, dict[str, Any]], nn.Module]
     "bilinear": lambda weight, bias, options: nn.Bilinear(
         weight.shape[1], weight.shape[2], weight.shape[0], bias=bias is not None, device="meta"
     ),
-    "embedding": lambda weight, bias, options: nn.Embedding(*weight.shape, device="meta", **options),
+    "embedding": lambda weight, bias, options: nn.Embedding(weight.shape[0], weight.shape[1], device="meta", **options),
     **{name: _make_convolution(name) for name in _CONVOLUTIONS},
 }

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import Function, Product, added_bias, products
 from curvlinops_plus.risk.examples import take_examples
-from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews, View
+from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews
 from curvlinops_plus.risk.function_uses import is_bias
 from curvlinops_plus.risk.layers import ModuleUse
 from curvlinops_plus.risk.reading import Batch
@@ -175,30 +175,46 @@ class DryPass:
             if id(t) in self._products:
                 self._products[id(t)].consumers += 1
         read = {key for t in given for key in self._views.keys(t)}
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
-        if not read or not made or all(map(self._views.keys, made)):  # shapes, detached copies, views
+        if not read or not self._computes(out):
             return out
         for key in read:
-            # Not the module that answers for it, and nothing that runs with other tensors in place of its parameters.
-            around = takewhile(lambda m, key=key: key not in m.answers and m.whole, self._inside)
-            self.stacks.setdefault(key, []).append(tuple(m.name for m in around))
+            self.stacks.setdefault(key, []).append(self._around(key))
         read -= {key for m in self._inside for key in m.answers}
-        if not read:
-            return out
-        where = f"`{getattr(function, '__name__', function)}` in {self._place}"
+        if read:
+            where = f"`{getattr(function, '__name__', function)}` in {self._place}"
+            read -= self._added(function, args, kwargs, out)
+            read -= self._claimed([self._claim(p, out, examples, where) for p in products(function, args, kwargs)])
+            self.reads += [Read(key, where) for key in read]
+        return out
+
+    def _around(self, key: str) -> tuple[str, ...]:
+        """Modules that run: not the one that answers for a parameter, nor any with other tensors in its own's place."""
+        return tuple(m.name for m in takewhile(lambda m: key not in m.answers and m.whole, self._inside))
+
+    def _computes(self, out: Any) -> bool:
+        """Whether a result depends on parameters and is more than a view of them; not shapes, nor detached copies."""
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        return bool(made) and not all(map(self._views.keys, made))
+
+    def _claimed(self, found: list[Claim | None]) -> set[str]:
+        """Note a product, if a call is just one; the keys that it explains."""
+        claims = [claim for claim in found if claim is not None]
+        if len(claims) != 1:
+            return set()
+        (claim,) = claims
+        keys = set(claim.keys.values())
+        known = {key for use in self.uses if use.function == claim.function for key in use.keys.values()}
+        if not known & keys:  # else attention, which is known
+            self.claims.append(claim)
+            self._products[id(claim.out)] = claim
+        return keys
+
+    def _added(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> set[str]:
+        """Note the bias that is added to a product; its key."""
         for h, b in added_bias(function, args, kwargs):
             if id(h) in self._products and self._add(self._products[id(h)], h, b, out):
-                read -= {self._products[id(h)].added[-1]}
-        claims = [claim for p in products(function, args, kwargs) if (claim := self._claim(p, out, examples, where))]
-        if len(claims) == 1:
-            (claim,) = claims
-            read -= set(claim.keys.values())
-            known = {key for use in self.uses if use.function == claim.function for key in use.keys.values()}
-            if not known & set(claim.keys.values()):  # else attention, which is known
-                self.claims.append(claim)
-                self._products[id(out)] = claim
-        self.reads += [Read(key, where) for key in read]
-        return out
+                return {self._products[id(h)].added[-1]}
+        return set()
 
     @property
     def _place(self) -> str:
@@ -229,7 +245,9 @@ class DryPass:
             function = function.transpose()
         total = len(self.risk.params[weight.key])
         whole = weight.rows.stop - weight.rows.start == total
-        if function is None or (bias is not None and not self._bias_fits(weight, bias)):
+        if function is None:
+            return None
+        if bias is not None and not function.bias_fits(weight.rows, bias.rows, len(self.risk.params[bias.key])):
             return None
         keys = {"weight": weight.key} if bias is None else {"weight": weight.key, "bias": bias.key}
         params = self.risk.params
@@ -240,9 +258,3 @@ class DryPass:
             return None
         rows = product.inputs[0].shape[0] if examples is None else None
         return Claim(function, keys, rows, where, out, whole)
-
-    def _bias_fits(self, weight: View, bias: View) -> bool:
-        """Whether the rows of a bias are those of its weight; of a transposed weight, all of them."""
-        if bias.rows == weight.rows:
-            return True
-        return weight.transposed and bias.rows.stop - bias.rows.start == len(self.risk.params[bias.key])

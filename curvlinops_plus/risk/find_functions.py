@@ -70,43 +70,38 @@ def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: V
             return
     if error is not None:
         where = "".join(f" {key!r} is read by {what}." for key, what in risk.reads.unexplained.items())
-        raise ValueError(f"{error}{where}") from error
+        raise type(error)(f"{error}{where}") from error
 
 
 def find_functions(risk: EmpiricalRisk, batch: Batch) -> FoundReads:
     """How functions read parameters outside of modules with rules, from one batch."""
     N, uses = batch.num_examples, find_uses(risk.model, risk.params)
     passes = [DryPass(risk, uses, batch, n) for n in ((2, 3) if N > 2 else (N,))]
-    first, last = passes[0], passes[-1]
-    reads = list(first.reads)
-    # What has no row for each example has no gradient for each, such as a weight that a function makes of others.
+    claims, reads = passes[0].claims, [*passes[0].reads, *_constant(passes[0], passes[-1])]
+    products = _resolve(risk, uses, claims, reads)
+    return FoundReads(products, *_enclose(risk, uses, passes, reads))
+
+
+def _constant(first: DryPass, last: DryPass) -> list[Read]:
+    """What has no row for each example has no gradient for each, such as a weight that a function makes of others."""
+    reads = []
     again = last if len(last.claims) == len(first.claims) else first
     for claim, other in zip(first.claims, again.claims, strict=True):
         if claim.rows is None or other.rows is None:
             continue
-        constant = claim.rows == 1 < first.examples and claim.function.name != "embedding"
-        if constant or not _follows(claim.rows, other.rows, first, again):
+        one_row = claim.rows == 1 < first.examples and claim.function.name != "embedding"
+        if one_row or not _follows(claim.rows, other.rows, first, again):
             reads += [Read(key, claim.where) for key in claim.keys.values()]
     again = last if len(last.rows) == len(first.rows) else first
     pairs = zip(first.rows, again.rows, strict=True)
-    reads += [read for (read, size), (_, other) in pairs if not _follows(size, other, first, again)]
-    claims = first.claims
-    products = _resolve(risk, uses, claims, reads)
-    return FoundReads(products, *_enclose(risk, uses, passes, reads))
+    return reads + [read for (read, size), (_, other) in pairs if not _follows(size, other, first, again)]
 
 
 def _resolve(
     risk: EmpiricalRisk, uses: Iterable[ModuleUse], claims: Iterable[Claim], reads: list[Read]
 ) -> tuple[ModuleUse, ...]:
     """Uses for those parameters that only products read; what else reads the others is added to `reads`."""
-    claims = list(claims)
-    while True:
-        taken = {read.key for read in reads}
-        lost = [claim for claim in claims if claim.keys["weight"] in taken]
-        if not lost:
-            break
-        claims = [claim for claim in claims if claim not in lost]
-        reads += [Read(key, claim.where) for claim in lost for key in claim.keys.values()]
+    claims, taken = _free(claims, reads), {read.key for read in reads}
     found: dict[Any, tuple[Function, dict[str, str]]] = {}
     for claim in claims:
         keys = {local: key for local, key in claim.keys.items() if key not in taken}
@@ -118,6 +113,18 @@ def _resolve(
         if not any(f == function and keys.items() < more.items() for f, more in found.values())
     ]
     return tuple(_use(risk, uses, function, keys) for function, keys in kept)
+
+
+def _free(claims: Iterable[Claim], reads: list[Read]) -> list[Claim]:
+    """The products with weights that nothing else reads; the others become such reads."""
+    claims = list(claims)
+    while True:
+        taken = {read.key for read in reads}
+        lost = [claim for claim in claims if claim.keys["weight"] in taken]
+        if not lost:
+            return claims
+        claims = [claim for claim in claims if claim not in lost]
+        reads += [Read(key, claim.where) for claim in lost for key in claim.keys.values()]
 
 
 def describe_reads(reads: FoundReads | None) -> dict[str, Any] | None:
@@ -168,20 +175,18 @@ def _enclose(
     """Modules that enclose all reads of a parameter that its own module does not, and reads outside of the model."""
     enclosing: dict[str, str] = {}
     outside: dict[str, str] = {}
+    holders = {(use.name, key) for use in uses if use.without_rule for key in use.keys.values()}
     modules = dict(risk.model.named_modules())
     for read in reads:
-        if read.key in enclosing or read.key in outside:
-            continue
         common = [name for name in _common_start(passes[0].stacks[read.key]) if not name or _by_example(name, passes)]
-        holders = [use.name for use in uses if read.key in use.keys.values() and use.without_rule]
-        if any(name in common for name in holders):
+        if any((name, read.key) in holders for name in common):
             continue  # its own module sees all of it
         p = risk.params[read.key]
         around = [name for name in common if any(q is p for q in modules[name].parameters())]
         if around:
             enclosing[read.key] = around[-1]
         else:
-            outside[read.key] = read.where
+            outside.setdefault(read.key, read.where)
     return enclosing, outside
 
 

@@ -45,7 +45,7 @@ def gradient_pass(risk: Differentiated, weights: LossWeights) -> tuple[dict[str,
 
     Random state is not restored.
     """
-    free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
+    free = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
     totals, grads = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}
 
     def add_batches(model: nn.Module) -> None:

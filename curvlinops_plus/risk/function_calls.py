@@ -8,6 +8,7 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -20,14 +21,13 @@ Receive = Callable[[Any, "tuple[Any, ...]", "dict[str, Any]", Any, "int | None"]
 
 
 @cache
-def _attention() -> Callable[..., Any]:
-    """`F.multi_head_attention_forward` that runs its body even while a mode is active.
+def _body(original: Any) -> Callable[..., Any]:
+    """A function of PyTorch that runs its body even while a mode is active.
 
-    The original hands itself to the mode instead, which then sees one call and none of the products inside.
+    The original hands itself to the mode instead, which then sees one call and nothing of what happens inside.
     """
-    original = F.multi_head_attention_forward
-    private = {**vars(F), "has_torch_function": lambda *_: False}
-    body = FunctionType(original.__code__, private, "attention", original.__defaults__, original.__closure__)
+    private = {**original.__globals__, "has_torch_function": lambda *_: False}
+    body = FunctionType(original.__code__, private, original.__name__, original.__defaults__, original.__closure__)
     body.__kwdefaults__ = original.__kwdefaults__
     return body
 
@@ -60,9 +60,12 @@ class FunctionCalls(TorchFunctionMode):
             outer, self.examples = self.examples, query.shape[1]
             try:
                 with self:
-                    return _attention()(*args, **kwargs)
+                    return _body(func)(*args, **kwargs)
             finally:
                 self.examples = outer
+        if func is torch.autograd.grad:  # activation checkpointing runs the model again, and must see the same graph
+            with self:
+                return _body(func)(*args, **kwargs)
         return self.receive(func, args, kwargs, func(*args, **kwargs), self.examples)
 
 

@@ -92,11 +92,12 @@ class FunctionUses:
     def _at(self, use: ModuleUse, keys: dict[str, str], views: Sequence[View]) -> ModuleUse:
         """The use for a call that reads these keys, and of them these rows."""
         assert isinstance(use.rule, AffineRule)
+        assert use.function is not None
         view, *others = views
-        if any(other.rows != view.rows and not view.transposed for other in others if len(keys) > 1):
+        if others and not use.function.bias_fits(view.rows, others[0].rows, self._total[others[0].key]):
             raise UnsupportedError(
-                f"{title(use.name)}: a call of {use.function} reads rows {view.rows.start}:{view.rows.stop} of its "
-                f"weight and other rows of its bias."
+                f"{title(use.name)}: a call of `{use.function.name}` reads rows {view.rows.start}:{view.rows.stop} of "
+                f"its weight and rows {others[0].rows.start}:{others[0].rows.stop} of its bias."
             )
         return replace(use, keys=keys, rule=use.rule.at(view.rows, self._total[view.key]))
 

@@ -198,7 +198,7 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
     labels: dict[str, str] = {}
     for position, (key, p) in enumerate(items):
         label = f"params[{position if key is None else key!r}]"
-        name = _own_name(model, names, p, label, key if key in owned else None)
+        name = _own_name(model, names, p, label, key)
         if name in labels:
             raise ValueError(
                 f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
@@ -217,9 +217,9 @@ def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, ke
     name = names.get(id(p)) or names.get((p.data_ptr(), p.shape, p.stride()))
     if name is not None:
         return name
-    shape = None if key is None else model.get_parameter(key).shape
-    if key is None or p.shape != shape:
-        expected = "" if key is None else f" (its own {key!r} has {list(shape or ())})"
+    own = dict(model.named_parameters()).get(key or "")
+    if key is None or own is None or p.shape != own.shape:
+        expected = "" if own is None else f" (its own {key!r} has {list(own.shape)})"
         raise ValueError(
             f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}{expected}. "
             "Pass the model's own tensors, for instance `[p for p in model.parameters() if p.requires_grad]` or "
@@ -259,7 +259,18 @@ def find_layers(
             members += joined
             pending = [use for use in pending if use not in joined]
         layers.append(_make_layer(members, params, separate_weight_and_bias))
+    _require_names(layers)
     return layers
+
+
+def _require_names(layers: Sequence[Layer]) -> None:
+    """Refuse two blocks of one name."""
+    names = [group.name for layer in layers for group in layer.groups]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ValueError(
+            f"Several blocks would be named {sorted(twice)}: a parameter has a key that is the name of a module. Give "
+            "it another key in `params`."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,10 +294,7 @@ def _with_found(
     model: nn.Module, params: Mapping[str, Tensor], uses: Sequence[ModuleUse], found: FoundReads
 ) -> list[ModuleUse]:
     """The uses of modules, each followed by products that read its parameters; modules that enclose reads come last."""
-    enclosing: dict[str, dict[str, str]] = {}
-    for key, name in found.enclosing.items():
-        inside = model.get_submodule(name).named_parameters(remove_duplicate=False)
-        enclosing.setdefault(name, {})[next(local for local, p in inside if p is params[key])] = key
+    enclosing = _enclosed(model, params, found)
     claimed = {key for use in found.products for key in use.keys.values()}
     merged: list[ModuleUse] = []
     for use in uses:
@@ -297,15 +305,30 @@ def _with_found(
         elif keys:
             merged.append(use if keys == use.keys else replace(use, keys=keys))
         merged += [p for p in found.products if p not in merged and set(p.keys.values()) & set(use.keys.values())]
-    for name, keys in enclosing.items():
-        module = model.get_submodule(name)
-        merged.append(ModuleUse(name, module, EnclosedRule(tuple(keys)), keys, module))
-    return merged
+    return merged + [_enclosing_use(model, name, keys) for name, keys in enclosing.items()]
+
+
+def _enclosing_use(model: nn.Module, name: str, keys: dict[str, str]) -> ModuleUse:
+    module = model.get_submodule(name)
+    return ModuleUse(name, module, EnclosedRule(tuple(keys)), keys, module)
+
+
+def _enclosed(model: nn.Module, params: Mapping[str, Tensor], found: FoundReads) -> dict[str, dict[str, str]]:
+    """Names of enclosing modules, each with the names of parameters in it and their keys."""
+    enclosing: dict[str, dict[str, str]] = {}
+    for key, name in found.enclosing.items():
+        inside = model.get_submodule(name).named_parameters(remove_duplicate=False)
+        enclosing.setdefault(name, {})[next(local for local, p in inside if p is params[key])] = key
+    return enclosing
 
 
 def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]:
     """The modules that read some parameters, and the function calls inside attention (key to the model's own)."""
-    key_of = {id(p): key for key, p in params.items()}
+    return _find_uses(model, {id(p): key for key, p in params.items()})
+
+
+def _find_uses(model: nn.Module, key_of: Mapping[int, str]) -> list[ModuleUse]:
+    """The same, from the identity of each parameter to its key."""
     uses: list[ModuleUse] = []
     claimed: set[int] = set()  # modules whose parameters another one answers for
 

@@ -38,7 +38,7 @@ class ParameterReads(TorchFunctionMode):
         return out
 
 
-class OutsideReads(ValueError):
+class OutsideReads(UnsupportedError):
     """Something else than its layer reads a parameter. Which function that is, `find_functions` can tell."""
 
 

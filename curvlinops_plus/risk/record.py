@@ -254,14 +254,16 @@ class Recorder:
         try:
             with reads or nullcontext():
                 yield
-        except RuntimeError as error:
-            names = [recorded.call.use.name for recorded in self.calls if recorded.expanded]
-            if not names or isinstance(error, UnsupportedError):
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            expanded = [c.call.use for c in self.calls if c.expanded]
+            if not expanded or isinstance(error, UnsupportedError):
                 raise
+            use = expanded[0]
             raise UnsupportedError(
-                f"The model failed after {title(names[0])} had returned one row for all {num_examples} examples, which "
-                "was replaced by a row for each: does the model reshape it, or pick one? Expand it to the batch in the "
-                f"model, or leave its parameters out of `params`. Its own message: {error}"
+                f"{title(use.name)} ({type(use.owner).__name__}) returned one row for all {num_examples} examples, "
+                "which was expanded to one row for each, so that each has a gradient of its own; then the model "
+                f"failed: {error}. If the layer makes weights or a table for all examples, leave its parameters "
+                f"{list(use.keys.values())} out of `params`."
             ) from error
         finally:
             self._recording = False

@@ -309,6 +309,18 @@ class EmpiricalRisk:
         with nullcontext() if own else replaced_parameters(self._places, self.params):
             yield
 
+    def require_own_values(self, what: str) -> None:
+        """Refuse other values than the model's own, for what watches the user's forward pass.
+
+        Raises:
+            ValueError: Naming some parameters.
+        """
+        if other := [key for key, own in self._own.items() if self.params[key] is not own]:
+            raise ValueError(
+                f"{what} watches the model at its own parameters, and `params` holds other values of {other[:3]}. Use "
+                "`update`, which runs the model at these."
+            )
+
     @cached_property
     def _places(self) -> Places:
         """Found before any parameter is replaced, because replacements may be nested."""

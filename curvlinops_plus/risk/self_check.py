@@ -20,6 +20,7 @@ from curvlinops_plus.risk.determinism import training_modules
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer, title
+from curvlinops_plus.risk.parameter_reads import OutsideReads
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
@@ -357,8 +358,8 @@ def _size(calls: Sequence[RecordedCall]) -> float:
     return sum(_norm(c.call.grads) * (1 + _norm((c.call.args, dict(c.call.kwargs)))) for c in calls)
 
 
-def _wrong_rule(layer: Layer, key: str, ours: Tensor, theirs: Tensor, called: bool) -> UnsupportedError:
-    """What to say of two gradients that differ."""
+def _wrong_rule(layer: Layer, key: str, ours: Tensor, theirs: Tensor, called: bool) -> OutsideReads:
+    """What to say of two gradients that differ, if it can't be found which functions read the parameter."""
     if not called:
         why = "The layer was not called, so something else reads the parameter."
     elif not theirs.any():
@@ -369,7 +370,7 @@ def _wrong_rule(layer: Layer, key: str, ours: Tensor, theirs: Tensor, called: bo
             "(attributes set around the call, counters, numbers of the batch), does a hook change what it returns, "
             "or is something differentiated in the forward pass?"
         )
-    return UnsupportedError(
+    return OutsideReads(
         f"{layer.title} ({type(layer.uses[0].owner).__name__}): the gradient of {key!r} for one example has norm "
         f"{float(ours.norm()):.4g} by the layer's rule and {float(theirs.norm()):.4g} by autograd, and they differ by "
         f"{float((ours - theirs).norm()):.2g}. {why} Leave the parameters {list(layer.params)} out of `params`, or "

@@ -390,22 +390,27 @@ def test_draws_and_forward_only() -> None:
             assert torch.linalg.eigvalsh(K.to_dense()).min() > -1e-9
 
 
-def test_a_weight_that_something_else_reads_is_refused() -> None:
-    """A matrix product with the table, outside of any module, is a use that nobody sees."""
+def test_a_product_with_a_table_outside_of_any_module_is_one_more_use() -> None:
+    """A matrix product with the table, without a module, is what a tied head is."""
 
     class Loose(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embedding, self.body = nn.Embedding(5, 3), nn.Linear(3, 3)
+            self.embedding, self.body, self.head = nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embedding.weight
+            self.by_module = True
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.body(self.embedding(x)).sum(1) @ self.embedding.weight.T
+            h = self.body(self.embedding(x)).sum(1)
+            return self.head(h) if self.by_module else h @ self.embedding.weight.T
 
     model = Loose().double()
-    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(torch.tensor([[1, 2], [3, 4]]), torch.tensor([0, 1]))])
-    for approximation in (KFAC, FullBlock, DiagonalBlock):
-        with pytest.raises(ValueError, match=r"embedding"):
-            curvature(risk, approximation).compute()
+    data = [(torch.tensor([[1, 2], [3, 4], [0, 2]]), torch.tensor([0, 1, 4]))]
+    for approximation in (KFAC, EKFAC, FullBlock, DiagonalBlock):
+        model.by_module = True
+        expected = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation).to_dense()
+        model.by_module = False
+        close(curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation).to_dense(), expected)
 
 
 def test_the_twin_s_tied_jacobian_is_a_function_of_one_weight() -> None:
