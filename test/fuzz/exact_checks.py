@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvlinops_plus import (
@@ -142,7 +142,8 @@ def _activation(s: Subject, o: Options) -> None:
     model = s.truth.model
     names = [name for name, m in model.named_modules() if type(m).__name__ in ("Linear", "Conv1d", "Conv2d", "Tanh")]
     once = [name for name in names if _calls(s, name) == 1]
-    require(bool(once))
+    # At an exact zero the second derivative of PReLU is not symmetric in PyTorch.
+    require(bool(once) and not any(isinstance(m, nn.PReLU) for m in model.modules()))
     name = once[int(o["which"] * len(once))]
     expected = _activation_hessian(s, name, o["side"])
     H = ActivationHessian(s.risk(), (name, o["side"], 0))
@@ -151,6 +152,8 @@ def _activation(s: Subject, o: Options) -> None:
 
 def _calls(s: Subject, name: str) -> int:
     seen: list[Any] = []
+    if ".layer" in name:  # it may be called with keywords
+        return 0
     with s.truth.hooked(name, lambda args, out: seen.append(out)):
         s.truth.model(s.truth._wide(s.case.data[0][0]))
     shapes = {len(x) for x, _ in s.case.data}

@@ -54,7 +54,7 @@ class Quartic(nn.Module):
 def make_loss(o: Options, shape: tuple[int, ...], dtype: torch.dtype, reduction: str | None = None) -> nn.Module:
     """The loss, for outputs of a shape."""
     kind, reduction = o["kind"], reduction or o["reduction"]
-    last = shape[-1]
+    last = shape[-1] if len(shape) > 1 else 1  # a lone axis is that of the examples
     if kind == "ce":
         weight = torch.linspace(0.3, 2.0, shape[term_axis(o, shape)], dtype=dtype) if o["weight"] else None
         ignore = {} if o["ignore"] is None else {"ignore_index": o["ignore"]}

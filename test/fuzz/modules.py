@@ -51,6 +51,17 @@ class Keyword(nn.Module):
         return self.layer(input=x)
 
 
+class Contiguous(nn.Module):
+    """A layer that takes views of its input."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.contiguous())
+
+
 class Residual(nn.Module):
     """`x + inner(x)`; in place it writes to the output of a layer."""
 

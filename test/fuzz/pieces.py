@@ -234,7 +234,7 @@ def _draw_branches(r: Random, shape: Shape) -> Options:
 
 def _linear(shape: Shape, o: Options) -> nn.Module:
     if o["how"] == "Conv1D":
-        return modules.Conv1D(o["out"], shape[-1])
+        return modules.Contiguous(modules.Conv1D(o["out"], shape[-1]))
     layer = nn.Linear(shape[-1], o["out"], bias=o["bias"])
     return modules.Keyword(layer) if o["how"] == "keyword" else layer
 

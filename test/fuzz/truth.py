@@ -197,11 +197,7 @@ class Truth:
             yield self._example(outputs, y)
 
     def _example(self, outputs: list[Tensor], targets: list[Tensor]) -> Example:
-        rows = [
-            self.flat(torch.autograd.grad(f, self._list, retain_graph=True, allow_unused=True))
-            for o in outputs
-            for f in o.flatten()
-        ]
+        rows = [self.flat(self._derivatives(number)) for output in outputs for number in output.flatten()]
         places, terms, losses, gradients, hessians, start = [], [], [], [], [], 0
         total = sum(o.numel() for o in outputs)
         axes = term_axes(self.case, [tuple(o.shape) for o in outputs])
@@ -230,6 +226,11 @@ class Truth:
         if given is not None:
             return summed.detach(), g.detach(), given
         return summed.detach(), g.detach(), second_derivatives(f, g)
+
+    def _derivatives(self, number: Tensor) -> Sequence[Tensor | None]:
+        if not number.requires_grad:
+            return [None] * len(self.sizes)
+        return torch.autograd.grad(number, self._list, retain_graph=True, allow_unused=True)
 
     @property
     def _list(self) -> list[Tensor]:
