@@ -6,6 +6,7 @@ stored, printed and shortened. Random numbers come from `random.Random` and from
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Generator, Tensor, nn
 from .losses import draw_loss, links, make_loss, make_target, term_axis
 from .pieces import Invalid, Shape, draw_piece, sequence
 
-__all__ = ["Case", "draw", "make"]
+__all__ = ["Case", "differentiable", "draw", "make"]
 
 Description = dict[str, Any]
 MOST_PARAMETERS = 70
@@ -36,10 +37,13 @@ class Head(nn.Module):
             for size in shape:
                 features *= size
         out = 1 if form == "numbers" else classes
-        self.layer = nn.Linear(features, out) if linear or features != out else nn.Identity()
+        fits = form == "raw" or (features == out and not linear)
+        self.layer = nn.Identity() if fits else nn.Linear(features, out)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.form in ("vector", "numbers"):
+        if self.form == "raw":
+            f = x
+        elif self.form in ("vector", "numbers"):
             f = self.layer(x.flatten(1))
             f = f.flatten(0) if self.form == "numbers" else f
         else:
@@ -148,18 +152,20 @@ def draw(seed: int) -> Description:
         about = _draw_once(r, seed)
         try:
             case = make(about)
-            if 0 < case.size <= MOST_PARAMETERS and _differentiable(case):
+            if 0 < case.size <= MOST_PARAMETERS and differentiable(case):
                 return about
         except Invalid:
             pass
 
 
-def _differentiable(case: Case) -> bool:
+def differentiable(case: Case) -> bool:
     """Whether nothing that a backward pass needs is overwritten."""
-    params = [p.requires_grad_() for p in case.model.parameters()]
+    model, x = copy.deepcopy(case.model).requires_grad_(), case.data[0][0]
+    x = x if case.about["tokens"] else x.clone().requires_grad_()
+    inputs = [*model.parameters(), *([] if case.about["tokens"] else [x])]
     try:
-        total = sum(f.sum() for x, _ in case.data[:1] for f in case.outputs(case.model(x)))
-        torch.autograd.grad(total, params, allow_unused=True)  # type: ignore[arg-type]
+        total = sum(f.sum() for f in case.outputs(model(x)))
+        torch.autograd.grad(total, inputs, allow_unused=True)  # type: ignore[arg-type]
     except RuntimeError:
         return False
     return True
@@ -208,6 +214,8 @@ def _draw_outputs(r: Random, shape: Shape) -> Description:
         loss["factor"] = r.choice([0.5, 1.0, 2.0]) if several else 1.0
         loss["reduction"] = reduction if several else loss["reduction"]
         forms = ["vector"] * 3 if len(shape) == 1 else ["vector", "vector", "positions", "positions", "rows"]
+        if loss["kind"] in ("ce", "mse", "bce", "poisson") and shape[0] > 1:
+            forms = [*forms, "raw"]
         if loss["kind"] in ("mse", "bce", "poisson") and not several:
             forms = [*forms, "numbers"]
         classes = 2 * r.randint(1, 2) if loss["kind"] == "gaussian" else r.randint(2, 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from .limits import small_buffers
 from .pieces import Invalid
 from .unchanged import unchanged
 
-__all__ = ["Outcome", "Problem", "describe", "run_case", "run_seed"]
+__all__ = ["Invalid", "Outcome", "Problem", "describe", "draw_whole", "is_refusal", "run_case", "run_seed"]
 
 #: The errors by which the package refuses what it does not support, in words.
 REFUSALS = (UnsupportedError, NumericsError, NoClosedForm, ValueError)
@@ -85,15 +84,17 @@ def run_case(about: Description, small: bool = False) -> Outcome:
             except Failure as failure:
                 outcome.problems.append(Problem([name, options], failure.law, failure.numbers))
             except Exception as error:
-                if isinstance(error, REFUSALS) and _in_words(error):
+                if is_refusal(error):
                     outcome.refused[f"{name}: {type(error).__name__}: {str(error)[:150]}"] += 1
                 else:
                     outcome.problems.append(Problem([name, options], type(error).__name__, str(error)[:500]))
     return outcome
 
 
-def _in_words(error: BaseException) -> bool:
-    """Whether an error was raised by the package itself: not by PyTorch, SciPy or these checks."""
+def is_refusal(error: BaseException) -> bool:
+    """Whether an error is the package's own: not one of PyTorch, SciPy or these checks."""
+    if not isinstance(error, REFUSALS):
+        return False
     traceback = error.__traceback__
     assert traceback is not None
     while traceback.tb_next is not None:
@@ -127,11 +128,3 @@ def _named(options: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _call(name: str, options: dict[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
-
-
-def laws(problems: Sequence[Problem]) -> set[str]:
-    """Names of the checks that failed."""
-    return {problem.check[0] for problem in problems}
-
-
-__all__ += ["Invalid", "draw_whole", "laws"]

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from .case import Description
+from .case import Description, differentiable, make
 from .run import Invalid, Problem, run_case
 
 __all__ = ["shrink"]
@@ -39,6 +39,8 @@ def shrink(about: Description, problem: Problem, small: bool = False, tries: int
 
 def _fails(about: Description, problem: Problem, small: bool) -> bool:
     try:
+        if not differentiable(make(about)):
+            return False
         found = run_case(about, small).problems
     except Invalid:
         return False
