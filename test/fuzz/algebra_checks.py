@@ -148,7 +148,8 @@ def _states(s: Subject, o: Options) -> None:
     file.seek(0)
     state = torch.load(file, weights_only=True)
     loss = {} if not s.case.several else {"loss": s.case.loss}
-    again = BlockwiseLinearOperator.from_state_dict(state, s.case.model, None, s.case.params, **loss)
+    reading = {key: value for key, value in s.case.options.items() if key == "batch_size_fn"}
+    again = BlockwiseLinearOperator.from_state_dict(state, s.case.model, None, s.case.params, **loss, **reading)
     s.equal("from_state_dict", again.to_dense(), K.to_dense(), 1e-3)
     fresh = copy.copy(operator(s, {**o, "times": 1.0}))
     fresh.load_state_dict(state)
@@ -167,10 +168,11 @@ def _classic(s: Subject, o: Options) -> None:
         s.case.model,
         s.case.loss,
         s.case.params or list(s.case.keyed.values()),
-        s.case.data,
+        s.case.shown(s.case.data),
         fisher_type={"exact": "type-2", "empirical": "empirical"}[o["vectors"]],
         kfac_approx="reduce" if o["reduce"] else "expand",
         separate_weight_and_bias=o["separate"],
+        **s.case.options,
     )
     composed = s.curvature(approximation(KFAC, o), **options_of(o))
     dense, v = composed.to_dense().double(), s.normal(s.case.size, what="classic KFAC")
@@ -219,6 +221,10 @@ def _estimator(s: Subject, o: Options) -> None:
             expected = s.truth.only_blocks(s.truth.matrix(o["vectors"]), o["separate"])
             expected = expected if o["kind"] == "full" else expected.diagonal().diag()
             s.equal("estimator's exact blocks", got.to_dense(), expected)
+    elif exact and s.case.about["losses"][0]["reduction"] == "mean":
+        expected = s.truth.only_blocks(s.truth.decayed(o["vectors"], decay), o["separate"])
+        expected = expected if o["kind"] == "full" else expected.diagonal().diag()
+        s.equal("moving average of exact blocks", got.to_dense(), expected)
     estimator.refresh(0.5)
     v = s.normal(s.case.size, what="estimator")
     dense = estimator.operator.to_dense().double() + 0.5 * torch.eye(s.case.size, dtype=torch.float64)
@@ -231,7 +237,7 @@ def _estimator(s: Subject, o: Options) -> None:
 
 def _run(s: Subject, kind: Any, options: dict[str, Any], decay: float, data: Any, listen: bool) -> CurvatureEstimator:
     estimator = CurvatureEstimator(s.risk(()), kind, decay=decay, **options)
-    for batch in data:
+    for batch in s.case.shown(data):
         if listen:
             with estimator.listen(batch):
                 s.case.model(batch[0])

@@ -14,6 +14,7 @@ from curvlinops_plus import (
     GGN,
     KFAC,
     TNT,
+    CurvaturePropagation,
     DiagonalBlock,
     Exact,
     ForwardOnly,
@@ -203,7 +204,11 @@ def _own_vectors(s: Subject, o: Options) -> None:
         s.equal("trace of EKFAC of given vectors", K.trace, total.trace())
 
 
-RANDOM = {"mc": MonteCarlo(samples=2, seed=3), "signs": Exact(signs=True, seed=5)}
+RANDOM = {
+    "mc": MonteCarlo(samples=2, seed=3),
+    "signs": Exact(signs=True, seed=5),
+    "propagation": CurvaturePropagation(samples=2, seed=7),
+}
 
 
 @check("random vectors", lambda r: {"vectors": r.choice([*RANDOM]), "reduce": r.random() < 0.3}, 1.5)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -57,6 +57,8 @@ class Head(nn.Module):
             return torch.cat([mean, nn.functional.softplus(variance) + 0.2], -1)
         if self.link == "positive":
             return nn.functional.softplus(f) + 0.2
+        if self.link == "log-softmax":
+            return f.log_softmax(min(1, f.ndim - 1))
         return torch.sigmoid(f) if self.link == "probability" else f
 
 
@@ -67,12 +69,24 @@ class Network(nn.Module):
         super().__init__()
         self.body, self.heads, self.form = body, nn.ModuleList(heads), form
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Any) -> Any:
+        x = x["x"] if isinstance(x, Mapping) else x
         h = self.body(x.clone())  # pieces write in place, and inputs are the user's
         outputs = [head(h) for head in self.heads]
         if self.form == "single":
             return outputs[0]
         return tuple(outputs) if self.form == "tuple" else {f"out{k}": f for k, f in enumerate(outputs)}
+
+
+class Loader:
+    """An iterable that is no list, and makes its batches anew each time."""
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        for x, y in self.data:
+            yield x.clone(), y
 
 
 @dataclass(eq=False)
@@ -119,7 +133,18 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """More keywords of the risk."""
-        return {} if self.about["num_data"] is None else {"num_data": self.about["num_data"]}
+        options: dict[str, Any] = {}
+        if self.about["num_data"] is not None:
+            options["num_data"] = self.about["num_data"]
+        if self.about["reading"] == "mapping":
+            options["batch_size_fn"] = lambda X: len(X["x"])
+        return options
+
+    def shown(self, data: Sequence[Any]) -> Any:
+        """Batches as users hand them over."""
+        if self.about["reading"] == "mapping":
+            return [({"x": x}, y) for x, y in data]
+        return Loader(data) if self.about["reading"] == "loader" and data else list(data)
 
     @property
     def size(self) -> int:
@@ -181,6 +206,7 @@ def _draw_once(r: Random, seed: int) -> Description:
         "input": list(shape),
         "sizes": [r.randint(1, 3) for _ in range(r.randint(1, 3))],
         "layers": [],
+        "longer": len(shape) == 2 and r.random() < 0.2,
     }
     if r.random() < 0.4:
         about["sizes"] = [*about["sizes"][:2], 1]
@@ -201,6 +227,7 @@ def _draw_once(r: Random, seed: int) -> Description:
     about["params"] = names[0]
     about["frozen"] = r.choices(["none", "all", "some"], [6, 1, 2])[0]
     about["num_data"] = r.choice([None] * 9 + [7])
+    about["reading"] = r.choice(["pairs"] * 6 + ["loader", "loader", "mapping"])
     return about
 
 
@@ -219,7 +246,7 @@ def _draw_outputs(r: Random, shape: Shape) -> Description:
         if loss["kind"] in ("mse", "bce", "poisson") and not several:
             forms = [*forms, "numbers"]
         classes = 2 * r.randint(1, 2) if loss["kind"] == "gaussian" else r.randint(2, 3)
-        if loss["kind"] not in ("ce", "gaussian") and r.random() < 0.2:
+        if loss["kind"] not in ("ce", "nll", "gaussian") and r.random() < 0.2:
             classes = 1
         heads.append({"form": r.choice(forms), "classes": classes, "linear": r.random() < 0.8})
     form = r.choice(["tuple", "dict"]) if several else "single"
@@ -241,13 +268,20 @@ def make(about: Description) -> Case:
         for head, loss in zip(about["heads"], about["losses"], strict=True):
             if len(shape) == 1 and head["form"] in ("positions", "rows"):
                 raise Invalid("there is one position only")
-            heads.append(Head(shape, head["form"], head["classes"], head["linear"], links(loss), loss["kind"] != "ce"))
+            heads.append(
+                Head(
+                    shape, head["form"], head["classes"], head["linear"], links(loss), loss["kind"] not in ("ce", "nll")
+                )
+            )
         model = Network(body, heads, about["form"]).double().eval()
     case = Case(about, model, [], [], None, {}, dtype)
     _initialize(case)
     inputs = [_input(case, n, index) for index, n in enumerate(about["sizes"])]
-    with torch.no_grad():
-        shapes = [[f.shape for f in case.outputs(model(x))] for x in inputs]
+    try:
+        with torch.no_grad():
+            shapes = [[f.shape for f in case.outputs(model(x))] for x in inputs]
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise Invalid(f"the network: {error}") from error
     case.losses = [make_loss(o, shapes[0][k], dtype) for k, o in enumerate(about["losses"])]
     generator = case.generator("targets")
     for x, of_batch in zip(inputs, shapes, strict=True):
@@ -275,6 +309,8 @@ def _initialize(case: Case) -> None:
 
 def _input(case: Case, n: int, index: int) -> Tensor:
     shape, generator = case.about["input"], case.generator(f"input {index}")
+    if case.about["longer"]:  # by one position from batch to batch
+        shape = [shape[0] + index, *shape[1:]]
     if case.about["tokens"]:
         return torch.randint(4, (n, *shape), generator=generator)
     return torch.randn(n, *shape, dtype=torch.float64, generator=generator)

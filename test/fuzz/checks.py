@@ -45,7 +45,7 @@ class Subject:
     def risk(self, data: Any = None, **options: Any) -> EmpiricalRisk:
         """The library's view of the case."""
         case = self.case
-        data = case.data if data is None else data
+        data = case.shown(case.data if data is None else data)
         return EmpiricalRisk(case.model, case.loss, data, case.params, **{**case.options, **options})
 
     @property

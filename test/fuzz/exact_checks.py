@@ -20,6 +20,8 @@ from curvlinops_plus import (
     Hessian,
     HessianLinearOperator,
     Jacobian,
+    LSMRInverseLinearOperator,
+    MINRESInverseLinearOperator,
     MonteCarlo,
 )
 
@@ -73,6 +75,7 @@ def _hessian(s: Subject, o: Options) -> None:
 @check("Jacobian", often=2)
 def _jacobian(s: Subject, o: Options) -> None:
     require(s.case.about["num_data"] is None)
+    require(not s.case.about["longer"])
     J, expected = Jacobian(s.risk()), s.truth.jacobian
     V, U = s.normal(s.case.size, 2, what="J"), s.normal(len(expected), 2, what="JT")
     s.equal("J @ V", J @ V, expected @ V.double())
@@ -128,12 +131,12 @@ def _algebra(s: Subject, o: Options) -> None:
 @check("classic operators", often=1.5)
 def _classic(s: Subject, o: Options) -> None:
     require(s.known and not s.case.several and s.case.about["num_data"] is None)
-    arguments = (s.case.model, s.case.loss, s.case.params or list(s.case.keyed.values()), s.case.data)
-    V = s.normal(s.case.size, 2, what="classic")
-    s.equal("GGNLinearOperator", GGNLinearOperator(*arguments) @ V, s.truth.matrix() @ V.double())
-    s.equal("HessianLinearOperator", HessianLinearOperator(*arguments) @ V, s.truth.hessian_product(V.double()))
-    s.equal("EFLinearOperator", EFLinearOperator(*arguments) @ V, s.truth.matrix("terms") @ V.double())
-    D = GGNDiagonalLinearOperator(*arguments)
+    arguments = (s.case.model, s.case.loss, s.case.params or list(s.case.keyed.values()), s.case.shown(s.case.data))
+    V, more = s.normal(s.case.size, 2, what="classic"), s.case.options
+    s.equal("GGNLinearOperator", GGNLinearOperator(*arguments, **more) @ V, s.truth.matrix() @ V.double())
+    s.equal("HessianLinearOperator", HessianLinearOperator(*arguments, **more) @ V, s.truth.hessian_product(V.double()))
+    s.equal("EFLinearOperator", EFLinearOperator(*arguments, **more) @ V, s.truth.matrix("terms") @ V.double())
+    D = GGNDiagonalLinearOperator(*arguments, **more)
     s.equal("GGNDiagonalLinearOperator", D @ V, s.truth.matrix().diagonal()[:, None] * V.double())
 
 
@@ -192,14 +195,19 @@ def _activation_hessian(s: Subject, name: str, side: str) -> Tensor:
     return torch.block_diag(*blocks)
 
 
-@check("inverse by iterations", often=0.7)
+@check("inverse by iterations", lambda r: {"by": r.choice(["cg", "minres", "lsmr"])}, 0.8)
 def _iterations(s: Subject, o: Options) -> None:
     require(s.double)
     G, v = GGN(s.risk()), s.normal(s.case.size, what="cg")
     damping = float(s.truth.matrix().trace()) / s.case.size + 0.1
-    inverse = CGInverseLinearOperator(G.shift(damping), tolerance=1e-12, max_iter=500)
+    A = G.shift(damping)
+    inverse = {
+        "cg": lambda: CGInverseLinearOperator(A, tolerance=1e-12, max_iter=500),
+        "minres": lambda: MINRESInverseLinearOperator(A, tol=1e-12, max_iter=500),
+        "lsmr": lambda: LSMRInverseLinearOperator(A, atol=1e-13, btol=1e-13, conlim=0.0, maxiter=500),
+    }[o["by"]]()
     dense = s.truth.matrix() + damping * torch.eye(s.case.size, dtype=torch.float64)
-    s.equal("conjugate gradients", inverse @ v, torch.linalg.solve(dense, v.double()), 100)
+    s.equal(f"solved by {o['by']}", inverse @ v, torch.linalg.solve(dense, v.double()), 100)
 
 
 @check("Monte Carlo is unbiased", often=0.4)

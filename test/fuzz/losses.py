@@ -16,8 +16,18 @@ from .pieces import Options
 __all__ = ["KINDS", "draw_loss", "fisher", "links", "make_loss", "make_target", "mean_divisor", "term_axis"]
 
 #: Kinds of losses to how often they are drawn.
-KINDS = {"ce": 5, "mse": 3, "bce": 2.5, "poisson": 1, "gaussian": 0.8, "rates": 0.4, "bce of p": 0.4, "other": 0.6}
-_CLASSES = ("ce",)
+KINDS = {
+    "ce": 5,
+    "mse": 3,
+    "bce": 2.5,
+    "poisson": 1,
+    "gaussian": 0.8,
+    "rates": 0.4,
+    "bce of p": 0.4,
+    "nll": 0.5,
+    "other": 0.6,
+}
+_CLASSES = ("ce", "nll")
 
 
 def draw_loss(r: Random, kinds: dict[str, float] | None = None) -> Options:
@@ -30,6 +40,8 @@ def draw_loss(r: Random, kinds: dict[str, float] | None = None) -> Options:
         loss["weight"] = r.random() < 0.3
         loss["smoothing"] = r.choice([0.0, 0.0, 0.2])
         loss["ignore"] = r.choice([None, None, -100, 1]) if loss["targets"] == "classes" else None
+    elif kind == "nll":
+        loss |= {"targets": "classes", "weight": r.random() < 0.3, "ignore": r.choice([None, None, 1])}
     elif kind == "bce":
         loss |= {"weight": r.random() < 0.3, "pos_weight": r.random() < 0.3, "soft": r.random() < 0.4}
     elif kind == "bce of p":
@@ -55,9 +67,11 @@ def make_loss(o: Options, shape: tuple[int, ...], dtype: torch.dtype, reduction:
     """The loss, for outputs of a shape."""
     kind, reduction = o["kind"], reduction or o["reduction"]
     last = shape[-1] if len(shape) > 1 else 1  # a lone axis is that of the examples
-    if kind == "ce":
+    if kind in _CLASSES:
         weight = torch.linspace(0.3, 2.0, shape[term_axis(o, shape)], dtype=dtype) if o["weight"] else None
         ignore = {} if o["ignore"] is None else {"ignore_index": o["ignore"]}
+        if kind == "nll":
+            return nn.NLLLoss(weight, reduction=reduction, **ignore)
         return nn.CrossEntropyLoss(weight, label_smoothing=o["smoothing"], reduction=reduction, **ignore)
     if kind == "bce":
         weight = torch.linspace(0.5, 1.5, last, dtype=dtype) if o["weight"] else None
@@ -86,7 +100,7 @@ def value(o: Options, loss: nn.Module, f: Tensor, y: Tensor) -> Tensor:
 def make_target(o: Options, shape: tuple[int, ...], dtype: torch.dtype, generator: Generator) -> Tensor:
     """Random targets for outputs of a shape."""
     kind = o["kind"]
-    if kind == "ce" and o["targets"] == "classes":
+    if o.get("targets") == "classes" and kind in _CLASSES:
         axis = term_axis(o, shape)
         y = torch.randint(shape[axis], shape[:axis] + shape[axis + 1 :], generator=generator)
         if o["ignore"] is not None and y.numel() > 1:
@@ -109,12 +123,14 @@ def term_axis(o: Options, shape: tuple[int, ...]) -> int:
 
 def links(o: Options) -> str:
     """What makes outputs fit a loss: positive, or probabilities."""
-    return {"gaussian": "gaussian", "rates": "positive", "bce of p": "probability"}.get(o["kind"], "none")
+    return {"gaussian": "gaussian", "rates": "positive", "bce of p": "probability", "nll": "log-softmax"}.get(
+        o["kind"], "none"
+    )
 
 
 def mean_divisor(o: Options, loss: nn.Module, shape: tuple[int, ...], y: Tensor) -> float:
     """What PyTorch divides a sum by if the mean is meant."""
-    if o["kind"] == "ce" and o["targets"] == "classes":
+    if o["kind"] in _CLASSES and o["targets"] == "classes":
         kept = y[y != loss.ignore_index]
         return float(len(kept) if loss.weight is None else loss.weight[kept].sum())  # type: ignore[arg-type, index]
     if o["kind"] == "ce":
@@ -127,6 +143,11 @@ def fisher(o: Options, loss: Any, f: Tensor, y: Tensor) -> Tensor | None:
     if o["kind"] == "gaussian":
         variance = f.chunk(2, -1)[1].clamp(min=loss.eps)
         return torch.cat([1 / variance, 0.5 / variance.square()], -1).flatten().diag()
+    if o["kind"] == "nll":
+        axis = term_axis(o, tuple(f.shape))
+        weight = torch.ones(f.shape[axis]).double() if loss.weight is None else loss.weight
+        h = torch.where(y == loss.ignore_index, 0.0, weight[y.clamp(min=0)])
+        return (h.unsqueeze(axis) * f.exp()).flatten().diag()
     if o["kind"] == "rates":
         return (1 / (f + loss.eps)).flatten().diag()
     if o["kind"] == "bce of p":

@@ -273,6 +273,22 @@ class Truth:
     def _matrices(self) -> dict[str, Tensor]:
         return {}
 
+    def decayed(self, vectors: str, decay: float) -> Tensor:
+        """`Σ_k ρ^{t-k} S_k / Σ_k ρ^{t-k} d_k`: sums over batches, and what their means divide by; of one loss."""
+        sums: Any = 0.0
+        divisor, examples = 0.0, iter(self.examples)
+        for x, y in self.case.data:
+            target = self._targets(y)[0]
+            batch = [next(examples) for _ in x]
+            found = sum(e.J.T @ self.inner(e, vectors) @ e.J for e in batch) / self.c[0]
+            number = mean_divisor(self.case.about["losses"][0], self.losses[0], self._shape(batch, len(x)), target)
+            sums, divisor = decay * sums + found, decay * divisor + number
+        return sums / divisor
+
+    def _shape(self, batch: Sequence[Example], N: int) -> tuple[int, ...]:
+        first, *rest = batch[0].outputs[0].shape
+        return first * N, *rest
+
     @cached_property
     def jacobian(self) -> Tensor:
         """Rows of all examples, output by output."""
