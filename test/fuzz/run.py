@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import warnings
 from collections import Counter
 from contextlib import nullcontext
@@ -21,9 +22,6 @@ from .pieces import Invalid
 from .unchanged import unchanged
 
 __all__ = ["Invalid", "Outcome", "Problem", "describe", "draw_whole", "is_refusal", "run_case", "run_seed"]
-
-#: The errors by which the package refuses what it does not support, in words.
-REFUSALS = (UnsupportedError, NumericsError, NoClosedForm, ValueError)
 
 
 @dataclass
@@ -92,14 +90,17 @@ def run_case(about: Description, small: bool = False) -> Outcome:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether an error is the package's own: not one of PyTorch, SciPy or these checks."""
-    if not isinstance(error, REFUSALS):
-        return False
+    """Whether an error is the package's own word: raised there, not by PyTorch, SciPy or these checks."""
+    if isinstance(error, (UnsupportedError, NumericsError, NoClosedForm)):
+        return True
     traceback = error.__traceback__
     assert traceback is not None
     while traceback.tb_next is not None:
         traceback = traceback.tb_next
-    return traceback.tb_frame.f_globals.get("__name__", "").startswith("curvlinops_plus.")
+    code = traceback.tb_frame.f_code
+    ours = traceback.tb_frame.f_globals.get("__name__", "").startswith("curvlinops_plus.")
+    line = linecache.getline(code.co_filename, traceback.tb_lineno).strip()
+    return isinstance(error, (ValueError, RuntimeError)) and ours and line.startswith("raise ")
 
 
 def run_seed(seed: int, small: bool = False) -> Outcome:
