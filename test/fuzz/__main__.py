@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -30,6 +31,7 @@ def _arguments() -> argparse.Namespace:
 
 def _safe(small: bool, seed: int) -> Outcome:
     """The outcome of a seed; what goes wrong in making the case is a failure as well."""
+    warnings.simplefilter("ignore")
     try:
         return run_seed(seed, small)
     except Exception as error:
@@ -59,6 +61,7 @@ def report(seed: int, problem: Problem, about: dict[str, Any], small: bool) -> s
 
 def main() -> int:
     """Run seeds, or one case; the exit status says whether anything failed."""
+    warnings.simplefilter("ignore")  # of PyTorch, about padding and batching rules
     arguments = _arguments()
     if arguments.hostile:
         from .hostile import main as hostile

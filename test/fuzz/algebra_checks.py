@@ -188,7 +188,7 @@ def _classic(s: Subject, o: Options) -> None:
         return
     inverse = KFACInverseLinearOperator(K, damping=(0.3, 0.2))
     for block in s.truth.blocks(o["separate"]):
-        found = None if block.affine is None else kfac_block(s.truth, block, o["vectors"], o["reduce"], (0.3, 0.2))
+        found = None if not block.affine else kfac_block(s.truth, block, o["vectors"], o["reduce"], (0.3, 0.2))
         if found is not None:
             u = torch.zeros_like(v)
             u[block.at] = v[block.at]

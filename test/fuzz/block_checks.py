@@ -69,7 +69,7 @@ def block_of(s: Subject, dense: Tensor, at: Tensor) -> Tensor:
 def _kfac(s: Subject, o: Options) -> None:
     dense = s.curvature(approximation(KFAC, o), **options_of(o)).to_dense()
     for block in s.truth.blocks(o["separate"]):
-        if block.affine is None:
+        if not block.affine:
             continue
         expected = kfac_block(s.truth, block, o["vectors"], o["reduce"])
         got = block_of(s, dense, block.at)
@@ -99,7 +99,7 @@ def _ekfac(s: Subject, o: Options) -> None:
         Q = torch.stack([K.merge({**zeros, name: q.view_as(zeros[name])}) for q in columns.T], 1)[block.at]
         s.equal(f"basis of {block.keys} is orthogonal", Q.T @ Q, torch.eye(len(Q)))
         s.equal(f"EKFAC block of {block.keys}", got, Q @ (Q.T @ E @ Q).diagonal().diag() @ Q.T)
-        if block.affine is None or (factored := kfac_block(s.truth, block, o["vectors"], o["reduce"])) is None:
+        if not block.affine or (factored := kfac_block(s.truth, block, o["vectors"], o["reduce"])) is None:
             continue
         rotated = Q.T @ factored[0] @ Q
         s.equal(f"eigenvectors of {block.keys}", rotated, rotated.diagonal().diag(), 10, float(factored[0].norm()))
@@ -107,7 +107,7 @@ def _ekfac(s: Subject, o: Options) -> None:
 
 @check("forward only", lambda r: {"separate": r.random() < 0.5, "reduce": r.random() < 0.3}, 0.7)
 def _forward_only(s: Subject, o: Options) -> None:
-    require(all(block.affine is not None for block in s.truth.blocks(False)))
+    require(all(block.affine for block in s.truth.blocks(False)))
     K = s.curvature(approximation(KFAC, o), vectors=ForwardOnly(), separate_weight_and_bias=o["separate"])
     dense = K.to_dense()
     for block in s.truth.blocks(o["separate"]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +32,7 @@ class Rows:
 
 def matrix_of(truth: Truth, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """Matrix, row and column of every number of the block's parameters; a bias is the last column."""
-    assert block.affine is not None
-    module = truth.model.get_submodule(block.affine)
+    module = truth.model.get_submodule(block.affine[0])
     weight = module._parameters["weight"]
     assert weight is not None
     m, r, c, width = _places(module, weight)
@@ -94,6 +94,11 @@ def rows_of(truth: Truth, path: str) -> list[Rows]:
     return found
 
 
+def _joined(parts: Sequence[Rows]) -> Rows:
+    """Rows of modules that share their parameters: more positions."""
+    return Rows(torch.cat([part.a for part in parts], 1), torch.cat([part.D for part in parts], 1))
+
+
 def _rows_of_call(module: nn.Module, args: tuple[Tensor, ...], D: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs [m, S, i] and derivatives [m, S, F, o] of one call; the derivatives `D` are by its output."""
     x = args[0].detach()
@@ -129,14 +134,13 @@ def kfac_block(
     """The block `G ⊗ A` in the order of the block's parameters, and the factors [m, i, i] and [m, o, o]; None if the
     layer sees nothing. `damping` is added to the factors A and G."""
     m, r, c = matrix_of(truth, block)
-    assert block.affine is not None
-    module = truth.model.get_submodule(block.affine)
+    module = truth.model.get_submodule(block.affine[0])
     weight = module._parameters["weight"]
     assert weight is not None
     width = _places(module, weight)[3]
     has_weight = any(truth.params[key] is weight for key in block.keys)
     with_bias = len(block.keys) > 1
-    rows = rows_of(truth, block.affine)
+    rows = [_joined(same) for same in zip(*(rows_of(truth, path) for path in block.affine), strict=True)]
     A, G, count = 0.0, 0.0, 0
     for e, one in zip(truth.examples, rows, strict=True):
         a, D = one.a, one.D

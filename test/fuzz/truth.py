@@ -122,13 +122,13 @@ class Block:
         modules: Paths of the modules that hold them.
         keys: Their keys.
         at: Their places in the whole vector.
-        affine: Path of the one module that multiplies with them, if their Kronecker factors are defined here.
+        affine: Paths of the modules that multiply with them in one way, if their Kronecker factors are defined here.
     """
 
     modules: list[str]
     keys: list[str]
     at: Tensor
-    affine: str | None
+    affine: tuple[str, ...]
 
 
 def second_derivatives(x: Tensor, g: Tensor | None) -> Tensor:
@@ -139,6 +139,11 @@ def second_derivatives(x: Tensor, g: Tensor | None) -> Tensor:
         by_x = torch.autograd.grad(number, x, retain_graph=True, allow_unused=True) if number.requires_grad else (None,)
         rows.append(zero if by_x[0] is None else by_x[0].flatten())
     return torch.stack(rows)
+
+
+def _same(one: nn.Module, two: nn.Module) -> bool:
+    """Whether two modules have the very same parameters."""
+    return {id(p) for p in one._parameters.values()} == {id(p) for p in two._parameters.values()}
 
 
 class Truth:
@@ -365,18 +370,17 @@ class Truth:
         return [self._block(*group) for group in sorted(order, key=lambda group: [*self.params].index(group[1][0]))]
 
     def _block(self, paths: list[str], keys: list[str]) -> Block:
-        holders = {path for key in keys for path in self.holders[key]}
-        affine = None
-        if len(holders) == 1:
-            path = next(iter(holders))
-            module = self.model.get_submodule(path)
-            shared = any(len(self._users(p)) > 1 for p in module._parameters.values() if p is not None)
-            if type(module) in AFFINE and not shared and not hasattr(module, "parametrizations"):
-                affine = path
-        return Block(paths, keys, self.places(keys), affine)
+        holders = sorted({path for key in keys for path in self.holders[key]})
+        modules = [self.model.get_submodule(path) for path in holders]
+        first = modules[0]
+        # Modules that share a parameter must share all, and be linear.
+        shared = all(self._users(p) == holders for p in first._parameters.values() if p is not None)
+        same = all(type(m) is nn.Linear and _same(m, first) for m in modules[1:])
+        plain = type(first) in AFFINE and not hasattr(first, "parametrizations")
+        return Block(paths, keys, self.places(keys), tuple(holders) if shared and same and plain else ())
 
     def _users(self, p: Tensor) -> list[str]:
-        return [path for path, m in self.model.named_modules() if any(p is q for q in m._parameters.values())]
+        return sorted(path for path, m in self.model.named_modules() if any(p is q for q in m._parameters.values()))
 
     def only_blocks(self, matrix: Tensor, separate: bool) -> Tensor:
         """A matrix with zeros outside the blocks."""
