@@ -52,13 +52,16 @@ def _exact_blocks(s: Subject, o: Options) -> None:
     kind = FullBlock if o["kind"] == "full" else DiagonalBlock
     expected = expected if o["kind"] == "full" else expected.diagonal().diag()
     K = s.curvature(kind, **options_of(o))
-    s.equal(f"{kind.__name__} is the exact block ({o['vectors']})", K.to_dense(), expected)
+    s.equal(
+        f"{kind.__name__} is the exact block ({o['vectors']})", K.to_dense(), expected, scale=s.truth.size(o["vectors"])
+    )
 
 
 @check("EKFAC's trace", draw_blocks, often=None)
 def _trace(s: Subject, o: Options) -> None:
     K = s.curvature(approximation(EKFAC, o), **options_of(o))
-    s.equal(f"trace of EKFAC ({o['vectors']})", K.trace, s.truth.matrix(o["vectors"]).trace())
+    expected = s.truth.matrix(o["vectors"]).trace()
+    s.equal(f"trace of EKFAC ({o['vectors']})", K.trace, expected, scale=s.truth.size(o["vectors"]))
 
 
 def block_of(s: Subject, dense: Tensor, at: Tensor) -> Tensor:

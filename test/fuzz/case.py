@@ -282,6 +282,8 @@ def make(about: Description) -> Case:
             shapes = [[f.shape for f in case.outputs(model(x))] for x in inputs]
     except (RuntimeError, ValueError, IndexError) as error:
         raise Invalid(f"the network: {error}") from error
+    if about["longer"] and any(head["form"] == "raw" for head in about["heads"]):
+        raise Invalid("lengths that differ make no classes")
     if about["longer"] and any(o["kind"] == "other" and o["reduction"] == "mean" for o in about["losses"]):
         raise Invalid("means of unknown losses weigh batches by their examples")
     case.losses = [make_loss(o, shapes[0][k], dtype) for k, o in enumerate(about["losses"])]

@@ -50,14 +50,17 @@ def _loss_and_gradient(s: Subject, o: Options) -> None:
 def _ggn(s: Subject, o: Options) -> None:
     require(s.known or o["vectors"] == "exact")
     G, V = GGN(s.risk(), VECTORS[o["vectors"]]), s.normal(s.case.size, 2)
-    s.equal(f"GGN({o['vectors']}) @ V", G @ V, s.truth.matrix(o["vectors"]) @ V.double())
+    expected = s.truth.matrix(o["vectors"])
+    s.equal(f"GGN({o['vectors']}) @ V", G @ V, expected @ V.double(), scale=s.truth.size(o["vectors"]))
 
 
 @check("GGN, dense", draw_vectors, 2)
 def _ggn_dense(s: Subject, o: Options) -> None:
     require(s.known or o["vectors"] == "exact")
     G = GGN(s.risk(), VECTORS[o["vectors"]])
-    s.equal(f"GGN({o['vectors']}).to_dense()", G.to_dense(), s.truth.matrix(o["vectors"]))
+    s.equal(
+        f"GGN({o['vectors']}).to_dense()", G.to_dense(), s.truth.matrix(o["vectors"]), scale=s.truth.size(o["vectors"])
+    )
 
 
 @check("Hessian", lambda r: {"dense": r.random() < 0.3}, 3)

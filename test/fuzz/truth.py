@@ -274,6 +274,11 @@ class Truth:
             self._matrices[vectors] = sum(e.J.T @ self.inner(e, vectors) @ e.J for e in self.examples)  # type: ignore[assignment]
         return self._matrices[vectors]
 
+    def size(self, vectors: str) -> float:
+        """What errors of a matrix are relative to: its norm, unless nearly all of `Jᵀ J` cancels, as of sure classes."""
+        whole = sum(float(e.J.square().sum()) for e in self.examples) * max(self.factors)
+        return max(float(self.matrix(vectors).norm()), 1e-3 * whole, 1e-4)
+
     @cached_property
     def _matrices(self) -> dict[str, Tensor]:
         return {}
