@@ -286,7 +286,7 @@ def test_activation_inside_of_checkpointing() -> None:
             self.first, self.inner, self.last = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.last(checkpoint(lambda h: self.inner(torch.tanh(h)), self.first(x), use_reentrant=False))
+            return self.last(checkpoint(lambda h: torch.tanh(self.inner(h)), self.first(x), use_reentrant=False))
 
     model, data = Again().double(), [(torch.rand(2, 3).double(), torch.rand(2, 2).double())]
     for side in ("input", "output"):

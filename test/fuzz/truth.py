@@ -275,7 +275,7 @@ class Truth:
         return self._matrices[vectors]
 
     def size(self, vectors: str) -> float:
-        """What errors of a matrix are relative to: its norm, unless nearly all of `Jᵀ J` cancels, as of sure classes."""
+        """What errors of a matrix are relative to: its norm, unless nearly all of `Jᵀ J` cancels."""
         whole = sum(float(e.J.square().sum()) for e in self.examples) * max(self.factors)
         return max(float(self.matrix(vectors).norm()), 1e-3 * whole, 1e-4)
 
