@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.base import SymmetricRiskOperator
 from curvlinops_plus.exact.batched import columns_at_once
 from curvlinops_plus.exact.double_backward import differentiable, loss_hessian_product, refuse_once_differentiable
@@ -41,7 +43,8 @@ class ActivationHessian(SymmetricRiskOperator):
         ValueError: If there is no such module or tensor, it is not called exactly once per forward pass, or the tensor
             is not made of floating-point numbers; or if the data are an iterator.
         RuntimeError: If two products differ.
-        UnsupportedError: If the model uses an operation that PyTorch can't differentiate twice.
+        UnsupportedError: If the model uses an operation that PyTorch can't differentiate twice, or the module is inside
+            of activation checkpointing.
 
     Cost: one forward and one backward pass per product, and one more backward pass for each column; only what comes
     after the activation is differentiated.
@@ -141,7 +144,14 @@ class ActivationHessian(SymmetricRiskOperator):
                 visit(caught[0], batch_totals)
                 totals.add(batch_totals.detached())
 
-        risk.at(frozen, loop)
+        try:
+            risk.at(frozen, loop)
+        except CheckpointError as error:
+            raise UnsupportedError(
+                f'Module "{self._activation[0]}" is inside of activation checkpointing, which runs it again in the '
+                "backward pass and finds another tensor in place of the activation. Call it without checkpointing, or "
+                "choose a module outside."
+            ) from error
         return totals
 
     @contextmanager

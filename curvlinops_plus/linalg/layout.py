@@ -104,7 +104,7 @@ class Layout:
             if steps.permutes or K > 1:
                 t = t.reshape(*steps.atoms, K).permute(len(steps.order), *steps.order)
             parts.append(t.reshape(K, *steps.matrix))
-        return torch.cat(parts, dim=-1).view(K, self.dim).T
+        return torch.cat(parts, dim=-1).reshape(K, self.dim).T  # parts that are channels-last make one that is
 
     def split(self, v: Tensor) -> dict[str, Tensor]:  # [dim, K] -> {name: [*shape, K]}
         """The parameters of a row-major vector, as views where strides allow."""

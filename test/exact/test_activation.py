@@ -12,6 +12,7 @@ from cases import close, unchanged
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from curvlinops_plus import ActivationHessianLinearOperator
@@ -276,6 +277,24 @@ def test_number_of_calls() -> None:
     with pytest.raises(ValueError, match='Module "1" was called 2 times in one forward pass'):
         ActivationHessianLinearOperator(model, nn.CrossEntropyLoss(), ("1", "output", 0), data)
     assert not act._forward_hooks
+
+
+def test_activation_inside_of_checkpointing() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.inner, self.last = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(lambda h: torch.tanh(self.inner(h)), self.first(x), use_reentrant=False))
+
+    model, data = Again().double(), [(torch.rand(2, 3).double(), torch.rand(2, 2).double())]
+    for side in ("input", "output"):
+        with unchanged(model, data), pytest.raises(UnsupportedError, match='Module "inner" is inside of activation ch'):
+            ActivationHessianLinearOperator(model, nn.MSELoss(), ("inner", side, 0), data).to_dense()
+    outside = ActivationHessianLinearOperator(model, nn.MSELoss(reduction="sum"), ("last", "input", 0), data)
+    W = model.last.weight.detach()
+    close(outside.to_dense(), torch.block_diag(2 * W.T @ W, 2 * W.T @ W))
 
 
 def test_kinds_of_data_and_models() -> None:

@@ -82,6 +82,15 @@ def test_plain_reshapes_are_views() -> None:
     assert all(part.untyped_storage().data_ptr() == storage for part in joint.split(v).values())
 
 
+def test_parts_of_any_strides_are_joined() -> None:
+    """Of axes of size one strides say nothing, and `torch.cat` may return what looks channels-last."""
+    patterns = {"w": "(g i) o k -> g o (i k)", "b": "(g o) -> g o 1"}
+    layout = Layout(patterns, {"w": (2, 1, 1), "b": (2,)}, {"g": 2})
+    w, b = (normal(2, seed=seed) for seed in (0, 1))
+    tree = {"w": w.as_strided((2, 1, 1, 1), (1, 1, 1, 2)), "b": b.as_strided((2, 1), (1, 2))}
+    assert torch.equal(layout.join(tree), torch.stack([w, b], 1).reshape(4, 1))
+
+
 def test_autograd_flows_through() -> None:
     layout = Layout({"w": "o i -> i o", "b": "i -> i 1"}, {"w": (2, 3), "b": (3,)})
     tree = {"w": normal(2, 3, 2).requires_grad_(), "b": normal(3, 2).requires_grad_()}

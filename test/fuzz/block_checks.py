@@ -1,0 +1,259 @@
+"""Checks of block-diagonal approximations against the exact matrix and against their definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus import (
+    EKFAC,
+    GGN,
+    KFAC,
+    TNT,
+    CurvaturePropagation,
+    DiagonalBlock,
+    Exact,
+    ForwardOnly,
+    FullBlock,
+    MonteCarlo,
+    NearestKronecker,
+    ScaledIdentity,
+    curvature,
+)
+from curvlinops_plus.risk import Vectors
+
+from .checks import VECTORS, Subject, check
+from .compare import holds, require
+from .exact_checks import draw_vectors
+from .kronecker import kfac_block
+from .pieces import Options
+
+
+def draw_blocks(r: Random) -> Options:
+    """Vectors, joint or separate, expand or reduce."""
+    return {**draw_vectors(r), "separate": r.random() < 0.35, "reduce": r.random() < 0.35}
+
+
+def options_of(o: Options) -> dict[str, Any]:
+    return {"vectors": VECTORS[o["vectors"]], "separate_weight_and_bias": o["separate"]}
+
+
+def approximation(kind: Any, o: Options) -> Any:
+    return kind.using(kfac_approx="reduce") if o["reduce"] else kind
+
+
+@check("exact blocks", lambda r: {**draw_blocks(r), "kind": r.choice(["full", "diagonal"])}, often=None)
+def _exact_blocks(s: Subject, o: Options) -> None:
+    expected = s.truth.only_blocks(s.truth.matrix(o["vectors"]), o["separate"])
+    kind = FullBlock if o["kind"] == "full" else DiagonalBlock
+    expected = expected if o["kind"] == "full" else expected.diagonal().diag()
+    K = s.curvature(kind, **options_of(o))
+    s.equal(
+        f"{kind.__name__} is the exact block ({o['vectors']})", K.to_dense(), expected, scale=s.truth.size(o["vectors"])
+    )
+
+
+@check("EKFAC's trace", draw_blocks, often=None)
+def _trace(s: Subject, o: Options) -> None:
+    K = s.curvature(approximation(EKFAC, o), **options_of(o))
+    expected = s.truth.matrix(o["vectors"]).trace()
+    s.equal(f"trace of EKFAC ({o['vectors']})", K.trace, expected, scale=s.truth.size(o["vectors"]))
+
+
+def block_of(s: Subject, dense: Tensor, at: Tensor) -> Tensor:
+    return dense[at[:, None], at].double()
+
+
+@check("KFAC by definition", draw_blocks, 4)
+def _kfac(s: Subject, o: Options) -> None:
+    dense = s.curvature(approximation(KFAC, o), **options_of(o)).to_dense()
+    for block in s.truth.blocks(o["separate"]):
+        if not block.affine:
+            continue
+        expected = kfac_block(s.truth, block, o["vectors"], o["reduce"])
+        got = block_of(s, dense, block.at)
+        if expected is None:
+            continue
+        s.equal(f"KFAC block of {block.keys} ({block.affine})", got, expected[0])
+
+
+@check("EKFAC by definition", draw_blocks, 3)
+def _ekfac(s: Subject, o: Options) -> None:
+    require(s.double)
+    K = s.curvature(approximation(EKFAC, o), **options_of(o))
+    names = {tuple(sorted(g.keys)): g.name for entry in K.plan for g in entry.layer.groups}
+    exact = s.truth.matrix(o["vectors"])
+    for block in s.truth.blocks(o["separate"]):
+        E = block_of(s, exact, block.at)
+        name = names.get(tuple(sorted(block.keys)))
+        holds("blocks by module", name is not None, f"{block.keys} are no block: {list(names)}")
+        assert name is not None
+        got, of_block = block_of(s, K.to_dense(), block.at), K.blocks[name]
+        basis = getattr(of_block, "basis", None)
+        if basis is None:
+            s.equal(f"diagonal of {block.keys}", got, E.diagonal().diag())
+            continue
+        columns = basis.to_dense()
+        zeros = {other: torch.zeros_like(part) for other, part in K.split(s.normal(s.case.size)).items()}
+        Q = torch.stack([K.merge({**zeros, name: q.view_as(zeros[name])}) for q in columns.T], 1)[block.at]
+        s.equal(f"basis of {block.keys} is orthogonal", Q.T @ Q, torch.eye(len(Q)))
+        s.equal(f"EKFAC block of {block.keys}", got, Q @ (Q.T @ E @ Q).diagonal().diag() @ Q.T)
+        if not block.affine or (factored := kfac_block(s.truth, block, o["vectors"], o["reduce"])) is None:
+            continue
+        rotated = Q.T @ factored[0] @ Q
+        s.equal(f"eigenvectors of {block.keys}", rotated, rotated.diagonal().diag(), 10, float(factored[0].norm()))
+
+
+@check("forward only", lambda r: {"separate": r.random() < 0.5, "reduce": r.random() < 0.3}, 0.7)
+def _forward_only(s: Subject, o: Options) -> None:
+    require(all(block.affine for block in s.truth.blocks(False)))
+    K = s.curvature(approximation(KFAC, o), vectors=ForwardOnly(), separate_weight_and_bias=o["separate"])
+    dense = K.to_dense()
+    for block in s.truth.blocks(o["separate"]):
+        expected = kfac_block(s.truth, block, "exact", o["reduce"])
+        if expected is None:
+            continue
+        A = expected[1]
+        eigenvalues = torch.linalg.eigvalsh(A).flatten().repeat_interleave(len(block.at) // A[..., 0].numel())
+        got = torch.linalg.eigvalsh(block_of(s, dense, block.at))
+        s.equal(f"eigenvalues of I ⊗ A of {block.keys}", got, eigenvalues.sort().values)
+
+
+@check("nearest Kronecker product", lambda r: {**draw_vectors(r), "sweeps": r.random() < 0.4}, 1.5)
+def _nearest(s: Subject, o: Options) -> None:
+    require(s.double)
+    kind = NearestKronecker.using(max_bytes=0, power_iterations=2) if o["sweeps"] else NearestKronecker
+    vectors = VECTORS[o["vectors"]]
+    nearest, factored = (s.curvature(k, vectors=vectors).to_dense() for k in (kind, KFAC))
+    exact = s.truth.only_blocks(s.truth.matrix(o["vectors"]), False)
+    for block in s.truth.blocks(False):
+        E = block_of(s, exact, block.at)
+        near, far = (float((block_of(s, K, block.at) - E).norm()) for K in (nearest, factored))
+        holds(
+            f"NearestKronecker is nearer than KFAC to the block of {block.keys}",
+            near <= far * (1 + 1e-6) + 1e-9 * float(E.norm()) + 1e-12,
+            f"distance {near:.6g}, KFAC's {far:.6g}",
+        )
+
+
+@check("TNT keeps the trace", lambda r: {**draw_vectors(r), "separate": r.random() < 0.4}, 1)
+def _tnt(s: Subject, o: Options) -> None:
+    K = s.curvature(TNT, **options_of(o))
+    s.equal("trace of TNT", K.trace, s.truth.matrix(o["vectors"]).trace())
+
+
+@check("scaled identity", lambda r: {"scale": r.choice([0.5, 2.0])}, 0.3)
+def _identity(s: Subject, o: Options) -> None:
+    K = s.curvature(ScaledIdentity.using(scale=o["scale"]))
+    s.equal("ScaledIdentity", K.to_dense(), o["scale"] * torch.eye(s.case.size))
+
+
+@check("a mix of approximations", often=1)
+def _mix(s: Subject, o: Options) -> None:
+    kinds = [FullBlock, DiagonalBlock]
+    names = [entry.layer.name for entry in s.curvature(DiagonalBlock).plan]
+    chosen = {name: kinds[k % 2] for k, name in enumerate(names)}
+    K = s.curvature(chosen)
+    exact = s.truth.matrix()
+    expected = s.truth.only_blocks(exact, False)
+    dense = K.to_dense().double()
+    for entry in K.plan:
+        at = s.truth.places([key for group in entry.layer.groups for key in group.keys])
+        E = block_of(s, expected, at)
+        E = E if chosen[entry.layer.name] is FullBlock else E.diagonal().diag()
+        s.equal(f"{chosen[entry.layer.name].__name__} of {entry.layer.name!r} in a mix", block_of(s, dense, at), E)
+
+
+class Given(Vectors):
+    """Vectors of the user's own: random ones that depend on the example alone."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        self.batches, self.index = batches, -1
+
+    def count(self, likelihood: Any, F: Tensor) -> int:
+        return len(self.batches[0])
+
+    def send(self, likelihood: Any, F: Tensor, Y: Tensor, draws: Any) -> Iterator[Tensor]:
+        self.index = (self.index + 1) % len(self.batches)
+        yield from self.batches[self.index].to(F)
+
+
+@check("vectors of one's own", lambda r: {"kind": r.choice(["full", "ekfac", "ggn"]), "reduce": r.random() < 0.3}, 1.5)
+def _own_vectors(s: Subject, o: Options) -> None:
+    require(s.known and not s.case.several)
+    total, start, batches = torch.zeros(s.case.size, s.case.size).double(), 0, []
+    for x, _ in s.case.data:
+        examples = s.truth.examples[start : start + len(x)]
+        start += len(x)
+        R, C = examples[0].terms[0].shape
+        V = s.normal(2, len(x), R, C, what=f"own {start}")
+        batches.append(V)
+        for n, e in enumerate(examples):
+            v = torch.zeros(2, len(e.J)).double()
+            v[:, e.terms[0].flatten()] = V[:, n].double().flatten(1)
+            total += s.truth.c[0] * (v @ e.J).T @ (v @ e.J)
+    if o["kind"] == "ggn":
+        v = s.normal(s.case.size, what="own product")
+        s.equal("GGN of given vectors", GGN(s.risk(), Given(batches)) @ v, total @ v.double())
+    elif o["kind"] == "full":
+        K = s.curvature(FullBlock, vectors=Given(batches))
+        s.equal("FullBlock of given vectors", K.to_dense(), s.truth.only_blocks(total, False))
+    else:
+        K = s.curvature(approximation(EKFAC, o), vectors=Given(batches))
+        s.equal("trace of EKFAC of given vectors", K.trace, total.trace())
+
+
+RANDOM = {
+    "mc": MonteCarlo(samples=2, seed=3),
+    "signs": Exact(signs=True, seed=5),
+    "propagation": CurvaturePropagation(samples=2, seed=7),
+}
+
+
+@check("random vectors", lambda r: {"vectors": r.choice([*RANDOM]), "reduce": r.random() < 0.3}, 1.5)
+def _random_vectors(s: Subject, o: Options) -> None:
+    """Draws follow the examples: neither the batches nor the operator matter."""
+    vectors = RANDOM[o["vectors"]]
+    full = s.curvature(FullBlock, vectors=vectors)
+    s.equal("the same draws for EKFAC", s.curvature(approximation(EKFAC, o), vectors=vectors).trace, full.trace)
+    diagonal = s.curvature(DiagonalBlock, vectors=vectors)
+    s.equal("the same draws for DiagonalBlock", diagonal.diagonal(), full.diagonal())
+    if all(len(e.terms[0]) == 1 for e in s.truth.examples) and not s.case.several:
+        dense = GGN(s.risk(), vectors).to_dense()
+        s.equal("the same draws for GGN", s.truth.only_blocks(dense.double(), False), full.to_dense())
+
+
+def single(data: list[Any]) -> list[Any]:
+    """The same examples, one at a time."""
+    found = []
+    for x, y in data:
+        for n in range(len(x)):
+
+            def part(t: Tensor, n: int = n, N: int = len(x)) -> Tensor:
+                return t.reshape(N, -1, *t.shape[1:])[n] if len(t) != N else t[n : n + 1]
+
+            one = (
+                {k: part(t) for k, t in y.items()}
+                if isinstance(y, dict)
+                else (tuple(part(t) for t in y) if isinstance(y, tuple) else part(y))
+            )
+            found.append((x[n : n + 1], one))
+    return found
+
+
+@check(
+    "batches don't matter", lambda r: {"kind": r.choice(["KFAC", "TNT", "full", "ekfac"]), "mc": r.random() < 0.6}, 2
+)
+def _batches(s: Subject, o: Options) -> None:
+    kind = {"KFAC": KFAC, "TNT": TNT, "full": FullBlock, "ekfac": EKFAC}[o["kind"]]
+    vectors = RANDOM["mc"] if o["mc"] else Exact()
+    one = s.curvature(kind, vectors=vectors)
+    other = curvature(s.risk(single(s.case.data)), kind, vectors=vectors)
+    if kind is EKFAC:
+        s.equal("one example at a time, trace of EKFAC", other.trace, one.trace)
+    else:
+        s.equal(f"one example at a time, {o['kind']}", other.to_dense(), one.to_dense(), 10)

@@ -1,0 +1,109 @@
+"""Registry of the checks that are made on a case, and what a check has at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus import Empirical, EmpiricalRisk, Exact, curvature
+
+from .case import Case
+from .compare import equal, require
+from .pieces import Options
+from .truth import Truth
+
+__all__ = ["CHECKS", "VECTORS", "Check", "Subject", "check", "draw_checks"]
+
+#: What is sent back where the matrix is known exactly.
+VECTORS: dict[str, Any] = {"exact": Exact(), "empirical": Empirical(), "terms": Empirical(per_term=True)}
+
+
+@dataclass(eq=False)
+class Subject:
+    """A case that is looked at, and the truth about it."""
+
+    case: Case
+
+    @cached_property
+    def truth(self) -> Truth:
+        return Truth(self.case)
+
+    @property
+    def tolerance(self) -> float:
+        return 1e-8 if self.case.dtype == torch.float64 else 3e-3
+
+    @property
+    def double(self) -> bool:
+        return self.case.dtype == torch.float64
+
+    def risk(self, data: Any = None, **options: Any) -> EmpiricalRisk:
+        """The library's view of the case."""
+        case = self.case
+        data = case.shown(case.data if data is None else data)
+        return EmpiricalRisk(case.model, case.loss, data, case.params, **{**case.options, **options})
+
+    @property
+    def known(self) -> bool:
+        """Whether every loss is the negative logarithm of a probability that the package knows."""
+        return all(o["kind"] != "other" for o in self.case.about["losses"])
+
+    def curvature(self, approximation: Any, **options: Any) -> Any:
+        """A block-diagonal operator of the case."""
+        require(self.known)
+        return curvature(self.risk(), approximation, **options).compute()
+
+    def normal(self, *shape: int, what: str = "") -> Tensor:
+        return self.case.normal(*shape, what=what)
+
+    def equal(self, law: str, got: Any, expected: Any, factor: float = 1.0, scale: float | None = None) -> None:
+        """Compare in the tolerance of the case's precision."""
+        equal(law, got, expected, factor * self.tolerance, scale)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of a case.
+
+    Attributes:
+        run: Makes it; raises `Failure`.
+        draw: Its random options.
+        often: How often it is drawn; None for always.
+    """
+
+    run: Callable[[Subject, Options], None]
+    draw: Callable[[Random], Options]
+    often: float | None
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(
+    name: str, draw: Callable[[Random], Options] = lambda r: {}, often: float | None = 1.0
+) -> Callable[[Callable[[Subject, Options], None]], Callable[[Subject, Options], None]]:
+    """Register a check."""
+
+    def register(run: Callable[[Subject, Options], None]) -> Callable[[Subject, Options], None]:
+        CHECKS[name] = Check(run, draw, often)
+        return run
+
+    return register
+
+
+def draw_checks(seed: int, number: int = 3) -> list[list[Any]]:
+    """Names and options of the checks that are always made, and of some others."""
+    r = Random(f"checks {seed}")
+    always = [name for name, one in CHECKS.items() if one.often is None]
+    others = {name: one.often for name, one in CHECKS.items() if one.often is not None}
+    chosen: list[str] = []
+    while len(chosen) < min(number, len(others)):
+        name = r.choices([*others], [*others.values()])[0]
+        if name not in chosen:
+            chosen.append(name)
+    return [[name, CHECKS[name].draw(r)] for name in [*always, *chosen]]

@@ -1,0 +1,59 @@
+"""Limits of working memory, which decide where the package cuts its work into pieces; here they become tiny.
+
+Most errors of cutting appear at the borders of pieces, and usual networks are larger than those of the tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["LIMITS", "small_buffers"]
+
+#: Module, attribute (of a class: "Class.attribute") and small value.
+LIMITS: list[tuple[str, str, Any]] = [
+    ("risk.layer_batch", "_PIECE_BYTES", 64),
+    ("risk.layer_batch", "_ROW_BYTES", 64),
+    ("risk.sweep", "_vectors_at_once", lambda recorder, number: 1),
+    ("exact.batched", "CHUNK_BYTES", 64),
+    ("blocks.tnt", "_PIECE_BYTES", 64),
+    ("blocks.nearest", "_WORK_BYTES", 64),
+    ("blocks.accumulation", "MAX_CACHE_BYTES", 64),
+    ("layer.rule", "LayerRule.max_bytes", 64),
+    ("layer.bilinear", "_ROW_BYTES", 64),
+    ("layer.squares", "_CHUNK_BYTES", 64),
+    ("layer.rows", "_WORK_BYTES", 64),
+    ("layer.normalization", "_WORK_BYTES", 64),
+    ("layer.convolution_gram", "_PATCH_BYTES", 64),
+    ("layer.convolution_gram", "_GROUP_BYTES", 64),
+    ("layer.convolution_gram", "_LARGE_GROUP", 3),
+    ("layer.convolution_gram", "_FEW_CHANNELS", 2),
+    ("layer.convolution_gram", "_MIN_PATCHES", 1),
+    ("layer.convolution_gram", "_MIN_PRODUCTS", 1),
+    ("layer.patches", "_FEW_EXAMPLES", 2),
+    ("linalg.gram_sum", "_BLOCK", 2),
+    ("estimate.matrix", "BLOCK_BYTES", 64),
+    ("estimate.columns", "ROWS", 2),
+    ("optim.reconfiguration.damped_solve", "_LARGEST", 4),
+    ("optim.reconfiguration.damped_solve", "_STORED_BYTES", 64),
+]
+
+
+@contextmanager
+def small_buffers() -> Iterator[None]:
+    """Context in which every limit is small."""
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        for path, name, small in LIMITS:
+            owner: Any = importlib.import_module(f"curvlinops_plus.{path}")
+            *outer, attribute = name.split(".")
+            for part in outer:
+                owner = getattr(owner, part)
+            before.append((owner, attribute, getattr(owner, attribute)))
+            setattr(owner, attribute, small)
+        yield
+    finally:
+        for owner, attribute, value in reversed(before):
+            setattr(owner, attribute, value)
