@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.recorded_call import RecordedCall
