@@ -843,7 +843,9 @@ def test_verify_names_a_wrong_rule() -> None:
 
     model = nn.Sequential(MyLinear()).double()
     with says(VerificationError, r"layer '0', check \(a\) gradients.*differ from plain autodiff", model):
-        curvature(risk(model), KFAC).verify()
+        curvature(risk(model, check=False), KFAC).verify()
+    with says(UnsupportedError, r"layer '0' \(MyLinear\).*by the layer's rule and .* by autograd", model):
+        curvature(risk(model), KFAC)
 
 
 def test_verify_notices_mixed_examples() -> None:

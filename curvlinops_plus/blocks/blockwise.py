@@ -106,6 +106,8 @@ class BlockwiseLinearOperator(Deferred):
         self.separate_weight_and_bias = separate_weight_and_bias
         self._make_plan = partial(make_plan, approximation=approximation, default=default)
         self.plan: list[LayerPlan] = self._make_plan(layers_of(risk, separate_weight_and_bias))
+        if not self.vectors.backward:
+            refuse_missing_gradients(self.plan)
         self._reads = risk.reads
         self.check_deterministic = check_deterministic
         #: The number of examples that the blocks were computed from, None before.

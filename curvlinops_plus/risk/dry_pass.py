@@ -9,7 +9,6 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +18,7 @@ from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews
 from curvlinops_plus.risk.function_uses import is_bias
 from curvlinops_plus.risk.layers import ModuleUse
+from curvlinops_plus.risk.process_state import OwnThread, eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
@@ -115,9 +115,10 @@ class DryPass:
         self.rows: list[tuple[Read, int]] = []
         self.sizes: dict[str, list[int]] = {}
         self._inside: list[_Running] = []
+        self._ours = OwnThread()  # another thread may evaluate the model meanwhile
         free = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
         self._free, self._views = free, ParameterViews(free)
-        with torch.compiler.set_stance("force_eager"):
+        with eager():
             outputs = self.risk.at(free, lambda model: self._forward(batch, model))
         for t in tree_leaves(outputs):
             if id(t) in self._products:
@@ -147,6 +148,8 @@ class DryPass:
                 handle.remove()
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        if not self._ours():
+            return
         mine = [use for use in self.uses if use.name == name and not use.functional and not use.without_rule]
         answers = {key for use in mine if use.holds(module, self._free) for key in use.keys.values()}
         whole = all(
@@ -157,6 +160,8 @@ class DryPass:
         self._inside.append(_Running(name, answers, whole))
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        if not self._ours():
+            return
         running = self._inside.pop()
         axis = (self.risk.options.example_axis or {}).get(running.name, 0)
         found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -238,7 +243,8 @@ class DryPass:
     def _claim(self, product: Product, out: Tensor, examples: int | None, where: str) -> Claim | None:
         """A product with a tracked weight for which there is a rule."""
         weight, bias = self._views.find(product.weight), self._views.find(product.bias)
-        if weight is None or any(self._views.keys(x) for x in product.inputs):
+        # A product of two parameters; but what attention multiplies its weights with is an input, whatever it is.
+        if weight is None or (examples is None and any(self._views.keys(x) for x in product.inputs)):
             return None
         function: Function | None = product.function
         if weight.transposed and function is not None:

@@ -244,14 +244,17 @@ def test_kernel_from_layers(make: Callable[[], nn.Module], chunk_size: int | Non
 
 
 class Sneaky(nn.Module):
-    """A parameter of a norm that the model also reads behind the layer's back."""
+    """A norm that is not what it says when it is called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.out = nn.LayerNorm(4, dtype=F64), nn.Linear(4, 1, dtype=F64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.norm(x))[:, 0] + (x**3 @ self.norm.weight)
+        self.norm.eps = 1.0
+        normalized = self.norm(x)
+        self.norm.eps = 1e-5
+        return self.out(normalized)[:, 0]
 
 
 def test_kernel_from_layers_is_checked_against_autograd() -> None:

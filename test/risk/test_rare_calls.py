@@ -272,7 +272,8 @@ def test_an_output_that_a_module_keeps_stays_as_it_is(approximation: Any, positi
 
     def look(module: Keeps, args: Any, out: Tensor) -> None:
         assert module.kept is not None
-        kept.append(module.kept)
+        if len(module.kept) == 5:  # not a look at a few examples
+            kept.append(module.kept)
 
     handle = keeper.register_forward_hook(look)
     K = curvature(EmpiricalRisk(model, nn.MSELoss(), data, list(model.parameters())), approximation)
