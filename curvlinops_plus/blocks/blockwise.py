@@ -39,7 +39,7 @@ from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, look_for_functions, rebuild_reads
 from curvlinops_plus.risk.layers import FoundReads
-from curvlinops_plus.risk.parameter_reads import OutsideReads
+from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.reading import Batch, require_rereadable
 from curvlinops_plus.risk.risk import require_risk
 
@@ -425,15 +425,15 @@ def run_accumulation(K: BlockwiseLinearOperator, keep: bool = False, **options: 
 
     If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
     """
-    accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, keep)
-    try:
-        accumulation.run(**options)
-    except OutsideReads as error:
-        require_rereadable(K.risk.data, "it is looked at again for functions that read parameters")
-        K.learn_reads(error=error)
+    while True:
         accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, keep)
-        accumulation.run(**options)
-    return accumulation
+        try:
+            accumulation.run(**options)
+        except OutsideReads as error:
+            require_rereadable(K.risk.data, "it is looked at again for functions that read parameters")
+            K.learn_reads(error=error)  # raises the error again if it finds no more than was known
+        else:
+            return accumulation
 
 
 def _reading_as(K: Operator, state: Mapping[str, Any]) -> Operator:

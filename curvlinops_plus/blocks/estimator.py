@@ -21,7 +21,7 @@ from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.parameter_reads import OutsideReads
+from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import OwnThread, exclusive
 from curvlinops_plus.risk.reading import Batch

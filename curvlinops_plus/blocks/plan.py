@@ -143,7 +143,7 @@ def _why_not_affine(layer: Layer) -> str:
         return f"its parameter is shared by {names} {what}"
     use = layer.uses[0]
     if isinstance(use.rule, EnclosedRule):
-        return f"{list(use.keys.values())} are read by functions that no rule is for"
+        return f"{list(use.keys.values())} are read by functions without a rule, or make a table for all examples"
     return why_generic(use.owner) or f"its rule {type(use.rule).__name__} is not that of an affine layer"
 
 

@@ -10,13 +10,14 @@ layer reads a parameter, which recording notices by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import asdict
 from itertools import takewhile
 from typing import Any
 
 import torch
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.functions import Function
 from curvlinops_plus.layer.rule_registry import GENERIC
 from curvlinops_plus.risk.dry_pass import Claim, DryPass, Read
@@ -62,24 +63,37 @@ def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: V
     Raises:
         ValueError: Naming a parameter and what reads it.
     """
-    if risk.reads is None:
+    before = risk.reads
+    enclosed = {*getattr(error, "keys", ()), *(before.enclosing if before is not None else ())}
+    if before is None or enclosed - before.enclosing.keys() - before.unexplained.keys():
         state = preserve_state(risk.model, risk.data)
         with state, risk.placed(), torch.inference_mode(False), torch.enable_grad():
-            risk.reads = find_functions(risk, next(risk.batches("functions")) if batch is None else batch)
-        if risk.reads.products or risk.reads.enclosing:
+            batch = next(risk.batches("functions")) if batch is None else batch
+            risk.reads = find_functions(risk, batch, enclosed)
+        if before is None and (risk.reads.products or risk.reads.enclosing):
             return
+        if before is not None and risk.reads.enclosing.keys() - before.enclosing.keys():
+            return
+    assert risk.reads is not None
     if error is not None:
         where = "".join(f" {key!r} is read by {what}." for key, what in risk.reads.unexplained.items())
-        raise type(error)(f"{error}{where}") from error
+        raise UnsupportedError(f"{error}{where}") from error
 
 
-def find_functions(risk: EmpiricalRisk, batch: Batch) -> FoundReads:
-    """How functions read parameters outside of modules with rules, from one batch."""
+def find_functions(risk: EmpiricalRisk, batch: Batch, enclosed: Collection[str] = ()) -> FoundReads:
+    """How functions read parameters outside of modules with rules, from one batch.
+
+    Args:
+        risk: The risk.
+        batch: The batch.
+        enclosed: Keys of parameters for which the rules of their own modules won't do.
+    """
     N, uses = batch.num_examples, find_uses(risk.model, risk.params)
     passes = [DryPass(risk, uses, batch, n) for n in ((2, 3) if N > 2 else (N,))]
     claims, reads = passes[0].claims, [*passes[0].reads, *_constant(passes[0], passes[-1])]
+    reads += [Read(key, "what is one table for all examples") for key in enclosed if key in passes[0].stacks]
     products = _resolve(risk, uses, claims, reads)
-    return FoundReads(products, *_enclose(risk, uses, passes, reads))
+    return FoundReads(products, *_enclose(risk, uses, passes, reads, enclosed))
 
 
 def _constant(first: DryPass, last: DryPass) -> list[Read]:
@@ -170,7 +184,11 @@ def _use(risk: EmpiricalRisk, uses: Iterable[ModuleUse], function: Function, key
 
 
 def _enclose(
-    risk: EmpiricalRisk, uses: Iterable[ModuleUse], passes: Sequence[DryPass], reads: Iterable[Read]
+    risk: EmpiricalRisk,
+    uses: Iterable[ModuleUse],
+    passes: Sequence[DryPass],
+    reads: Iterable[Read],
+    enclosed: Collection[str],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Modules that enclose all reads of a parameter that its own module does not, and reads outside of the model."""
     enclosing: dict[str, str] = {}
@@ -179,7 +197,9 @@ def _enclose(
     modules = dict(risk.model.named_modules())
     for read in reads:
         common = [name for name in _common_start(passes[0].stacks[read.key]) if not name or _by_example(name, passes)]
-        if any((name, read.key) in holders for name in common):
+        if read.key in enclosed:
+            common = [name for name in common if (name, read.key) not in holders]
+        elif any((name, read.key) in holders for name in common):
             continue  # its own module sees all of it
         p = risk.params[read.key]
         around = [name for name in common if any(q is p for q in modules[name].parameters())]

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.recorded_call import RecordedCall
 
 __all__ = ["OutsideReads", "ParameterReads", "refuse_outside_readers", "refuse_outside_reads"]
@@ -37,10 +37,6 @@ class ParameterReads(TorchFunctionMode):
             for read in {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)} & self.counts.keys():
                 self.counts[read] += 1
         return out
-
-
-class OutsideReads(UnsupportedError):
-    """Something else than its layer reads a parameter. Which function that is, `find_functions` can tell."""
 
 
 def refuse_outside_readers(

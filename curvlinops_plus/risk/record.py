@@ -31,7 +31,8 @@ from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.function_calls import FunctionCalls
 from curvlinops_plus.risk.function_uses import FunctionUses
 from curvlinops_plus.risk.layers import Layer, ModuleUse, title
-from curvlinops_plus.risk.parameter_reads import OutsideReads, ParameterReads, refuse_outside_readers
+from curvlinops_plus.risk.outside_reads import OutsideReads
+from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
 from curvlinops_plus.risk.process_state import OwnThread
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
 from curvlinops_plus.risk.refused_calls import refuse_call
@@ -259,11 +260,12 @@ class Recorder:
             if not expanded or isinstance(error, UnsupportedError):
                 raise
             use = expanded[0]
-            raise UnsupportedError(
+            raise OutsideReads(
                 f"{title(use.name)} ({type(use.owner).__name__}) returned one row for all {num_examples} examples, "
                 "which was expanded to one row for each, so that each has a gradient of its own; then the model "
                 f"failed: {error}. If the layer makes weights or a table for all examples, leave its parameters "
-                f"{list(use.keys.values())} out of `params`."
+                f"{list(use.keys.values())} out of `params`.",
+                [key for use in expanded for key in use.keys.values()],
             ) from error
         finally:
             self._recording = False

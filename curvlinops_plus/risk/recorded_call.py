@@ -15,6 +15,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.risk.call import Call
 from curvlinops_plus.risk.layers import ModuleUse, title
+from curvlinops_plus.risk.outside_reads import not_by_example
 from curvlinops_plus.risk.row_order import RowOrder
 
 __all__ = ["OutputSlot", "RecordedCall", "isolate", "make_recorded_call"]
@@ -147,7 +148,7 @@ def make_recorded_call(
     Raises:
         UnsupportedError: If the axes taken for the examples' don't carry them.
     """
-    _check_slots(use, slots, num_examples)
+    _check_slots(use, slots, num_examples, (args, kwargs))
     affine = use.rule if isinstance(use.rule, AffineRule) else None
     if affine is not None:  # an affine layer reads one tensor; the rest is not kept alive
         args, kwargs = (affine.input_of(use.module, args, kwargs),), {}
@@ -190,17 +191,20 @@ def _examples_first(
     return t, axis if moved else 0
 
 
-def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int) -> None:
+def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int, inputs: Any) -> None:
     for slot in slots:
         if slot.order is not None:
             continue
         size = slot.out.shape[slot.axis] if slot.out.ndim > slot.axis and slot.fold is None else slot.fold or 0
         if size == 0 or size % N or (slot.axis != 0 and size != N and not use.functional):
-            raise UnsupportedError(
+            raise not_by_example(
+                use,
+                inputs,
+                N,
                 f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} in a batch of "
                 f"{N} examples: axis {slot.axis} should carry the examples, or a multiple of them. If another axis "
                 f"does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}); if rows are gathered by index, "
-                f"which example each belongs to, example_of_row={{{use.name!r}: lambda X, y: ...}}."
+                f"which example each belongs to, example_of_row={{{use.name!r}: lambda X, y: ...}}.",
             )
     if len(slots) > 1 and len(rows := {slot.arrange(slot.out).shape[0] for slot in slots}) > 1:
         raise UnsupportedError(

@@ -20,7 +20,7 @@ from curvlinops_plus.risk.determinism import training_modules
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer, title
-from curvlinops_plus.risk.parameter_reads import OutsideReads
+from curvlinops_plus.risk.outside_reads import OutsideReads, not_by_example
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
@@ -296,13 +296,16 @@ def _compare_rows(sent: _Sent, grads: Mapping[int, Tensor], n: int) -> None:
             use = recorded.call.use
             if recorded.expanded:
                 raise _more_than_broadcast(recorded, N)
-            raise UnsupportedError(
+            raise not_by_example(
+                use,
+                (recorded.call.args, dict(recorded.call.kwargs)),
+                N,
                 f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} for {N} "
                 f"examples, but axis {slot.axis} does not carry the examples (is it a position embedding, or "
                 f"time-major?), or the model mixes examples: a vector for example {n} has a gradient of norm "
                 f"{float(rows[n].norm()):.3g} in its rows, and of {float(_others(rows, n).norm()):.3g} in others. "
                 f"Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand the layer's input to the batch "
-                "in the model, or leave its parameters out of `params`."
+                "in the model, or leave its parameters out of `params`.",
             )
 
 
@@ -313,13 +316,14 @@ def _compare_expanded(expanded: RecordedCall, found: Sequence[Tensor], plain: Se
             raise _more_than_broadcast(expanded, len(expanded.slots[0].out))
 
 
-def _more_than_broadcast(recorded: RecordedCall, N: int) -> UnsupportedError:
+def _more_than_broadcast(recorded: RecordedCall, N: int) -> OutsideReads:
     use = recorded.call.use
-    return UnsupportedError(
+    return OutsideReads(
         f"{title(use.name)} ({type(use.owner).__name__}) returns one row for all {N} examples of a batch, and the "
         "model does more with it than broadcast it (it picks a row, or reduces over the first axis). Its gradient "
         "can't be told apart by examples: leave its parameters out of `params`, or expand its output to the batch in "
-        "the model."
+        "the model.",
+        use.keys.values(),
     )
 
 

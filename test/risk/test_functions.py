@@ -569,13 +569,12 @@ def test_data_that_can_be_read_once() -> None:
         curvature(risk.with_data(iter(risk.data)), KFAC).compute()
 
 
-def test_weights_for_all_examples_are_refused() -> None:
+def test_weights_for_all_examples_are_enclosed() -> None:
     model = Own(
         lambda s, x: s.o(F.linear(x, s.h(torch.ones(1, 3).double()).view(2, 3))), h=linear(3, 6), o=linear(2, 2)
     )
     risk = EmpiricalRisk(model, nn.MSELoss(), [(ROWS, ROWS[:, :2])])
-    with pytest.raises(UnsupportedError, match=r"layer 'h' \(Linear\) returned one row for all 5 examples.*h.weight"):
-        curvature(risk, DiagonalBlock).compute()
+    close(curvature(risk, DiagonalBlock).diagonal(), exact(risk).diagonal())
 
 
 def test_modules_that_cannot_be_run_with_other_values() -> None:
@@ -723,3 +722,45 @@ def test_blocks_have_different_names() -> None:
     risk = EmpiricalRisk(model, nn.MSELoss(), [(ROWS, ROWS[:, :2])], params)
     with pytest.raises(ValueError, match=r"blocks would be named \['0'\].*another key"):
         curvature(risk, KFAC)
+
+
+# ------------------------------------------------------------------------------------------- tables for all examples
+class Relative(nn.Module):
+    """Attention whose scores get a bias for each distance, from a table that knows no examples."""
+
+    def __init__(self, reshaped: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reshaped, self.bias = reshaped, nn.Embedding(5, 2)
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, T, 4]
+        steps = torch.arange(x.shape[1])
+        table = self.bias(steps[:, None] - steps + 2)  # [T, T, heads]
+        if self.reshaped:
+            table = self.bias((steps[:, None] - steps + 2)[None]).reshape(len(steps), len(steps), 2)
+        q, k, v = (t.unflatten(-1, (2, 2)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(-1, -2) + table.permute(2, 0, 1)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)).mean(1)
+
+
+@pytest.mark.parametrize("reshaped", [False, True])
+@pytest.mark.parametrize("approximation", [DiagonalBlock, EKFAC])
+@pytest.mark.parametrize("N", [1, 2, 4, 5, 6])
+@pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
+def test_a_table_for_all_examples_is_enclosed(N: int, approximation: Any, reshaped: bool) -> None:
+    X = torch.randn(N, 3, 4, generator=torch.Generator().manual_seed(N)).double()
+    model, data = Relative(reshaped), [(X, torch.zeros(N, 2).double())]
+    K = curvature(EmpiricalRisk(model, nn.MSELoss(), data), approximation)
+    exact = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data).to_dense()
+    close(K.trace, exact.trace())
+    if approximation is DiagonalBlock:
+        close(K.diagonal(), exact.diagonal())
+
+
+def test_a_table_of_as_many_rows_as_examples_is_refused() -> None:
+    """It can't be told from an input with examples on another axis, for which one would say so."""
+    X = torch.randn(3, 3, 4).double()
+    with pytest.raises(UnsupportedError, match=r"layer 'bias' \(Embedding\) returned shape \[3, 3, 2\].*example_axis"):
+        curvature(EmpiricalRisk(Relative(False), nn.MSELoss(), [(X, torch.zeros(3, 2).double())]), KFAC)

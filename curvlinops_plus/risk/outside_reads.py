@@ -1,0 +1,37 @@
+"""The error that makes an operator look how functions read parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.risk.layers import ModuleUse
+
+__all__ = ["OutsideReads", "not_by_example"]
+
+
+class OutsideReads(UnsupportedError):
+    """What a layer's calls show is not all that the model does with a parameter; `look_for_functions` finds the rest.
+
+    Args:
+        message: What to say if that does not help.
+        keys: Keys of parameters whose gradients only a module around their layer can tell apart by examples.
+    """
+
+    def __init__(self, message: str, keys: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.keys = tuple(keys)
+
+
+def not_by_example(use: ModuleUse, inputs: Any, N: int, message: str) -> UnsupportedError:
+    """The error about rows of a layer that don't belong to examples.
+
+    Of a table that the layer makes for all of them, from inputs of which none has an axis of `N`, the module around it
+    has gradients of each example.
+    """
+    table = N > 1 and not any(isinstance(t, Tensor) and N in t.shape for t in tree_leaves(inputs))
+    return OutsideReads(message, use.keys.values()) if table else UnsupportedError(message)
