@@ -1,9 +1,10 @@
-"""The code of docs/extending.md runs, block after block, and prints what the page says."""
+"""The code of pages of docs/ runs, block after block, and prints what the page says."""
 
 from __future__ import annotations
 
 import doctest
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -12,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from curvlinops_plus import CurvatureWarning
 from curvlinops_plus.layer import RULES
 
-PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "extending.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +41,7 @@ def run(page: str = PAGE) -> None:
     for number, (code, expected) in enumerate(blocks(page)):
         printed = StringIO()
         with redirect_stdout(printed):
-            exec(compile(code, f"docs/extending.md, block {number}", "exec"), namespace)
+            exec(compile(code, f"block {number}", "exec"), namespace)
         same = doctest.OutputChecker().check_output(expected, printed.getvalue(), doctest.ELLIPSIS)
         assert same, f"block {number} printed\n{printed.getvalue()}\ninstead of\n{expected}"
 
@@ -47,6 +50,15 @@ def test_the_page_runs() -> None:
     assert len(blocks()) >= 5
     assert sum(bool(expected) for _, expected in blocks()) >= 2
     run()
+
+
+@pytest.mark.parametrize("name", ["index", "layers"])
+def test_other_pages_run(name: str) -> None:
+    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    assert blocks(page)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CurvatureWarning)  # of layers without Kronecker factors
+        run(page)
 
 
 def test_a_page_that_says_something_else_fails() -> None:

@@ -478,16 +478,21 @@ def curvature(
             `ForwardOnly()`.
         separate_weight_and_bias: Give every parameter its own block.
         check_deterministic: True compares the total loss of two passes over the data. None: two evaluations of a few
-            examples have to agree. False: not even these.
+            examples have to agree. False: not even these, nor are outputs of a few examples compared with the batch's.
 
     Returns:
         A linear operator with all its blocks, computed at once.
 
+    Cost: as many sweeps over the data as the approximations need, and what the self-check takes (`EmpiricalRisk(...,
+    check=False)` leaves it out): a forward and two backward passes over three examples.
+
     Raises:
         ValueError: If a key of the mapping matches no layer, or a layer never ran.
-        UnsupportedError: If a layer, the loss or an option can't be handled; names it.
+        UnsupportedError: If a layer, the loss or an option can't be handled; if the examples of a batch depend on each
+            other (batch norm in training mode); if a layer's rule disagrees with autograd on three examples of the
+            first batch. Names the layer.
         NumericsError: If a statistic is not finite; names layer and batch.
-        RuntimeError: If two passes over the data do not give the same total loss.
+        RuntimeError: If two evaluations of the model, or two passes over the data, disagree (dropout in training mode).
         TypeError: If something else is given in place of a risk, such as model, loss and data.
 
     Warns:

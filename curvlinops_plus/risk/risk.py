@@ -102,17 +102,18 @@ class EmpiricalRisk:
         example_of_row: Module name or glob to `function(X, y)`, which gives the number of the example that each row of
             the module's output belongs to, a LongTensor [rows]: for layers that see the rows of a batch in an order of
             their own, such as experts that get theirs by index. It is called whenever the module has run, so that it
-            may return what the model has noted.
+            may return what the model has noted: `{"experts.0": lambda X, y: model.rows[0]}`. Only layers need it.
         batch_size_fn: Number of examples of an input that is no tensor.
         num_data: Replaces the number of examples counted for `c`.
         num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
         shift_labels: Language models: the output at position t is compared with the label at t + 1. Default: as the
-            model's own loss does, if it computes one from `labels`.
+            model's own loss does, if it computes one from `labels`; else, and with `check=False`, no shift.
         progressbar: Show a bar on every loop over the data.
         reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
             examples, "sum" adds them up. Default: the loss's own attribute ("batchmean" is "mean"), else "mean".
-        check: Whether the first batches are looked at: that layer rules agree with autograd, that examples don't depend
-            on each other, that two evaluations agree, and that a loss which the model computes itself is this one.
+        check: Whether three examples of a batch are looked at when its layers are called for the first time: that layer
+            rules agree with autograd, that examples don't depend on each other, that two evaluations agree. And whether
+            a loss that the model computes from `labels` is compared with this one.
 
     Passes over the data evaluate the model as it stands, whatever the caller's modes are: neither `torch.autocast`,
     `torch.no_grad()` and `torch.inference_mode()` around them nor the compiler change a number. Autocast inside the
