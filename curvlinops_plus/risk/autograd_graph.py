@@ -11,7 +11,13 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 
-__all__ = ["postorder", "prepare_graph", "raise_unreached"]
+__all__ = ["REENTRANT", "postorder", "prepare_graph", "raise_unreached"]
+
+REENTRANT = (
+    "The model uses activation checkpointing with use_reentrant=True, which hides parameters from derivatives other "
+    "than loss.backward(). Pass use_reentrant=False to torch.utils.checkpoint (Hugging Face: "
+    "gradient_checkpointing_kwargs={'use_reentrant': False})."
+)
 
 
 def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
@@ -64,11 +70,7 @@ def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
             node.register_prehook(partial(_copy_ambiguous, num_examples))
             found = True
         elif name == "CheckpointFunctionBackward":
-            raise UnsupportedError(
-                "The model uses activation checkpointing with use_reentrant=True, which hides parameters from "
-                "derivatives other than loss.backward(). Pass use_reentrant=False to torch.utils.checkpoint "
-                "(Hugging Face: gradient_checkpointing_kwargs={'use_reentrant': False})."
-            )
+            raise UnsupportedError(REENTRANT)
     return found
 
 

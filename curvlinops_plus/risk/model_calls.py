@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.risk.autograd_graph import REENTRANT
+from curvlinops_plus.risk.process_state import exclusive
 from curvlinops_plus.risk.reading import Batch
 
 __all__ = ["ModelCalls", "refuse_parameters"]
@@ -27,15 +31,20 @@ class ModelCalls:
     def __init__(self) -> None:
         self._writes: bool | None = None  # whether it writes to its input; None before the first call
         self._differentiates = False
+        self._looked = False  # whether its graph was looked at for gaps
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
         """What the model returns for a batch.
 
         Raises:
-            UnsupportedError: If it writes to its input, which it did not in its first call.
+            UnsupportedError: If it writes to its input, which it did not in its first call, or if reentrant activation
+                checkpointing leaves parameters out of the graph.
         """
         if torch.is_grad_enabled():
-            return self._call(model, batch)
+            with nullcontext() if self._looked else _without_gaps():
+                out = self._call(model, batch)
+            self._looked = True
+            return out
         if not self._differentiates:
             try:
                 return self._call(model, batch)
@@ -64,6 +73,17 @@ class ModelCalls:
                     "data may have changed. Let the model write to a copy (`x = x.clone()`), or do without the "
                     "in-place operation."
                 )
+
+
+@contextmanager
+def _without_gaps() -> Iterator[None]:
+    """Refuse a checkpointed segment whose input needs no gradient: its parameters have none then, and nothing fails."""
+    with exclusive(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="None of the inputs have requires_grad=True")
+        try:
+            yield
+        except UserWarning as warning:
+            raise UnsupportedError(REENTRANT) from warning
 
 
 def _tensors(tree: Any) -> list[Tensor]:

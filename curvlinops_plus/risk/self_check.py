@@ -207,7 +207,7 @@ class _Check:
             return RuntimeError(
                 f"Two evaluations of the model on the same examples differ, by {away:.1e} of the output's norm, first "
                 f"in {where}. {cause or 'Does it draw random numbers, or count its calls?'} "
-                "EmpiricalRisk(..., check=False) takes them as they come."
+                "check_deterministic=False takes them as they come."
             )
         parts = [(name, [_rows_of(t, examples, N) for t in tensors]) for name, tensors in first]
         where = _first_different(self.risk.model, parts, alone)

@@ -381,6 +381,26 @@ def test_reentrant_checkpointing(first: bool) -> None:
                 NUMBERS[number](risk)
 
 
+@pytest.mark.parametrize("number", ["gradient", "GGN", "Hessian", "Jacobian"])
+def test_a_reentrant_segment_whose_input_needs_no_gradient(number: str) -> None:
+    """PyTorch gives its parameters no gradient then, and only warns."""
+
+    class Segment(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = checkpoint(self.a, x, use_reentrant=True)
+            return self.b(torch.tanh(h) + self.b.weight.sum())  # type: ignore[operator]
+
+    model, data = Segment().double(), batches()
+    risk = EmpiricalRisk(model, CE, data)
+    assert risk.loss() > 0
+    with unchanged(model, data), pytest.raises(UnsupportedError, match=r"Pass use_reentrant=False"):
+        NUMBERS[number](risk)
+
+
 def test_one_row_for_all_that_the_model_reshapes() -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:

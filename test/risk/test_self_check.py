@@ -391,11 +391,27 @@ def test_examples_that_change_places() -> None:
     """One of them stays where it is."""
 
     class Swapped(Around):
+        def __init__(self, other: int) -> None:
+            super().__init__()
+            self.other = other
+
         def middle(self, h: Tensor) -> Tensor:
             swapped = torch.arange(len(h))
-            swapped[:2] = swapped[:2].flip(0)
+            swapped[[0, self.other]] = swapped[[self.other, 0]]
             return h.tanh() + self.a(h[:, :4][swapped]).tanh()[swapped]
 
-    for N in (2, 3, 7):
+    for N, other in ((2, 1), (3, 1), (3, 2), (7, 1), (7, 6)):
         with pytest.raises(UnsupportedError, match=r"layer 'a'|depend on each other"):
-            _ = curvature(risk_of(Swapped(), [(X[:N], Y[:N])]), EKFAC).trace
+            _ = curvature(risk_of(Swapped(other), [(X[:N], Y[:N])]), EKFAC).trace
+
+
+def test_small_differences_are_noticed_in_double_precision() -> None:
+    class Nearly(AttributeAround):
+        def middle(self, h: Tensor) -> Tensor:
+            self.scale.factor = 1 + 1e-6
+            out = self.scale(h)
+            self.scale.factor = 1.0
+            return out
+
+    with pytest.raises(UnsupportedError, match=r"layer 'scale' \(Scale\).*by the layer's rule"):
+        _ = curvature(risk_of(Nearly(lambda self, x: x * self.gamma * self.factor)), DiagonalBlock).trace
