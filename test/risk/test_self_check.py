@@ -162,7 +162,7 @@ STRANGE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "forces": (Forces, "by autograd.*something differentiated in the forward pass"),
     "other weights": (OtherWeights, RIGHT),
     "norm read outside": (ReadNorm, RIGHT),
-    "recurrent weights read outside": (ReadGRU, r"layer 'gru' \(GRU\).*weight_ih_l0"),
+    "recurrent weights read outside": (ReadGRU, RIGHT),
     "scale read by the parent": (lambda: ReadScale(lambda self, x: x * self.gamma), RIGHT),
     "attribute around the call": (
         lambda: AttributeAround(lambda self, x: x * self.gamma * self.factor),
