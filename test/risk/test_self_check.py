@@ -91,7 +91,7 @@ class ReadGRU(Around):
         self.gru = nn.GRU(6, 6, batch_first=True).double()
 
     def middle(self, h: Tensor) -> Tensor:
-        return self.gru(h[:, None])[0][:, 0] + h @ self.gru.get_parameter("weight_ih_l0")[:6]
+        return self.gru(h[:, None])[0][:, 0] + h @ self.gru.weight_ih_l0[:6]  # type: ignore[index]
 
 
 class Scale(nn.Module):
