@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,14 @@ from torch.utils.checkpoint import CheckpointError
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.base import SymmetricRiskOperator
 from curvlinops_plus.exact.batched import columns_at_once
-from curvlinops_plus.exact.double_backward import differentiable, loss_hessian_product, refuse_once_differentiable
+from curvlinops_plus.exact.double_backward import (
+    differentiable,
+    kernel_shape,
+    loss_hessian_product,
+    refuse_asymmetry,
+    refuse_once_differentiable,
+)
+from curvlinops_plus.exact.operations import Operations
 from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
@@ -47,7 +54,8 @@ class ActivationHessian(SymmetricRiskOperator):
             of activation checkpointing.
 
     Cost: one forward and one backward pass per product, and one more backward pass for each column; only what comes
-    after the activation is differentiated.
+    after the activation is differentiated. For the first batch of each shape three more products, which tell whether
+    second derivatives are symmetric.
 
     Example:
         >>> from torch import nn
@@ -70,6 +78,8 @@ class ActivationHessian(SymmetricRiskOperator):
     ) -> None:
         super().__init__(risk)
         self._activation = _checked(risk.model, activation)
+        self._checked: set[Hashable] = set()  # shapes of activations that were
+        self._replaced = False  # whether operations in the forward pass were replaced
         require_rereadable(risk.data, f"{type(self).__name__} reads the data once per product")
         _ = risk.losses.reduction  # refuse now, not at first use
         if check_deterministic:
@@ -98,14 +108,20 @@ class ActivationHessian(SymmetricRiskOperator):
             expected = next(shapes, None)
             if z.shape != expected:
                 self._raise_changed(z.shape, expected)
-            rows = X[start : start + z.numel()].T
+            rows = X[start : start + z.numel()].T.to(z.dtype)
             start += z.numel()
             loss = weights.objective(batch_totals)
             if not found:
                 refuse_once_differentiable(loss)
-            product = loss_hessian_product(loss, z)
-            pieces = rows.split(columns_at_once(None, n))
-            columns = [product(piece.reshape(-1, *z.shape).to(z.dtype)).flatten(1) for piece in pieces]
+            hessian = loss_hessian_product(loss, z)
+
+            def product(V: Tensor) -> Tensor:  # [K, numbers] -> [K, numbers]
+                return hessian(V.reshape(-1, *z.shape)).flatten(1)
+
+            if (shape := kernel_shape(len(z) if z.ndim else 1, [z])) not in self._checked:
+                refuse_asymmetry(product, rows.T, float(loss.detach().abs()), z.dtype)
+                self._checked.add(shape)
+            columns = [product(piece) for piece in rows.split(columns_at_once(None, n))]
             found.append(torch.cat(columns).T.to(X.dtype))
 
         totals = self._loop("product", block)
@@ -132,7 +148,8 @@ class ActivationHessian(SymmetricRiskOperator):
 
         def loop(model: nn.Module) -> None:
             for batch in risk.batches(f"{type(self).__name__}, {what}"):
-                with self._leaf() as caught:
+                watch = None if self._checked and not self._replaced else Operations(twice=True)
+                with self._leaf() as caught, watch or nullcontext():
                     f, y, class_axis = risk.run(batch, model)
                 if len(caught) != 1:
                     name, side, _ = self._activation
@@ -140,6 +157,7 @@ class ActivationHessian(SymmetricRiskOperator):
                         f'Module "{name}" was called {len(caught)} times in one forward pass; the Hessian with '
                         f"respect to its {side} needs exactly one call. Choose another module."
                     )
+                self._replaced |= watch is not None and watch.replaced
                 batch_totals = risk.terms(f, y, batch, class_axis).totals
                 visit(caught[0], batch_totals)
                 totals.add(batch_totals.detached())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,7 @@ from curvlinops_plus.risk.process_state import eager
 
 __all__ = [
     "differentiable",
+    "kernel_shape",
     "loss_hessian_product",
     "only_rounding",
     "operation_context",
@@ -117,6 +118,11 @@ def refuse_once_differentiable(output: Tensor) -> None:
 def tried(why: str | None) -> str:
     """A sentence on why forward mode was not possible, if it was tried."""
     return f" Forward mode was tried first: {why}" if why else ""
+
+
+def kernel_shape(N: int, tensors: Sequence[Tensor]) -> Hashable:
+    """What kernels choose their ways by: number of examples, and axes of length one."""
+    return N, *(tuple(size == 1 for size in t.shape) for t in tensors)
 
 
 def refuse_asymmetry(product: Callable[[Tensor], Tensor], like: Tensor, scale: float, dtype: torch.dtype) -> None:

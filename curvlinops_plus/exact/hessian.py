@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from curvlinops_plus.exact.base import ParameterCurvature
 from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
 from curvlinops_plus.exact.double_backward import (
+    kernel_shape,
     operation_context,
     refuse_asymmetry,
     refuse_once_differentiable,
@@ -84,13 +85,13 @@ class Hessian(ParameterCurvature):
 
         def loop(model: nn.Module) -> None:
             for batch in risk.batches(type(self).__name__):
-                watch = None if self._checked and not self._replaced else Operations()
+                watch = None if self._checked and not self._replaced else Operations(twice=True)
                 with watch or nullcontext():
                     f, y, class_axis = risk.run(batch, model)
                 batch_totals = risk.terms(f, y, batch, class_axis).totals
                 if watch is not None:
                     self._largest, self._replaced = max(self._largest, watch.largest), watch.replaced
-                loss, shape = weights.objective(batch_totals), _shape(batch.num_examples, f)
+                loss, shape = weights.objective(batch_totals), kernel_shape(batch.num_examples, f)
                 if loss.requires_grad:
                     reached.append(shape)
                     total.add_(self._product(loss, list(free.values()), X, shape))
@@ -126,11 +127,6 @@ class Hessian(ParameterCurvature):
         # Two backward passes hold a few results of each column at a time.
         size = columns_at_once(self.chunk_size, X.shape[0] + 4 * self._largest)
         return torch.cat([product(piece) for piece in X.T.split(size)]).T
-
-
-def _shape(N: int, outputs: Sequence[Tensor]) -> Hashable:
-    """What kernels choose their ways by: number of examples, and axes of length one."""
-    return N, *(tuple(size == 1 for size in f.shape) for f in outputs)
 
 
 def _blocks(sizes: Sequence[int] | None, count: int) -> list[slice]:

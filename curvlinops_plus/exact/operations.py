@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.functional import embedding, embedding_bag
+from torch.nn.functional import embedding, embedding_bag, group_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,7 +19,11 @@ class Operations(TorchFunctionMode):
     """While active, observes every operation, and replaces those whose derivatives are missing or wrong.
 
     These are weight norm, of whose fused kernel the second derivative is wrong; bags of embeddings, which have neither
-    forward mode nor a second derivative; and tables with `padding_idx`, which forward mode ignores.
+    forward mode nor a second derivative; and tables with `padding_idx`, which forward mode ignores. Of two more only
+    the second derivative is wrong: of group norm, for several vectors at once, and of PReLU at zero.
+
+    Args:
+        twice: Whether what comes out is differentiated twice.
 
     Attributes:
         largest: Numbers in the largest result.
@@ -27,13 +31,14 @@ class Operations(TorchFunctionMode):
         stopped: Whether a tangent came out of an operation that keeps no gradient: forward mode ignores `no_grad`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, twice: bool = False) -> None:
         super().__init__()
+        self._table = _REPLACED | _REPLACED_TWICE if twice else _REPLACED
         self.largest, self.replaced, self.stopped = 1, False, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = _REPLACED[func](*args, **kwargs) if func in _REPLACED else None
+        found = self._table[func](*args, **kwargs) if func in self._table else None
         self.replaced |= found is not None
         out = func(*args, **kwargs) if found is None else found
         for t in tree_leaves(out):
@@ -110,8 +115,44 @@ def _embedding_bag(
     return out
 
 
+def _group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor | None:
+    """Channels in groups, each of mean zero and variance one; None for what PyTorch refuses."""
+    if input.ndim < 2 or not input.numel() or num_groups < 1 or input.shape[1] % num_groups:
+        return None
+    of_channels = (1, -1, *[1] * (input.ndim - 2))
+    wide = torch.promote_types(input.dtype, torch.float32)  # as the kernel computes
+    rows = input.to(wide).reshape(len(input), num_groups, -1)
+    rows = rows - rows.mean(-1, keepdim=True)
+    out = (rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt()).reshape(input.shape)
+    out = out if weight is None else out * weight.view(of_channels)
+    out = out if bias is None else out + bias.view(of_channels)
+    cast = torch.is_autocast_enabled(input.device.type)  # to what, depends on the device
+    return out.to(group_norm(input.detach()[:1], num_groups, weight, bias).dtype if cast else input.dtype)
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Tensor | None:
+    """A slope for negative numbers, which is that at zero, too; None for what PyTorch refuses or casts."""
+    if weight.numel() not in (1, *input.shape[1:2]) or weight.dtype != input.dtype:
+        return None
+    slope = weight.view(1, -1, *[1] * (input.ndim - 2)) if input.ndim > 1 else weight.view([1] * input.ndim)
+    return torch.where(input > 0, input, slope * input)
+
+
 _REPLACED: dict[Any, Callable[..., Tensor | None]] = {
     torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateImportUsage]
     embedding: _embedding,
     embedding_bag: _embedding_bag,
+}
+_REPLACED_TWICE: dict[Any, Callable[..., Tensor | None]] = {
+    group_norm: _group_norm,
+    torch.group_norm: _group_norm,
+    torch.prelu: _prelu,
+    Tensor.prelu: _prelu,
 }

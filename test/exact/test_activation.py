@@ -129,6 +129,78 @@ def test_hessian(name: str, loss_name: str, reduction: str) -> None:
         assert H.T is H
 
 
+class ThirdPower(torch.autograd.Function):
+    """A backward pass by hand, of which the second derivative is not symmetric."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x.square() * x.roll(1, -1)).sum(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g[0] * (2 * x * x.roll(1, -1) + x.roll(-1, -1).square().detach())
+
+
+def test_symmetry_is_looked_at() -> None:
+    """For each new shape, as kernels may go wrong for a batch of one only."""
+
+    class Tail(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * (ThirdPower.apply(x) if len(x) == 1 else x.square()))
+
+    torch.manual_seed(0)
+    model = Block(nn.Linear(3, 4), Tail(4, 3)).double()
+    data = [(torch.randn(n, 3, dtype=torch.float64), torch.zeros(n, dtype=torch.long)) for n in (3, 2, 1)]
+    loss, which = nn.CrossEntropyLoss(), ("head", "output", 0)
+    close(
+        ActivationHessianLinearOperator(model, loss, which, data[:2]).to_dense(),
+        expected(model, loss, data[:2]),
+    )
+    for use in (lambda H: H.to_dense(), lambda H: H @ torch.ones(H.shape[0], dtype=torch.float64)):
+        H = ActivationHessianLinearOperator(model, loss, which, data, check_deterministic=False)
+        with pytest.raises(UnsupportedError, match="not symmetric"):
+            use(H)
+
+
+class Slopes(nn.PReLU):
+    """PReLU, and the same in plain operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(min=0) - self.weight * (-x).clamp(min=0) if self.training else super().forward(x)
+
+
+class Groups(nn.GroupNorm):
+    """Group norm, and the same in plain operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        h = x.view(len(x), self.num_groups, -1)
+        h = (h - h.mean(2, keepdim=True)) / (h.var(2, correction=0, keepdim=True) + self.eps).sqrt()
+        return h.view_as(x) * self.weight + self.bias
+
+
+@pytest.mark.parametrize("piece", [Slopes(4), Groups(2, 4), Groups(1, 4)], ids=["PReLU", "two groups", "one group"])
+@pytest.mark.parametrize("sizes", [(1,), (2, 1)], ids=str)
+def test_second_derivatives_that_pytorch_gets_wrong(piece: nn.Module, sizes: tuple[int, ...]) -> None:
+    """PReLU at zero, and group norm for several vectors at once."""
+    torch.manual_seed(0)
+    model = Block(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), nn.Sequential(piece, nn.Linear(4, 3))).double().eval()
+    data = [(torch.randn(n, 3, dtype=torch.float64), torch.arange(n)) for n in sizes]
+    dense = ActivationHessianLinearOperator(model, nn.CrossEntropyLoss(), ("head", "output", 0), data).to_dense()
+    z = torch.cat([model.head(X) for X, _ in data]).detach()
+    assert not z.all()
+    # The slope at zero is that of negative numbers.
+    z = torch.where(z == 0, -1e-300, z)
+    y = torch.cat([y for _, y in data])
+    model.train()
+    H = hessian(lambda flat: nn.functional.cross_entropy(model.tail(flat.view(z.shape)), y), z.flatten())
+    assert isinstance(H, Tensor)
+    close(dense, H)
+
+
 def test_same_numbers_as_curvlinops() -> None:
     pytest.importorskip("backpack")
     peer = pytest.importorskip("curvlinops.experimental")

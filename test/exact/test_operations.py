@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from typing import Any
 
@@ -67,13 +68,44 @@ class FunctionalNorm(nn.Module):
         return batch_norm(x, n.running_mean, n.running_var, n.weight, n.bias)
 
 
+class PlainGroups(nn.Module):
+    """Group norm in plain operations."""
+
+    def __init__(self, norm: nn.GroupNorm) -> None:
+        super().__init__()
+        self.weight, self.bias, self.groups, self.eps = norm.weight, norm.bias, norm.num_groups, norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.reshape(len(x), self.groups, -1)
+        h = ((h - h.mean(2, keepdim=True)) / (h.var(2, correction=0, keepdim=True) + self.eps).sqrt()).view_as(x)
+        if self.weight is None:
+            return h
+        shape = (-1, *[1] * (x.ndim - 2))
+        return h * self.weight.view(shape) + self.bias.view(shape)
+
+
+class PlainPReLU(nn.Module):
+    """PReLU as a sum of two slopes."""
+
+    def __init__(self, prelu: nn.PReLU) -> None:
+        super().__init__()
+        self.weight = prelu.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive = (x > 0).to(x.dtype)
+        return x * positive + x * (1 - positive) * self.weight.view(-1, *[1] * (x.ndim - 2))
+
+
 def plain(model: nn.Module) -> nn.Module:
     """The same model with norms in plain operations."""
     model = copy.deepcopy(model)
+    others = {nn.GroupNorm: PlainGroups, nn.PReLU: PlainPReLU}
     kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, kinds):
+            if type(child) in others:
+                setattr(parent, name, others[type(child)](child))
+            elif isinstance(child, kinds):
                 setattr(parent, name, PlainNorm(child))
             elif isinstance(child, FunctionalNorm):
                 setattr(parent, name, nn.Sequential())
@@ -159,6 +191,56 @@ def test_batches_of_one_example_under_norms(name: str, sizes: tuple[int, ...]) -
         twin[1] = twin[1].norm
     with unchanged(model, data):
         check(model, nn.CrossEntropyLoss(), data, twin, recorded=name != "as a function")
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2, 1)], ids=str)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(("groups", "shape"), [(1, (2,)), (2, (4,)), (1, (2, 2)), (2, (2, 2)), (2, (4, 1, 2))], ids=str)
+def test_group_norm(groups: int, shape: tuple[int, ...], affine: bool, sizes: tuple[int, ...]) -> None:
+    """Its second derivative is wrong in PyTorch for several vectors at once, for some shapes without an error."""
+    torch.manual_seed(0)
+    size = math.prod(shape)
+    norm = nn.GroupNorm(groups, shape[0], eps=1e-2, affine=affine)
+    model = nn.Sequential(nn.Linear(3, size), nn.Unflatten(1, shape), norm, nn.Tanh(), nn.Flatten(), nn.Linear(size, 3))
+    model = model.double()
+    data = [(normal(n, 3, seed=n), torch.arange(n) % 3) for n in sizes]
+    with unchanged(model, data):
+        check(model, nn.CrossEntropyLoss(), data, plain(model))
+
+
+def test_group_norm_as_a_function_in_low_precision() -> None:
+    """Results have the dtype of PyTorch's own, also under autocast."""
+
+    class Net(nn.Module):
+        def __init__(self, cast: bool) -> None:
+            super().__init__()
+            self.layer, self.cast, self.kinds = nn.Linear(4, 4), cast, set[torch.dtype]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.cast):
+                h = torch.group_norm(self.layer(x), 2)
+            self.kinds.add(h.dtype)
+            return h.float()
+
+    torch.manual_seed(0)
+    for cast in (True, False):
+        model = Net(cast).to(torch.float32 if cast else torch.bfloat16)
+        x = torch.randn(3, 4, dtype=model.layer.weight.dtype)
+        _ = Hessian(EmpiricalRisk(model, nn.MSELoss(), [(x, torch.zeros(3, 4))])).to_dense(), model(x)
+        assert len(model.kinds) == 1
+
+
+@pytest.mark.parametrize("slopes", [1, 4])
+def test_prelu_at_zero(slopes: int) -> None:
+    """PyTorch's second derivative takes the other slope there, and is not symmetric."""
+    torch.manual_seed(0)
+    for shape in ((4,), (4, 2)):
+        size = math.prod(shape)
+        layers = [nn.Linear(3, size), nn.ReLU(), nn.Unflatten(1, shape), nn.PReLU(slopes), nn.Flatten()]
+        model = nn.Sequential(*layers, nn.Linear(size, 3)).double()
+        data = [(normal(n, 3, seed=n), torch.arange(n) % 3) for n in (3, 1)]
+        with unchanged(model, data):
+            check(model, nn.CrossEntropyLoss(), data, plain(model))
 
 
 def test_symmetry_is_looked_at_for_each_shape_of_batches() -> None:

@@ -280,7 +280,7 @@ def make(about: Description) -> Case:
     try:
         with torch.no_grad():
             shapes = [[f.shape for f in case.outputs(model(x))] for x in inputs]
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
         raise Invalid(f"the network: {error}") from error
     if about["longer"] and any(head["form"] == "raw" for head in about["heads"]):
         raise Invalid("lengths that differ make no classes")

@@ -26,9 +26,15 @@ VECTORS: dict[str, Any] = {"exact": Exact(), "empirical": Empirical(), "terms": 
 
 @dataclass(eq=False)
 class Subject:
-    """A case that is looked at, and the truth about it."""
+    """A case that is looked at, and the truth about it.
+
+    Attributes:
+        case: The case.
+        self_check: Whether the package looks at what it records, as it does for users.
+    """
 
     case: Case
+    self_check: bool = True
 
     @cached_property
     def truth(self) -> Truth:
@@ -46,7 +52,8 @@ class Subject:
         """The library's view of the case."""
         case = self.case
         data = case.shown(case.data if data is None else data)
-        return EmpiricalRisk(case.model, case.loss, data, case.params, **{**case.options, **options})
+        options = {**case.options, "check": self.self_check, **options}
+        return EmpiricalRisk(case.model, case.loss, data, case.params, **options)
 
     @property
     def known(self) -> bool:

@@ -29,6 +29,8 @@ from .run import is_refusal
 __all__ = ["SIZES", "main", "verdicts", "wrong"]
 
 WRONG, ERROR, RIGHT, REFUSED = "WRONG", "ERROR", "right", "refused"
+#: What a training loop is told instead of being stopped.
+WARNED = "are batch norm in training mode: the examples of a batch depend on each other"
 SIZES = ([3, 1, 2], [1], [2, 2])
 
 
@@ -114,8 +116,14 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def verdicts(name: str, sizes: list[int]) -> dict[str, tuple[str, str]]:
-    """For each law, whether it holds on one network, is refused or broken; and the numbers or the message."""
+def verdicts(name: str, sizes: list[int], self_check: bool = True) -> dict[str, tuple[str, str]]:
+    """For each law, whether it holds on one network, is refused or broken; and the numbers or the message.
+
+    Args:
+        name: Of the network.
+        sizes: Of the batches.
+        self_check: Let the package look at what it records, as it does for users.
+    """
     loss, generator = nn.CrossEntropyLoss(), Generator().manual_seed(2)
     found: dict[str, tuple[str, str]] = {}
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -131,16 +139,23 @@ def verdicts(name: str, sizes: list[int]) -> dict[str, tuple[str, str]]:
             if (name, law) == ("old weight norm", "Hessian"):
                 continue  # the second derivative of PyTorch's own is wrong
             data = [(x.clone(), y.clone()) for x, y in zip(X, Y, strict=True)]
-            found[law] = _verdict(law, EmpiricalRisk(build(name), loss, data), None if name in NO_ANSWER else truth)
+            risk = EmpiricalRisk(build(name), loss, data, check=self_check)
+            found[law] = _verdict(law, risk, None if name in NO_ANSWER else truth)
+            if not all(torch.equal(x, mine) for x, (mine, _) in zip(X, data, strict=True)):
+                found[law] = WRONG, "the data are not what they were"
     return found
 
 
 def _verdict(law: str, risk: EmpiricalRisk, truth: Whole | None) -> tuple[str, str]:
     compute, expect = LAWS[law]
     try:
-        got = compute(risk)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            got = compute(risk)
         if truth is None:
             return WRONG, "numbers that change with every call"
+        if found := [str(one.message) for one in said if WARNED in str(one.message)]:
+            return REFUSED, found[0]
         equal(law, got, expect(truth), 1e-7)
     except Failure as failure:
         return WRONG, failure.numbers

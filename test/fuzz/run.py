@@ -59,14 +59,19 @@ def draw_whole(seed: int) -> Description:
     return {**draw(seed), "checks": draw_checks(seed)}
 
 
-def run_case(about: Description, small: bool = False) -> Outcome:
+def run_case(about: Description, small: bool = False, self_check: bool = True) -> Outcome:
     """Make every check of a case.
+
+    Args:
+        about: The description.
+        small: Set every limit of working memory to 64 bytes.
+        self_check: Let the package look at what it records, as it does for users.
 
     Raises:
         Invalid: If there is no such case.
     """
     case, outcome = make(about), Outcome()
-    subject = Subject(case)
+    subject = Subject(case, self_check)
     if not subject.truth.kept:
         about = {**about, "checks": about["checks"][:1]}  # nothing counts: only that it is refused
     with warnings.catch_warnings(), small_buffers() if small else nullcontext():

@@ -79,14 +79,27 @@ BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+#: Those in which the rule of a layer is wrong.
+RULES = ["a factor in a rule", "an example that a rule forgets", "a sum over positions that is a mean"]
+
+
 @pytest.mark.parametrize("kind", BROKEN)
 def test_something_broken_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A law that does not hold, not merely an error."""
+    """A law that does not hold, not merely an error, and not by the package itself."""
     BROKEN[kind](monkeypatch)
     checks = [["inverse", {"kind": "KFAC", "vectors": "exact", "separate": False, "times": 1.0, "rule": False}]]
     given = {"checks": checks} if "damping" in kind else {}
-    outcomes = (run_case({**draw_whole(seed), **given}) for seed in range(60))
+    outcomes = (run_case({**draw_whole(seed), **given}, self_check=False) for seed in range(60))
     assert any(not problem.law.isidentifier() for outcome in outcomes for problem in outcome.problems)
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_a_broken_rule_is_noticed_by_the_package(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without anybody's asking for it, and without a wrong number."""
+    BROKEN[kind](monkeypatch)
+    outcomes = [run_case(draw_whole(seed)) for seed in range(30)]
+    assert [problem for outcome in outcomes for problem in outcome.problems] == []
+    assert any("by the layer's rule" in message for outcome in outcomes for message in outcome.refused)
 
 
 def test_errors_of_others_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
