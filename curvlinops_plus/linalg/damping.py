@@ -6,7 +6,8 @@
 * a rule: anything that is called with a matrix and returns such a number, for example `RelativeDamping(0.1)`,
 * for `inverse` of a Kronecker product `G ⊗ A` also a pair `(λ_A, λ_G)`: each is added to its own factor; or a rule that
   returns a pair, `HeuristicDamping(0.1)`,
-* for a block-diagonal matrix a 1-d tensor with one number per block, or a mapping from block name to any of the above.
+* for a block-diagonal matrix a 1-d tensor with one number per block, or a mapping from block name to any of the above;
+  for `inverse` of a batch of matrices, which is block-diagonal, a 1-d tensor as well.
 """
 
 from __future__ import annotations

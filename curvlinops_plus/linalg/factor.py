@@ -7,7 +7,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.damping import Scalar
+from curvlinops_plus.linalg.damping import Damping, Scalar, resolve
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.products import derived
 
@@ -72,6 +72,13 @@ class Factor(LinearOperator):
 
     @abstractmethod
     def _entrywise_square(self) -> Factor: ...
+
+    def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> LinearOperator:
+        """See `LinearOperator.inverse`; of a batch the damping may also be a tensor `[b]`, one for each matrix."""
+        if self.batch and isinstance(damping, Tensor) and damping.shape == self.batch:
+            _ = resolve(damping.detach().min(), self)  # refuses what is negative or no number
+            return self._inverse(damping.to(self.device, self.dtype), retry_double_precision)
+        return super().inverse(damping, retry_double_precision=retry_double_precision)
 
     @property
     def trace(self) -> Tensor:

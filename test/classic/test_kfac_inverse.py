@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import APPROXIMATIONS, FEW, close, problem
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops_plus import (
     EKFACLinearOperator,
@@ -100,6 +100,39 @@ def test_heuristic_damping(name: str, separate: bool, smallest: float) -> None:
     inverse = KFACInverseLinearOperator(K, damping=0.09, use_heuristic_damping=True, min_damping=smallest)
     close(inverse.to_dense(), expected)
     close(K.inverse(damping=0.09, use_heuristic_damping=True, min_damping=smallest).to_dense(), expected)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x, x, x, need_weights=False)[0].mean(1))
+
+
+@pytest.mark.parametrize("kind", ["groups", "attention"])
+def test_heuristic_damping_of_several_matrices_with_a_bias_apart(kind: str) -> None:
+    """Groups of channels, or queries, keys and values: each has its own `π`."""
+    torch.manual_seed(0)
+    conv = nn.Sequential(nn.Conv1d(5, 6, 2, groups=1), nn.Tanh(), nn.Conv1d(6, 4, 1, groups=2), nn.Flatten())
+    model = (conv if kind == "groups" else Attending()).double()
+    data = [(torch.randn(5, 5, 4, dtype=torch.float64), torch.arange(5) % 3)]
+    K = KFACLinearOperator(
+        model, nn.CrossEntropyLoss(), list(model.parameters()), data, "type-2", separate_weight_and_bias=True
+    )
+    weight, bias = ("2.weight", "2.bias") if kind == "groups" else ("layer.in_proj_weight", "layer.in_proj_bias")
+    blocks, inverse = K.blocks, K.inverse(0.09, use_heuristic_damping=True).blocks
+    A, G, of_bias = blocks[weight].A.matrix, blocks[weight].G.matrix, blocks[bias].to_dense()
+    pieces, biases, d = [], [], G.shape[-1]
+    for k in range(len(G)):
+        to_A, to_G = heuristic(A[k], G[k], 0.09, 1e-8)
+        A_inv = torch.linalg.inv(A[k] + to_A * torch.eye(len(A[k]), dtype=A.dtype))
+        pieces.append(torch.kron(torch.linalg.inv(G[k] + to_G * torch.eye(d, dtype=A.dtype)), A_inv))
+        at = slice(k * d, (k + 1) * d)
+        biases.append(torch.linalg.inv(of_bias[at, at] + to_G * torch.eye(d, dtype=A.dtype)))
+    close(inverse[weight].to_dense(), torch.block_diag(*pieces))
+    close(inverse[bias].to_dense(), torch.block_diag(*biases))
 
 
 def test_heuristic_damping_of_a_layer_without_gradient() -> None:

@@ -184,13 +184,17 @@ def draw(seed: int) -> Description:
 
 
 def differentiable(case: Case) -> bool:
-    """Whether nothing that a backward pass needs is overwritten."""
+    """Whether nothing that a backward pass needs is overwritten, and the losses fit every batch."""
     model, x = copy.deepcopy(case.model).requires_grad_(), case.data[0][0]
     x = x if case.about["tokens"] else x.clone().requires_grad_()
     inputs = [*model.parameters(), *([] if case.about["tokens"] else [x])]
     try:
         total = sum(f.sum() for f in case.outputs(model(x)))
         torch.autograd.grad(total, inputs, allow_unused=True)  # type: ignore[arg-type]
+        for x, y in case.data:
+            targets = [y] if isinstance(y, Tensor) else [*y.values()] if isinstance(y, dict) else y
+            for loss, f, target in zip(case.losses, case.outputs(model(x.clone())), targets, strict=True):
+                loss(f, target)
     except RuntimeError:
         return False
     return True

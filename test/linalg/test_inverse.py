@@ -47,6 +47,27 @@ def test_pair_belongs_to_the_factors() -> None:
     close(rule.to_dense(), torch.linalg.inv(torch.kron(G, A + 0.5 * A.trace() / 3 * eye_like(A))))
 
 
+@pytest.mark.parametrize("kind", [Dense, Diagonal])
+def test_a_batch_takes_one_damping_for_each_matrix(kind: Any) -> None:
+    M = torch.stack([psd(3, 3, seed=k) for k in range(2)])
+    A = Dense(M, PSD) if kind is Dense else Diagonal(M.diagonal(dim1=1, dim2=2))
+    dampings = torch.tensor([0.1, 2.0], dtype=F64)
+    wholes = [
+        torch.linalg.inv(A.to_dense()[at, at] + d * torch.eye(3, dtype=F64))
+        for at, d in zip((slice(0, 3), slice(3, 6)), dampings)
+    ]
+    inverse, expected = A.inverse(dampings), torch.block_diag(*wholes)
+    close(inverse.to_dense(), expected)
+    close(inverse.logdet, torch.logdet(expected))
+    close(A.inverse(dampings.float()).to_dense(), A.inverse(dampings.float().double()).to_dense())
+    with pytest.raises(ValueError, match="to be at least 0, got -1"):
+        A.inverse(torch.tensor([0.1, -1.0]))
+    with pytest.raises(ValueError, match="to be a number, got nan"):
+        A.inverse(torch.tensor([0.1, torch.nan]))
+    with pytest.raises(TypeError, match=r"got a tensor of shape \[3\]"):
+        A.inverse(torch.ones(3))
+
+
 def test_heuristic_split() -> None:
     """Martens and Grosse, section 6.3, by hand."""
     G, A = psd(2, 2), 7 * psd(3, 3, seed=1)
