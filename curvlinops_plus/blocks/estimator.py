@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvlinops_plus.blocks.batch_pass import BatchPass, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
@@ -19,21 +21,15 @@ from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.blocks.stored_options import plain, same_data
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
+from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.parameter_reads import OutsideReads
-from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.process_state import OwnThread, exclusive
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.sweep import RecordedPasses
 
 __all__ = ["CurvatureEstimator"]
 
 FORMAT = "curvlinops_plus.estimator"
-
-Consumer = Callable[[LayerBatch], None]
-# Shows a batch to a consumer, with vectors that are drawn from the given random numbers.
-Show = Callable[[Consumer, Draws], Totals]
 
 
 class CurvatureEstimator:
@@ -153,21 +149,12 @@ class CurvatureEstimator:
                 then.
         """
         found, random = self._read(batch), torch.get_rng_state()
+        add = partial(self._add, decay=decay)
         try:
-            self._update(found, random, decay)
+            self._pass(found).run(random, add)
         except OutsideReads as error:
             self._look(found, error)
-            self._update(found, random, decay)
-
-    def _update(self, found: Batch, random: Tensor, decay: float | None) -> None:
-        passes = RecordedPasses(self.risk, self._layers, self.vectors, self._weights, repeatable=False)
-        with preserve_state(self.risk.model, self.risk.data), passes:
-
-            def show(consume: Consumer, draws: Draws) -> Totals:
-                torch.set_rng_state(random)  # a batch that is shown twice has the same dropout
-                return passes.observe(found, draws, consume)
-
-            self._add(show, decay)
+            self._pass(found).run(random, add)
 
     @contextmanager
     def listen(self, batch: Any, decay: float | None = None) -> Iterator[None]:
@@ -187,45 +174,19 @@ class CurvatureEstimator:
         Cost: a backward pass per vector to the layers' outputs.
         """
         self.risk.require_own_values("`listen`")
-        found = self._read(batch)
+        found, add = self._read(batch), partial(self._add, decay=decay)
         try:
-            with self._listen(found, decay):
+            with self._pass(found).listen(add):
                 yield
         except OutsideReads as error:  # functions read parameters: the first batch is added by a pass of its own
             self._look(found, error)
-            self._update(found, torch.get_rng_state(), decay)
+            self._pass(found).run(torch.get_rng_state(), add)
 
-    @contextmanager
-    def _listen(self, found: Batch, decay: float | None) -> Iterator[None]:
-        risk = self.risk
-        outputs: list[Any] = []
-        ours = OwnThread()  # another thread may evaluate the model meanwhile
-        handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out) if ours() else None)
-        try:
-            with RecordedPasses(risk, self._layers, self.vectors, self._weights, False, repeatable=False) as passes:
-                with passes.recording(found):
-                    yield
-                handle.remove()
-                read = _read_output(self, outputs, found)
-
-                def show(consume: Consumer, draws: Draws) -> Totals:
-                    try:
-                        return passes.send_back(found, read, draws, consume, keep_graph=True)
-                    except RuntimeError as error:
-                        if "backward through the graph a second time" not in str(error):
-                            raise
-                        raise ValueError(
-                            "The graph of the model's output is gone. Call `loss.backward()` after the block, not "
-                            "inside."
-                        ) from error
-
-                with exclusive(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes at its end
-                    self._add(show, decay)
-        finally:
-            handle.remove()
+    def _pass(self, batch: Batch) -> BatchPass:
+        return BatchPass(self.risk, self._layers, self.vectors, self._weights, batch)
 
     @property
-    def _layers(self) -> list[Any]:
+    def _layers(self) -> list[Layer]:
         return [entry.layer for entry in self.plan]
 
     def _read(self, batch: Any) -> Batch:
@@ -425,23 +386,6 @@ class CurvatureEstimator:
     def __repr__(self) -> str:
         progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
         return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"
-
-
-def _read_output(estimator: CurvatureEstimator, outputs: list[Any], batch: Batch) -> tuple[Any, Any, Any]:
-    """What the losses read of the model's only output inside `listen`."""
-    if len(outputs) != 1:
-        raise ValueError(
-            f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that `listen` was "
-            "given. Call it once there; evaluate outside."
-        )
-    read = estimator.risk.read_output(outputs[0], batch)
-    trained = any(p.requires_grad for p in estimator.risk.params.values())
-    if estimator.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
-        raise ValueError(
-            "The output of the model has no graph, so no gradient can be sent back from it. Is there a `.detach()` in "
-            "the model?"
-        )
-    return read
 
 
 def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> BlockwiseLinearOperator:
