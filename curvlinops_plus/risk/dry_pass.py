@@ -17,7 +17,7 @@ from curvlinops_plus.layer.functions import Function, Product, added_bias, produ
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews
 from curvlinops_plus.risk.function_uses import is_bias
-from curvlinops_plus.risk.layers import ModuleUse
+from curvlinops_plus.risk.module_uses import ModuleUse
 from curvlinops_plus.risk.process_state import OwnThread, eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.risk import EmpiricalRisk

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.risk.layers import title
+from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import OwnThread, eager
 from curvlinops_plus.risk.reading import is_iterator

@@ -30,7 +30,8 @@ from curvlinops_plus.layer.functions import Product, added_bias, products
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.function_calls import FunctionCalls
 from curvlinops_plus.risk.function_uses import FunctionUses
-from curvlinops_plus.risk.layers import Layer, ModuleUse, title
+from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.parameter_reads import OutsideReads, ParameterReads, refuse_outside_readers
 from curvlinops_plus.risk.process_state import OwnThread
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call

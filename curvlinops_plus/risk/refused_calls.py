@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.layers import ModuleUse, title
+from curvlinops_plus.risk.module_uses import ModuleUse, title
 
 __all__ = ["refuse_call"]
 

@@ -19,7 +19,8 @@ from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.risk.determinism import training_modules
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.layer_batch import LayerBatch
-from curvlinops_plus.risk.layers import Layer, title
+from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.parameter_reads import OutsideReads
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
