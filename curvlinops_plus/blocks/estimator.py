@@ -231,15 +231,15 @@ class CurvatureEstimator:
         Raises:
             ValueError: If nothing was added yet, or a layer was never called (see `leave_out_uncalled`).
         """
-        self._require_updates()
+        _require_updates(self)
         called = self._sums.called
-        for layer in self._layers:
-            if layer not in called and not self.leave_out_uncalled:
-                raise ValueError(
-                    f"{layer.title} was never called in {self.updates} updates, so its parameters {list(layer.params)} "
-                    "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the "
-                    f"other layers; `uncalled` lists what is left out, {self.uncalled} now."
-                )
+        layer = next((layer for layer in self._layers if layer not in called), None)
+        if layer is not None and not self.leave_out_uncalled:
+            raise ValueError(
+                f"{layer.title} was never called in {self.updates} updates, so its parameters {list(layer.params)} "
+                "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the "
+                f"other layers; `uncalled` lists what is left out, {self.uncalled} now."
+            )
         K = _with_layers(self._blank, [layer.name for layer in called])
         K.parameters = fingerprint(self.risk)
         K._set_blocks(self._sums.blocks(), self.examples)
@@ -261,7 +261,7 @@ class CurvatureEstimator:
             ValueError: If nothing was added yet.
             SingularMatrixError: If a block is singular and the damping is 0; names the block.
         """
-        self._require_updates()
+        _require_updates(self)
         before, self._sums = self._sums, self._sums.in_new_bases()
         damping = self.damping if damping is None else damping
         try:
@@ -287,10 +287,6 @@ class CurvatureEstimator:
         if self._inverse is None:
             self._inverse = self._snapshot.inverse(self.damping)
         return self._inverse
-
-    def _require_updates(self) -> None:
-        if not self.updates:
-            raise ValueError("The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, first.")
 
     # --------------------------------------------------------------------------------------------- merging and saving
     def merge(self, other: CurvatureEstimator) -> None:
@@ -395,6 +391,11 @@ def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> Bloc
         K.plan, K.risk = plan, K.risk.restricted([key for entry in plan for key in entry.layer.params])
         K.in_space = K.risk.space
     return K
+
+
+def _require_updates(estimator: CurvatureEstimator) -> None:
+    if not estimator.updates:
+        raise ValueError("The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, first.")
 
 
 def _require_like(one: CurvatureEstimator, other: CurvatureEstimator) -> None:
