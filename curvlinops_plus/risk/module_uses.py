@@ -70,10 +70,6 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
     key_of = {id(p): key for key, p in params.items()}
     uses: list[ModuleUse] = []
     claimed: set[int] = set()  # modules whose parameters another one answers for
-
-    def tracked(params: Mapping[str, Tensor]) -> dict[str, str]:
-        return {local: key_of[id(p)] for local, p in params.items() if id(p) in key_of}
-
     for name, module in model.named_modules():
         if id(module) in claimed:
             continue
@@ -83,14 +79,19 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
         for part in rule.parts(module):
             claimed.add(id(part.module))
             in_parts |= {id(p) for p in part.params.values()}
-            if keys := tracked(part.params):
+            if keys := _tracked(part.params, key_of):
                 full = ".".join([name, part.name]).lstrip(".")
                 uses.append(ModuleUse(full, part.module, part.rule, keys, module, LINEAR))
         own = {local: p for local, p in differentiable_parameters(module).items() if id(p) not in in_parts}
-        if keys := tracked(own):
+        if keys := _tracked(own, key_of):
             rule.check(module)
             uses.append(ModuleUse(name, module, rule, keys, module))
     return [use for use in uses if not _alias(use, uses)]
+
+
+def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str]) -> dict[str, str]:
+    """Local name to key, of those parameters that have one."""
+    return {local: key_of[id(p)] for local, p in params.items() if id(p) in key_of}
 
 
 def _alias(use: ModuleUse, uses: list[ModuleUse]) -> bool:
