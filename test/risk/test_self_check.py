@@ -91,7 +91,7 @@ class ReadGRU(Around):
         self.gru = nn.GRU(6, 6, batch_first=True).double()
 
     def middle(self, h: Tensor) -> Tensor:
-        return self.gru(h[:, None])[0][:, 0] + h @ self.gru.get_parameter("weight_ih_l0")[:6]
+        return self.gru(h[:, None])[0][:, 0] + h @ self.gru.weight_ih_l0[:6]
 
 
 class Scale(nn.Module):
@@ -162,7 +162,7 @@ STRANGE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "forces": (Forces, "by autograd.*something differentiated in the forward pass"),
     "other weights": (OtherWeights, RIGHT),
     "norm read outside": (ReadNorm, RIGHT),
-    "recurrent weights read outside": (ReadGRU, r"layer 'gru' \(GRU\).*weight_ih_l0"),
+    "recurrent weights read outside": (ReadGRU, RIGHT),
     "scale read by the parent": (lambda: ReadScale(lambda self, x: x * self.gamma), RIGHT),
     "attribute around the call": (
         lambda: AttributeAround(lambda self, x: x * self.gamma * self.factor),
