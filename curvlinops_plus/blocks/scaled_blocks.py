@@ -32,12 +32,12 @@ class ScaledBlocks(Deferred):
         device: Of the blocks.
     """
 
-    #: The layers of the blocks; a separate bias block is damped like that of its weight.
+    #: The layers of the blocks: a separate bias block is damped like the gradient factor of its weight.
     plan: list[LayerPlan]
 
     def __init__(self, space: Space, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(space, dtype, device, Structure.PSD)
-        #: The operator is `scale` times the curvature.
+        #: The operator is `scale` times the blocks.
         self.scale: float | Tensor = 1.0
         self._unscaled: BlockDiagonal | None = None
         self._operator: BlockDiagonal | None = None
