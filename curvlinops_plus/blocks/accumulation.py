@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any, Protocol
 
 from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch
 from curvlinops_plus.blocks.plan import LayerPlan
@@ -14,12 +15,13 @@ from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, 
 from curvlinops_plus.risk.determinism import require_same
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.nonfinite import first_nonfinite
+from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import require_rereadable
 from curvlinops_plus.risk.sweep import sweep
 
-__all__ = ["Accumulation"]
+__all__ = ["Accumulation", "Planned", "run_accumulation"]
 
 # The largest memory for what layers receive, between two sweeps.
 MAX_CACHE_BYTES = 2**26
@@ -150,3 +152,30 @@ class Accumulation:
 
 def _ignore(batch: LayerBatch) -> None:
     pass
+
+
+class Planned(Protocol):
+    """What an accumulation needs of the operator whose blocks it computes."""
+
+    risk: EmpiricalRisk
+    vectors: Vectors
+    plan: list[LayerPlan]
+
+    def learn_reads(self, *, error: OutsideReads) -> None:
+        """Take into the plan how functions read parameters."""
+
+
+def run_accumulation(K: Planned, keep: bool = False, **options: Any) -> Accumulation:
+    """An accumulation of an operator that has run, with options of `Accumulation.run`.
+
+    If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
+    """
+    while True:
+        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, keep)
+        try:
+            accumulation.run(**options)
+        except OutsideReads as error:
+            require_rereadable(K.risk.data, "it is looked at again for functions that read parameters")
+            K.learn_reads(error=error)  # raises the error again if it finds no more than was known
+        else:
+            return accumulation

@@ -9,12 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from warnings import warn
 
-import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks.accumulation import Accumulation
+from curvlinops_plus.blocks.accumulation import run_accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
-from curvlinops_plus.blocks.factor_damping import heuristic_factor_damping, pair_damping
 from curvlinops_plus.blocks.fingerprint import Fingerprint, changed_parameters, fingerprint, require_unchanged
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.operator_state import (
@@ -25,31 +23,25 @@ from curvlinops_plus.blocks.operator_state import (
     upgrade,
     write_blocks,
 )
-from curvlinops_plus.blocks.plan import LayerPlan, make_plan, plan_table, positions, refuse_missing_gradients
+from curvlinops_plus.blocks.plan import make_plan, plan_table, positions, refuse_missing_gradients
+from curvlinops_plus.blocks.scaled_blocks import ScaledBlocks
 from curvlinops_plus.blocks.stored_options import rebuild_vectors, same_data
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning
-from curvlinops_plus.linalg import (
-    BlockDiagonal,
-    Deferred,
-    LinearOperator,
-    Structure,
-)
-from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
+from curvlinops_plus.linalg import BlockDiagonal, LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, look_for_functions, rebuild_reads
 from curvlinops_plus.risk.layers import FoundReads
-from curvlinops_plus.risk.outside_reads import OutsideReads
-from curvlinops_plus.risk.reading import Batch, require_rereadable
+from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.risk import require_risk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BlockwiseLinearOperator", "curvature", "restore", "run_accumulation"]
+__all__ = ["BlockwiseLinearOperator", "curvature", "restore"]
 
 
-class BlockwiseLinearOperator(Deferred):
+class BlockwiseLinearOperator(ScaledBlocks):
     """A block-diagonal approximation of the curvature of an empirical risk.
 
     Blocks are computed once, in as few sweeps over the data as the approximations need, and kept. All numbers that
@@ -100,22 +92,15 @@ class BlockwiseLinearOperator(Deferred):
         compute: bool = True,
     ) -> None:
         require_risk(risk, type(self).__name__)
-        super().__init__(risk.space, risk.dtype, risk.device, Structure.PSD)
+        super().__init__(risk.space, risk.dtype, risk.device)
         self.risk = risk
         self.vectors = as_vectors(vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
         self._make_plan = partial(make_plan, approximation=approximation, default=default)
-        self.plan: list[LayerPlan] = self._make_plan(layers_of(risk, separate_weight_and_bias))
-        if not self.vectors.backward:
-            refuse_missing_gradients(self.plan)
-        self._reads = risk.reads
+        self.renew_plan()
         self.check_deterministic = check_deterministic
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
-        #: The operator is `scale` times the curvature.
-        self.scale: float | Tensor = 1.0
-        self._unscaled: BlockDiagonal | None = None
-        self._operator: BlockDiagonal | None = None
         #: Of the model's parameters that the blocks belong to, or will belong to.
         self.parameters: Fingerprint = {}
         if compute:
@@ -168,111 +153,6 @@ class BlockwiseLinearOperator(Deferred):
             mine[group.name] = block if here else block.to(self.device, self.dtype)
         self.examples = examples
         self._set_operator(BlockDiagonal(mine, {group.name: group.layout for group in groups}, self.risk.space))
-
-    def _set_operator(self, unscaled: BlockDiagonal | None) -> None:
-        self._unscaled = self._operator = unscaled
-        if unscaled is not None and (isinstance(self.scale, Tensor) or self.scale != 1):
-            self._operator = unscaled._scale(self.scale)
-
-    def replace_blocks(self, blocks: Mapping[str, LinearOperator]) -> None:
-        """Replace some of the blocks (of the unscaled operator), by their names."""
-        self._set_operator(BlockDiagonal({**self.unscaled.blocks, **blocks}, self.unscaled.layouts, self.risk.space))
-
-    @property
-    def operator(self) -> BlockDiagonal:
-        """The blocks as a plain operator that knows nothing of networks."""
-        if self._operator is None:
-            self._at_first_use()
-        assert self._operator is not None
-        return self._operator
-
-    @property
-    def unscaled(self) -> BlockDiagonal:
-        """The blocks without `scale`."""
-        if self._unscaled is None:
-            self._at_first_use()
-        assert self._unscaled is not None
-        return self._unscaled
-
-    @property
-    def blocks(self) -> dict[str, LinearOperator]:
-        """Block name to operator. Blocks are named after layers, or after parameters that have a block of their own."""
-        return dict(self.operator.blocks)
-
-    # ----------------------------------------------------------------------------------------------- linear operator
-    def _scale(self, c: Scalar) -> BlockwiseLinearOperator:
-        unscaled = self.unscaled  # computed once, for this operator and its multiples
-        multiple = copy.copy(self)
-        multiple._set_scale(self.scale * c)
-        multiple._set_operator(unscaled)
-        return multiple
-
-    def _set_scale(self, scale: float | Tensor) -> None:
-        self.scale = scale
-        self.structure = Structure.PSD if scale >= 0 else Structure.SYMMETRIC
-
-    def inverse(
-        self,
-        damping: Any = 0.0,
-        *,
-        use_heuristic_damping: bool = False,
-        min_damping: float = 1e-8,
-        retry_double_precision: bool = True,
-    ) -> LinearOperator:
-        """`(K + damping·I)⁻¹`, an operator with its own `logdet`, `trace`, `sample`.
-
-        Args:
-            damping: A number; a tensor with one value per block; a rule such as `RelativeDamping(0.1)`; or a pair
-                `(λ_A, λ_G)` that is added to the Kronecker factors instead, as `HeuristicDamping` chooses one.
-            use_heuristic_damping: The same as `HeuristicDamping(damping, min=min_damping)`: split the number over the
-                factors by Martens & Grosse 2015, section 6.3. A separate bias block is damped like the gradient factor
-                of its weight.
-            min_damping: Lower bound of each side under the heuristic.
-            retry_double_precision: Try a failing Cholesky decomposition once more in float64.
-
-        Raises:
-            SingularMatrixError: If a block is singular and `damping` is 0; names the block.
-            ValueError: If a pair is given together with the heuristic.
-        """
-        if isinstance(damping, HeuristicDamping):
-            use_heuristic_damping, min_damping, damping = True, damping.min, damping.damping
-        if not use_heuristic_damping and not isinstance(damping, tuple):
-            return self.operator.inverse(damping, retry_double_precision=retry_double_precision)
-        unscaled, c = self.unscaled, self.scale
-        if not c > 0:
-            raise ValueError(
-                f"Dampings of factors need a positive multiple of the curvature; this operator is {float(c):g} times "
-                "it. Damp the whole matrix, with a number."
-            )
-        # `c G ⊗ A` damped by (λ_A, λ_G) is `c` times `G ⊗ A` damped by (λ_A, λ_G / c).
-        if not use_heuristic_damping:
-            damping = pair_damping(unscaled, damping, c)
-        elif isinstance(damping, tuple):
-            raise ValueError("Heuristic and exact damping require a single damping value.")
-        else:
-            operator = self.operator
-            numbers = {name: resolve(d, operator.blocks[name]) / c for name, d in operator.per_block(damping).items()}
-            damping = heuristic_factor_damping(unscaled, self.plan, numbers, min_damping)
-        inverse = unscaled.inverse(damping, retry_double_precision=retry_double_precision)
-        return inverse if unscaled is self._operator else inverse._scale(1 / c)
-
-    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> BlockwiseLinearOperator:
-        """The same operator on another device or in another precision, also if computed anew; the model stays."""
-        moved = copy.copy(self)
-        moved.device = self.device if device is None else torch.device(device)
-        moved.dtype = self.dtype if dtype is None else dtype
-        if isinstance(self.scale, Tensor):
-            moved.scale = self.scale.to(moved.device, moved.dtype)
-        moved._set_operator(self.unscaled.to(device=device, dtype=dtype))
-        return moved
-
-    def split(self, v: Any) -> dict[str, Tensor]:
-        """A vector's parts, block by block (`BlockDiagonal.split`): `K.blocks[name] @ K.split(v)[name]`."""
-        return self.operator.split(v)
-
-    def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The vector that `parts` are the blocks' parts of: undoes `split`."""
-        return self.operator.merge(parts)
 
     def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:
         """Gradient of the loss in the order of the parameters, and the loss, over all data."""
@@ -418,22 +298,6 @@ class BlockwiseLinearOperator(Deferred):
 
 
 Operator = TypeVar("Operator", bound=BlockwiseLinearOperator)
-
-
-def run_accumulation(K: BlockwiseLinearOperator, keep: bool = False, **options: Any) -> Accumulation:
-    """An accumulation of an operator that has run, with options of `Accumulation.run`.
-
-    If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
-    """
-    while True:
-        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, keep)
-        try:
-            accumulation.run(**options)
-        except OutsideReads as error:
-            require_rereadable(K.risk.data, "it is looked at again for functions that read parameters")
-            K.learn_reads(error=error)  # raises the error again if it finds no more than was known
-        else:
-            return accumulation
 
 
 def _reading_as(K: Operator, state: Mapping[str, Any]) -> Operator:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvlinops_plus.blocks.batch_pass import BatchPass, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
@@ -19,21 +21,15 @@ from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.blocks.stored_options import plain, same_data
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Totals, Vectors
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
+from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.outside_reads import OutsideReads
-from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.process_state import OwnThread, exclusive
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.sweep import RecordedPasses
 
 __all__ = ["CurvatureEstimator"]
 
 FORMAT = "curvlinops_plus.estimator"
-
-Consumer = Callable[[LayerBatch], None]
-# Shows a batch to a consumer, with vectors that are drawn from the given random numbers.
-Show = Callable[[Consumer, Draws], Totals]
 
 
 class CurvatureEstimator:
@@ -153,21 +149,12 @@ class CurvatureEstimator:
                 then.
         """
         found, random = self._read(batch), torch.get_rng_state()
+        add = partial(self._add, decay=decay)
         try:
-            self._update(found, random, decay)
+            self._pass(found).run(random, add)
         except OutsideReads as error:
             self._look(found, error)
-            self._update(found, random, decay)
-
-    def _update(self, found: Batch, random: Tensor, decay: float | None) -> None:
-        passes = RecordedPasses(self.risk, self._layers, self.vectors, self._weights, repeatable=False)
-        with preserve_state(self.risk.model, self.risk.data), passes:
-
-            def show(consume: Consumer, draws: Draws) -> Totals:
-                torch.set_rng_state(random)  # a batch that is shown twice has the same dropout
-                return passes.observe(found, draws, consume)
-
-            self._add(show, decay)
+            self._pass(found).run(random, add)
 
     @contextmanager
     def listen(self, batch: Any, decay: float | None = None) -> Iterator[None]:
@@ -187,45 +174,19 @@ class CurvatureEstimator:
         Cost: a backward pass per vector to the layers' outputs.
         """
         self.risk.require_own_values("`listen`")
-        found = self._read(batch)
+        found, add = self._read(batch), partial(self._add, decay=decay)
         try:
-            with self._listen(found, decay):
+            with self._pass(found).listen(add):
                 yield
         except OutsideReads as error:  # functions read parameters: the first batch is added by a pass of its own
             self._look(found, error)
-            self._update(found, torch.get_rng_state(), decay)
+            self._pass(found).run(torch.get_rng_state(), add)
 
-    @contextmanager
-    def _listen(self, found: Batch, decay: float | None) -> Iterator[None]:
-        risk = self.risk
-        outputs: list[Any] = []
-        ours = OwnThread()  # another thread may evaluate the model meanwhile
-        handle = risk.model.register_forward_hook(lambda module, args, out: outputs.append(out) if ours() else None)
-        try:
-            with RecordedPasses(risk, self._layers, self.vectors, self._weights, False, repeatable=False) as passes:
-                with passes.recording(found):
-                    yield
-                handle.remove()
-                read = _read_output(self, outputs, found)
-
-                def show(consume: Consumer, draws: Draws) -> Totals:
-                    try:
-                        return passes.send_back(found, read, draws, consume, keep_graph=True)
-                    except RuntimeError as error:
-                        if "backward through the graph a second time" not in str(error):
-                            raise
-                        raise ValueError(
-                            "The graph of the model's output is gone. Call `loss.backward()` after the block, not "
-                            "inside."
-                        ) from error
-
-                with exclusive(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes at its end
-                    self._add(show, decay)
-        finally:
-            handle.remove()
+    def _pass(self, batch: Batch) -> BatchPass:
+        return BatchPass(self.risk, self._layers, self.vectors, self._weights, batch)
 
     @property
-    def _layers(self) -> list[Any]:
+    def _layers(self) -> list[Layer]:
         return [entry.layer for entry in self.plan]
 
     def _read(self, batch: Any) -> Batch:
@@ -270,15 +231,15 @@ class CurvatureEstimator:
         Raises:
             ValueError: If nothing was added yet, or a layer was never called (see `leave_out_uncalled`).
         """
-        self._require_updates()
+        _require_updates(self)
         called = self._sums.called
-        for layer in self._layers:
-            if layer not in called and not self.leave_out_uncalled:
-                raise ValueError(
-                    f"{layer.title} was never called in {self.updates} updates, so its parameters {list(layer.params)} "
-                    "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the "
-                    f"other layers; `uncalled` lists what is left out, {self.uncalled} now."
-                )
+        layer = next((layer for layer in self._layers if layer not in called), None)
+        if layer is not None and not self.leave_out_uncalled:
+            raise ValueError(
+                f"{layer.title} was never called in {self.updates} updates, so its parameters {list(layer.params)} "
+                "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the "
+                f"other layers; `uncalled` lists what is left out, {self.uncalled} now."
+            )
         K = _with_layers(self._blank, [layer.name for layer in called])
         K.parameters = fingerprint(self.risk)
         K._set_blocks(self._sums.blocks(), self.examples)
@@ -300,7 +261,7 @@ class CurvatureEstimator:
             ValueError: If nothing was added yet.
             SingularMatrixError: If a block is singular and the damping is 0; names the block.
         """
-        self._require_updates()
+        _require_updates(self)
         before, self._sums = self._sums, self._sums.in_new_bases()
         damping = self.damping if damping is None else damping
         try:
@@ -326,10 +287,6 @@ class CurvatureEstimator:
         if self._inverse is None:
             self._inverse = self._snapshot.inverse(self.damping)
         return self._inverse
-
-    def _require_updates(self) -> None:
-        if not self.updates:
-            raise ValueError("The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, first.")
 
     # --------------------------------------------------------------------------------------------- merging and saving
     def merge(self, other: CurvatureEstimator) -> None:
@@ -427,23 +384,6 @@ class CurvatureEstimator:
         return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"
 
 
-def _read_output(estimator: CurvatureEstimator, outputs: list[Any], batch: Batch) -> tuple[Any, Any, Any]:
-    """What the losses read of the model's only output inside `listen`."""
-    if len(outputs) != 1:
-        raise ValueError(
-            f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that `listen` was "
-            "given. Call it once there; evaluate outside."
-        )
-    read = estimator.risk.read_output(outputs[0], batch)
-    trained = any(p.requires_grad for p in estimator.risk.params.values())
-    if estimator.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
-        raise ValueError(
-            "The output of the model has no graph, so no gradient can be sent back from it. Is there a `.detach()` in "
-            "the model?"
-        )
-    return read
-
-
 def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> BlockwiseLinearOperator:
     """A copy that has only these layers (all of them, if it has none of these), without blocks."""
     K, plan = copy.copy(blank), [entry for entry in blank.plan if entry.layer.name in names]
@@ -451,6 +391,11 @@ def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> Bloc
         K.plan, K.risk = plan, K.risk.restricted([key for entry in plan for key in entry.layer.params])
         K.in_space = K.risk.space
     return K
+
+
+def _require_updates(estimator: CurvatureEstimator) -> None:
+    if not estimator.updates:
+        raise ValueError("The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, first.")
 
 
 def _require_like(one: CurvatureEstimator, other: CurvatureEstimator) -> None:

@@ -100,7 +100,7 @@ def _warn_of_replaced(replaced: list[Layer], number: int) -> None:
             f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
             f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
             CurvatureWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

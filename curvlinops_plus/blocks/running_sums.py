@@ -51,7 +51,8 @@ class RunningSums:
             {layer: [_map(stage, Accumulator.empty) for stage in stages] for layer, stages in self.stages.items()}
         )
         totals = fresh._add(show)
-        new = {layer: fresh.stages[layer] for layer in fresh.called - self.called}
+        known = self.called
+        new = {layer: fresh.stages[layer] for layer in fresh.called if layer not in known}
         while new := {layer: [stage] for layer, stages in new.items() if (stage := _following(stages[-1]))}:
             RunningSums(new)._add(show)
             for layer, (stage,) in new.items():
@@ -108,12 +109,11 @@ class RunningSums:
 
     # -------------------------------------------------------------------------------------------------------- reading
     @property
-    def called(self) -> set[Layer]:
-        """The layers that a batch has called."""
-        layers = list(self.stages)
-        return {
-            layers[index] for stages in self.stages.values() for a in stages[0].values() for index in a.totals.called
-        }
+    def called(self) -> list[Layer]:
+        """The layers that a batch has called, in the order of the plan."""
+        accumulators = [a for stages in self.stages.values() for a in stages[0].values()]
+        found = {index for a in accumulators for index in a.totals.called}
+        return [layer for index, layer in enumerate(self.stages) if index in found]
 
     def blocks(self) -> dict[str, LinearOperator]:
         """Block name to operator, of all layers that were called."""
@@ -178,7 +178,7 @@ class RunningSums:
     # --------------------------------------------------------------------------------------------------------- saving
     def state_dict(self) -> dict[str, Any]:
         """All sums, in tensors and plain Python: position of the layer, number of the sweep, block name."""
-        layers, called = list(self.stages), self.called
+        called = self.called
         state: dict[str, Any] = {
             f"{index}": {
                 f"{k}": {n: a.state_dict() for n, a in stage.items()}
@@ -186,7 +186,7 @@ class RunningSums:
             }
             for index, (layer, stages) in enumerate(self.stages.items())
         }
-        return {**state, "called": sorted(layers.index(layer) for layer in called)}
+        return {**state, "called": [k for k, layer in enumerate(self.stages) if layer in called]}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], plan: Sequence[LayerPlan], scale: LossScale) -> RunningSums:

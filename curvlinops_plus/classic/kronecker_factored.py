@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks.accumulation import Accumulation
+from curvlinops_plus.blocks.accumulation import Accumulation, run_accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
-from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore, run_accumulation
+from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore
 from curvlinops_plus.blocks.factor_views import FactorView
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import EKFAC, KFAC, Correction

@@ -26,7 +26,7 @@ from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.process_state import OwnThread, untraced
+from curvlinops_plus.risk.process_state import own_calls, untraced
 from curvlinops_plus.risk.reading import require_rereadable
 
 __all__ = ["ActivationHessian"]
@@ -176,7 +176,7 @@ class ActivationHessian(SymmetricRiskOperator):
     def _leaf(self) -> Iterator[list[Tensor]]:
         """Context in which the model continues with a leaf of the graph in place of the activation."""
         name, side, index = self._activation
-        module, caught, ours = self.risk.model.get_submodule(name), [], OwnThread()
+        module, caught = self.risk.model.get_submodule(name), []
 
         def replaced(values: Any) -> Any:
             several = isinstance(values, (tuple, list))
@@ -201,9 +201,9 @@ class ActivationHessian(SymmetricRiskOperator):
             return type(values)(*items) if hasattr(values, "_fields") else type(values)(items)
 
         if side == "input":
-            handle = module.register_forward_pre_hook(lambda module, args: replaced(args) if ours() else None)
+            handle = module.register_forward_pre_hook(own_calls(lambda module, args: replaced(args)))
         else:
-            handle = module.register_forward_hook(lambda module, args, out: replaced(out) if ours() else None)
+            handle = module.register_forward_hook(own_calls(lambda module, args, out: replaced(out)))
         try:
             yield caught
         finally:

@@ -15,27 +15,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.rnn import PackedSequence
-from torch.nn.utils.spectral_norm import SpectralNorm
 
 # The only walk over nested inputs (tuples, dicts, model outputs) that agrees with what torch.func itself does.
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.run_again import attributes_restored, check_repeatable, no_random_numbers, words_for_errors
 
 __all__ = [
     "at_least_float32",
-    "check_repeatable",
     "differentiable_parameters",
     "in_chunks",
     "replay_per_example",
@@ -93,33 +89,6 @@ def why_computed(module: nn.Module, names: Sequence[str]) -> str | None:
     return f"{found} of this {type(module).__name__} is computed from other parameters" if found else None
 
 
-def check_repeatable(module: nn.Module) -> None:
-    """Refuse modules whose output for an example depends on the batch or on the number of calls.
-
-    Raises:
-        UnsupportedError: For batch normalization with the statistics of the batch, and spectral normalization in
-            training mode, whose weight changes with every forward pass.
-
-    Example:
-        >>> check_repeatable(nn.Sequential(nn.BatchNorm1d(2)).eval())
-    """
-    for name, child in module.named_modules():
-        where = type(child).__name__ + (f" ({name!r} of {type(module).__name__})" if name else "")
-        if isinstance(child, _BatchNorm) and (child.training or child.running_mean is None):
-            why = "in training mode" if child.training else "with track_running_stats=False"
-            raise UnsupportedError(
-                f"{where} {why} normalizes with the statistics of the batch: its examples are not independent, so they "
-                "have no gradients of their own. Call `model.eval()` first, on a layer that tracks running statistics."
-            )
-        hooks = child._forward_pre_hooks.values()
-        spectral = isinstance(child, _SpectralNorm) and hasattr(child, "_u")  # vectors are normalized without one
-        if child.training and (spectral or any(isinstance(hook, SpectralNorm) for hook in hooks)):
-            raise UnsupportedError(
-                f"{where} in training mode: spectral normalization updates its estimate of the largest singular value "
-                "in every forward pass, so running the layer again gives another weight. Call `model.eval()` first."
-            )
-
-
 def replay_per_example(
     module: nn.Module,
     args: Sequence[Any],
@@ -174,14 +143,14 @@ def replay_per_example(
         stack.enter_context(torch.no_grad())
         for kind in {t.device.type for t in g}:  # autocast would undo the conversion to float32
             stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(_attributes_restored(module))
+        stack.enter_context(attributes_restored(module))
         try:
             return in_chunks(call.all_at_once, g, sizes)
         except UnsupportedError:
             raise
         except Exception:  # vmap has many kinds of errors: control flow, in-place writes, unsupported operations
             pass
-        with _no_random_numbers(module, g[0].device), _words_for_errors(module):
+        with no_random_numbers(module, g[0].device), words_for_errors(module):
             return in_chunks(call.one_by_one, g, sizes)
 
 
@@ -377,75 +346,3 @@ def in_chunks(
                     result[name] = J.new_empty(V, B, *J.shape[2:])
                 result[name][at] = J
     return result
-
-
-@contextmanager
-def _attributes_restored(module: nn.Module) -> Iterator[None]:
-    """Undo what `forward` writes to attributes, e.g. `self.attention = ...`: vmapped tensors must not stay there."""
-    found = [(vars(m), dict(vars(m))) for m in module.modules()]
-    # The contents of lists and dicts too: recurrent layers keep their weights in a list.
-    held = [(v, v.copy()) for _, before in found for v in before.values() if isinstance(v, (list, dict))]
-    for m in module.modules():
-        if isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
-            m.scale_grad_by_freq = (
-                False  # it rescales gradients by frequencies in the batch: the result is not a derivative
-            )
-    cached, parametrize._cache_enabled = parametrize._cache_enabled, 0  # `parametrize.cached()`: of other parameters
-    try:
-        yield
-    finally:
-        parametrize._cache_enabled = cached
-        for now, before in found:
-            for name in now.keys() - before.keys():
-                del now[name]
-            now.update(before)
-        for now, before in held:
-            _restore_contents(now, before)
-
-
-def _restore_contents(now: Any, before: Any) -> None:
-    """Restore the contents of a list or a dict if they have changed."""
-
-    def entries(container: Any) -> list[tuple[Any, Any]]:
-        return list(container.items() if isinstance(container, dict) else enumerate(container))
-
-    pairs = list(zip_longest(entries(now), entries(before), fillvalue=(None, None)))
-    if any(key != old_key or value is not old for (key, value), (old_key, old) in pairs):
-        now.clear()
-        if isinstance(now, dict):
-            now.update(before)
-        else:
-            now.extend(before)
-
-
-@contextmanager
-def _words_for_errors(module: nn.Module) -> Iterator[None]:
-    """Say what was tried when tensors no longer fit in a module that ran before, with the whole batch."""
-    try:
-        yield
-    except (NotImplementedError, torch.OutOfMemoryError):  # words of our own, or nothing that the module did
-        raise
-    except RuntimeError as error:
-        raise UnsupportedError(
-            f"{type(module).__name__} can't be run again with one example of the batch, which gives the example's "
-            f"gradients ({type(error).__name__}: {error}). Does it read what its last call left (a cache: "
-            "use_cache=False), or the number of examples? Write a rule for it (@register_rule), or leave its "
-            "parameters out of `params`."
-        ) from error
-
-
-@contextmanager
-def _no_random_numbers(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore the global random state, and refuse a module that draws from it: the draws of the first call are lost."""
-
-    def states() -> list[Tensor]:
-        return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        before = states()
-        yield
-        if not all(map(torch.equal, before, states())):
-            raise UnsupportedError(
-                f"{type(module).__name__} draws random numbers (dropout in training mode?), so running it again for "
-                "one example gives another result. Call `model.eval()` first, or leave out this layer's parameters."
-            )

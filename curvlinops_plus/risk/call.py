@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from curvlinops_plus.layer import AffineRule
-from curvlinops_plus.risk.layers import ModuleUse
+from curvlinops_plus.risk.module_uses import ModuleUse
 
 __all__ = ["Call"]
 

@@ -17,8 +17,8 @@ from curvlinops_plus.layer.functions import Function, Product, added_bias, produ
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews
 from curvlinops_plus.risk.function_uses import is_bias
-from curvlinops_plus.risk.layers import ModuleUse
-from curvlinops_plus.risk.process_state import OwnThread, eager
+from curvlinops_plus.risk.module_uses import ModuleUse
+from curvlinops_plus.risk.process_state import eager, own_calls
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
@@ -115,7 +115,6 @@ class DryPass:
         self.rows: list[tuple[Read, int]] = []
         self.sizes: dict[str, list[int]] = {}
         self._inside: list[_Running] = []
-        self._ours = OwnThread()  # another thread may evaluate the model meanwhile
         free = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
         self._free, self._views = free, ParameterViews(free)
         with eager():
@@ -139,8 +138,9 @@ class DryPass:
         """Know which module runs, and the parameters that it answers for."""
         handles: list[Any] = []
         for name, module in self.risk.model.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(self._enter, name), prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
+            enter, leave = own_calls(partial(self._enter, name)), own_calls(self._leave)
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
         try:
             yield
         finally:
@@ -148,8 +148,6 @@ class DryPass:
                 handle.remove()
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
-        if not self._ours():
-            return
         mine = [use for use in self.uses if use.name == name and not use.functional and not use.without_rule]
         answers = {key for use in mine if use.holds(module, self._free) for key in use.keys.values()}
         whole = all(
@@ -160,8 +158,6 @@ class DryPass:
         self._inside.append(_Running(name, answers, whole))
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        if not self._ours():
-            return
         running = self._inside.pop()
         axis = (self.risk.options.example_axis or {}).get(running.name, 0)
         found = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]

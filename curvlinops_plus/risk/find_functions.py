@@ -21,7 +21,8 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.functions import Function
 from curvlinops_plus.layer.rule_registry import GENERIC
 from curvlinops_plus.risk.dry_pass import Claim, DryPass, Read
-from curvlinops_plus.risk.layers import FoundReads, Layer, ModuleUse, find_layers, find_uses
+from curvlinops_plus.risk.layers import FoundReads, Layer, find_layers
+from curvlinops_plus.risk.module_uses import ModuleUse, find_uses
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch, is_iterator
 from curvlinops_plus.risk.risk import EmpiricalRisk

@@ -12,7 +12,8 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import Product
 from curvlinops_plus.risk.function_calls import ParameterViews, View
-from curvlinops_plus.risk.layers import Layer, ModuleUse, title
+from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.recorded_call import RecordedCall
 
 __all__ = ["FunctionUses", "is_bias"]

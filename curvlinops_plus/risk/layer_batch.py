@@ -20,7 +20,8 @@ from curvlinops_plus.layer import AffineRule, SparseRows
 from curvlinops_plus.layer.squares import rotate, squared_gradients
 from curvlinops_plus.risk.affine_rows import AffineRows
 from curvlinops_plus.risk.call import Call
-from curvlinops_plus.risk.layers import Group, Layer, Role, title
+from curvlinops_plus.risk.layers import Group, Layer, Role
+from curvlinops_plus.risk.module_uses import title
 
 __all__ = ["LayerBatch"]
 

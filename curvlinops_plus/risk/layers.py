@@ -9,78 +9,20 @@ with.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
-from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
+from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.enclosed import EnclosedRule
-from curvlinops_plus.layer.functions import LINEAR, Function
 from curvlinops_plus.layer.rule import flat_pattern
-from curvlinops_plus.layer.rule_registry import GENERIC
 from curvlinops_plus.linalg import Layout
+from curvlinops_plus.risk.module_uses import ModuleUse, find_uses, title
+from curvlinops_plus.risk.parameters import common_dtype
 
-__all__ = [
-    "FoundReads",
-    "Group",
-    "Layer",
-    "ModuleUse",
-    "Role",
-    "example_axes",
-    "find_layers",
-    "find_uses",
-    "named_params",
-]
-
-
-@dataclass(frozen=True, eq=False)
-class ModuleUse:
-    """One module that reads parameters of a layer.
-
-    Attributes:
-        name: The module's name in the model ("" for the model itself); of a function call, the name of the part too.
-        module: The module, or what stands for the part of it that a function call reads.
-        rule: What the module does with its parameters.
-        keys: The module's own parameter names, each with the key of the tracked parameter.
-        owner: The module in the model that holds the parameters.
-        function: The function that reads the parameters, where it is not the module, whose hook would tell.
-    """
-
-    name: str
-    module: nn.Module
-    rule: LayerRule
-    keys: dict[str, str]
-    owner: nn.Module
-    function: Function | None = None
-
-    @property
-    def functional(self) -> bool:
-        """Whether the parameters are read by function calls, which no hook sees."""
-        return self.function is not None
-
-    def own(self, module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, bool]:
-        """Key to whether the module holds this parameter at the moment, not another tensor in its place."""
-        return {key: _slot(module, local) is params[key] for local, key in self.keys.items()}
-
-    def holds(self, module: nn.Module, params: Mapping[str, Tensor]) -> bool:
-        """Whether the module holds all of the parameters at the moment."""
-        return all(self.own(module, params).values())
-
-    @property
-    def without_rule(self) -> bool:
-        """Whether nothing is known of the module but that it holds the parameters."""
-        return self.rule is GENERIC and not is_parametrized(self.module)
-
-
-def _slot(module: nn.Module, local: str) -> Tensor | None:
-    """What a module holds under the name of a parameter, which may be that of a parametrization or of a child."""
-    inside, _, name = local.rpartition(".")
-    return (module.get_submodule(inside) if inside else module)._parameters.get(name)
+__all__ = ["FoundReads", "Group", "Layer", "Role", "find_layers"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,9 +89,6 @@ class Layer:
 
     def __post_init__(self) -> None:
         first = self.roles[0].uses if self.roles else self.uses[:1]
-        wide = torch.float32
-        for p in self.params.values():
-            wide = torch.promote_types(wide, p.dtype)
         facts = {
             "title": title(self.name),
             "affine": bool(self.roles),
@@ -158,74 +97,11 @@ class Layer:
             and all(_affine(use).sparse and not role.transposed for role in self.roles for use in role.uses),
             "weight": next((key for use in first for local, key in use.keys.items() if local != "bias"), None),
             "bias": next((use.keys["bias"] for use in first if "bias" in use.keys), None),
-            "accumulation_dtype": wide,
+            "accumulation_dtype": common_dtype(self.params),
             "device": next(iter(self.params.values())).device,
         }
         for name, value in facts.items():
             object.__setattr__(self, name, value)
-
-
-def title(name: str) -> str:
-    """How messages call a module of that name in the model."""
-    return f"layer {name!r}" if name else "layer '' (the model itself)"
-
-
-def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """Give each requested parameter a key and find the model's own tensor behind it.
-
-    Args:
-        model: The model.
-        params: A list of the model's parameters, a dict of them under names of the caller's, or None for all that
-            require a gradient. `p.detach()` and `p.data` are recognised by their memory; any other tensor of the same
-            shape, under a name of the model's own in a dict, is another value of that parameter.
-
-    Returns:
-        Key to the model's own parameter.
-
-    Raises:
-        ValueError: If there are no parameters, one is given twice, or one does not belong to the model.
-    """
-    if params is None:
-        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if not params:
-            raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
-    owned = dict(model.named_parameters())
-    names = {id(p): name for name, p in owned.items()}
-    names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
-    items: Iterable[tuple[str | None, Tensor]]
-    items = params.items() if isinstance(params, Mapping) else ((None, p) for p in params)
-    own: dict[str, Tensor] = {}
-    labels: dict[str, str] = {}
-    for position, (key, p) in enumerate(items):
-        label = f"params[{position if key is None else key!r}]"
-        name = _own_name(model, names, p, label, key)
-        if name in labels:
-            raise ValueError(
-                f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
-            )
-        labels[name] = label
-        own[key or name] = owned[name]
-    if not own:
-        raise ValueError("`params` is empty; there is no matrix of size 0.")
-    return own
-
-
-def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, key: str | None) -> str:
-    """The model's name of a parameter, found by identity or memory, or else the key if that is one of its names."""
-    if not isinstance(p, Tensor):
-        raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.")
-    name = names.get(id(p)) or names.get((p.data_ptr(), p.shape, p.stride()))
-    if name is not None:
-        return name
-    own = dict(model.named_parameters()).get(key or "")
-    if key is None or own is None or p.shape != own.shape:
-        expected = "" if own is None else f" (its own {key!r} has {list(own.shape)})"
-        raise ValueError(
-            f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}{expected}. "
-            "Pass the model's own tensors, for instance `[p for p in model.parameters() if p.requires_grad]` or "
-            "`dict(model.named_parameters())`, or a dict of other values under the same names."
-        )
-    return key
 
 
 def find_layers(
@@ -320,50 +196,6 @@ def _enclosed(model: nn.Module, params: Mapping[str, Tensor], found: FoundReads)
         inside = model.get_submodule(name).named_parameters(remove_duplicate=False)
         enclosing.setdefault(name, {})[next(local for local, p in inside if p is params[key])] = key
     return enclosing
-
-
-def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]:
-    """The modules that read some parameters, and the function calls inside attention (key to the model's own)."""
-    return _find_uses(model, {id(p): key for key, p in params.items()})
-
-
-def _find_uses(model: nn.Module, key_of: Mapping[int, str]) -> list[ModuleUse]:
-    """The same, from the identity of each parameter to its key."""
-    uses: list[ModuleUse] = []
-    claimed: set[int] = set()  # modules whose parameters another one answers for
-
-    def tracked(params: Mapping[str, Tensor]) -> dict[str, str]:
-        return {local: key_of[id(p)] for local, p in params.items() if id(p) in key_of}
-
-    for name, module in model.named_modules():
-        if id(module) in claimed:
-            continue
-        if is_parametrized(module):
-            claimed |= {id(m) for m in module.get_submodule("parametrizations").modules()}
-        rule, in_parts = rule_of(module), set()
-        for part in rule.parts(module):
-            claimed.add(id(part.module))
-            in_parts |= {id(p) for p in part.params.values()}
-            if keys := tracked(part.params):
-                full = ".".join([name, part.name]).lstrip(".")
-                uses.append(ModuleUse(full, part.module, part.rule, keys, module, LINEAR))
-        own = {local: p for local, p in differentiable_parameters(module).items() if id(p) not in in_parts}
-        if keys := tracked(own):
-            rule.check(module)
-            uses.append(ModuleUse(name, module, rule, keys, module))
-    return [use for use in uses if not _alias(use, uses)]
-
-
-def _alias(use: ModuleUse, uses: list[ModuleUse]) -> bool:
-    """Whether a container only holds names for parameters that modules inside it read (BERT's `predictions.bias`).
-
-    Should it read them too, recording finds one reader more than calls, and says so.
-    """
-    if isinstance(use.rule, AffineRule):
-        return False
-    inside = {id(m) for m in use.module.modules()} - {id(use.module)}
-    others = [u for u in uses if id(u.owner) in inside and isinstance(u.rule, AffineRule)]
-    return set(use.keys.values()) <= {key for u in others for key in u.keys.values()}
 
 
 def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: bool) -> Layer:
@@ -465,23 +297,3 @@ def _canonical(pattern: str) -> str:
 def _transposed(canonical: str) -> str:
     """The canonical pattern of the transposed matrix."""
     return " ".join(reversed(re.findall(r"\([^()]*\)|\w+", canonical)))
-
-
-def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:
-    """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user says."""
-    axes: dict[str, int] = {}
-    layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    for name, module in model.named_modules():
-        flag = module.self_attn.batch_first if isinstance(module, layers) else getattr(module, "batch_first", None)
-        if flag is False:
-            for inner, _ in module.named_modules(prefix=name):
-                axes[inner] = 1
-    names = [name for name, _ in model.named_modules()]
-    for glob, axis in (given or {}).items():
-        matching = [name for name in names if fnmatchcase(name, glob)]
-        if not matching:
-            raise ValueError(
-                f"example_axis={{{glob!r}: {axis}}} matches no module of the model; its modules are {names[1:]}."
-            )
-        axes.update(dict.fromkeys(matching, axis))
-    return axes

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.risk.layers import title
+from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.process_state import OwnThread, eager
+from curvlinops_plus.risk.process_state import eager, own_calls
 from curvlinops_plus.risk.reading import is_iterator
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
@@ -25,13 +25,12 @@ def first_nonfinite(risk: EmpiricalRisk) -> str | None:
     if is_iterator(risk.data):
         return None
     found: list[str] = []
-    ours = OwnThread()
 
     def check(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             for what, values in (("input", args), ("output", (out,))):
                 floats = [t for t in values if isinstance(t, Tensor) and t.is_floating_point()]
-                if ours() and not found and not all(bool(t.isfinite().all()) for t in floats):
+                if not found and not all(bool(t.isfinite().all()) for t in floats):
                     found.append(f"the {what} of {title(name)} ({type(module).__name__})")
 
         return hook
@@ -39,7 +38,7 @@ def first_nonfinite(risk: EmpiricalRisk) -> str | None:
     handles = []
     try:
         for name, module in risk.model.named_modules():
-            handles.append(module.register_forward_hook(check(name)))
+            handles.append(module.register_forward_hook(own_calls(check(name))))
         with (
             preserve_state(risk.model, risk.data),
             torch.no_grad(),

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.layers import ModuleUse
+from curvlinops_plus.risk.module_uses import ModuleUse
 
 __all__ = ["OutsideReads", "not_by_example"]
 

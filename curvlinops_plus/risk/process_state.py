@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch._compile import _disable_dynamo
 
-__all__ = ["OwnThread", "eager", "exclusive", "quiet", "untraced"]
+__all__ = ["OwnThread", "eager", "exclusive", "own_calls", "quiet", "untraced"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,3 +75,13 @@ class OwnThread:
 
     def __call__(self) -> bool:
         return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
+
+
+def own_calls(hook: Callable[P, T]) -> Callable[P, T | None]:
+    """A hook of a module that ignores calls of other threads, which may evaluate the model meanwhile."""
+    ours = OwnThread()
+
+    def called(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return hook(*args, **kwargs) if ours() else None
+
+    return called

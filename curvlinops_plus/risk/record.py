@@ -30,12 +30,13 @@ from curvlinops_plus.layer.functions import Product, added_bias, products
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.function_calls import FunctionCalls
 from curvlinops_plus.risk.function_uses import FunctionUses
-from curvlinops_plus.risk.layers import Layer, ModuleUse, title
+from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
 from curvlinops_plus.risk.process_state import OwnThread
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
-from curvlinops_plus.risk.refused_calls import refuse_call
+from curvlinops_plus.risk.refused_calls import refusal_of_one_row, refuse_call
 from curvlinops_plus.risk.row_order import RowOrder, packed_order, read_order, refuse_functions
 
 __all__ = ["Recorder"]
@@ -259,14 +260,7 @@ class Recorder:
             expanded = [c.call.use for c in self.calls if c.expanded]
             if not expanded or isinstance(error, UnsupportedError):
                 raise
-            use = expanded[0]
-            raise OutsideReads(
-                f"{title(use.name)} ({type(use.owner).__name__}) returned one row for all {num_examples} examples, "
-                "which was expanded to one row for each, so that each has a gradient of its own; then the model "
-                f"failed: {error}. If the layer makes weights or a table for all examples, leave its parameters "
-                f"{list(use.keys.values())} out of `params`.",
-                [key for use in expanded for key in use.keys.values()],
-            ) from error
+            raise refusal_of_one_row(expanded[0], num_examples, f"then the model failed: {error}") from error
         finally:
             self._recording = False
             self._functions.end()

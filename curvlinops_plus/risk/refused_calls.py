@@ -10,9 +10,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.layers import ModuleUse, title
+from curvlinops_plus.risk.module_uses import ModuleUse, title
+from curvlinops_plus.risk.outside_reads import OutsideReads
 
-__all__ = ["refuse_call"]
+__all__ = ["MORE_THAN_BROADCAST", "refusal_of_one_row", "refuse_call"]
+
+#: What a model does with a row for all examples that it does not do alike with a row for each.
+MORE_THAN_BROADCAST = (
+    "the model does more with it than broadcast it (it picks a row, or reduces over the first axis), so that its "
+    "gradient can't be told apart by examples"
+)
 
 
 def refuse_call(use: ModuleUse, leaves: Iterable[Any]) -> None:
@@ -32,6 +39,17 @@ def refuse_call(use: ModuleUse, leaves: Iterable[Any]) -> None:
                 f"{title(use.name)} ({type(use.module).__name__}) {reason} Or leave its parameters "
                 f"{list(use.keys.values())} out of `params`. Matrix-free operators (GGN, Hessian, Jacobian) take it."
             )
+
+
+def refusal_of_one_row(use: ModuleUse, num_examples: int, why: str) -> OutsideReads:
+    """What to raise for a layer that returned one row for all examples, which can't stand for one row for each."""
+    return OutsideReads(
+        f"{title(use.name)} ({type(use.owner).__name__}) returned one row for all {num_examples} examples, which was "
+        f"expanded to one row for each, so that each has a gradient of its own; {why}. If the layer makes weights or a "
+        f"table for all examples, leave its parameters {list(use.keys.values())} out of `params`; if a row, expand it "
+        "to the batch in the model.",
+        use.keys.values(),
+    )
 
 
 def _reason(t: Tensor) -> str | None:

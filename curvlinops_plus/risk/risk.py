@@ -19,10 +19,12 @@ from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk.autograd_graph import prepare_graph
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
 from curvlinops_plus.risk.label_shift import are_labels_shifted
-from curvlinops_plus.risk.layers import FoundReads, example_axes, named_params
+from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, Terms
 from curvlinops_plus.risk.model_calls import ModelCalls, refuse_parameters
+from curvlinops_plus.risk.module_options import example_axes, functions_of_rows
+from curvlinops_plus.risk.parameters import common_device, common_dtype, named_params, value_of
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import (
@@ -34,7 +36,6 @@ from curvlinops_plus.risk.reading import (
     require_numbers,
 )
 from curvlinops_plus.risk.replaced_parameters import Places, parameter_places, replaced_parameters
-from curvlinops_plus.risk.row_order import functions_of_rows
 from curvlinops_plus.risk.totals import Number, Totals
 
 __all__ = ["EmpiricalRisk", "RiskOptions", "require_risk"]
@@ -174,11 +175,11 @@ class EmpiricalRisk:
         self.model, self.data = model, data
         self.losses = Losses(loss, reduction)
         self._own = named_params(model, params)
-        self.params = {key: _value(params, key, p) for key, p in self._own.items()}
+        self.params = {key: value_of(params, key, p) for key, p in self._own.items()}
         refuse_parameters(model, self._own)
         self._calls = ModelCalls()
         self.space = Space.of(self.params)
-        self.device, self.dtype = _common_device(self.params), _common_dtype(self.params)
+        self.device, self.dtype = common_device(self.params), common_dtype(self.params)
         axes = example_axes(model, example_axis)
         self.options = RiskOptions(
             output,
@@ -370,37 +371,6 @@ def require_risk(risk: Any, owner: str) -> None:
             f"{owner} takes an EmpiricalRisk, got a {type(risk).__name__}: make one of model, loss and data first, "
             "EmpiricalRisk(model, loss, data)."
         )
-
-
-def _value(params: Any, key: str, own: Tensor) -> Tensor:
-    """What stands for a parameter: the model's own tensor, or another value given under its name."""
-    given = params[key] if isinstance(params, Mapping) else own
-    if given is own or (given.data_ptr() == own.data_ptr() and given.shape == own.shape and own.numel()):
-        return own
-    return given if isinstance(given, nn.Parameter) else nn.Parameter(given.detach(), given.requires_grad)
-
-
-def _common_device(params: Mapping[str, Tensor]) -> torch.device:
-    devices = {p.device for p in params.values()}
-    if len(devices) != 1:
-        raise ValueError(
-            f"The parameters live on several devices, {sorted(map(str, devices))}; one operator needs them on one."
-        )
-    return devices.pop()
-
-
-def _common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
-    """The widest of the parameters' dtypes, float32 at least."""
-    dtypes = {p.dtype for p in params.values()}
-    if not all(dtype.is_floating_point for dtype in dtypes):
-        raise ValueError(
-            f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have "
-            "a curvature here."
-        )
-    wide = torch.float32
-    for dtype in dtypes:
-        wide = torch.promote_types(wide, dtype)
-    return wide
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:

@@ -6,22 +6,19 @@ are filled up, and what fills them up does not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import PaddedSequence, RecurrentRule
-from curvlinops_plus.risk.layers import ModuleUse, title
+from curvlinops_plus.risk.module_uses import ModuleUse, title
 
-__all__ = ["RowOrder", "functions_of_rows", "packed_order", "read_order", "refuse_functions"]
-
-ExampleOfRow = Callable[[Any, Any], Tensor]
+__all__ = ["RowOrder", "packed_order", "read_order", "refuse_functions"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,29 +85,6 @@ class RowOrder:
         absent = ~self.kept.view(-1, *[1] * (t.ndim - axis - 1))
         found = self.filled(t, axis).masked_fill(absent, 0)
         return found.unflatten(axis, self.kept.shape) if self.padded else found
-
-
-def functions_of_rows(model: nn.Module, given: Mapping[str, ExampleOfRow] | None) -> dict[str, ExampleOfRow]:
-    """Module name to the function that says which rows are whose, from names and globs.
-
-    Raises:
-        TypeError: If one is no function.
-        ValueError: If a glob matches no module.
-    """
-    names, found = [name for name, _ in model.named_modules()], {}
-    for glob, function in (given or {}).items():
-        if not callable(function):
-            raise TypeError(
-                f"example_of_row={{{glob!r}: ...}} is a {type(function).__name__}; expected a function of a batch, "
-                "`(X, y) -> LongTensor [rows]`, the number of the example that each row belongs to."
-            )
-        matching = [name for name in names if fnmatchcase(name, glob)]
-        if not matching:
-            raise ValueError(
-                f"example_of_row={{{glob!r}: ...}} matches no module of the model; its modules are {names[1:]}."
-            )
-        found.update(dict.fromkeys(matching, function))
-    return found
 
 
 def packed_order(use: ModuleUse, out: Any, num_examples: int) -> RowOrder | None:

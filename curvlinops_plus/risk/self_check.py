@@ -5,9 +5,7 @@ Nobody has to ask for it: the first batch in which a layer is called is looked a
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 from warnings import warn
 
@@ -18,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.risk.determinism import training_modules
 from curvlinops_plus.risk.examples import take_examples
-from curvlinops_plus.risk.layer_batch import LayerBatch
-from curvlinops_plus.risk.layers import Layer, title
-from curvlinops_plus.risk.outside_reads import OutsideReads, not_by_example
-from curvlinops_plus.risk.process_state import eager
+from curvlinops_plus.risk.gradient_check import TOLERANCE, SentVectors, send_single
+from curvlinops_plus.risk.module_uses import title
+from curvlinops_plus.risk.process_state import eager, own_calls
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import RecordedCall
+from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_one_row
 from curvlinops_plus.risk.replaced_parameters import copied_buffers
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
@@ -34,8 +32,6 @@ __all__ = ["check_batch"]
 _FEW = 3
 # Batches of so many shapes have their outputs compared.
 _SHAPES = 8
-# Largest relative difference that passes as rounding, by bytes of a number.
-_TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-8}
 
 
 def check_batch(
@@ -154,7 +150,7 @@ class _Check:
             axes, rows = risk.options.example_axis or {}, risk.options.example_of_row
             own = Recorder(whole.layers, axes, True, whole.intercept, free, rows)
 
-            def send(model: nn.Module) -> tuple[Sequence[Tensor], _Sent] | None:
+            def send(model: nn.Module) -> tuple[Sequence[Tensor], SentVectors] | None:
                 with own:
                     # Left again at once, so that a second run draws the same numbers.
                     with torch.random.fork_rng(self.devices), own.recording(few.num_examples, (few.X, few.y)):
@@ -162,7 +158,11 @@ class _Check:
                     if found is not None and (expanded := [c for c in own.calls if c.expanded]):
                         with own.disabled(), torch.no_grad():
                             _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
-                    return None if found is None else (found, _send(own, [f for f in found if f.requires_grad], free))
+                    return (
+                        None
+                        if found is None
+                        else (found, send_single(own, [f for f in found if f.requires_grad], free))
+                    )
 
             with torch.enable_grad(), copied_buffers(risk.model):
                 found_and_sent = risk.at(free, send)
@@ -191,7 +191,7 @@ class _Check:
             if part.shape != alone.shape:
                 return False
             away = _difference(alone.detach(), part)
-            if away > _TOLERANCE[part.element_size()]:
+            if away > TOLERANCE[part.element_size()]:
                 raise self._why_different(away, few, examples)
         return True
 
@@ -220,191 +220,16 @@ class _Check:
         )
 
 
-@dataclass
-class _Sent:
-    """What vectors for single examples left behind.
-
-    Attributes:
-        calls: The recorded calls.
-        first: What a vector for the first example left at their slots, by identity.
-        grads: The same of a vector for the example in the middle.
-        expected: Autograd's gradients of parameters for the latter, by key.
-        num_examples: N.
-    """
-
-    calls: list[RecordedCall]
-    first: dict[int, Tensor]
-    grads: dict[int, Tensor]
-    expected: dict[str, Tensor]
-    num_examples: int
-
-    def compare(self, layers: Sequence[Layer], mixing: bool) -> None:
-        """Compare rows and rules.
-
-        Args:
-            layers: The layers.
-            mixing: Whether rows of other examples may be reached.
-        """
-        if not all(math.isfinite(g.sum()) for g in self.grads.values()):
-            return  # statistics that are not finite name layer and batch
-        if not mixing and self.num_examples > 1:
-            _compare_rows(self, self.first, 0)
-            _compare_rows(self, self.grads, self.num_examples // 2)
-        for index, layer in enumerate(layers):
-            _compare_rule(self, layer, [recorded for recorded in self.calls if recorded.layer == index], mixing)
-
-
-def _send(recorder: Recorder, outputs: Sequence[Tensor], free: Mapping[str, Tensor]) -> _Sent:
-    """Send a random vector for the first example back, and one for that in the middle.
-
-    Args:
-        recorder: Which recorded the forward pass.
-        outputs: What it returned, with a graph.
-        free: Key to the tensor that stood for the parameter in it.
-    """
-    N = recorder.num_examples
-    if not outputs:
-        return _Sent([], {}, {}, {}, N)
-    recorder.require_unchanged()
-    recorder.sources(outputs)  # refuses parameters that something else reads
-    slots = [slot for recorded in recorder.calls for slot in recorded.slots]
-    edges = [slot.edge for slot in slots]
-
-    def send(n: int, inputs: list[Any], retain_graph: bool = False) -> tuple[Tensor | None, ...]:
-        vectors = [_vector_for(f, n, N) for f in outputs]
-        return torch.autograd.grad(outputs, inputs, vectors, retain_graph=retain_graph, allow_unused=True)
-
-    # Two of them: examples that change places may leave one where it is.
-    first = send(0, edges, retain_graph=True) if N > 1 else ()
-    found = send(N // 2, [*edges, *free.values()])
-    grads, before = ({id(s): g.detach() for s, g in zip(slots, gs) if g is not None} for gs in (found, first))
-    expected = {key: g for key, g in zip(free, found[len(slots) :]) if g is not None}
-    return _Sent(recorder.calls, before, grads, expected, N)
-
-
-def _compare_rows(sent: _Sent, grads: Mapping[int, Tensor], n: int) -> None:
-    """Refuse layers in which a vector for example `n`, which left these gradients, reaches rows of other examples."""
-    N = sent.num_examples
-    for recorded in sent.calls:
-        for slot in recorded.slots:
-            g = grads.get(id(slot))
-            if g is None:
-                continue
-            rows = slot.arrange(g).unflatten(0, (N, -1))
-            if not bool(rows[:n].any() | rows[n + 1 :].any()):
-                continue
-            use = recorded.call.use
-            if recorded.expanded:
-                raise _more_than_broadcast(recorded, N)
-            raise not_by_example(
-                use,
-                (recorded.call.args, dict(recorded.call.kwargs)),
-                N,
-                f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} for {N} "
-                f"examples, but axis {slot.axis} does not carry the examples (is it a position embedding, or "
-                f"time-major?), or the model mixes examples: a vector for example {n} has a gradient of norm "
-                f"{float(rows[n].norm()):.3g} in its rows, and of {float(_others(rows, n).norm()):.3g} in others. "
-                f"Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand the layer's input to the batch "
-                "in the model, or leave its parameters out of `params`.",
-            )
-
-
 def _compare_expanded(expanded: RecordedCall, found: Sequence[Tensor], plain: Sequence[Tensor]) -> None:
     """Refuse a row for all examples that the model takes for something else when it is a row for each."""
     for f, as_it_is in zip(found, plain, strict=True):
-        if f.shape != as_it_is.shape or _difference(f.detach(), as_it_is) > _TOLERANCE[f.element_size()]:
-            raise _more_than_broadcast(expanded, len(expanded.slots[0].out))
-
-
-def _more_than_broadcast(recorded: RecordedCall, N: int) -> OutsideReads:
-    use = recorded.call.use
-    return OutsideReads(
-        f"{title(use.name)} ({type(use.owner).__name__}) returns one row for all {N} examples of a batch, and the "
-        "model does more with it than broadcast it (it picks a row, or reduces over the first axis). Its gradient "
-        "can't be told apart by examples: leave its parameters out of `params`, or expand its output to the batch in "
-        "the model.",
-        use.keys.values(),
-    )
-
-
-def _compare_rule(sent: _Sent, layer: Layer, calls: Sequence[RecordedCall], mixing: bool) -> None:
-    """Refuse a layer whose rule makes another gradient of its recorded calls than autograd."""
-    N, n, expected = sent.num_examples, sent.num_examples // 2, sent.expected
-    for recorded in calls:
-        recorded.set_gradients(sent.grads, 1, batched=False)
-    batch = LayerBatch(layer, [recorded.call for recorded in calls], N)
-    made = _summed_gradients(batch if mixing else batch.examples(n, n + 1)) if calls else {}
-    for key, p in layer.params.items():
-        ours = made[key] if key in made else torch.zeros_like(p)
-        theirs = expected[key] if key in expected else torch.zeros_like(p)
-        kinds = [*(slot.out.dtype for recorded in calls for slot in recorded.slots), p.dtype]
-        away = torch.dist(ours, theirs)
-        if not bool(away <= _TOLERANCE[min(kind.itemsize for kind in kinds)] * theirs.norm()):
-            rounding = 100 * max(torch.finfo(kind).eps for kind in kinds) * _size(calls)
-            if not float(away) <= rounding:
-                raise _wrong_rule(layer, key, ours, theirs, bool(calls))
-    for recorded in calls:
-        recorded.call.grads = None
-
-
-def _summed_gradients(batch: LayerBatch) -> dict[str, Tensor]:
-    """Gradients of a layer's parameters, by key: those of each example, added up."""
-    found: dict[str, Tensor] = {}
-    for group in batch.layer.groups:
-        J = batch.restrict(group).per_example_grads
-        J = J.flatten() if J.shape[:2] == (1, 1) else J.sum((0, 1)).flatten()
-        found |= {key: g[..., 0] for key, g in group.layout.split(J[:, None]).items()}
-    return found
-
-
-def _size(calls: Sequence[RecordedCall]) -> float:
-    """A bound of the numbers that add up to a gradient: where they cancel, rounding is relative to it."""
-    return sum(_norm(c.call.grads) * (1 + _norm((c.call.args, dict(c.call.kwargs)))) for c in calls)
-
-
-def _wrong_rule(layer: Layer, key: str, ours: Tensor, theirs: Tensor, called: bool) -> OutsideReads:
-    """What to say of two gradients that differ, if it can't be found which functions read the parameter."""
-    if not called:
-        why = "The layer was not called, so something else reads the parameter."
-    elif not theirs.any():
-        why = "Was the module called with other tensors than its parameters (functional_call, swapped weights)?"
-    else:
-        why = (
-            "Does something else read the parameter, does the module compute something else when it is run again "
-            "(attributes set around the call, counters, numbers of the batch), does a hook change what it returns, "
-            "or is something differentiated in the forward pass?"
-        )
-    return OutsideReads(
-        f"{layer.title} ({type(layer.uses[0].owner).__name__}): the gradient of {key!r} for one example has norm "
-        f"{float(ours.norm()):.4g} by the layer's rule and {float(theirs.norm()):.4g} by autograd, and they differ by "
-        f"{float((ours - theirs).norm()):.2g}. {why} Leave the parameters {list(layer.params)} out of `params`, or "
-        "restructure that part of the model. EmpiricalRisk(..., check=False) goes on without this check, and with "
-        "numbers that are wrong."
-    )
-
-
-def _vector_for(f: Tensor, n: int, N: int) -> Tensor:
-    """A random vector of the output's shape that is zero for all examples but one."""
-    v = torch.zeros(f.shape, dtype=f.dtype, device=f.device)
-    piece = v.unflatten(0, (N, -1))[n]
-    generator = torch.Generator().manual_seed(0)
-    piece.copy_(torch.randn(piece.shape, generator=generator, dtype=torch.float64))
-    return v
+        if f.shape != as_it_is.shape or _difference(f.detach(), as_it_is) > TOLERANCE[f.element_size()]:
+            raise refusal_of_one_row(expanded.call.use, len(expanded.slots[0].out), MORE_THAN_BROADCAST)
 
 
 def _rows_of(t: Tensor, examples: list[int], N: int) -> Tensor:
     """The rows of some examples; the tensor itself if it does not carry examples first."""
     return t.unflatten(0, (N, -1))[examples].flatten(0, 1) if t.ndim and t.shape[0] % N == 0 else t
-
-
-def _others(rows: Tensor, n: int) -> Tensor:
-    return torch.cat([rows[:n], rows[n + 1 :]])
-
-
-def _norm(tree: Any) -> float:
-    """The norm of the first floating-point tensor in a tree: of inputs, those behind it are masks and the like."""
-    first = next((t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()), None)
-    return 0.0 if first is None else float(first.norm(dtype=torch.promote_types(first.dtype, torch.float32)))
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
@@ -424,7 +249,7 @@ def _outputs_of_modules(model: nn.Module, run: Callable[[], object]) -> list[tup
             leaves = [t.detach().clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
             outputs.append((name, leaves))
 
-        handles.append(module.register_forward_hook(note))
+        handles.append(module.register_forward_hook(own_calls(note)))
     try:
         run()
     finally:
@@ -439,6 +264,6 @@ def _first_different(
     """The first module whose outputs differ, in words; "" if there is none."""
     for (name, before), (_, after) in zip(one, two):
         for a, b in zip(before, after):
-            if a.shape == b.shape and _difference(b, a) > _TOLERANCE[a.element_size()]:
+            if a.shape == b.shape and _difference(b, a) > TOLERANCE[a.element_size()]:
                 return f"{title(name)} ({type(model.get_submodule(name)).__name__})"
     return ""

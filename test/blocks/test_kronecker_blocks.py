@@ -367,6 +367,14 @@ def test_several_sweeps_are_not_for_streams() -> None:
     assert estimator.updates == 0
 
 
+def test_layers_of_a_stream_are_in_the_order_of_the_plan() -> None:
+    """Of eight layers that can't be streamed the first one is named, whatever their places in memory are."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    estimator = CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), ()), KINDS["by sweeps"])
+    with pytest.raises(UnsupportedError, match="layer '0': its block is too large"):
+        estimator.update((torch.rand(3, 4), torch.rand(3, 4)))
+
+
 def test_no_sweeps_are_refused() -> None:
     with pytest.raises(ValueError, match="power_iterations=0: expected at least 1"):
         curvature(problem("mlp").risk(), NearestKronecker.using(power_iterations=0)).compute()

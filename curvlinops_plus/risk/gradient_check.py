@@ -1,0 +1,189 @@
+"""Vectors for single examples: which rows they reach, and what layer rules make of them, compared with autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from curvlinops_plus.risk.layer_batch import LayerBatch
+from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.module_uses import title
+from curvlinops_plus.risk.outside_reads import OutsideReads, not_by_example
+from curvlinops_plus.risk.record import Recorder
+from curvlinops_plus.risk.recorded_call import RecordedCall
+from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_one_row
+
+__all__ = ["TOLERANCE", "SentVectors", "send_single"]
+
+#: Largest relative difference that passes as rounding, by bytes of a number.
+TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-8}
+
+
+@dataclass
+class SentVectors:
+    """What vectors for single examples left behind.
+
+    Attributes:
+        calls: The recorded calls.
+        first: What a vector for the first example left at their slots, by identity.
+        grads: The same of a vector for the example in the middle.
+        expected: Autograd's gradients of parameters for the latter, by key.
+        num_examples: N.
+    """
+
+    calls: list[RecordedCall]
+    first: dict[int, Tensor]
+    grads: dict[int, Tensor]
+    expected: dict[str, Tensor]
+    num_examples: int
+
+    def compare(self, layers: Sequence[Layer], mixing: bool) -> None:
+        """Compare rows and rules.
+
+        Args:
+            layers: The layers.
+            mixing: Whether rows of other examples may be reached.
+        """
+        if not all(math.isfinite(g.sum()) for g in self.grads.values()):
+            return  # statistics that are not finite name layer and batch
+        if not mixing and self.num_examples > 1:
+            _compare_rows(self, self.first, 0)
+            _compare_rows(self, self.grads, self.num_examples // 2)
+        for index, layer in enumerate(layers):
+            _compare_rule(self, layer, [recorded for recorded in self.calls if recorded.layer == index], mixing)
+
+
+def send_single(recorder: Recorder, outputs: Sequence[Tensor], free: Mapping[str, Tensor]) -> SentVectors:
+    """Send a random vector for the first example back, and one for that in the middle.
+
+    Args:
+        recorder: Which recorded the forward pass.
+        outputs: What it returned, with a graph.
+        free: Key to the tensor that stood for the parameter in it.
+    """
+    N = recorder.num_examples
+    if not outputs:
+        return SentVectors([], {}, {}, {}, N)
+    recorder.require_unchanged()
+    recorder.sources(outputs)  # refuses parameters that something else reads
+    slots = [slot for recorded in recorder.calls for slot in recorded.slots]
+    edges = [slot.edge for slot in slots]
+
+    def send(n: int, inputs: list[Any], retain_graph: bool = False) -> tuple[Tensor | None, ...]:
+        vectors = [_vector_for(f, n, N) for f in outputs]
+        return torch.autograd.grad(outputs, inputs, vectors, retain_graph=retain_graph, allow_unused=True)
+
+    # Two of them: examples that change places may leave one where it is.
+    first = send(0, edges, retain_graph=True) if N > 1 else ()
+    found = send(N // 2, [*edges, *free.values()])
+    grads, before = ({id(s): g.detach() for s, g in zip(slots, gs) if g is not None} for gs in (found, first))
+    expected = {key: g for key, g in zip(free, found[len(slots) :]) if g is not None}
+    return SentVectors(recorder.calls, before, grads, expected, N)
+
+
+def _compare_rows(sent: SentVectors, grads: Mapping[int, Tensor], n: int) -> None:
+    """Refuse layers in which a vector for example `n`, which left these gradients, reaches rows of other examples."""
+    N = sent.num_examples
+    for recorded in sent.calls:
+        for slot in recorded.slots:
+            g = grads.get(id(slot))
+            if g is None:
+                continue
+            rows = slot.arrange(g).unflatten(0, (N, -1))
+            if not bool(rows[:n].any() | rows[n + 1 :].any()):
+                continue
+            use = recorded.call.use
+            if recorded.expanded:
+                raise refusal_of_one_row(use, N, MORE_THAN_BROADCAST)
+            raise not_by_example(
+                use,
+                (recorded.call.args, dict(recorded.call.kwargs)),
+                N,
+                f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} for {N} "
+                f"examples, but axis {slot.axis} does not carry the examples (is it a position embedding, or "
+                f"time-major?), or the model mixes examples: a vector for example {n} has a gradient of norm "
+                f"{float(rows[n].norm()):.3g} in its rows, and of {float(_others(rows, n).norm()):.3g} in others. "
+                f"Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand the layer's input to the batch "
+                "in the model, or leave its parameters out of `params`.",
+            )
+
+
+def _compare_rule(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall], mixing: bool) -> None:
+    """Refuse a layer whose rule makes another gradient of its recorded calls than autograd."""
+    N, n, expected = sent.num_examples, sent.num_examples // 2, sent.expected
+    for recorded in calls:
+        recorded.set_gradients(sent.grads, 1, batched=False)
+    batch = LayerBatch(layer, [recorded.call for recorded in calls], N)
+    made = _summed_gradients(batch if mixing else batch.examples(n, n + 1)) if calls else {}
+    for key, p in layer.params.items():
+        ours = made[key] if key in made else torch.zeros_like(p)
+        theirs = expected[key] if key in expected else torch.zeros_like(p)
+        kinds = [*(slot.out.dtype for recorded in calls for slot in recorded.slots), p.dtype]
+        away = torch.dist(ours, theirs)
+        if not bool(away <= TOLERANCE[min(kind.itemsize for kind in kinds)] * theirs.norm()):
+            rounding = 100 * max(torch.finfo(kind).eps for kind in kinds) * _size(calls)
+            if not float(away) <= rounding:
+                raise _wrong_rule(layer, key, ours, theirs, bool(calls))
+    for recorded in calls:
+        recorded.call.grads = None
+
+
+def _summed_gradients(batch: LayerBatch) -> dict[str, Tensor]:
+    """Gradients of a layer's parameters, by key: those of each example, added up."""
+    found: dict[str, Tensor] = {}
+    for group in batch.layer.groups:
+        J = batch.restrict(group).per_example_grads
+        J = J.flatten() if J.shape[:2] == (1, 1) else J.sum((0, 1)).flatten()
+        found |= {key: g[..., 0] for key, g in group.layout.split(J[:, None]).items()}
+    return found
+
+
+def _size(calls: Sequence[RecordedCall]) -> float:
+    """A bound of the numbers that add up to a gradient: where they cancel, rounding is relative to it."""
+    return sum(_norm(c.call.grads) * (1 + _norm((c.call.args, dict(c.call.kwargs)))) for c in calls)
+
+
+def _wrong_rule(layer: Layer, key: str, ours: Tensor, theirs: Tensor, called: bool) -> OutsideReads:
+    """What to say of two gradients that differ, if it can't be found which functions read the parameter."""
+    if not called:
+        why = "The layer was not called, so something else reads the parameter."
+    elif not theirs.any():
+        why = "Was the module called with other tensors than its parameters (functional_call, swapped weights)?"
+    else:
+        why = (
+            "Does something else read the parameter, does the module compute something else when it is run again "
+            "(attributes set around the call, counters, numbers of the batch), does a hook change what it returns, "
+            "or is something differentiated in the forward pass?"
+        )
+    return OutsideReads(
+        f"{layer.title} ({type(layer.uses[0].owner).__name__}): the gradient of {key!r} for one example has norm "
+        f"{float(ours.norm()):.4g} by the layer's rule and {float(theirs.norm()):.4g} by autograd, and they differ by "
+        f"{float((ours - theirs).norm()):.2g}. {why} Leave the parameters {list(layer.params)} out of `params`, or "
+        "restructure that part of the model. EmpiricalRisk(..., check=False) goes on without this check, and with "
+        "numbers that are wrong."
+    )
+
+
+def _vector_for(f: Tensor, n: int, N: int) -> Tensor:
+    """A random vector of the output's shape that is zero for all examples but one."""
+    v = torch.zeros(f.shape, dtype=f.dtype, device=f.device)
+    piece = v.unflatten(0, (N, -1))[n]
+    generator = torch.Generator().manual_seed(0)
+    piece.copy_(torch.randn(piece.shape, generator=generator, dtype=torch.float64))
+    return v
+
+
+def _others(rows: Tensor, n: int) -> Tensor:
+    return torch.cat([rows[:n], rows[n + 1 :]])
+
+
+def _norm(tree: Any) -> float:
+    """The norm of the first floating-point tensor in a tree: of inputs, those behind it are masks and the like."""
+    first = next((t for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()), None)
+    return 0.0 if first is None else float(first.norm(dtype=torch.promote_types(first.dtype, torch.float32)))

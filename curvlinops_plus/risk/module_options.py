@@ -1,0 +1,55 @@
+"""Options that are said of modules, by their names or globs of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["ExampleOfRow", "example_axes", "functions_of_rows"]
+
+ExampleOfRow = Callable[[Any, Any], Tensor]
+
+
+def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:
+    """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user says."""
+    axes: dict[str, int] = {}
+    layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    for name, module in model.named_modules():
+        flag = module.self_attn.batch_first if isinstance(module, layers) else getattr(module, "batch_first", None)
+        if flag is False:
+            for inner, _ in module.named_modules(prefix=name):
+                axes[inner] = 1
+    for glob, axis in (given or {}).items():
+        axes |= dict.fromkeys(_matching(model, glob, f"example_axis={{{glob!r}: {axis}}}"), axis)
+    return axes
+
+
+def functions_of_rows(model: nn.Module, given: Mapping[str, ExampleOfRow] | None) -> dict[str, ExampleOfRow]:
+    """Module name to the function that says which rows are whose, from names and globs.
+
+    Raises:
+        TypeError: If one is no function.
+        ValueError: If a glob matches no module.
+    """
+    found: dict[str, ExampleOfRow] = {}
+    for glob, function in (given or {}).items():
+        option = f"example_of_row={{{glob!r}: ...}}"
+        if not callable(function):
+            raise TypeError(
+                f"{option} is a {type(function).__name__}; expected a function of a batch, "
+                "`(X, y) -> LongTensor [rows]`, the number of the example that each row belongs to."
+            )
+        found |= dict.fromkeys(_matching(model, glob, option), function)
+    return found
+
+
+def _matching(model: nn.Module, glob: str, option: str) -> list[str]:
+    """The modules that an option is about; `option` is how the user wrote it."""
+    names = [name for name, _ in model.named_modules()]
+    matching = [name for name in names if fnmatchcase(name, glob)]
+    if not matching:
+        raise ValueError(f"{option} matches no module of the model; its modules are {names[1:]}.")
+    return matching

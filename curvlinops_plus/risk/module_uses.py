@@ -1,0 +1,106 @@
+"""Which modules, and function calls inside modules, read some parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
+from curvlinops_plus.layer.functions import LINEAR, Function
+from curvlinops_plus.layer.rule_registry import GENERIC
+
+__all__ = ["ModuleUse", "find_uses", "title"]
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleUse:
+    """One module that reads parameters of a layer.
+
+    Attributes:
+        name: The module's name in the model ("" for the model itself); of a function call, the name of the part too.
+        module: The module, or what stands for the part of it that a function call reads.
+        rule: What the module does with its parameters.
+        keys: The module's own parameter names, each with the key of the tracked parameter.
+        owner: The module in the model that holds the parameters.
+        function: The function that reads the parameters, where it is not the module, whose hook would tell.
+    """
+
+    name: str
+    module: nn.Module
+    rule: LayerRule
+    keys: dict[str, str]
+    owner: nn.Module
+    function: Function | None = None
+
+    @property
+    def functional(self) -> bool:
+        """Whether the parameters are read by function calls, which no hook sees."""
+        return self.function is not None
+
+    def own(self, module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, bool]:
+        """Key to whether the module holds this parameter at the moment, not another tensor in its place."""
+        return {key: _slot(module, local) is params[key] for local, key in self.keys.items()}
+
+    def holds(self, module: nn.Module, params: Mapping[str, Tensor]) -> bool:
+        """Whether the module holds all of the parameters at the moment."""
+        return all(self.own(module, params).values())
+
+    @property
+    def without_rule(self) -> bool:
+        """Whether nothing is known of the module but that it holds the parameters."""
+        return self.rule is GENERIC and not is_parametrized(self.module)
+
+
+def _slot(module: nn.Module, local: str) -> Tensor | None:
+    """What a module holds under the name of a parameter, which may be that of a parametrization or of a child."""
+    inside, _, name = local.rpartition(".")
+    return (module.get_submodule(inside) if inside else module)._parameters.get(name)
+
+
+def title(name: str) -> str:
+    """How messages call a module of that name in the model."""
+    return f"layer {name!r}" if name else "layer '' (the model itself)"
+
+
+def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]:
+    """The modules that read some parameters, and the function calls inside attention (key to the model's own)."""
+    key_of = {id(p): key for key, p in params.items()}
+    uses: list[ModuleUse] = []
+    claimed: set[int] = set()  # modules whose parameters another one answers for
+    for name, module in model.named_modules():
+        if id(module) in claimed:
+            continue
+        if is_parametrized(module):
+            claimed |= {id(m) for m in module.get_submodule("parametrizations").modules()}
+        rule, in_parts = rule_of(module), set()
+        for part in rule.parts(module):
+            claimed.add(id(part.module))
+            in_parts |= {id(p) for p in part.params.values()}
+            if keys := _tracked(part.params, key_of):
+                full = ".".join([name, part.name]).lstrip(".")
+                uses.append(ModuleUse(full, part.module, part.rule, keys, module, LINEAR))
+        own = {local: p for local, p in differentiable_parameters(module).items() if id(p) not in in_parts}
+        if keys := _tracked(own, key_of):
+            rule.check(module)
+            uses.append(ModuleUse(name, module, rule, keys, module))
+    return [use for use in uses if not _alias(use, uses)]
+
+
+def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str]) -> dict[str, str]:
+    """Local name to key, of those parameters that have one."""
+    return {local: key_of[id(p)] for local, p in params.items() if id(p) in key_of}
+
+
+def _alias(use: ModuleUse, uses: list[ModuleUse]) -> bool:
+    """Whether a container only holds names for parameters that modules inside it read (BERT's `predictions.bias`).
+
+    Should it read them too, recording finds one reader more than calls, and says so.
+    """
+    if isinstance(use.rule, AffineRule):
+        return False
+    inside = {id(m) for m in use.module.modules()} - {id(use.module)}
+    others = [u for u in uses if id(u.owner) in inside and isinstance(u.rule, AffineRule)]
+    return set(use.keys.values()) <= {key for u in others for key in u.keys.values()}

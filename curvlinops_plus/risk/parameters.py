@@ -1,0 +1,101 @@
+"""The parameters that a risk is a function of: the model's own tensors, found behind what the user gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["common_device", "common_dtype", "named_params", "value_of"]
+
+
+def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Give each requested parameter a key and find the model's own tensor behind it.
+
+    Args:
+        model: The model.
+        params: A list of the model's parameters, a dict of them under names of the caller's, or None for all that
+            require a gradient. `p.detach()` and `p.data` are recognised by their memory; any other tensor of the same
+            shape, under a name of the model's own in a dict, is another value of that parameter.
+
+    Returns:
+        Key to the model's own parameter.
+
+    Raises:
+        ValueError: If there are no parameters, one is given twice, or one does not belong to the model.
+    """
+    if params is None:
+        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not params:
+            raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
+    owned = dict(model.named_parameters())
+    names = {id(p): name for name, p in owned.items()}
+    names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
+    items: Iterable[tuple[str | None, Tensor]]
+    items = params.items() if isinstance(params, Mapping) else ((None, p) for p in params)
+    own: dict[str, Tensor] = {}
+    labels: dict[str, str] = {}
+    for position, (key, p) in enumerate(items):
+        label = f"params[{position if key is None else key!r}]"
+        name = _own_name(model, names, p, label, key)
+        if name in labels:
+            raise ValueError(
+                f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
+            )
+        labels[name] = label
+        own[key or name] = owned[name]
+    if not own:
+        raise ValueError("`params` is empty; there is no matrix of size 0.")
+    return own
+
+
+def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, key: str | None) -> str:
+    """The model's name of a parameter, found by identity or memory, or else the key if that is one of its names."""
+    if not isinstance(p, Tensor):
+        raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.")
+    name = names.get(id(p)) or names.get((p.data_ptr(), p.shape, p.stride()))
+    if name is not None:
+        return name
+    own = dict(model.named_parameters()).get(key or "")
+    if key is None or own is None or p.shape != own.shape:
+        expected = "" if own is None else f" (its own {key!r} has {list(own.shape)})"
+        raise ValueError(
+            f"{label} with shape {list(p.shape)} is not a parameter of the model {type(model).__name__}{expected}. "
+            "Pass the model's own tensors, for instance `[p for p in model.parameters() if p.requires_grad]` or "
+            "`dict(model.named_parameters())`, or a dict of other values under the same names."
+        )
+    return key
+
+
+def value_of(params: Any, key: str, own: Tensor) -> Tensor:
+    """What stands for a parameter: the model's own tensor, or another value given under its name."""
+    given = params[key] if isinstance(params, Mapping) else own
+    if given is own or (given.data_ptr() == own.data_ptr() and given.shape == own.shape and own.numel()):
+        return own
+    return given if isinstance(given, nn.Parameter) else nn.Parameter(given.detach(), given.requires_grad)
+
+
+def common_device(params: Mapping[str, Tensor]) -> torch.device:
+    """Where all of the parameters are; refuses several devices."""
+    devices = {p.device for p in params.values()}
+    if len(devices) != 1:
+        raise ValueError(
+            f"The parameters live on several devices, {sorted(map(str, devices))}; one operator needs them on one."
+        )
+    return devices.pop()
+
+
+def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
+    """The widest of the parameters' dtypes, float32 at least."""
+    dtypes = {p.dtype for p in params.values()}
+    if not all(dtype.is_floating_point for dtype in dtypes):
+        raise ValueError(
+            f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have "
+            "a curvature here."
+        )
+    wide = torch.float32
+    for dtype in dtypes:
+        wide = torch.promote_types(wide, dtype)
+    return wide
