@@ -197,13 +197,12 @@ def _enclose(
     holders = {(use.name, key) for use in uses if use.without_rule for key in use.keys.values()}
     modules = dict(risk.model.named_modules())
     for read in reads:
-        common = [name for name in _common_start(passes[0].stacks[read.key]) if not name or _by_example(name, passes)]
-        if read.key in enclosed:
-            common = [name for name in common if (name, read.key) not in holders]
-        elif any((name, read.key) in holders for name in common):
+        common = _by_example(_common_start(passes[0].stacks[read.key]), passes)
+        own = [name for name in common if (name, read.key) in holders]
+        if own and read.key not in enclosed:
             continue  # its own module sees all of it
         p = risk.params[read.key]
-        around = [name for name in common if any(q is p for q in modules[name].parameters())]
+        around = [name for name in common if name not in own and any(q is p for q in modules[name].parameters())]
         if around:
             enclosing[read.key] = around[-1]
         else:
@@ -211,11 +210,15 @@ def _enclose(
     return enclosing, outside
 
 
-def _by_example(name: str, passes: Sequence[DryPass]) -> bool:
-    """Whether what a module returns has a row for each example, or one row for all."""
+def _by_example(names: Iterable[str], passes: Sequence[DryPass]) -> list[str]:
+    """The modules that return a row for each example, or one row for all; and the model itself, ""."""
     first, last = passes[0], passes[-1]
-    sizes, others = first.sizes.get(name, []), last.sizes.get(name, [])
-    return len(sizes) == len(others) and all(_follows(*pair, first, last) for pair in zip(sizes, others))
+
+    def does(name: str) -> bool:
+        sizes, others = first.sizes.get(name, []), last.sizes.get(name, [])
+        return len(sizes) == len(others) and all(_follows(*pair, first, last) for pair in zip(sizes, others))
+
+    return [name for name in names if not name or does(name)]
 
 
 def _follows(size: int, other: int, first: DryPass, last: DryPass) -> bool:

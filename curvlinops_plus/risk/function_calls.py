@@ -118,6 +118,8 @@ class ParameterViews:
         if t is None:
             return None
         for key, p in self._by_memory.get(id(_base(t)), []):
+            if t is not p and p.requires_grad and t.grad_fn is None and torch.is_grad_enabled():
+                continue  # made under `no_grad`: nothing comes back to the parameter, though it requires a gradient
             for transposed in (False, True) if t.ndim == 2 else (False,):
                 rows = _rows(t.T if transposed else t, p)
                 if rows is not None:

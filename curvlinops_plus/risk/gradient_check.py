@@ -35,6 +35,7 @@ class SentVectors:
         grads: The same of a vector for the example in the middle.
         expected: Autograd's gradients of parameters for the latter, by key.
         num_examples: N.
+        every: Whether the vector was one for all examples instead.
     """
 
     calls: list[RecordedCall]
@@ -42,30 +43,43 @@ class SentVectors:
     grads: dict[int, Tensor]
     expected: dict[str, Tensor]
     num_examples: int
+    every: bool = False
 
-    def compare(self, layers: Sequence[Layer], mixing: bool) -> None:
+    def compare(self, layers: Sequence[Layer], mixing: bool) -> set[int]:
         """Compare rows and rules.
 
         Args:
             layers: The layers.
             mixing: Whether rows of other examples may be reached.
+
+        Returns:
+            Indices of the layers whose gradients are not all zero.
         """
         if not all(math.isfinite(g.sum()) for g in self.grads.values()):
-            return  # statistics that are not finite name layer and batch
+            return set()  # statistics that are not finite name layer and batch
         if not mixing and self.num_examples > 1:
             _compare_rows(self, self.first, 0)
-            _compare_rows(self, self.grads, self.num_examples // 2)
+            if not self.every:
+                _compare_rows(self, self.grads, self.num_examples // 2)
+        reached = set()
         for index, layer in enumerate(layers):
-            _compare_rule(self, layer, [recorded for recorded in self.calls if recorded.layer == index], mixing)
+            calls = [recorded for recorded in self.calls if recorded.layer == index]
+            _compare_rule(self, layer, calls, mixing or self.every)
+            if any(bool(self.expected[key].any()) for key in layer.params if key in self.expected):
+                reached.add(index)
+        return reached
 
 
-def send_single(recorder: Recorder, outputs: Sequence[Tensor], free: Mapping[str, Tensor]) -> SentVectors:
+def send_single(
+    recorder: Recorder, outputs: Sequence[Tensor], free: Mapping[str, Tensor], every: bool = False
+) -> SentVectors:
     """Send a random vector for the first example back, and one for that in the middle.
 
     Args:
         recorder: Which recorded the forward pass.
         outputs: What it returned, with a graph.
         free: Key to the tensor that stood for the parameter in it.
+        every: Send a vector for all examples instead of the latter.
     """
     N = recorder.num_examples
     if not outputs:
@@ -76,7 +90,7 @@ def send_single(recorder: Recorder, outputs: Sequence[Tensor], free: Mapping[str
     edges = [slot.edge for slot in slots]
 
     def send(n: int, inputs: list[Any], retain_graph: bool = False) -> tuple[Tensor | None, ...]:
-        vectors = [_vector_for(f, n, N) for f in outputs]
+        vectors = [_vector_for(f, range(N) if every and n else [n], N) for f in outputs]
         return torch.autograd.grad(outputs, inputs, vectors, retain_graph=retain_graph, allow_unused=True)
 
     # Two of them: examples that change places may leave one where it is.
@@ -84,7 +98,7 @@ def send_single(recorder: Recorder, outputs: Sequence[Tensor], free: Mapping[str
     found = send(N // 2, [*edges, *free.values()])
     grads, before = ({id(s): g.detach() for s, g in zip(slots, gs) if g is not None} for gs in (found, first))
     expected = {key: g for key, g in zip(free, found[len(slots) :]) if g is not None}
-    return SentVectors(recorder.calls, before, grads, expected, N)
+    return SentVectors(recorder.calls, before, grads, expected, N, every)
 
 
 def _compare_rows(sent: SentVectors, grads: Mapping[int, Tensor], n: int) -> None:
@@ -106,32 +120,37 @@ def _compare_rows(sent: SentVectors, grads: Mapping[int, Tensor], n: int) -> Non
                 (recorded.call.args, dict(recorded.call.kwargs)),
                 N,
                 f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} for {N} "
-                f"examples, but axis {slot.axis} does not carry the examples (is it a position embedding, or "
-                f"time-major?), or the model mixes examples: a vector for example {n} has a gradient of norm "
-                f"{float(rows[n].norm()):.3g} in its rows, and of {float(_others(rows, n).norm()):.3g} in others. "
+                f"examples that were looked at, but axis {slot.axis} does not carry the examples (is it a position "
+                f"embedding, or time-major?), or the model mixes examples: a vector for example {n} has a gradient of "
+                f"norm {float(rows[n].norm()):.3g} in its rows, and of {float(_others(rows, n).norm()):.3g} in others. "
                 f"Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand the layer's input to the batch "
                 "in the model, or leave its parameters out of `params`.",
             )
 
 
-def _compare_rule(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall], mixing: bool) -> None:
+def _compare_rule(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall], every: bool) -> None:
     """Refuse a layer whose rule makes another gradient of its recorded calls than autograd."""
     N, n, expected = sent.num_examples, sent.num_examples // 2, sent.expected
     for recorded in calls:
         recorded.set_gradients(sent.grads, 1, batched=False)
     batch = LayerBatch(layer, [recorded.call for recorded in calls], N)
-    made = _summed_gradients(batch if mixing else batch.examples(n, n + 1)) if calls else {}
+    made = _summed_gradients(batch if every else batch.examples(n, n + 1)) if calls else {}
     for key, p in layer.params.items():
         ours = made[key] if key in made else torch.zeros_like(p)
         theirs = expected[key] if key in expected else torch.zeros_like(p)
-        kinds = [*(slot.out.dtype for recorded in calls for slot in recorded.slots), p.dtype]
+        kind = _coarsest([*(slot.out.dtype for recorded in calls for slot in recorded.slots), p.dtype])
         away = torch.dist(ours, theirs)
-        if not bool(away <= TOLERANCE[min(kind.itemsize for kind in kinds)] * theirs.norm()):
-            rounding = 100 * max(torch.finfo(kind).eps for kind in kinds) * _size(calls)
-            if not float(away) <= rounding:
+        if not bool(away <= TOLERANCE[kind.itemsize] * theirs.norm()):
+            # Half precision rounds so much that there is no room for more than that.
+            rounding = torch.finfo(kind).eps * (2 if kind.itemsize == 2 else 100)
+            if not float(away) <= rounding * _size(calls):
                 raise _wrong_rule(layer, key, ours, theirs, bool(calls))
     for recorded in calls:
         recorded.call.grads = None
+
+
+def _coarsest(kinds: Sequence[torch.dtype]) -> torch.dtype:
+    return max(kinds, key=lambda kind: torch.finfo(kind).eps)
 
 
 def _summed_gradients(batch: LayerBatch) -> dict[str, Tensor]:
@@ -170,12 +189,12 @@ def _wrong_rule(layer: Layer, key: str, ours: Tensor, theirs: Tensor, called: bo
     )
 
 
-def _vector_for(f: Tensor, n: int, N: int) -> Tensor:
-    """A random vector of the output's shape that is zero for all examples but one."""
+def _vector_for(f: Tensor, examples: Sequence[int], N: int) -> Tensor:
+    """A random vector of the output's shape that is zero for all other examples."""
     v = torch.zeros(f.shape, dtype=f.dtype, device=f.device)
-    piece = v.unflatten(0, (N, -1))[n]
-    generator = torch.Generator().manual_seed(0)
-    piece.copy_(torch.randn(piece.shape, generator=generator, dtype=torch.float64))
+    rows, generator = v.unflatten(0, (N, -1)), torch.Generator().manual_seed(0)
+    for n in examples:
+        rows[n].copy_(torch.randn(rows[n].shape, generator=generator, dtype=torch.float64))
     return v
 
 

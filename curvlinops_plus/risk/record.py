@@ -86,7 +86,7 @@ class Recorder:
         self._functions = FunctionUses(layers, self._params)
         self._mode = FunctionCalls(self._function_call) if intercept or self._functions else None
         self._handles: list[Any] = []
-        self._recording = self._disabled = self._reads_checked = False
+        self._recording = self._disabled = False
         self._ours = OwnThread()  # another thread may evaluate the model meanwhile
 
     def __enter__(self) -> Recorder:
@@ -251,8 +251,8 @@ class Recorder:
         self.num_examples, self._data, self._recording = num_examples, data, True
         self._ours = OwnThread()
         frozen = [p for p in self._params.values() if not p.requires_grad]
-        # Frozen parameters leave no trace in the graph; which operations read them is checked once.
-        reads = ParameterReads(frozen) if frozen and not self._reads_checked else None
+        # Frozen parameters leave no trace in the graph that tells which operations read them.
+        reads = ParameterReads(frozen) if frozen else None
         try:
             with reads or nullcontext():
                 yield
@@ -265,7 +265,6 @@ class Recorder:
             self._recording = False
             self._functions.end()
         if reads is not None:
-            self._reads_checked = True
             refuse_outside_readers(self.layers, self.calls, reads.counts, self._params)
 
     @contextmanager

@@ -65,7 +65,9 @@ class Checked:
     """What was found out about a risk once, in the first batches.
 
     Attributes:
-        layers: Modules whose rules were compared with autograd.
+        layers: Modules whose rules agreed with autograd on a gradient that is not zero.
+        tried: Modules that were looked at, also where all gradients were zero.
+        batches: How many batches were seen since then.
         shapes: Shapes of batches whose outputs were compared.
         said: Messages that were given.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
@@ -73,6 +75,8 @@ class Checked:
     """
 
     layers: set[Any] = field(default_factory=set)
+    tried: set[Any] = field(default_factory=set)
+    batches: int = 0
     shapes: set[Any] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     shift: bool | None = None

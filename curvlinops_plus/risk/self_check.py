@@ -24,7 +24,7 @@ from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import RecordedCall
 from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_one_row
 from curvlinops_plus.risk.replaced_parameters import copied_buffers
-from curvlinops_plus.risk.risk import EmpiricalRisk
+from curvlinops_plus.risk.risk import Checked, EmpiricalRisk
 
 __all__ = ["check_batch"]
 
@@ -66,7 +66,7 @@ def check_batch(
     if not risk.options.check:
         return
     N, checked = batch.num_examples, risk.checked
-    unchecked = {_name(recorded, N) for recorded in recorder.calls} - checked.layers if recorder.backward else set()
+    unchecked = _unchecked(checked, recorder)
     shape = (N, *(t.shape for t in tree_leaves(batch.X) if isinstance(t, Tensor))) if repeatable else None
     # All of a small batch would be a few examples of itself, which tells nothing but that the model is not random.
     new_shape = repeatable and shape not in checked.shapes and len(checked.shapes) < _SHAPES
@@ -75,9 +75,20 @@ def check_batch(
         return
     check = _Check(risk, recorder, batch, outputs, repeatable)
     with torch.random.fork_rng(check.devices), eager():
-        check.run(bool(unchecked))
-    checked.layers |= unchecked
+        reached = check.run(bool(unchecked))
+    checked.tried |= unchecked
+    checked.layers |= {_name(c, N) for c in recorder.calls if c.layer in reached} if unchecked else set()
     checked.shapes.add(shape)
+
+
+def _unchecked(checked: Checked, recorder: Recorder) -> set[Any]:
+    """What is called in a batch and has to be looked at."""
+    if not recorder.backward:
+        return set()
+    found = {_name(recorded, recorder.num_examples) for recorded in recorder.calls} - checked.layers
+    checked.batches += 1
+    again = checked.batches & (checked.batches - 1) == 0  # where gradients were zero, in ever fewer batches
+    return found if again or not found <= checked.tried else set()
 
 
 def _name(recorded: RecordedCall, N: int) -> tuple[str, bool, bool]:
@@ -93,24 +104,37 @@ class _Check:
     ) -> None:
         self.risk, self.recorder, self.batch, self.repeatable = risk, recorder, batch, repeatable
         self.outputs = [f.detach() for f in outputs]
+        self.axes = risk.options.example_axis or {}
         self.devices = [risk.device] if risk.device.type == "cuda" else []
         kind = nn.modules.batchnorm._BatchNorm
         #: Modules that mix examples, and are known for it.
         self.mixing = [name for name, m in risk.model.named_modules() if isinstance(m, kind) and m.training]
 
-    def run(self, backward: bool) -> None:
-        """Compare a few examples, or all if the model can't run a few.
+    def run(self, backward: bool) -> set[int]:
+        """Compare a few examples, or all if the model can't run a few, or if some layers got no gradient from them.
 
         Args:
             backward: Compare rows and rules too.
+
+        Returns:
+            Indices of the layers that got one.
         """
         if self.mixing:
             self._report_batch_norm()
-        N = self.batch.num_examples
-        examples = [0, N // 2, N - 1]
-        few = take_examples(self.batch, examples) if N > _FEW and self._are_examples_clear() else None
-        if few is None or not self._look(few, examples, backward):
-            self._look(self.batch, list(range(N)), backward)
+        N, called = self.batch.num_examples, {recorded.layer for recorded in self.recorder.calls}
+        if N > _FEW and self._are_examples_clear():
+            # Any three: what depends on each other may be next to each other, or not.
+            generator = torch.Generator().manual_seed(len(self.risk.checked.shapes))
+            examples = sorted(torch.randperm(N, generator=generator)[:_FEW].tolist())
+            few = take_examples(self.batch, examples)
+            reached = None if few is None else self._look(few, examples, backward)
+            if reached is not None and (reached >= called or not backward):
+                return reached
+        else:
+            reached = self._look(self.batch, list(range(N)), backward)
+            if reached is not None and (reached >= called or not backward):
+                return reached
+        return self._look(self.batch, list(range(N)), backward, every=True) or set()
 
     def _are_examples_clear(self) -> bool:
         """Whether it is clear for each tensor of the input if it carries examples, and on which axis."""
@@ -137,18 +161,27 @@ class _Check:
             )
         warn(f"{said} is left out. Call model.eval() first.", CurvatureWarning, stacklevel=2)
 
-    def _look(self, few: Batch, examples: list[int], backward: bool) -> bool:
-        """Run `few`, which are these examples of the batch, and compare; False if the model can't run them."""
+    def _look(self, few: Batch, examples: list[int], backward: bool, every: bool = False) -> set[int] | None:
+        """Run `few`, which are these examples of the batch, and compare.
+
+        Args:
+            few: The examples.
+            examples: Their numbers.
+            backward: Compare rows and rules too.
+            every: Compare rules for all of them, where no single one is known to reach the layers.
+
+        Returns:
+            Indices of the layers that got a gradient; None if the model can't run these examples.
+        """
         risk, whole = self.risk, self.recorder
         with whole.disabled():
             if not backward:
                 with torch.no_grad():
                     found = self._outputs_of(few, risk.model)
-                return found is not None and self._compare_outputs(found, few, examples)
+                return set() if found is not None and self._compare_outputs(found, few, examples) else None
             # Parameters, as modules may ask for them by that type.
             free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
-            axes, rows = risk.options.example_axis or {}, risk.options.example_of_row
-            own = Recorder(whole.layers, axes, True, whole.intercept, free, rows)
+            own = Recorder(whole.layers, self.axes, True, whole.intercept, free, risk.options.example_of_row)
 
             def send(model: nn.Module) -> tuple[Sequence[Tensor], SentVectors] | None:
                 with own:
@@ -158,20 +191,17 @@ class _Check:
                     if found is not None and (expanded := [c for c in own.calls if c.expanded]):
                         with own.disabled(), torch.no_grad():
                             _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
-                    return (
-                        None
-                        if found is None
-                        else (found, send_single(own, [f for f in found if f.requires_grad], free))
-                    )
+                    if found is None:
+                        return None
+                    return found, send_single(own, [f for f in found if f.requires_grad], free, every)
 
             with torch.enable_grad(), copied_buffers(risk.model):
                 found_and_sent = risk.at(free, send)
             if found_and_sent is None or not self._compare_outputs(found_and_sent[0], few, examples):
-                return False
+                return None
             # Rules look at the modules, which have their own parameters again.
             with torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
-                found_and_sent[1].compare(own.layers, mixing=bool(self.mixing))
-        return True
+                return found_and_sent[1].compare(own.layers, mixing=bool(self.mixing))
 
     def _outputs_of(self, few: Batch, model: nn.Module) -> Sequence[Tensor] | None:
         """What the losses read; None if the model needs the whole batch, as the nodes of a graph do."""

@@ -18,6 +18,7 @@ from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
+from curvlinops_plus.risk.refused_calls import refusal_of_one_row
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.self_check import check_batch
 from curvlinops_plus.risk.totals import Totals
@@ -158,7 +159,13 @@ class RecordedPasses:
         """
         risk, recorder, vectors, (fs, ys, class_axes) = self.risk, self.recorder, self.vectors, outputs
         with torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
-            terms = risk.terms([f.detach() for f in fs], ys, batch, class_axes)
+            try:
+                terms = risk.terms([f.detach() for f in fs], ys, batch, class_axes)
+            except (ValueError, TypeError, RuntimeError) as error:
+                if expanded := [recorded.call.use for recorded in recorder.calls if recorded.expanded]:
+                    N, why = batch.num_examples, f"then the loss could not read the output: {error}"
+                    raise refusal_of_one_row(expanded[0], N, why) from error
+                raise
         batch_totals = terms.totals
         check_batch(risk, recorder, batch, fs, self.repeatable)
         passes = BackwardPasses(recorder, consume, _read_mask(risk, batch))

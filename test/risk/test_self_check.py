@@ -415,3 +415,118 @@ def test_small_differences_are_noticed_in_double_precision() -> None:
 
     with pytest.raises(UnsupportedError, match=r"layer 'scale' \(Scale\).*by the layer's rule"):
         _ = curvature(risk_of(Nearly(lambda self, x: x * self.gamma * self.factor)), DiagonalBlock).trace
+
+
+# ------------------------------------------------------------------------------------- gradients that are zero at first
+def times_gamma(self: Scale, x: Tensor) -> Tensor:
+    return x * self.gamma * self.factor
+
+
+@pytest.mark.parametrize("n", range(7))
+def test_an_example_without_a_gradient(n: int) -> None:
+    """Whichever example has none, others tell that the layer is not what it says."""
+
+    class Gated(AttributeAround):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (x[:, :1] != 0)
+
+    x = X.clone()
+    x[n] = 0
+    with pytest.raises(UnsupportedError, match=r"layer 'scale' \(Scale\).*by the layer's rule"):
+        _ = curvature(risk_of(Gated(times_gamma), [(x, Y)]), DiagonalBlock).trace
+
+
+def test_a_head_of_zeros_that_is_trained() -> None:
+    model = AttributeAround(times_gamma)
+    nn.init.zeros_(model.b.weight)
+    risk = risk_of(model)
+    _ = curvature(risk, DiagonalBlock).trace
+    nn.init.normal_(model.b.weight)
+    with pytest.raises(UnsupportedError, match=r"layer 'scale' \(Scale\).*by the layer's rule"):
+        _ = curvature(risk, DiagonalBlock).trace
+
+
+def test_half_precision_is_no_excuse() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        model = AttributeAround(times_gamma).to(dtype)
+        with pytest.raises(UnsupportedError, match=r"layer 'scale' \(Scale\).*by the layer's rule"):
+            _ = curvature(risk_of(model, [(X.to(dtype), Y)]), DiagonalBlock).trace
+
+
+def test_frozen_parameters_that_are_read_in_later_batches() -> None:
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * (1 if bool(x[0, 0] > 0) else self.layer.weight.sum())
+
+    x = X.abs()
+    for data in ([(x, Y), (-x, Y)], [(-x, Y), (x, Y)]):
+        model = Later().requires_grad_(False)
+        params = list(model.parameters())
+        exact = GGNLinearOperator(model, nn.CrossEntropyLoss(), params, data).to_dense()
+        try:
+            K = curvature(risk_of(model, data, params=params), DiagonalBlock)
+        except UnsupportedError as error:
+            assert "'layer.weight'" in str(error)  # noqa: PT017
+        else:
+            close(K.diagonal(), exact.diagonal())
+
+
+def test_weights_without_a_gradient_in_a_later_batch() -> None:
+    class Stopped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = nn.Parameter(torch.randn(3, 4).double())
+            self.v = nn.Parameter(torch.randn(3, 3).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            w = self.w
+            if bool(x[0, 0] < 0):
+                with torch.no_grad():
+                    w = self.w[:]
+            return nn.functional.linear(torch.tanh(nn.functional.linear(x, w)), self.v)
+
+    model, x = Stopped(), X.abs()
+    for data in ([(x, Y), (-x, Y)], [(-x, Y), (x, Y)]):
+        exact = GGNLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data).to_dense()
+        try:
+            K = curvature(risk_of(model, data), DiagonalBlock)
+        except (UnsupportedError, ValueError):
+            continue
+        close(K.diagonal(), exact.diagonal())
+
+
+def test_groups_of_examples() -> None:
+    class Groups(Around):
+        def forward(self, inputs: Any) -> Tensor:
+            self.group = inputs["group"]
+            return super().forward(inputs["x"])
+
+        def middle(self, h: Tensor) -> Tensor:
+            return (self.group[:, None] == self.group[None]).double() @ h
+
+    data = [({"x": X, "group": torch.tensor([0, 1, 1, 2, 3, 3, 4])}, Y)]
+    with pytest.raises(UnsupportedError, match=r"depend on each other|mixes examples"):
+        _ = curvature(risk_of(Groups(), data, batch_size_fn=lambda inputs: 7), DiagonalBlock).trace
+
+
+def test_an_example_at_a_time() -> None:
+    """The layers return one row in each call, which is no row for all examples."""
+
+    class OneByOne(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([super(OneByOne, self).forward(row[None]) for row in x])
+
+    model = OneByOne()
+    try:
+        K = curvature(risk_of(model), DiagonalBlock)
+    except UnsupportedError as error:
+        assert "returned one row for all" in str(error)  # noqa: PT017
+    else:
+        exact = GGNLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, Y)]).to_dense()
+        close(K.diagonal(), exact.diagonal())
