@@ -28,7 +28,7 @@ from curvlinops_plus.risk.recorded_call import RecordedCall
 from curvlinops_plus.risk.replaced_parameters import copied_buffers
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-__all__ = ["check_batch"]
+__all__ = ["check_batch", "refuse_expanded_outputs"]
 
 # How many examples are looked at.
 _FEW = 3
@@ -313,13 +313,35 @@ def _compare_expanded(expanded: RecordedCall, found: Sequence[Tensor], plain: Se
             raise _more_than_broadcast(expanded, len(expanded.slots[0].out))
 
 
+def refuse_expanded_outputs(risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor]) -> None:
+    """Refuse a row for all examples that gave the model's outputs another shape when it was expanded.
+
+    Args:
+        risk: Model, losses and options.
+        recorder: Which recorded the batch.
+        batch: The batch.
+        outputs: What the model returned, and the losses can't read.
+
+    Raises:
+        UnsupportedError: Naming the layer.
+
+    Cost: a forward pass, if there is such a row.
+    """
+    expanded = [recorded for recorded in recorder.calls if recorded.expanded]
+    if expanded:
+        with recorder.disabled(), torch.no_grad(), eager():
+            plain = risk.run(batch)[0]
+        if any(f.shape != as_it_is.shape for f, as_it_is in zip(outputs, plain, strict=True)):
+            raise _more_than_broadcast(expanded[0], batch.num_examples)
+
+
 def _more_than_broadcast(recorded: RecordedCall, N: int) -> UnsupportedError:
     use = recorded.call.use
     return UnsupportedError(
         f"{title(use.name)} ({type(use.owner).__name__}) returns one row for all {N} examples of a batch, and the "
-        "model does more with it than broadcast it (it picks a row, or reduces over the first axis). Its gradient "
-        "can't be told apart by examples: leave its parameters out of `params`, or expand its output to the batch in "
-        "the model."
+        "model does more with it than broadcast it (it picks a row, reduces over the first axis, or adds a table "
+        "[T, d] of one position to [N, T, d]). Its gradient can't be told apart by examples: leave its parameters out "
+        "of `params`, or expand its output to the batch in the model, as with table[None]."
     )
 
 

@@ -19,7 +19,7 @@ from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.self_check import check_batch
+from curvlinops_plus.risk.self_check import check_batch, refuse_expanded_outputs
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
 
@@ -157,8 +157,12 @@ class RecordedPasses:
             The totals of the batch.
         """
         risk, recorder, vectors, (fs, ys, class_axes) = self.risk, self.recorder, self.vectors, outputs
-        with torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
-            terms = risk.terms([f.detach() for f in fs], ys, batch, class_axes)
+        try:
+            with torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
+                terms = risk.terms([f.detach() for f in fs], ys, batch, class_axes)
+        except ValueError:
+            refuse_expanded_outputs(risk, recorder, batch, fs)
+            raise
         batch_totals = terms.totals
         check_batch(risk, recorder, batch, fs, self.repeatable)
         passes = BackwardPasses(recorder, consume, _read_mask(risk, batch))
