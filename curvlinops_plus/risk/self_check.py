@@ -302,7 +302,7 @@ def _compare_rows(sent: _Sent, grads: Mapping[int, Tensor], n: int) -> None:
                 f"time-major?), or the model mixes examples: a vector for example {n} has a gradient of norm "
                 f"{float(rows[n].norm()):.3g} in its rows, and of {float(_others(rows, n).norm()):.3g} in others. "
                 f"Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand the layer's input to the batch "
-                "in the model, or leave its parameters out of `params`."
+                "in the model (embedding(places[None]) of positions), or leave its parameters out of `params`."
             )
 
 

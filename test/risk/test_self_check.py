@@ -350,6 +350,17 @@ def test_one_position_without_an_axis_of_examples(form: str, kind: str) -> None:
     close(curvature(risk, DiagonalBlock).diagonal(), exact.to_dense().diagonal())
 
 
+@pytest.mark.parametrize("N", [3, 4, 5])
+def test_positions_without_an_axis_of_examples(N: int) -> None:
+    """The advice that the message gives is right."""
+    x, y = X[:N, None].expand(N, 3, 4).clone(), torch.zeros(N, 3).long()
+    with pytest.raises(UnsupportedError, match=r"layer 'places' \(Embedding\).*embedding\(places\[None\]\)"):
+        _ = curvature(EmpiricalRisk(Places("positions"), nn.CrossEntropyLoss(), [(x, y)]), DiagonalBlock)
+    same = Places("with an axis")
+    exact = GGNLinearOperator(same, nn.CrossEntropyLoss(), list(same.parameters()), [(x, y)]).to_dense()
+    close(curvature(EmpiricalRisk(same, nn.CrossEntropyLoss(), [(x, y)]), DiagonalBlock).diagonal(), exact.diagonal())
+
+
 def test_a_target_of_the_wrong_shape_stays_one() -> None:
     """Also where a row for all examples was expanded as it should be."""
     risk = EmpiricalRisk(Places("with an axis"), nn.CrossEntropyLoss(), [(X[:5, None], torch.zeros(5, 2).long())])
