@@ -21,7 +21,7 @@ from curvlinops_plus.exact.double_backward import (
     refuse_asymmetry,
     refuse_once_differentiable,
 )
-from curvlinops_plus.exact.operations import Operations
+from curvlinops_plus.exact.operations import Operations, replaced_again
 from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
@@ -147,6 +147,10 @@ class ActivationHessian(SymmetricRiskOperator):
         frozen = {key: p.detach() for key, p in risk.params.items()}
 
         def loop(model: nn.Module) -> None:
+            with nullcontext() if self._checked and not self._replaced else replaced_again(model, twice=True):
+                read(model)
+
+        def read(model: nn.Module) -> None:
             for batch in risk.batches(f"{type(self).__name__}, {what}"):
                 watch = None if self._checked and not self._replaced else Operations(twice=True)
                 with self._leaf() as caught, watch or nullcontext():

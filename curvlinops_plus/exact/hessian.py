@@ -16,7 +16,7 @@ from curvlinops_plus.exact.double_backward import (
     refuse_asymmetry,
     refuse_once_differentiable,
 )
-from curvlinops_plus.exact.operations import Operations
+from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.autograd_graph import raise_unreached
@@ -84,6 +84,10 @@ class Hessian(ParameterCurvature):
         total, reached = torch.zeros_like(X), []
 
         def loop(model: nn.Module) -> None:
+            with nullcontext() if self._checked and not self._replaced else replaced_again(model, twice=True):
+                read(model)
+
+        def read(model: nn.Module) -> None:
             for batch in risk.batches(type(self).__name__):
                 watch = None if self._checked and not self._replaced else Operations(twice=True)
                 with watch or nullcontext():
@@ -99,7 +103,7 @@ class Hessian(ParameterCurvature):
             if not reached:
                 raise_unreached()
 
-        with operation_context():
+        with operation_context(), checkpoints_in_words():
             risk.at(free, loop)
         return total, totals
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointError
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
 from curvlinops_plus.exact.double_backward import only_rounding, operation_context, refuse_once_differentiable, tried
-from curvlinops_plus.exact.operations import Operations
+from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import raise_unreached
 from curvlinops_plus.risk.process_state import quiet
@@ -180,7 +180,11 @@ class Linearizer:
     @property
     def _run(self) -> Read:
         """`read`, which is watched the first time, and always if operations have to be replaced."""
-        return self.read if self._largest and not self._replaced else self._watched_read
+        return self.read if self._is_watched_enough else self._watched_read
+
+    @property
+    def _is_watched_enough(self) -> bool:
+        return bool(self._largest) and not self._replaced
 
     def _watched_read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
         with Operations() as watch:
@@ -195,11 +199,13 @@ class Linearizer:
 
         def inside(model: nn.Module) -> T:
             nonlocal reached
-            F, extra = self._run(model, batch)
-            reached = not torch.is_grad_enabled() or any(f.requires_grad for f in F)
-            return function(F, extra, free)
+            with nullcontext() if self._is_watched_enough else replaced_again(model):
+                F, extra = self._run(model, batch)
+                reached = not torch.is_grad_enabled() or any(f.requires_grad for f in F)
+                return function(F, extra, free)
 
-        found = self.risk.at(dict(zip(self.keys, free)), inside)
+        with checkpoints_in_words():
+            found = self.risk.at(dict(zip(self.keys, free)), inside)
         if not reached and self._forward is None:
             self._choose_mode(batch)  # which notices what it depends on without a graph
         return found
@@ -213,10 +219,11 @@ class Linearizer:
             duals = [forward_ad.make_dual(p, t[0]) for p, t in zip(free, split_rows(row, self.params), strict=True)]
 
             def inside(model: nn.Module) -> T:
-                with level:  # left before the backward pass, which would propagate the tangents, too
-                    F, extra = self._run(model, batch)
-                    JV = [t.detach()[None] for t in _tangents(F)]
-                return function(F, extra, JV, free)
+                with nullcontext() if self._is_watched_enough else replaced_again(model):
+                    with level:  # left before the backward pass, which would propagate the tangents, too
+                        F, extra = self._run(model, batch)
+                        JV = [t.detach()[None] for t in _tangents(F)]
+                    return function(F, extra, JV, free)
 
             return self.risk.at(dict(zip(self.keys, duals)), inside)
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.functional import embedding, embedding_bag, group_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointError
 
-__all__ = ["Operations"]
+from curvlinops_plus.errors import UnsupportedError
+
+__all__ = ["Operations", "checkpoints_in_words", "replaced_again"]
+
+#: How many forward passes of this thread are watched at the moment.
+_watched = threading.local()
 
 
 class Operations(TorchFunctionMode):
@@ -36,6 +44,14 @@ class Operations(TorchFunctionMode):
         self._table = _REPLACED | _REPLACED_TWICE if twice else _REPLACED
         self.largest, self.replaced, self.stopped = 1, False, False
 
+    def __enter__(self) -> Operations:
+        _watched.depth = getattr(_watched, "depth", 0) + 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _watched.depth -= 1
+        super().__exit__(*error)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = self._table[func](*args, **kwargs) if func in self._table else None
@@ -47,6 +63,53 @@ class Operations(TorchFunctionMode):
                 if not torch.is_grad_enabled() and forward_ad.unpack_dual(t).tangent is not None:
                     self.stopped = True
         return out
+
+
+@contextmanager
+def replaced_again(model: nn.Module, twice: bool = False) -> Iterator[None]:
+    """Context in which modules that run in a backward pass, as activation checkpointing does, replace the same.
+
+    Args:
+        model: The model.
+        twice: As for `Operations`.
+    """
+    running: list[tuple[nn.Module, Operations]] = []
+
+    def start(module: nn.Module, args: Any) -> None:
+        if not getattr(_watched, "depth", 0):
+            running.append((module, Operations(twice).__enter__()))
+
+    def end(module: nn.Module, args: Any, out: Any) -> None:
+        if running and running[-1][0] is module:
+            running.pop()[1].__exit__(None, None, None)
+
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(start, prepend=True))
+        handles.append(module.register_forward_hook(end, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def checkpoints_in_words() -> Iterator[None]:
+    """Context that says why activation checkpointing found other tensors when it ran a part of the model again.
+
+    Raises:
+        UnsupportedError: Instead of PyTorch's error.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        raise UnsupportedError(
+            "Activation checkpointing ran a part of the model again in the backward pass, and did not find the same: "
+            f"{str(error).splitlines()[0]} Does it checkpoint a function that calls embedding, embedding_bag, "
+            "group_norm or prelu itself? Their derivatives are computed by other operations; make them modules, or "
+            "call that part without checkpointing."
+        ) from error
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:

@@ -256,7 +256,7 @@ class Recorder:
         try:
             with reads or nullcontext():
                 yield
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             expanded = [c.call.use for c in self.calls if c.expanded]
             if not expanded or isinstance(error, UnsupportedError):
                 raise

@@ -13,10 +13,12 @@ from cases import close, unchanged
 from helpers import F64, normal
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
-from torch.nn.functional import batch_norm, one_hot
+from torch.nn.functional import batch_norm, embedding, one_hot
+from torch.utils.checkpoint import checkpoint
 
 from curvlinops_plus import (
     GGN,
+    ActivationHessian,
     DiagonalBlock,
     EmpiricalRisk,
     FullBlock,
@@ -439,3 +441,79 @@ def test_warnings_of_vmap_do_not_leak() -> None:
         warnings.simplefilter("always")
         _ = GGN(risk) @ eye, Hessian(risk) @ eye, Jacobian(risk).to_dense(), curvature(risk, FullBlock).to_dense()
     assert [str(w.message)[:60] for w in said] == []
+
+
+# --------------------------------------------------------------------------------------------- activation checkpointing
+class Checkpointed(nn.Module):
+    """Runs a module, or a function, again in the backward pass."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def weight_normed() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("kind", ["padding", "bag", "weight norm", "group norm", "PReLU"])
+def test_what_is_replaced_inside_of_checkpointing(kind: str) -> None:
+    """It is replaced again when the module runs in the backward pass."""
+    torch.manual_seed(0)
+    inner = {
+        "padding": lambda: nn.Embedding(5, 4, padding_idx=1),
+        "bag": lambda: nn.EmbeddingBag(5, 4),
+        "weight norm": weight_normed,
+        "group norm": lambda: nn.GroupNorm(2, 4),
+        "PReLU": nn.PReLU,
+    }[kind]()
+    head = [nn.Flatten(), nn.Linear(12 if kind == "padding" else 4, 3)]
+    X = torch.tensor([[0, 1, 2], [3, 1, 1]]) if kind in ("padding", "bag") else normal(2, 4)
+    first = [] if kind in ("padding", "bag") else [nn.Linear(4, 4), nn.ReLU()]
+    model = nn.Sequential(*first, Checkpointed(nn.Sequential(inner, nn.Tanh())), *head).double()
+    twin = copy.deepcopy(model)
+    twin[len(first)] = twin[len(first)].inner
+    data = [(X, torch.tensor([0, 2])), (X[:1], torch.tensor([1]))]
+    risk, other = (EmpiricalRisk(m, nn.CrossEntropyLoss(), data) for m in (model, twin))
+    eye = torch.eye(risk.space.dim, dtype=F64)
+    with unchanged(model, data):
+        for operator in (GGN, Hessian, Jacobian):
+            A, B = operator(risk), operator(other)
+            for _ in range(2):
+                close(A.to_dense(), B.to_dense())
+                close(A @ eye, B @ eye)
+                close(A @ eye[0], B @ eye[0])
+        if first:
+            one, two = (ActivationHessian(r, ("0", "output", 0)).to_dense() for r in (risk, other))
+            close(one, two)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if m is not inner)
+
+
+def test_functions_inside_of_checkpointing_are_refused_in_words() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Checkpointed(lambda x: torch.group_norm(x, 2).tanh()), nn.Linear(4, 3))
+    data = [(normal(2, 4), torch.tensor([0, 2]))]
+    risk = EmpiricalRisk(model.double(), nn.CrossEntropyLoss(), data)
+    assert GGN(risk).to_dense().any()
+    with pytest.raises(UnsupportedError, match=r"checkpoint a function that calls.*make them modules"):
+        Hessian(risk).to_dense()
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.head = nn.Parameter(normal(5, 4)), nn.Linear(4, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            def rows(x: Tensor) -> Tensor:
+                return embedding(x, self.weight, 1).tanh().mean(1)
+
+            return self.head(checkpoint(rows, x, use_reentrant=False))
+
+    data = [(torch.tensor([[0, 1, 2], [3, 1, 1]]), torch.tensor([0, 2]))]
+    risk = EmpiricalRisk(Table(), nn.CrossEntropyLoss(), data)
+    for operator in (GGN, Hessian, Jacobian):
+        with pytest.raises(UnsupportedError, match="checkpoint a function that calls"):
+            operator(risk).to_dense()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from .losses import draw_loss, links, make_loss, make_target, term_axis
+from .losses import draw_loss, links, make_loss, make_target, term_axis, value
 from .pieces import Invalid, Shape, draw_piece, sequence
 
 __all__ = ["Case", "differentiable", "draw", "make"]
@@ -193,8 +193,10 @@ def differentiable(case: Case) -> bool:
         torch.autograd.grad(total, inputs, allow_unused=True)  # type: ignore[arg-type]
         for x, y in case.data:
             targets = [y] if isinstance(y, Tensor) else [*y.values()] if isinstance(y, dict) else y
-            for loss, f, target in zip(case.losses, case.outputs(model(x.clone())), targets, strict=True):
-                loss(f, target)
+            for o, loss, f, target in zip(
+                case.about["losses"], case.losses, case.outputs(model(x.clone())), targets, strict=True
+            ):
+                value(o, loss, f, target)
     except RuntimeError:
         return False
     return True

@@ -42,7 +42,8 @@ def _loss_and_gradient(s: Subject, o: Options) -> None:
     gradient, loss = s.risk().gradient_and_loss()
     s.equal("loss", loss, s.truth.loss)
     s.equal("loss by itself", s.risk().loss(), s.truth.loss)
-    s.equal("gradient", torch.cat([g.flatten() for g in gradient.values()]), s.truth.gradient)
+    scale = max(float(s.truth.gradient.norm()), 10 * s.truth.rounding / s.tolerance)
+    s.equal("gradient", torch.cat([g.flatten() for g in gradient.values()]), s.truth.gradient, scale=scale)
     holds("keys of the gradient", list(gradient) == list(s.case.keyed), f"{list(gradient)}")
 
 

@@ -314,6 +314,21 @@ class Truth:
         """Its gradient."""
         return sum(a * (e.J.T @ g) for e in self.examples for a, g in zip(self.factors, e.g, strict=True))  # type: ignore[return-value]
 
+    @cached_property
+    def rounding(self) -> float:
+        """How far PyTorch's own gradient is off in the precision of the case: terms that cancel leave something."""
+        case = self.case
+        if case.dtype == torch.float64:
+            return 0.0
+        model = copy.deepcopy(case.model).requires_grad_()
+        losses, total = copy.deepcopy(nn.ModuleList(self.losses)).to(case.dtype), torch.zeros((), dtype=case.dtype)
+        for x, y in case.data:
+            outputs = zip(case.about["losses"], losses, case.outputs(model(x)), case.outputs(y), strict=True)
+            total = total + sum(a * value(o, loss, f, t) for a, (o, loss, f, t) in zip(self.factors, outputs))
+        params = [model.get_parameter(name) for name in self.names.values()]
+        found = self.flat(torch.autograd.grad(total, params, allow_unused=True))
+        return float((found - self.gradient).norm())
+
     def hessian_product(self, V: Tensor) -> Tensor:  # [P, K] -> [P, K]
         """The Hessian of the loss times vectors, by reverse mode twice."""
         with sdpa_kernel(SDPBackend.MATH):  # the other kernels have no second derivative

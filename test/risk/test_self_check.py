@@ -312,6 +312,74 @@ def test_random_numbers_by_hand() -> None:
         _ = curvature(risk_of(Noise()), KFAC).trace
 
 
+class Places(nn.Module):
+    """Adds embeddings of positions, [T, d] or [1, T, d]."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.form, self.places, self.head = form, nn.Embedding(3, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, T, 4]
+        t = torch.arange(x.shape[1])
+        h = x + self.places(t[None] if self.form == "with an axis" else t)
+        if self.form == "checked":
+            assert h.shape == x.shape
+        f = self.head(torch.tanh(h))
+        return f.flatten(0, 1) if self.form == "rows" else f.mT
+
+
+@pytest.mark.parametrize("kind", ["cross-entropy", "squares"])
+@pytest.mark.parametrize("form", ["positions", "rows", "checked"])
+def test_one_position_without_an_axis_of_examples(form: str, kind: str) -> None:
+    """[1, d] is one row for all examples, and [N, 1, d] + [N, d] something else: the module around it knows."""
+    model, x = Places(form), X[:5, None]
+    loss: Any = nn.CrossEntropyLoss() if kind == "cross-entropy" else nn.MSELoss()
+    y = torch.zeros(5 if form == "rows" else (5, 1), dtype=torch.long) if kind == "cross-entropy" else model(x).detach()
+    exact = GGNLinearOperator(model, loss, list(model.parameters()), [(x, y)]).to_dense()
+    for check in (True, False):
+        risk = EmpiricalRisk(model, loss, [(x, y)], check=check)
+        with unchanged(model):
+            K = curvature(risk, DiagonalBlock)
+        close(K.trace, exact.trace())
+        estimator = CurvatureEstimator(risk.with_data(()), DiagonalBlock)
+        try:
+            estimator.update((x, y))
+        except UnsupportedError as error:
+            assert "'places'" in str(error)  # noqa: PT017
+        else:
+            close(estimator.operator.trace, exact.trace())
+    same = Places("with an axis")
+    exact = GGNLinearOperator(same, nn.CrossEntropyLoss(), list(same.parameters()), [(x, torch.zeros(5, 1).long())])
+    risk = EmpiricalRisk(same, nn.CrossEntropyLoss(), [(x, torch.zeros(5, 1).long())])
+    close(curvature(risk, DiagonalBlock).diagonal(), exact.to_dense().diagonal())
+
+
+@pytest.mark.parametrize("N", [3, 4, 5])
+def test_positions_without_an_axis_of_examples(N: int) -> None:
+    """Right, or refused with advice that is right."""
+    x, y = X[:N, None].expand(N, 3, 4).clone(), torch.zeros(N, 3).long()
+    model = Places("positions")
+    exact = GGNLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), [(x, y)]).to_dense()
+    try:
+        K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), [(x, y)]), DiagonalBlock)
+    except UnsupportedError as error:
+        assert "'places' (Embedding)" in str(error)  # noqa: PT017
+    else:
+        close(K.trace, exact.trace())
+    same = Places("with an axis")
+    exact = GGNLinearOperator(same, nn.CrossEntropyLoss(), list(same.parameters()), [(x, y)]).to_dense()
+    close(curvature(EmpiricalRisk(same, nn.CrossEntropyLoss(), [(x, y)]), DiagonalBlock).diagonal(), exact.diagonal())
+
+
+def test_a_target_of_the_wrong_shape_stays_one() -> None:
+    """Also where a row for all examples was expanded as it should be."""
+    risk = EmpiricalRisk(Places("with an axis"), nn.CrossEntropyLoss(), [(X[:5, None], torch.zeros(5, 2).long())])
+    with pytest.raises(ValueError, match=r"needs class indices of shape \[5, 1\]") as raised:
+        _ = curvature(risk, DiagonalBlock)
+    assert not isinstance(raised.value, UnsupportedError)
+
+
 # ------------------------------------------------------------------------------------------------------ what it costs
 def test_it_is_one_pass_over_three_examples_once() -> None:
     model, sizes = Around(), []
