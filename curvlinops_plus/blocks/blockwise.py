@@ -274,6 +274,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
             CurvatureWarning: If the parameters changed since.
 
         Example:
+            >>> import torch
             >>> from torch import nn
             >>> from curvlinops_plus import DiagonalBlock, EmpiricalRisk, curvature
             >>> model, data = nn.Linear(3, 2), [(torch.ones(5, 3), torch.zeros(5, 2))]
