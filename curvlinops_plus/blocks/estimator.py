@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -148,13 +148,14 @@ class CurvatureEstimator:
             NumericsError: If one of its statistics is NaN or infinite; names layer and statistic. Nothing has changed
                 then.
         """
-        found, random = self._read(batch), torch.get_rng_state()
-        add = partial(self._add, decay=decay)
-        try:
-            self._pass(found).run(random, add)
-        except OutsideReads as error:
-            self._look(found, error)
-            self._pass(found).run(random, add)
+        self._update(self._read(batch), torch.get_rng_state(), partial(self._add, decay=decay))
+
+    def _update(self, found: Batch, random: Tensor, add: Callable[[Show], None]) -> None:
+        while True:
+            try:
+                return self._pass(found).run(random, add)
+            except OutsideReads as error:
+                self._look(found, error)  # raises it again if it finds no more than was known
 
     @contextmanager
     def listen(self, batch: Any, decay: float | None = None) -> Iterator[None]:
@@ -180,7 +181,7 @@ class CurvatureEstimator:
                 yield
         except OutsideReads as error:  # functions read parameters: the first batch is added by a pass of its own
             self._look(found, error)
-            self._pass(found).run(torch.get_rng_state(), add)
+            self._update(found, torch.get_rng_state(), add)
 
     def _pass(self, batch: Batch) -> BatchPass:
         return BatchPass(self.risk, self._layers, self.vectors, self._weights, batch)

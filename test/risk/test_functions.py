@@ -759,6 +759,24 @@ def test_a_table_for_all_examples_is_enclosed(N: int, approximation: Any, reshap
         close(K.diagonal(), exact.diagonal())
 
 
+def test_several_tables_in_a_stream_too() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.head = Relative(False), Relative(True), nn.Linear(2, 2).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.one(x)) + self.two(x.flip(1)))
+
+    X = torch.randn(5, 3, 4, generator=torch.Generator().manual_seed(0)).double()
+    model, data = Twice(), [(X, torch.zeros(5, 2).double())]
+    exact = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), data).to_dense().trace()
+    close(curvature(EmpiricalRisk(model, nn.MSELoss(), data), DiagonalBlock).trace, exact)
+    estimator = CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), ()), DiagonalBlock)
+    estimator.update(data[0])
+    close(estimator.operator.trace, exact)
+
+
 def test_a_table_of_as_many_rows_as_examples_is_refused() -> None:
     """It can't be told from an input with examples on another axis, for which one would say so."""
     X = torch.randn(3, 3, 4).double()
