@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.risk.process_state import hookable_modules
 
 __all__ = ["Operations", "checkpoints_in_words", "replaced_again"]
 
@@ -84,7 +85,7 @@ def replaced_again(model: nn.Module, twice: bool = False) -> Iterator[None]:
             running.pop()[1].__exit__(None, None, None)
 
     handles = []
-    for module in model.modules():
+    for _, module in hookable_modules(model):
         handles.append(module.register_forward_pre_hook(start, prepend=True))
         handles.append(module.register_forward_hook(end, always_call=True))
     try:

@@ -18,7 +18,7 @@ from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.function_calls import FunctionCalls, ParameterViews
 from curvlinops_plus.risk.function_uses import is_bias
 from curvlinops_plus.risk.module_uses import ModuleUse
-from curvlinops_plus.risk.process_state import eager, own_calls
+from curvlinops_plus.risk.process_state import eager, hookable_modules, own_calls
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
@@ -137,7 +137,7 @@ class DryPass:
     def _watching(self) -> Iterator[None]:
         """Know which module runs, and the parameters that it answers for."""
         handles: list[Any] = []
-        for name, module in self.risk.model.named_modules():
+        for name, module in hookable_modules(self.risk.model):
             enter, leave = own_calls(partial(self._enter, name)), own_calls(self._leave)
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(leave, always_call=True))

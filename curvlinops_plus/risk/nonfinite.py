@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.process_state import eager, own_calls
+from curvlinops_plus.risk.process_state import eager, hookable_modules, own_calls
 from curvlinops_plus.risk.reading import is_iterator
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
@@ -37,7 +37,7 @@ def first_nonfinite(risk: EmpiricalRisk) -> str | None:
 
     handles = []
     try:
-        for name, module in risk.model.named_modules():
+        for name, module in hookable_modules(risk.model):
             handles.append(module.register_forward_hook(own_calls(check(name))))
         with (
             preserve_state(risk.model, risk.data),

@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch._compile import _disable_dynamo
 
-__all__ = ["OwnThread", "eager", "exclusive", "own_calls", "quiet", "untraced"]
+__all__ = ["OwnThread", "eager", "exclusive", "hookable_modules", "own_calls", "quiet", "untraced"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -62,6 +63,11 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     PyTorch's own `torch.compiler.disable`, without loading the compiler where nobody uses it.
     """
     return _disable_dynamo(function)
+
+
+def hookable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that take hooks, with their names: all but those compiled by `torch.jit`."""
+    return ((name, m) for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule))
 
 
 class OwnThread:

@@ -18,7 +18,7 @@ from curvlinops_plus.risk.determinism import training_modules
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.gradient_check import TOLERANCE, SentVectors, send_single
 from curvlinops_plus.risk.module_uses import title
-from curvlinops_plus.risk.process_state import eager, own_calls
+from curvlinops_plus.risk.process_state import eager, hookable_modules, own_calls
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import RecordedCall
@@ -273,7 +273,7 @@ def _outputs_of_modules(model: nn.Module, run: Callable[[], object]) -> list[tup
     """What each call of a module returned, with the module's name, in the order in which the calls ended."""
     outputs: list[tuple[str, list[Tensor]]] = []
     handles = []
-    for name, module in model.named_modules():
+    for name, module in hookable_modules(model):
 
         def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
             leaves = [t.detach().clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
