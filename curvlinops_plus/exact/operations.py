@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.process_state import hookable_modules
+from curvlinops_plus.risk.process_state import hookable_modules, own_calls
 
 __all__ = ["Operations", "checkpoints_in_words", "replaced_again"]
 
@@ -84,10 +84,11 @@ def replaced_again(model: nn.Module, twice: bool = False) -> Iterator[None]:
         if running and running[-1][0] is module:
             running.pop()[1].__exit__(None, None, None)
 
+    ours, over = own_calls(start), own_calls(end)  # modes belong to a thread
     handles = []
     for _, module in hookable_modules(model):
-        handles.append(module.register_forward_pre_hook(start, prepend=True))
-        handles.append(module.register_forward_hook(end, always_call=True))
+        handles.append(module.register_forward_pre_hook(ours, prepend=True))
+        handles.append(module.register_forward_hook(over, always_call=True))
     try:
         yield
     finally:
