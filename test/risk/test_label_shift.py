@@ -115,14 +115,33 @@ def test_neither_is_refused_with_the_numbers() -> None:
     assert EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), data(), check=False).loss() > 0
 
 
-def test_losses_that_are_nearly_the_same() -> None:
-    """A new model predicts nothing, so that the shift changes little: the nearer number tells."""
-    model = Language(True).float()
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 0.0])
+def test_losses_that_are_nearly_the_same(shift: bool, dtype: torch.dtype, scale: float) -> None:
+    """A new model predicts nothing, so that the shift changes little: the first label, which a shift drops, tells."""
+    model = Language(shift).to(dtype)
     with torch.no_grad():
-        model.head.weight.mul_(1e-2)
+        model.head.weight.mul_(scale)
         model.head.bias.zero_()
-    found, said = (EmpiricalRisk(model, nn.CrossEntropyLoss(), data(), shift_labels=s).loss() for s in (None, True))
-    assert found == said
+    found, said = (EmpiricalRisk(model, nn.CrossEntropyLoss(), data(), shift_labels=s) for s in (None, shift))
+    assert found.loss() == said.loss()
+    assert found.checked.shift is shift
+
+
+def test_equal_losses_of_labels_that_can_not_be_ignored_are_refused() -> None:
+    class Strict(Language):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
+            if labels is not None and labels.min() < 0:
+                raise ValueError("labels must be tokens")
+            return super().forward(input_ids, labels)
+
+    model = Strict(True)
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    batch = {"input_ids": torch.ones(3, 4, dtype=torch.long), "labels": torch.ones(3, 4, dtype=torch.long)}
+    with pytest.raises(UnsupportedError, match=r"Strict computes a loss.*shift_labels=False"):
+        EmpiricalRisk(model, nn.CrossEntropyLoss(), [batch]).loss()
 
 
 def test_other_losses_are_compared_too() -> None:
