@@ -613,6 +613,28 @@ def test_an_attention_module_of_which_a_part_is_never_read() -> None:
     K.verify()
 
 
+def test_biases_of_attention_alone_beside_a_module_without_a_rule() -> None:
+    """Its functions are looked at then, and read the biases together with weights that are not tracked."""
+
+    class Factor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.w
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        return s.o(s.a(*[s.b(x)] * 3)[0]).sum(1)
+
+    model = Own(run, b=Factor(), a=attention(), o=linear(4, 2))
+    tracked = {key: p for key, p in model.named_parameters() if "bias" in key or key.startswith("b.")}
+    risk = EmpiricalRisk(model, nn.MSELoss(), [(normal(4, 3, 4), torch.zeros(4, 2).double())], tracked)
+    K = curvature(risk, FullBlock)
+    assert [name for name in K.blocks if name.startswith("a.")] == ["a.in_proj", "a.out_proj"]
+    K.verify()
+
+
 # --------------------------------------------------------------------------------------- estimators, states, functions
 @pytest.mark.parametrize("name", ["functions", "tied decoder", "low-rank, merged"])
 def test_estimators(name: str) -> None:
