@@ -26,6 +26,7 @@ from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["CurvatureEstimator"]
 
@@ -88,6 +89,7 @@ class CurvatureEstimator:
         ([[2, 3], [2]], 4)
     """
 
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,

@@ -10,7 +10,7 @@ from warnings import warn
 
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, LossScale
 from curvlinops_plus.blocks.per_example import DiagonalBlock
-from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.layer import why_generic
 from curvlinops_plus.layer.enclosed import EnclosedRule
 from curvlinops_plus.risk import Layer
@@ -100,7 +100,7 @@ def _warn_of_replaced(replaced: list[Layer], number: int) -> None:
             f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
             f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
             CurvatureWarning,
-            stacklevel=6,
+            stacklevel=level_of_user(),
         )
 
 

@@ -109,5 +109,17 @@ class FunctionModule(nn.Module):
             self.register_parameter(f"p{index}", own)
 
     def forward(self, X: Any) -> Any:
-        """The function's result with the module's parameters."""
-        return self.function({key: getattr(self, f"p{index}") for index, key in enumerate(self.keys)}, X)
+        """The function's result with the module's parameters.
+
+        Raises:
+            ValueError: If it asks for a parameter that there is not.
+        """
+        params = {key: getattr(self, f"p{index}") for index, key in enumerate(self.keys)}
+        try:
+            return self.function(params, X)
+        except KeyError as error:
+            if isinstance(X, Mapping) or not error.args or error.args[0] in params:
+                raise  # another mapping's
+            raise ValueError(
+                f"The model function asks for {error.args[0]!r}, and `params` has no such key; it has {self.keys}."
+            ) from error

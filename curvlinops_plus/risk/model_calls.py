@@ -1,4 +1,4 @@
-"""Calling the user's model on a batch so that the batch stays as it was, and models that can't be differentiated."""
+"""Calling the user's model on a batch so that the batch stays as it was."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from copy import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
@@ -17,7 +17,7 @@ from curvlinops_plus.risk.autograd_graph import REENTRANT
 from curvlinops_plus.risk.process_state import exclusive
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["ModelCalls", "refuse_parameters"]
+__all__ = ["ModelCalls"]
 
 
 class ModelCalls:
@@ -108,26 +108,3 @@ def _copied(tree: Any) -> Any:
             made[key] = _copied(value)
         return made
     return tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree)
-
-
-def refuse_parameters(model: nn.Module, params: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that have no derivatives here.
-
-    Raises:
-        UnsupportedError: If they have no values (meta device), or belong to a compiled `ScriptModule`.
-    """
-    if meta := [key for key, p in params.items() if p.is_meta]:
-        raise UnsupportedError(
-            f"The parameters {meta[:5]}{' …' if len(meta) > 5 else ''} are on the meta device, so they have shapes and "
-            "no values. Materialize the model first: model.to_empty(device=...) and load_state_dict(...)."
-        )
-    own = {id(p): key for key, p in params.items()}
-    for name, module in model.named_modules():
-        scripted = isinstance(module, torch.jit.ScriptModule)
-        if scripted and (keys := [own[id(p)] for p in module.parameters() if id(p) in own]):
-            where = f"Its module {name!r}" if name else "It"
-            raise UnsupportedError(
-                f"The model can't be differentiated with respect to {keys[:5]}{' …' if len(keys) > 5 else ''}. {where} "
-                f"is a {type(module).__name__} (torch.jit): its parameters can't be replaced, and hooks inside it do "
-                "not run. Pass the Python module that it was made from, or leave its parameters out of `params`."
-            )

@@ -22,6 +22,7 @@ __all__ = [
     "check_data",
     "input_error_context",
     "is_iterator",
+    "loss_error_context",
     "read_batch",
     "require_numbers",
     "require_rereadable",
@@ -181,6 +182,25 @@ def _length_of(X: Any) -> str:
     return "len(X[0])" if parts else "len(X)"
 
 
+@contextmanager
+def loss_error_context(loss: Any, f: Tensor, y: Any) -> Iterator[None]:
+    """If a loss fails, say on what, before its own message."""
+    try:
+        yield
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if type(error).__module__ != "builtins":
+            raise
+        target = f"shape {list(y.shape)}, {y.dtype}" if isinstance(y, Tensor) else f"type {type(y).__name__}"
+        raise type(error)(
+            f"The loss {_name_of(loss)} failed on an output of shape {list(f.shape)}, {f.dtype}, and a target of "
+            f"{target}. Its own message: {error}"
+        ) from error
+
+
+def _name_of(loss: Any) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
 def scalar_loss(value: Any, f: Tensor, loss: Any) -> Tensor:
     """What a loss returned for output `f`, if that can be differentiated.
 
@@ -188,7 +208,7 @@ def scalar_loss(value: Any, f: Tensor, loss: Any) -> Tensor:
         TypeError: If it is no tensor.
         ValueError: If it is no single number, or does not depend on the output.
     """
-    name = f"The loss {getattr(loss, '__name__', type(loss).__name__)}"
+    name = f"The loss {_name_of(loss)}"
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{name} returned a {type(value).__name__}; expected a 0-d tensor that is differentiable in the model's "

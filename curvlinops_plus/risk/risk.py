@@ -22,7 +22,7 @@ from curvlinops_plus.risk.label_shift import are_labels_shifted
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, Terms
-from curvlinops_plus.risk.model_calls import ModelCalls, refuse_parameters
+from curvlinops_plus.risk.model_calls import ModelCalls
 from curvlinops_plus.risk.module_options import example_axes, functions_of_rows
 from curvlinops_plus.risk.parameters import common_device, common_dtype, named_params, value_of
 from curvlinops_plus.risk.preserve import preserve_state
@@ -37,8 +37,9 @@ from curvlinops_plus.risk.reading import (
 )
 from curvlinops_plus.risk.replaced_parameters import Places, parameter_places, replaced_parameters
 from curvlinops_plus.risk.totals import Number, Totals
+from curvlinops_plus.risk.usable_model import refuse_parameters, require_module
 
-__all__ = ["EmpiricalRisk", "RiskOptions", "require_risk"]
+__all__ = ["EmpiricalRisk", "RiskOptions"]
 
 T = TypeVar("T")
 
@@ -173,8 +174,7 @@ class EmpiricalRisk:
         check: bool = True,
         example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"`model` is a {type(model).__name__}; layers can only be recorded in a torch.nn.Module.")
+        require_module(model)
         check_data(data)
         self.model, self.data = model, data
         self.losses = Losses(loss, reduction)
@@ -362,19 +362,6 @@ class EmpiricalRisk:
             scales = self.losses.scales(totals, self.options.num_data)
             value = sum(one.weight * c * loss for one, c, loss in zip(self.losses, scales, totals.losses))
         return torch.as_tensor(value).to(self.dtype)
-
-
-def require_risk(risk: Any, owner: str) -> None:
-    """Refuse anything else in place of a risk.
-
-    Raises:
-        TypeError: Saying what to write.
-    """
-    if not isinstance(risk, EmpiricalRisk):
-        raise TypeError(
-            f"{owner} takes an EmpiricalRisk, got a {type(risk).__name__}: make one of model, loss and data first, "
-            "EmpiricalRisk(model, loss, data)."
-        )
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
