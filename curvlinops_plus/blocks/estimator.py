@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -102,8 +103,7 @@ class CurvatureEstimator:
         damping: Any = 0.0,
         leave_out_uncalled: bool = False,
     ) -> None:
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")
+        _check_decay(decay)
         self.risk, self.decay, self.damping, self.leave_out_uncalled = risk, decay, damping, leave_out_uncalled
         self._blank = BlockwiseLinearOperator(
             risk,
@@ -210,8 +210,7 @@ class CurvatureEstimator:
     def _add(self, show: Show, decay: float | None) -> None:
         """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
         decay = self.decay if decay is None else decay
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay={decay} is outside of (0, 1].")
+        _check_decay(decay)
         draws = Draws(0)
 
         def show_again(consume: Consumer) -> Totals:
@@ -421,3 +420,10 @@ def _require_state(state: Any, decay: float) -> None:
         raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
     if state["decay"] != decay:
         raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {decay}.")
+
+
+def _check_decay(decay: Any) -> None:
+    if not isinstance(decay, Real):
+        raise TypeError(f"decay is a {type(decay).__name__}; expected a number in (0, 1].")
+    if not 0 < decay <= 1:
+        raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")

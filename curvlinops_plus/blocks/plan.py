@@ -58,10 +58,20 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
         if not any(key in _matching_keys(layer, rules) for layer in layers):
             raise ValueError(
                 f"No layer matches {key!r}. Layers with parameters here: {[layer.name for layer in layers]}, of types "
-                f"{sorted({_type_name(layer) for layer in layers})}."
+                f"{sorted({_type_name(layer) for layer in layers})}.{_how_to_name(key, layers)}"
             )
     _warn_of_replaced([entry.layer for entry in plan if entry.approximation is _INSTEAD], len(layers))
     return plan
+
+
+def _how_to_name(key: Any, layers: list[Layer]) -> str:
+    """What to write instead of a module, or of the name of a type."""
+    owners = [(use.name, use.owner) for layer in layers for use in layer.uses]
+    if isinstance(key, str):
+        kind = next((type(owner) for _, owner in owners if type(owner).__name__ == key), None)
+        return "" if kind is None else f" For a type write the class itself, {key}, not its name."
+    name = next((name for name, owner in owners if owner is key), None)
+    return "" if name is None else f" A module is named: {name!r}."
 
 
 def refuse_missing_gradients(plan: list[LayerPlan]) -> None:

@@ -93,11 +93,18 @@ class FunctionModule(nn.Module):
         params: Values of the parameters, by key.
 
     Raises:
+        TypeError: If it is no function.
         ValueError: If `params` is no mapping.
     """
 
     def __init__(self, function: Callable[..., Any], params: Sequence[Tensor] | Mapping[str, Tensor]) -> None:
         super().__init__()
+        if isinstance(function, EmpiricalRisk) or not callable(function):
+            other = " What takes a risk has no LinearOperator in its name, as curvature(risk, KFAC) and GGN(risk)."
+            raise TypeError(
+                f"The model is a {type(function).__name__}; expected a torch.nn.Module, or a function (params, X) -> "
+                f"outputs.{other if isinstance(function, EmpiricalRisk) else ''}"
+            )
         if not isinstance(params, Mapping):
             raise ValueError(
                 "A model that is a function needs `params` as a dict, and is called as model_func(params, X). Pass "

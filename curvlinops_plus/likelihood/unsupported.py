@@ -51,13 +51,12 @@ def _of_function(loss: Any, known: Sequence[type]) -> UnsupportedError:
         name, instead = f"functools.partial({called}, ...)", None if module is None else f"nn.{module}({options})"
     else:
         name, instead = called, None if module is None else f"nn.{module}()"
-    advice = f"pass the module of torch.nn, {instead}"
+    advice = f"Losses are known by their class, which holds the options: pass the module of torch.nn, {instead}."
     if instead is None:
-        advice = f"pass a module, such as nn.CrossEntropyLoss(). Known are {', '.join(sorted(names))}"
+        advice = f"Known losses: {', '.join(sorted(names))}; pass such a module of torch.nn, as nn.CrossEntropyLoss()."
     return UnsupportedError(
-        f"no likelihood is registered for the function {name}. Losses are known by their class, which holds the "
-        f"options: {advice}. GGN and Hessian take any function; for all else write a loss of your own as a "
-        "torch.nn.Module, and register its class with @register_likelihood."
+        f"no likelihood is registered for the loss {name}. {advice} GGN and Hessian take any function; for all else "
+        "write a loss of your own as a torch.nn.Module, and register its class with @register_likelihood."
     )
 
 

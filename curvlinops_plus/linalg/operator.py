@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg.closed_forms import ClosedForms
-from curvlinops_plus.linalg.damping import Damping, Scalar, is_zero, scalar
+from curvlinops_plus.linalg.damping import Damping, Scalar, applied, is_zero, scalar
 from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of
 from curvlinops_plus.linalg.products import Products, derived
 from curvlinops_plus.linalg.space import Space
@@ -154,7 +154,7 @@ class LinearOperator(ClosedForms):
         """
         if self.shape[0] != self.shape[1]:
             raise ValueError(f"Only a square matrix can be shifted by a multiple of the identity, got {self.label}.")
-        return self._shift(scalar(delta(self) if callable(delta) else delta, self, "the shift"))
+        return self._shift(scalar(applied(delta, self), self, "the shift"))
 
     def _shift(self, delta: Scalar) -> LinearOperator:
         return Shifted(self, delta)

@@ -311,6 +311,7 @@ class Space:
             if not isinstance(tensor, Tensor):
                 raise TypeError(
                     f'Entry "{name}": expected a tensor of shape {list(shape)}, got {type(tensor).__name__}.'
+                    + (" Gradients in `.grad` are there after loss.backward()." if tensor is None else "")
                 )
             tensors.append(_convert(tensor, dtype, device, f'tensor "{name}"'))
         return "dict" if isinstance(X, Mapping) else "tuple" if isinstance(X, tuple) else "list", tensors

@@ -143,6 +143,8 @@ def _compare_rule(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall]
         if not bool(away <= TOLERANCE[kind.itemsize] * theirs.norm()):
             # Half precision rounds so much that there is no room for more than that.
             rounding = torch.finfo(kind).eps * (2 if kind.itemsize == 2 else 100)
+            if not ours.isfinite().all() and not theirs.isfinite().all():
+                continue  # a statistic will say which layer and batch it was
             if not float(away) <= rounding * _size(calls):
                 raise _wrong_rule(layer, key, ours, theirs, bool(calls))
     for recorded in calls:

@@ -432,8 +432,9 @@ def _read_loss(key: Any, given: Any) -> tuple[Any, float]:
     loss, weight = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, 1.0)
     if isinstance(loss, (tuple, list, Mapping)) or not (callable(loss) or isinstance(loss, Likelihood)):
         raise ValueError(
-            f"The loss for the output {key!r}: expected a loss or a pair (loss, weight), got {given!r}. Outputs inside "
-            "of outputs are picked with `output=`."
+            f"The loss for the output {key!r}: expected a loss or a pair (loss, weight), got "
+            f"{f'a {type(given).__name__}' if isinstance(given, Tensor) else repr(given)}. Outputs inside of outputs "
+            "are picked with `output=`."
         )
     if not _is_number(weight) or not (math.isfinite(weight) and weight > 0):
         none = " A loss with weight 0 has no curvature: leave it out." if _is_number(weight) and weight == 0 else ""

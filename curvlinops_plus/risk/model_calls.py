@@ -17,7 +17,7 @@ from curvlinops_plus.risk.autograd_graph import REENTRANT
 from curvlinops_plus.risk.process_state import exclusive
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["ModelCalls"]
+__all__ = ["ModelCalls", "tensors_of"]
 
 
 class ModelCalls:
@@ -58,14 +58,14 @@ class ModelCalls:
 
     def _call(self, model: Callable[..., Any], batch: Batch) -> Any:
         given = _copied(batch.X) if self._writes is not False else batch.X
-        tensors = _tensors(given)
+        tensors = tensors_of(given)
         before = [_mark(t) for t in tensors]
         try:
             return model(**given) if batch.unpack else model(given)
         finally:
             written = any(_mark(t) != mark for t, mark in zip(tensors, before))
             if self._writes is None:
-                self._writes = written or not all(map(_equal, tensors, _tensors(batch.X)))
+                self._writes = written or not all(map(_equal, tensors, tensors_of(batch.X)))
             elif written and not self._writes:
                 self._writes = True
                 raise UnsupportedError(
@@ -86,7 +86,8 @@ def _without_gaps() -> Iterator[None]:
             raise UnsupportedError(REENTRANT) from warning
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a tensor, mapping, list or tuple."""
     return [t for t in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree) if isinstance(t, Tensor)]
 
 

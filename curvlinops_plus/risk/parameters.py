@@ -29,6 +29,11 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
     if params is None:
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not params:
+            if next(model.parameters(), None) is None:
+                raise ValueError(
+                    f"The model, a {type(model).__name__}, has no parameters. The arguments are model, loss and data, "
+                    "in this order."
+                )
             raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
     owned = dict(model.named_parameters())
     names = {id(p): name for name, p in owned.items()}

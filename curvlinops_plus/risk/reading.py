@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -118,7 +119,7 @@ def read_batch(item: Any, index: int, device: torch.device, batch_size_fn: Calla
     """Split what the data loader gave into inputs and targets, and count its examples.
 
     Raises:
-        TypeError: If the input is made of NumPy arrays.
+        TypeError: If the input is made of NumPy arrays, or `batch_size_fn` returns no number.
         ValueError: If it is neither a pair nor a mapping with `labels`, or its examples can't be counted.
     """
     unpack = False
@@ -145,7 +146,13 @@ def count_examples(X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], in
     share.
     """
     if batch_size_fn is not None:
-        return int(batch_size_fn(X))
+        number = batch_size_fn(X)
+        if not isinstance(number, (Real, np.number, Tensor)) or (isinstance(number, Tensor) and number.numel() != 1):
+            raise TypeError(
+                f"batch_size_fn returned {number!r} for batch {index}; expected the number of examples, for instance "
+                f"`batch_size_fn=lambda X: {_length_of(X)}`."
+            )
+        return int(number)
     if isinstance(X, Tensor):
         if X.ndim == 0:
             raise ValueError(f"The input of batch {index} is a 0-d tensor; its first axis should carry the examples.")
@@ -293,8 +300,10 @@ def input_error_context(batch: Batch, params: Mapping[str, Tensor]) -> Iterator[
             raise TypeError(f"{advice} Its own message: {type(error).__name__}: {error}") from error
         raise
     except RuntimeError as error:
-        given = {t.dtype for t in tree_leaves(_plain(batch.X)) if isinstance(t, Tensor) and t.is_floating_point()}
-        own = {p.dtype for p in params.values()}
+        kinds = {t.dtype for t in tree_leaves(_plain(batch.X)) if isinstance(t, Tensor)}
+        given, own = {kind for kind in kinds if kind.is_floating_point}, {p.dtype for p in params.values()}
+        if not given and "dtype" in str(error):  # of integers alone, for what are no indices
+            given = kinds
         if given and not given <= own:
             raise TypeError(
                 f"The model failed on an input of dtype {_dtypes(given)}; its parameters have {_dtypes(own)}. Convert "

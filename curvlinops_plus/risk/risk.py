@@ -140,7 +140,8 @@ class EmpiricalRisk:
         options: The other arguments.
 
     Raises:
-        TypeError: If the loss is a class or not callable, or `data` is no iterable of batches (a `Dataset` is none).
+        TypeError: If the loss is a class or not callable, or `data` is no iterable of batches (a `Dataset` is none);
+            if `params` or an option is of another type than said here.
         ValueError: If a parameter is not the model's, or `num_data`, `num_per_example_loss_terms` or the weight of a
             loss is no positive finite number.
 
@@ -365,6 +366,10 @@ class EmpiricalRisk:
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
+    for name, example in {"output": "lambda o: o[0]", "mask": "lambda X, y: ...", "batch_size_fn": "len"}.items():
+        given = getattr(options, name)
+        if given is not None and not callable(given):
+            raise TypeError(f"{name} is a {type(given).__name__}; expected a function, for instance {name}={example}.")
     numbers = {
         "num_data": (options.num_data, "examples"),
         "num_per_example_loss_terms": (options.num_per_example_loss_terms, "loss terms per example"),
