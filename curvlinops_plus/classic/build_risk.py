@@ -100,7 +100,7 @@ class FunctionModule(nn.Module):
     def __init__(self, function: Callable[..., Any], params: Sequence[Tensor] | Mapping[str, Tensor]) -> None:
         super().__init__()
         if isinstance(function, EmpiricalRisk) or not callable(function):
-            other = " What takes a risk has no LinearOperator in its name, as curvature(risk, KFAC) and GGN(risk)."
+            other = " Of a risk take curvature(risk, KFAC), GGN(risk) and the like."
             raise TypeError(
                 f"The model is a {type(function).__name__}; expected a torch.nn.Module, or a function (params, X) -> "
                 f"outputs.{other if isinstance(function, EmpiricalRisk) else ''}"

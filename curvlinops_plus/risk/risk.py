@@ -96,7 +96,11 @@ class EmpiricalRisk:
         loss: The loss, for instance `nn.CrossEntropyLoss()`. For a model with several outputs a dict or a tuple, of the
             form of its output and of the targets, of losses or pairs `(loss, weight)`.
         data: An iterable of batches `(X, y)`, `X` a tensor or a mapping, or of mappings with `labels` (then the model
-            is called with the rest as keywords). It is read once per sweep.
+            is called with the rest as keywords). It is read once per sweep. N, the number of examples, is the size of
+            the first axis of `X`, or the one that all tensors of a mapping have in common, or what `batch_size_fn`
+            says. When a few examples are looked at, any tensor of `X` and `y` whose first or second axis has size N, or
+            whose first axis is a multiple of N, counts as one of rows for examples. What belongs to all of them, such
+            as a table or a graph, is better a buffer of the model, or has an axis of size 1 in front.
         params: The parameters, a list or a dict of the model's own tensors; any subset in any order, frozen ones
             included. Under the model's own names a dict may hold other values: everything is computed at these, and
             the model keeps its own.
@@ -108,7 +112,8 @@ class EmpiricalRisk:
         example_of_row: Module name or glob to `function(X, y)`, which gives the number of the example that each row of
             the module's output belongs to, a LongTensor [rows]: for layers that see the rows of a batch in an order of
             their own, such as experts that get theirs by index. It is called whenever the module has run, so that it
-            may return what the model has noted: `{"experts.0": lambda X, y: model.rows[0]}`. Only layers need it.
+            may return what the model has noted: `{"experts.0": lambda X, y: model.rows[0]}`. Only layers need it. Of a
+            packed sequence, `pack_padded_sequence(torch.arange(N)[:, None].expand(N, T), lengths, ...).data`.
         batch_size_fn: Number of examples of an input that is no tensor.
         num_data: Replaces the number of examples counted for `c`.
         num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
