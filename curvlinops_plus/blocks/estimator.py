@@ -425,5 +425,5 @@ def _require_state(state: Any, decay: float) -> None:
 def _check_decay(decay: Any) -> None:
     if not isinstance(decay, Real):
         raise TypeError(f"decay is a {type(decay).__name__}; expected a number in (0, 1].")
-    if not 0 < decay <= 1:
+    if not 0 < float(decay) <= 1:
         raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")

@@ -154,8 +154,8 @@ def _why_not_affine(layer: Layer) -> str:
     use = layer.uses[0]
     if isinstance(use.rule, EnclosedRule):
         return (
-            f"{list(use.keys.values())} are read by functions without a rule, or make a table for all examples, or have "
-            "rows in an order of their own, which example_of_row= tells"
+            f"{list(use.keys.values())} are read by functions without a rule, or make a table for all examples, or "
+            "have rows in an order of their own, which example_of_row= tells"
         )
     return why_generic(use.owner) or f"its rule {type(use.rule).__name__} is not that of an affine layer"
 

@@ -72,7 +72,7 @@ _FUNCTIONS = {
 }
 
 
-def _where_hooks_are(loss: nn.Module) -> str:
+def _where_hooks_are(loss: Any) -> str:
     own = any(getattr(loss, f"_{kind}") for kind in _HOOKS)
     return "its own" if own else "global ones, of all modules (torch.nn.modules.module.register_module_...)"
 

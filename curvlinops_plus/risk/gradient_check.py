@@ -144,12 +144,15 @@ def _compare_rule(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall]
         if not bool(away <= TOLERANCE[kind.itemsize] * theirs.norm()):
             # Half precision rounds so much that there is no room for more than that.
             rounding = torch.finfo(kind).eps * (2 if kind.itemsize == 2 else 100)
-            if not ours.isfinite().all() and not theirs.isfinite().all():
-                continue  # a statistic will say which layer and batch it was
-            if not float(away) <= rounding * _size(calls):
+            if not float(away) <= rounding * _size(calls) and not _both_undefined(ours, theirs):
                 raise _wrong_rule(layer, key, ours, theirs, bool(calls))
     for recorded in calls:
         recorded.call.grads = None
+
+
+def _both_undefined(one: Tensor, other: Tensor) -> bool:
+    """NaN or infinite entries on both sides: a statistic will say in which layer and batch they are."""
+    return not bool(one.isfinite().all() | other.isfinite().all())
 
 
 def _coarsest(kinds: Sequence[torch.dtype]) -> torch.dtype:

@@ -41,7 +41,7 @@ def functions_of_rows(model: nn.Module, given: Mapping[str, ExampleOfRow] | None
         TypeError: If one is no function, or they are not in a dict.
         ValueError: If a glob matches no module.
     """
-    found: dict[str, ExampleOfRow] = {}
+    found: dict[str, Any] = {}
     for glob, function in _items("example_of_row", given, "lambda X, y: ..."):
         option = f"example_of_row={{{glob!r}: ...}}"
         if not callable(function):

@@ -146,13 +146,7 @@ def count_examples(X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], in
     share.
     """
     if batch_size_fn is not None:
-        number = batch_size_fn(X)
-        if not isinstance(number, (Real, np.number, Tensor)) or (isinstance(number, Tensor) and number.numel() != 1):
-            raise TypeError(
-                f"batch_size_fn returned {number!r} for batch {index}; expected the number of examples, for instance "
-                f"`batch_size_fn=lambda X: {_length_of(X)}`."
-            )
-        return int(number)
+        return _checked_size(batch_size_fn(X), X, index)
     if isinstance(X, Tensor):
         if X.ndim == 0:
             raise ValueError(f"The input of batch {index} is a 0-d tensor; its first axis should carry the examples.")
@@ -175,6 +169,16 @@ _ARRAYS = (
     "a NumPy array, or holds some; expected tensors. Convert them with torch.from_numpy, in the data set or in the "
     "collate function of the loader (DataLoader's own default does)."
 )
+
+
+def _checked_size(number: Any, X: Any, index: int) -> int:
+    one = number.numel() == 1 if isinstance(number, Tensor) else isinstance(number, (Real, np.number))
+    if not one:
+        raise TypeError(
+            f"batch_size_fn returned {number!r} for batch {index}; expected the number of examples, for instance "
+            f"`batch_size_fn=lambda X: {_length_of(X)}`."
+        )
+    return int(number)
 
 
 def _has_arrays(X: Any) -> bool:
