@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
@@ -71,9 +71,13 @@ class BatchPass:
         """
         outputs: list[Any] = []
 
-        model, check = self.risk.model, own_calls(lambda module, args, kwargs: self._require_input((args, kwargs)))
+        def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not outputs:  # how many calls there were is asked at the end
+                self._require_input((args, kwargs))
+
+        model = self.risk.model
         handles = [
-            model.register_forward_pre_hook(check, with_kwargs=True),
+            model.register_forward_pre_hook(own_calls(check), with_kwargs=True),
             model.register_forward_hook(own_calls(lambda module, args, out: outputs.append(out))),
         ]
         try:
