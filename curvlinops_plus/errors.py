@@ -6,6 +6,8 @@ that code that catches `ValueError` or `NotImplementedError` keeps working.
 
 from __future__ import annotations
 
+import sys
+
 __all__ = [
     "CurvatureWarning",
     "NoClosedForm",
@@ -13,7 +15,10 @@ __all__ = [
     "SingularMatrixError",
     "UnsupportedError",
     "VerificationError",
+    "level_of_user",
 ]
+
+_PACKAGE = __name__.partition(".")[0]
 
 
 class CurvatureWarning(UserWarning):
@@ -38,3 +43,11 @@ class SingularMatrixError(NumericsError):
 
 class VerificationError(RuntimeError):
     """A check of `verify()` that failed: a number disagrees with plain autodiff."""
+
+
+def level_of_user() -> int:
+    """The `stacklevel` of a warning that points at the user's line: the first one outside of this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        level, frame = level + 1, frame.f_back
+    return level

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["CurvatureEstimator"]
 
@@ -88,6 +90,7 @@ class CurvatureEstimator:
         ([[2, 3], [2]], 4)
     """
 
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -100,8 +103,7 @@ class CurvatureEstimator:
         damping: Any = 0.0,
         leave_out_uncalled: bool = False,
     ) -> None:
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")
+        _check_decay(decay)
         self.risk, self.decay, self.damping, self.leave_out_uncalled = risk, decay, damping, leave_out_uncalled
         self._blank = BlockwiseLinearOperator(
             risk,
@@ -208,8 +210,7 @@ class CurvatureEstimator:
     def _add(self, show: Show, decay: float | None) -> None:
         """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
         decay = self.decay if decay is None else decay
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay={decay} is outside of (0, 1].")
+        _check_decay(decay)
         draws = Draws(0)
 
         def show_again(consume: Consumer) -> Totals:
@@ -419,3 +420,10 @@ def _require_state(state: Any, decay: float) -> None:
         raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
     if state["decay"] != decay:
         raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {decay}.")
+
+
+def _check_decay(decay: Any) -> None:
+    if not isinstance(decay, Real):
+        raise TypeError(f"decay is a {type(decay).__name__}; expected a number in (0, 1].")
+    if not 0 < float(decay) <= 1:
+        raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, Protocol
 
 import torch
@@ -124,9 +125,13 @@ def upgrade(state: Any) -> Mapping[str, Any]:
     """The state in the present version; nothing changes if it is.
 
     Raises:
+        TypeError: If it is no mapping.
         ValueError: If the state is foreign, cut off, or of a later version.
     """
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+    if not isinstance(state, Mapping):
+        read = ", as load(path) reads it from a file" if isinstance(state, (str, PathLike)) else ""
+        raise TypeError(f"Expected a state, which K.state_dict() returns{read}; got a {type(state).__name__}.")
+    if state.get("format") != FORMAT:
         raise ValueError("This is not a state of curvlinops_plus: the key 'format' is missing or foreign.")
     version = state.get("version", VERSION)
     if version > VERSION:

@@ -10,7 +10,7 @@ from warnings import warn
 
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, LossScale
 from curvlinops_plus.blocks.per_example import DiagonalBlock
-from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.layer import why_generic
 from curvlinops_plus.layer.enclosed import EnclosedRule
 from curvlinops_plus.risk import Layer
@@ -58,10 +58,20 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
         if not any(key in _matching_keys(layer, rules) for layer in layers):
             raise ValueError(
                 f"No layer matches {key!r}. Layers with parameters here: {[layer.name for layer in layers]}, of types "
-                f"{sorted({_type_name(layer) for layer in layers})}."
+                f"{sorted({_type_name(layer) for layer in layers})}.{_how_to_name(key, layers)}"
             )
     _warn_of_replaced([entry.layer for entry in plan if entry.approximation is _INSTEAD], len(layers))
     return plan
+
+
+def _how_to_name(key: Any, layers: list[Layer]) -> str:
+    """What to write instead of a module, or of the name of a type."""
+    owners = [(use.name, use.owner) for layer in layers for use in layer.uses]
+    if isinstance(key, str):
+        kind = next((type(owner) for _, owner in owners if type(owner).__name__ == key), None)
+        return "" if kind is None else f" For a type write the class itself, {key}, not its name."
+    name = next((name for name, owner in owners if owner is key), None)
+    return "" if name is None else f" A module is named: {name!r}."
 
 
 def refuse_missing_gradients(plan: list[LayerPlan]) -> None:
@@ -100,7 +110,7 @@ def _warn_of_replaced(replaced: list[Layer], number: int) -> None:
             f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
             f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
             CurvatureWarning,
-            stacklevel=6,
+            stacklevel=level_of_user(),
         )
 
 
@@ -143,7 +153,10 @@ def _why_not_affine(layer: Layer) -> str:
         return f"its parameter is shared by {names} {what}"
     use = layer.uses[0]
     if isinstance(use.rule, EnclosedRule):
-        return f"{list(use.keys.values())} are read by functions without a rule, or make a table for all examples"
+        return (
+            f"{list(use.keys.values())} are read by functions without a rule, or make a table for all examples, or "
+            "have rows in an order of their own, which example_of_row= tells"
+        )
     return why_generic(use.owner) or f"its rule {type(use.rule).__name__} is not that of an affine layer"
 
 

@@ -28,6 +28,7 @@ from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import own_calls, untraced
 from curvlinops_plus.risk.reading import require_rereadable
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["ActivationHessian"]
 
@@ -73,6 +74,7 @@ class ActivationHessian(SymmetricRiskOperator):
 
     structure = Structure.SYMMETRIC
 
+    @takes_risk
     def __init__(
         self, risk: EmpiricalRisk, activation: tuple[str, str, int], *, check_deterministic: bool = False
     ) -> None:

@@ -20,7 +20,7 @@ from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weigh
 from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
-from curvlinops_plus.risk.risk import require_risk
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["ParameterCurvature", "RiskOperator", "SymmetricRiskOperator", "require_same_products"]
 
@@ -39,8 +39,8 @@ class RiskOperator(LinearOperator):
     device: torch.device = cast(torch.device, None)
     structure: Structure = Structure.GENERAL
 
+    @takes_risk
     def __init__(self, risk: EmpiricalRisk) -> None:
-        require_risk(risk, type(self).__name__)
         self.risk = risk
         self.dtype, self.device = risk.dtype, risk.device
 
@@ -78,6 +78,7 @@ class SymmetricRiskOperator(RiskOperator):
 class ParameterCurvature(SymmetricRiskOperator):
     """A symmetric matrix over the parameters of a risk."""
 
+    @takes_risk
     def __init__(self, risk: EmpiricalRisk) -> None:
         super().__init__(risk)
         self.in_space = self.out_space = risk.space

@@ -14,6 +14,7 @@ from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, loss_root
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.loss_weights import LossWeights
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["GGN"]
 
@@ -75,6 +76,7 @@ class GGN(ParameterCurvature):
 
     structure = Structure.PSD
 
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,

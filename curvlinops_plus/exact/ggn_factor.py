@@ -21,7 +21,7 @@ from curvlinops_plus.exact.loss_terms import (
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
-from curvlinops_plus.risk.risk import require_risk
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["GGNFactor"]
 
@@ -75,6 +75,7 @@ class GGNFactor(DataRows):
         (tensor([[4.2426]]), tensor([[18.0000]]))
     """
 
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -83,7 +84,6 @@ class GGNFactor(DataRows):
         check_deterministic: bool = False,
         chunk_size: int | None = None,
     ) -> None:
-        require_risk(risk, type(self).__name__)
         self.vectors, self.out_space = as_vectors(vectors), risk.space
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=False)
         read = partial(run_losses, risk)

@@ -23,6 +23,7 @@ from curvlinops_plus.risk.autograd_graph import raise_unreached
 from curvlinops_plus.risk.determinism import coarsest_dtype
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["Hessian"]
 
@@ -59,6 +60,7 @@ class Hessian(ParameterCurvature):
 
     structure = Structure.SYMMETRIC
 
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,

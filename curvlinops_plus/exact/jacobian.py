@@ -15,7 +15,7 @@ from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.risk import require_risk
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["Jacobian"]
 
@@ -56,10 +56,10 @@ class Jacobian(DataRows):
         [tensor([[2., 3.]]), tensor([0.])]
     """
 
+    @takes_risk
     def __init__(
         self, risk: EmpiricalRisk, *, check_deterministic: bool = False, chunk_size: int | None = None
     ) -> None:
-        require_risk(risk, type(self).__name__)
         self.in_space = risk.space
         super().__init__(risk, partial(_run_outputs, risk), 0, check_deterministic, chunk_size)
 

@@ -215,8 +215,9 @@ class _Call:
         if any(map(_is_packed, leaves)):
             raise UnsupportedError(
                 f"{self.name} {verb} a PackedSequence, in which the steps of all examples are interleaved. Give the "
-                "layer the padded tensor instead, and a mask of the steps that count: "
-                "EmpiricalRisk(..., mask=lambda X, y: ...)."
+                "layer the padded tensor instead, and a mask of the steps that count, "
+                "EmpiricalRisk(..., mask=lambda X, y: ...), or say which example each row of a layer belongs to, "
+                'EmpiricalRisk(..., example_of_row={"name": lambda X, y: ...})'
             )
 
     def chunk_sizes(self, g: Sequence[Tensor], max_bytes: int) -> tuple[int, int]:

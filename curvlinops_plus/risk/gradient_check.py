@@ -123,8 +123,9 @@ def _compare_rows(sent: SentVectors, grads: Mapping[int, Tensor], n: int) -> Non
                 f"examples that were looked at, but axis {slot.axis} does not carry the examples (is it a position "
                 f"embedding, or time-major?), or the model mixes examples: a vector for example {n} has a gradient of "
                 f"norm {float(rows[n].norm()):.3g} in its rows, and of {float(_others(rows, n).norm()):.3g} in others. "
-                f"Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand the layer's input to the batch "
-                "in the model, or leave its parameters out of `params`.",
+                f"Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), or, of rows in an order of their own "
+                f"(PackedSequence), which example each belongs to, example_of_row={{{use.name!r}: lambda X, y: ...}}, "
+                "expand the layer's input to the batch in the model, or leave its parameters out of `params`.",
             )
 
 
@@ -143,10 +144,15 @@ def _compare_rule(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall]
         if not bool(away <= TOLERANCE[kind.itemsize] * theirs.norm()):
             # Half precision rounds so much that there is no room for more than that.
             rounding = torch.finfo(kind).eps * (2 if kind.itemsize == 2 else 100)
-            if not float(away) <= rounding * _size(calls):
+            if not float(away) <= rounding * _size(calls) and not _both_undefined(ours, theirs):
                 raise _wrong_rule(layer, key, ours, theirs, bool(calls))
     for recorded in calls:
         recorded.call.grads = None
+
+
+def _both_undefined(one: Tensor, other: Tensor) -> bool:
+    """NaN or infinite entries on both sides: a statistic will say in which layer and batch they are."""
+    return not bool(one.isfinite().all() | other.isfinite().all())
 
 
 def _coarsest(kinds: Sequence[torch.dtype]) -> torch.dtype:
