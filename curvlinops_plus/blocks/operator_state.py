@@ -125,12 +125,14 @@ def upgrade(state: Any) -> Mapping[str, Any]:
     """The state in the present version; nothing changes if it is.
 
     Raises:
-        TypeError: If it is no mapping.
         ValueError: If the state is foreign, cut off, or of a later version.
     """
     if not isinstance(state, Mapping):
         read = ", as load(path) reads it from a file" if isinstance(state, (str, PathLike)) else ""
-        raise TypeError(f"Expected a state, which K.state_dict() returns{read}; got a {type(state).__name__}.")
+        raise ValueError(
+            f"This is not a state of curvlinops_plus: expected what K.state_dict() returns{read}, got a "
+            f"{type(state).__name__}."
+        )
     if state.get("format") != FORMAT:
         raise ValueError("This is not a state of curvlinops_plus: the key 'format' is missing or foreign.")
     version = state.get("version", VERSION)
