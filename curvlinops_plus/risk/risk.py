@@ -72,6 +72,7 @@ class Checked:
         said: Messages that were given.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
         batch_norm: Whether batch norm may be in the graphs of outputs.
+        modes: Modes of all modules, training or not, in which two evaluations agreed.
     """
 
     layers: set[Any] = field(default_factory=set)
@@ -81,6 +82,7 @@ class Checked:
     said: set[str] = field(default_factory=set)
     shift: bool | None = None
     batch_norm: bool = True
+    modes: set[tuple[bool, ...]] = field(default_factory=set)
 
 
 class EmpiricalRisk:
