@@ -164,6 +164,9 @@ class Planned(Protocol):
     def learn_reads(self, *, error: OutsideReads) -> None:
         """Take into the plan how functions read parameters."""
 
+    def confirm_plan(self) -> None:
+        """Say what the plan leaves to say, as it will not change any more."""
+
 
 def run_accumulation(K: Planned, keep: bool = False, **options: Any) -> Accumulation:
     """An accumulation of an operator that has run, with options of `Accumulation.run`.
@@ -178,4 +181,5 @@ def run_accumulation(K: Planned, keep: bool = False, **options: Any) -> Accumula
             require_rereadable(K.risk.data, "it is looked at again for functions that read parameters")
             K.learn_reads(error=error)  # raises the error again if it finds no more than was known
         else:
+            K.confirm_plan()
             return accumulation

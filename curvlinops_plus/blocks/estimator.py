@@ -219,10 +219,10 @@ class CurvatureEstimator:
         batch, totals = self._sums.of_batch(show_again)
         batch.require_finite()
         self._sums.add(batch, decay)
-        self._draws = draws
-        self.updates, self.examples = self.updates + 1, self.examples + totals.examples
+        self._draws, self.updates, self.examples = draws, self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1
         self.begun = max(1.0, self.begun) if decay == 1 else decay * self.begun + 1
+        self._blank.confirm_plan()
 
     # ------------------------------------------------------------------------------------------------------- reading
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,7 +16,7 @@ from curvlinops_plus.layer import why_generic
 from curvlinops_plus.layer.enclosed import EnclosedRule
 from curvlinops_plus.risk import Layer
 
-__all__ = ["LayerPlan", "make_plan", "plan_table", "positions", "refuse_missing_gradients"]
+__all__ = ["LayerPlan", "make_plan", "plan_table", "positions", "refuse_missing_gradients", "warn_of_replaced"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
     """Decide for every layer: exact name, then glob, then type, then the default.
 
     Layers without an affine rule, and shared parameters, get their exact diagonal where a Kronecker approximation was
-    meant; a warning says so, and `plan_table` gives the reasons.
+    meant; `warn_of_replaced` says so, and `plan_table` gives the reasons.
 
     Args:
         layers: The layers.
@@ -60,7 +61,6 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
                 f"No layer matches {key!r}. Layers with parameters here: {[layer.name for layer in layers]}, of types "
                 f"{sorted({_type_name(layer) for layer in layers})}."
             )
-    _warn_of_replaced([entry.layer for entry in plan if entry.approximation is _INSTEAD], len(layers))
     return plan
 
 
@@ -87,21 +87,30 @@ def refuse_missing_gradients(plan: list[LayerPlan]) -> None:
 _told: set[str] = set()
 
 
-def _warn_of_replaced(replaced: list[Layer], number: int) -> None:
+def warn_of_replaced(plan: Sequence[LayerPlan]) -> None:
     """Warn of layers without Kronecker factors: of normalisation, which many networks have, once per process."""
+    replaced = [entry.layer for entry in plan if entry.approximation is _INSTEAD]
     if all("Norm" in _type_name(layer) for layer in replaced):
         if not replaced or "norms" in _told:
             return
         _told.add("norms")
-    if replaced:
-        first = replaced[0]
-        warn(
-            f"{len(replaced)} of {number} layers get their exact diagonal (DiagonalBlock) instead of Kronecker "
-            f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
-            f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
-            CurvatureWarning,
-            stacklevel=6,
-        )
+    first = replaced[0]
+    warn(
+        f"{len(replaced)} of {len(plan)} layers get their exact diagonal (DiagonalBlock) instead of Kronecker "
+        f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
+        f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
+        CurvatureWarning,
+        stacklevel=_callers_level(),
+    )
+
+
+def _callers_level() -> int:
+    """The `stacklevel` of the first caller outside of this package: a plan is made final at several depths."""
+    inside = {__name__.split(".")[0], "torch", "contextlib"}
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inside:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 # What layers without Kronecker factors get where some were meant.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -41,8 +42,11 @@ class ParameterReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(out)):
-            for read in {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)} & self.counts.keys():
+        found = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)} & self.counts.keys()
+        if found:
+            with torch._C.DisableTorchFunction():  # looking at the result is no call that other modes should see
+                made = any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(out))
+            for read in found if made else ():
                 self.counts[read] += 1
         return out
 

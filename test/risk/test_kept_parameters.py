@@ -73,6 +73,7 @@ def _jacobian(model: nn.Module, X: Tensor) -> Tensor:
     return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
 
+@pytest.mark.filterwarnings("ignore:.*exact diagonal")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_every_way_to_a_parameter_gives_the_replaced_one(make: Callable[[], nn.Module]) -> None:
     model = make()
