@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops_plus.blocks.accumulation import refuse_unread
 from curvlinops_plus.blocks.batch_pass import BatchPass, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
@@ -103,14 +104,8 @@ class CurvatureEstimator:
         if not 0 < decay <= 1:
             raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")
         self.risk, self.decay, self.damping, self.leave_out_uncalled = risk, decay, damping, leave_out_uncalled
-        self._blank = BlockwiseLinearOperator(
-            risk,
-            approximation,
-            default=default,
-            vectors=vectors,
-            separate_weight_and_bias=separate_weight_and_bias,
-            compute=False,
-        )
+        options = {"default": default, "separate_weight_and_bias": separate_weight_and_bias}
+        self._blank = BlockwiseLinearOperator(risk, approximation, vectors=vectors, compute=False, **options)
         self.vectors = self._blank.vectors
         self.reset()
 
@@ -241,9 +236,11 @@ class CurvatureEstimator:
                 "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the "
                 f"other layers; `uncalled` lists what is left out, {self.uncalled} now."
             )
-        K = _with_layers(self._blank, [layer.name for layer in called])
+        K, blocks = _with_layers(self._blank, [layer.name for layer in called]), self._sums.blocks()
+        for layer in called:
+            refuse_unread(self.risk, layer, blocks)
         K.parameters = fingerprint(self.risk)
-        K._set_blocks(self._sums.blocks(), self.examples)
+        K._set_blocks(blocks, self.examples)
         return K
 
     @property

@@ -94,7 +94,15 @@ def find_functions(risk: EmpiricalRisk, batch: Batch, enclosed: Collection[str] 
     claims, reads = passes[0].claims, [*passes[0].reads, *_constant(passes[0], passes[-1])]
     reads += [Read(key, "what is one table for all examples") for key in enclosed if key in passes[0].stacks]
     products = _resolve(risk, uses, claims, reads)
-    return FoundReads(products, *_enclose(risk, uses, passes, reads, enclosed))
+    claimed = {key for use in products for key in use.keys.values()}
+    apart = [use for use in uses if use.without_rule or claimed & {*use.keys.values()}]
+    free = {key for use in apart for key in use.keys.values()} | {*enclosed}
+    return FoundReads(products, *_enclose(risk, uses, passes, reads, enclosed), frozenset(free - _seen(passes)))
+
+
+def _seen(passes: Iterable[DryPass]) -> set[str]:
+    """Keys of parameters that functions read."""
+    return {key for each in passes for key in each.stacks}
 
 
 def _constant(first: DryPass, last: DryPass) -> list[Read]:
