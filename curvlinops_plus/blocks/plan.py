@@ -152,7 +152,10 @@ def _why_not_affine(layer: Layer) -> str:
         return f"its parameter is shared by {names} {what}"
     use = layer.uses[0]
     if isinstance(use.rule, EnclosedRule):
-        return f"{list(use.keys.values())} are read by functions without a rule, or make a table for all examples"
+        return (
+            f"{list(use.keys.values())} are read by functions without a rule, make a table for all examples, or see "
+            "rows in an order of their own, which example_of_row= can tell"
+        )
     return why_generic(use.owner) or f"its rule {type(use.rule).__name__} is not that of an affine layer"
 
 
