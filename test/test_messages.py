@@ -616,8 +616,10 @@ def test_the_warning_of_the_classic_door_points_at_the_user_s_line() -> None:
     p = problem("lstm")
     for kind in (KFACLinearOperator, EKFACLinearOperator):
         with pytest.warns(CurvatureWarning, match="get their exact diagonal") as caught:
-            kind(p.model, p.loss, p.params, p.data, check_deterministic=False)
-        assert caught[0].filename == __file__
+            K = kind(p.model, p.loss, p.params, p.data, check_deterministic=False)
+            assert not len(caught)  # the plan is final when the data were seen
+            _ = K @ torch.ones(K.shape[1], dtype=K.dtype)
+        assert [w.filename for w in caught] == [__file__]
 
 
 def one_bias() -> nn.Sequential:

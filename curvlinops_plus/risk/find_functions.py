@@ -222,14 +222,17 @@ def _enclose(
             continue  # its own module sees all of it
         p = risk.params[read.key]
         around = [name for name in common if name not in own and any(q is p for q in modules[name].parameters())]
-        if read.key in beyond:
-            name, excluded = beyond[read.key]
-            around = around[: around.index(name) + (not excluded)] if name in around else []
+        around = _beyond(around, *beyond[read.key]) if read.key in beyond else around
         if around:
             enclosing[read.key] = around[-1]
         else:
             outside.setdefault(read.key, read.where)
     return enclosing, outside
+
+
+def _beyond(around: list[str], name: str, excluded: bool) -> list[str]:
+    """The modules from the outermost one to this one."""
+    return around[: around.index(name) + (not excluded)] if name in around else []
 
 
 def _by_example(names: Iterable[str], passes: Sequence[DryPass]) -> list[str]:
