@@ -18,7 +18,8 @@ __all__ = [
     "level_of_user",
 ]
 
-_PACKAGE = __name__.partition(".")[0]
+# What stands between a user's line and a warning.
+_NOT_USERS = {__name__.partition(".")[0], "torch", "contextlib"}
 
 
 class CurvatureWarning(UserWarning):
@@ -46,8 +47,8 @@ class VerificationError(RuntimeError):
 
 
 def level_of_user() -> int:
-    """The `stacklevel` of a warning that points at the user's line: the first one outside of this package."""
+    """The `stacklevel` of a warning that points at the user's line, whatever calls are between them."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
         level, frame = level + 1, frame.f_back
     return level

@@ -489,7 +489,7 @@ def test_loading(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no safetensors file. What torch.save wrote is read by torch.load"):
         load(tmp_path / "K.pt")
     for given in (str(path), path):
-        with pytest.raises(ValueError, match=r"not a state of curvlinops_plus: expected .*, as load\(path\) reads it from a file, got a \w+"):
+        with pytest.raises(ValueError, match=r"not a state .*, as load\(path\) reads it from a file, got a \w+"):
             BlockwiseLinearOperator.from_state_dict(given, r.model, DATA)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"not a state .*, as load\(path\) reads it"):
             K.load_state_dict(given)  # type: ignore[arg-type]

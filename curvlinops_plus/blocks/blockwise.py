@@ -23,7 +23,14 @@ from curvlinops_plus.blocks.operator_state import (
     upgrade,
     write_blocks,
 )
-from curvlinops_plus.blocks.plan import make_plan, plan_table, positions, refuse_missing_gradients
+from curvlinops_plus.blocks.plan import (
+    LayerPlan,
+    make_plan,
+    plan_table,
+    positions,
+    refuse_missing_gradients,
+    warn_of_replaced,
+)
 from curvlinops_plus.blocks.scaled_blocks import ScaledBlocks
 from curvlinops_plus.blocks.stored_options import rebuild_vectors, same_data
 from curvlinops_plus.blocks.verify import Verification, verify
@@ -96,6 +103,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         self.risk = risk
         self.vectors = as_vectors(vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
+        self._confirmed: list[LayerPlan] | None = None
         self._make_plan = partial(make_plan, approximation=approximation, default=default)
         self.renew_plan()
         self.check_deterministic = check_deterministic
@@ -129,6 +137,12 @@ class BlockwiseLinearOperator(ScaledBlocks):
         if self._reads is self.risk.reads:  # else another operator of the risk has looked
             look_for_functions(self.risk, batch, error)
         self.renew_plan()
+
+    def confirm_plan(self) -> None:
+        """Warn once of layers without Kronecker factors: the plan has gone through a batch, and will not change."""
+        if self._confirmed is not self.plan:
+            self._confirmed = self.plan
+            warn_of_replaced(self.plan)
 
     def _compute_later(self) -> None:
         """Drop the blocks; those of the present parameters will be computed at first use."""

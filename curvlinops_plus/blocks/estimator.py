@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops_plus.blocks.accumulation import refuse_unread
 from curvlinops_plus.blocks.batch_pass import BatchPass, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
@@ -105,14 +106,8 @@ class CurvatureEstimator:
     ) -> None:
         _check_decay(decay)
         self.risk, self.decay, self.damping, self.leave_out_uncalled = risk, decay, damping, leave_out_uncalled
-        self._blank = BlockwiseLinearOperator(
-            risk,
-            approximation,
-            default=default,
-            vectors=vectors,
-            separate_weight_and_bias=separate_weight_and_bias,
-            compute=False,
-        )
+        options = {"default": default, "separate_weight_and_bias": separate_weight_and_bias}
+        self._blank = BlockwiseLinearOperator(risk, approximation, vectors=vectors, compute=False, **options)
         self.vectors = self._blank.vectors
         self.reset()
 
@@ -220,10 +215,10 @@ class CurvatureEstimator:
         batch, totals = self._sums.of_batch(show_again)
         batch.require_finite()
         self._sums.add(batch, decay)
-        self._draws = draws
-        self.updates, self.examples = self.updates + 1, self.examples + totals.examples
+        self._draws, self.updates, self.examples = draws, self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1
         self.begun = max(1.0, self.begun) if decay == 1 else decay * self.begun + 1
+        self._blank.confirm_plan()
 
     # ------------------------------------------------------------------------------------------------------- reading
     @property
@@ -242,9 +237,11 @@ class CurvatureEstimator:
                 "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the "
                 f"other layers; `uncalled` lists what is left out, {self.uncalled} now."
             )
-        K = _with_layers(self._blank, [layer.name for layer in called])
+        K, blocks = _with_layers(self._blank, [layer.name for layer in called]), self._sums.blocks()
+        for layer in called:
+            refuse_unread(self.risk, layer, blocks)
         K.parameters = fingerprint(self.risk)
-        K._set_blocks(self._sums.blocks(), self.examples)
+        K._set_blocks(blocks, self.examples)
         return K
 
     @property

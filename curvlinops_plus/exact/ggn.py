@@ -47,8 +47,8 @@ class GGN(ParameterCurvature):
     Args:
         risk: Model, loss, data and parameters.
         vectors: Which matrix: an object as above, or a word (see `as_vectors`). Default: `Exact()`.
-        check_deterministic: Compare the total loss of two passes over the data first, and two products if vectors are
-            random.
+        check_deterministic: True compares the total loss of two passes over the data first, and two products if vectors
+            are random. None: two evaluations of a few examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
 
     Raises:
@@ -82,10 +82,10 @@ class GGN(ParameterCurvature):
         risk: EmpiricalRisk,
         vectors: Vectors | str | None = None,
         *,
-        check_deterministic: bool = False,
+        check_deterministic: bool | None = None,
         chunk_size: int | None = None,
     ) -> None:
-        super().__init__(risk)
+        super().__init__(risk, check_deterministic)
         self.vectors = as_vectors(vectors)
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=True)
         self._linear = Linearizer(risk, partial(run_losses, risk), chunk_size)
@@ -109,7 +109,7 @@ class GGN(ParameterCurvature):
                 return loss_roots(self.risk, self.vectors, terms, factors, draws).outer_product
             return _hessian_product(terms, factors)
 
-        for batch in self.risk.batches(type(self).__name__):
+        for batch in self._batches():
             if X is None:
                 found = self._linear.ggn_matrix(batch, output_product)
             else:

@@ -123,8 +123,7 @@ def _compare_rows(sent: SentVectors, grads: Mapping[int, Tensor], n: int) -> Non
                 f"examples that were looked at, but axis {slot.axis} does not carry the examples (is it a position "
                 f"embedding, or time-major?), or the model mixes examples: a vector for example {n} has a gradient of "
                 f"norm {float(rows[n].norm()):.3g} in its rows, and of {float(_others(rows, n).norm()):.3g} in others. "
-                f"Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), or, of rows in an order of their own "
-                f"(PackedSequence), which example each belongs to, example_of_row={{{use.name!r}: lambda X, y: ...}}, "
+                f"Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), "
                 "expand the layer's input to the batch in the model, or leave its parameters out of `params`.",
             )
 

@@ -203,11 +203,8 @@ def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int, inputs: An
                 N,
                 f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} in a batch of "
                 f"{N} examples: axis {slot.axis} should carry the examples, or a multiple of them. If another axis "
-                f"does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}); if rows are gathered by index, "
-                f"which example each belongs to, example_of_row={{{use.name!r}: lambda X, y: ...}} (PackedSequence: "
-                "pack_padded_sequence(torch.arange(N)[:, None].expand(N, T), "
-                "lengths, batch_first=True, enforce_sorted=False).data). A table for all examples, as of positions, "
-                "needs an axis of size 1 for them, as embedding(places[None]).",
+                f"does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). A table for all examples, as of "
+                "positions, needs an axis of size 1 for them, as embedding(places[None]).",
             )
     if len(slots) > 1 and len(rows := {slot.arrange(slot.out).shape[0] for slot in slots}) > 1:
         raise UnsupportedError(

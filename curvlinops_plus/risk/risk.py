@@ -24,6 +24,7 @@ from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, Terms
 from curvlinops_plus.risk.model_calls import ModelCalls
 from curvlinops_plus.risk.module_options import example_axes, functions_of_rows
+from curvlinops_plus.risk.parameter_reads import KeptParameters
 from curvlinops_plus.risk.parameters import common_device, common_dtype, named_params, value_of
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
@@ -73,6 +74,8 @@ class Checked:
         said: Messages that were given.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
         batch_norm: Whether batch norm may be in the graphs of outputs.
+        in_modules: Keys of parameters of which it is known that the model reads them in its modules.
+        modes: Modes of all modules, training or not, in which two evaluations agreed.
     """
 
     layers: set[Any] = field(default_factory=set)
@@ -82,6 +85,8 @@ class Checked:
     said: set[str] = field(default_factory=set)
     shift: bool | None = None
     batch_norm: bool = True
+    in_modules: set[str] = field(default_factory=set)
+    modes: set[tuple[bool, ...]] = field(default_factory=set)
 
 
 class EmpiricalRisk:
@@ -271,9 +276,16 @@ class EmpiricalRisk:
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
-        with input_error_context(batch, self.params), self.placed() if model is None else nullcontext():
+        look = None
+        if model is not None and torch.is_grad_enabled() and not self.checked.in_modules >= self.params.keys():
+            look = KeptParameters(self._own, self.params, self._places)
+        with input_error_context(batch, self.params), self.placed() if model is None else look or nullcontext():
             out = self._calls(call, batch)
-        return self.read_output(out, batch)
+        found = self.read_output(out, batch)
+        if look is not None:
+            look.refuse(found[0])
+            self.checked.in_modules |= self.params.keys()
+        return found
 
     def read_output(self, out: Any, batch: Batch) -> tuple[Any, Any, Any]:
         """Outputs, targets and class axes, as `run` gives them, from what the model returned for a batch."""

@@ -5,7 +5,7 @@ Nobody has to ask for it: the first batch in which a layer is called is looked a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from warnings import warn
 
@@ -14,15 +14,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
-from curvlinops_plus.risk.determinism import training_modules
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.gradient_check import TOLERANCE, SentVectors, send_single
-from curvlinops_plus.risk.module_uses import title
-from curvlinops_plus.risk.process_state import eager, hookable_modules, own_calls
+from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import RecordedCall
 from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_one_row
+from curvlinops_plus.risk.repeatable import (
+    are_examples_clear,
+    first_different,
+    not_repeatable,
+    outputs_of_modules,
+    relative_difference,
+)
 from curvlinops_plus.risk.replaced_parameters import copied_buffers
 from curvlinops_plus.risk.risk import Checked, EmpiricalRisk
 
@@ -122,7 +127,7 @@ class _Check:
         if self.mixing:
             self._report_batch_norm()
         N, called = self.batch.num_examples, {recorded.layer for recorded in self.recorder.calls}
-        if N > _FEW and self._are_examples_clear():
+        if N > _FEW and are_examples_clear(self.batch, self.risk.options):
             # Any three: what depends on each other may be next to each other, or not.
             generator = torch.Generator().manual_seed(len(self.risk.checked.shapes))
             examples = sorted(torch.randperm(N, generator=generator)[:_FEW].tolist())
@@ -135,19 +140,6 @@ class _Check:
             if reached is not None and (reached >= called or not backward):
                 return reached
         return self._look(self.batch, list(range(N)), backward, every=True) or set()
-
-    def _are_examples_clear(self) -> bool:
-        """Whether it is clear for each tensor of the input if it carries examples, and on which axis."""
-        N, elsewhere = self.batch.num_examples, bool(self.risk.options.example_axis)
-        if self.risk.options.example_of_row:  # of a graph, say, a tensor's rows are not examples
-            return False
-        for t in tree_leaves(self.batch.X):
-            if isinstance(t, Tensor) and t.ndim:
-                axes = t.shape[:2].count(N)
-                # A multiple of N may be examples times positions, or a table that all examples share.
-                if (axes == 0 and t.shape[0] % N == 0) or (axes == 2 and elsewhere):
-                    return False
-        return True
 
     def _report_batch_norm(self) -> None:
         said = (
@@ -220,7 +212,7 @@ class _Check:
             part = _rows_of(f, examples, self.batch.num_examples)
             if part.shape != alone.shape:
                 return False
-            away = _difference(alone.detach(), part)
+            away = relative_difference(alone.detach(), part)
             if away > TOLERANCE[part.element_size()]:
                 raise self._why_different(away, few, examples)
         return True
@@ -229,18 +221,12 @@ class _Check:
         """The model is random, or its examples depend on each other."""
         N, run = self.batch.num_examples, self.risk.run
         with torch.no_grad(), self.recorder.disabled():
-            first, second = (_outputs_of_modules(self.risk.model, lambda: run(self.batch)) for _ in range(2))
-            alone = _outputs_of_modules(self.risk.model, lambda: run(few))
-        if where := _first_different(self.risk.model, first, second):
-            random = training_modules(self.risk.model)
-            cause = f"These modules are in training mode: {random}; call model.eval()." if random else ""
-            return RuntimeError(
-                f"Two evaluations of the model on the same examples differ, by {away:.1e} of the output's norm, first "
-                f"in {where}. {cause or 'Does it draw random numbers, or count its calls?'} "
-                "check_deterministic=False takes them as they come."
-            )
+            first, second = (outputs_of_modules(self.risk.model, lambda: run(self.batch)) for _ in range(2))
+            alone = outputs_of_modules(self.risk.model, lambda: run(few))
+        if where := first_different(self.risk.model, first, second):
+            return not_repeatable(self.risk.model, away, where)
         parts = [(name, [_rows_of(t, examples, N) for t in tensors]) for name, tensors in first]
-        where = _first_different(self.risk.model, parts, alone)
+        where = first_different(self.risk.model, parts, alone)
         return UnsupportedError(
             f"The model's outputs for {len(examples)} of {N} examples by themselves differ from their part of the "
             f"batch's, by {away:.1e} of the norm{f', first in {where}' if where else ''}: the examples of a batch "
@@ -253,47 +239,10 @@ class _Check:
 def _compare_expanded(expanded: RecordedCall, found: Sequence[Tensor], plain: Sequence[Tensor]) -> None:
     """Refuse a row for all examples that the model takes for something else when it is a row for each."""
     for f, as_it_is in zip(found, plain, strict=True):
-        if f.shape != as_it_is.shape or _difference(f.detach(), as_it_is) > TOLERANCE[f.element_size()]:
+        if f.shape != as_it_is.shape or relative_difference(f.detach(), as_it_is) > TOLERANCE[f.element_size()]:
             raise refusal_of_one_row(expanded.call.use, len(expanded.slots[0].out), MORE_THAN_BROADCAST)
 
 
 def _rows_of(t: Tensor, examples: list[int], N: int) -> Tensor:
     """The rows of some examples; the tensor itself if it does not carry examples first."""
     return t.unflatten(0, (N, -1))[examples].flatten(0, 1) if t.ndim and t.shape[0] % N == 0 else t
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    """Relative difference; 0 where it can't be told because a number is not finite."""
-    a, b = a.double(), b.double()
-    size = float(b.norm())
-    return float((a - b).norm()) / (size or 1.0) if bool((a + b).isfinite().all()) else 0.0
-
-
-def _outputs_of_modules(model: nn.Module, run: Callable[[], object]) -> list[tuple[str, list[Tensor]]]:
-    """What each call of a module returned, with the module's name, in the order in which the calls ended."""
-    outputs: list[tuple[str, list[Tensor]]] = []
-    handles = []
-    for name, module in hookable_modules(model):
-
-        def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
-            leaves = [t.detach().clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
-            outputs.append((name, leaves))
-
-        handles.append(module.register_forward_hook(own_calls(note)))
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return outputs
-
-
-def _first_different(
-    model: nn.Module, one: Sequence[tuple[str, list[Tensor]]], two: Sequence[tuple[str, list[Tensor]]]
-) -> str:
-    """The first module whose outputs differ, in words; "" if there is none."""
-    for (name, before), (_, after) in zip(one, two):
-        for a, b in zip(before, after):
-            if a.shape == b.shape and _difference(b, a) > TOLERANCE[a.element_size()]:
-                return f"{title(name)} ({type(model.get_submodule(name)).__name__})"
-    return ""

@@ -577,13 +577,27 @@ def test_weights_for_all_examples_are_enclosed() -> None:
     close(curvature(risk, DiagonalBlock).diagonal(), exact(risk).diagonal())
 
 
-def test_modules_that_cannot_be_run_with_other_values() -> None:
+def test_modules_that_put_other_weights_in_and_out_again() -> None:
     def run(s: Any, x: Tensor) -> Tensor:
         w = s.l.weight
         s.l.weight = nn.Parameter(torch.eye(3).double())
         h = s.l(x)
         s.l.weight = w
         return s.l(h)
+
+    model = Own(run, l=linear(3, 3))
+    K = curvature(EmpiricalRisk(model, nn.MSELoss(reduction="sum"), [(ROWS, ROWS)]), DiagonalBlock)
+    W, b = (p.detach() for p in model.l.parameters())  # f = W (x + b) + b
+    of_weight = 2 * (ROWS + b).square().sum(0).expand(3, 3)
+    of_bias = 2 * len(ROWS) * (W + torch.eye(3)).square().sum(0)
+    close(K.diagonal(), torch.cat([of_weight.flatten(), of_bias]))
+
+
+def test_modules_that_cannot_be_run_with_other_values() -> None:
+    def run(s: Any, x: Tensor) -> Tensor:
+        if type(s.l.weight) is not nn.Parameter:
+            raise TypeError("no parameter")
+        return s.l(s.l(x) * s.l.bias)
 
     model = Own(run, l=linear(3, 3))
     risk = EmpiricalRisk(model, nn.MSELoss(), [(ROWS, ROWS)])
