@@ -31,6 +31,7 @@ from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.function_calls import FunctionCalls
 from curvlinops_plus.risk.function_uses import FunctionUses
 from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
@@ -228,6 +229,8 @@ class Recorder:
 
     def _note(self, recorded: RecordedCall, tensors: Sequence[Tensor]) -> None:
         if self.backward:
+            use = recorded.call.use
+            recorded.state = None if use.functional else ModuleState.of(use.module)
             for slot, t in zip(recorded.slots, tensors, strict=True):
                 slot.connect(t, partial(self._arrive, recorded, slot))
         self.calls.append(recorded)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.risk.call import Call
+from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.outside_reads import not_by_example
 from curvlinops_plus.risk.row_order import RowOrder
@@ -84,6 +85,7 @@ class RecordedCall:
         slots: What it returned, one slot per floating-point tensor.
         single: Whether it returned just one tensor.
         versions: Its inputs and their versions, to notice changes in place.
+        state: What the module looked like; None for a function.
         expanded: Whether it returned one row for all examples.
     """
 
@@ -92,6 +94,7 @@ class RecordedCall:
     slots: list[OutputSlot]
     single: bool
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    state: ModuleState | None = None
     expanded: bool = field(init=False)
 
     def __post_init__(self) -> None:
