@@ -24,6 +24,12 @@ __all__ = ["TOLERANCE", "SentVectors", "send_single"]
 #: Largest relative difference that passes as rounding, by bytes of a number.
 TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-8}
 
+_OTHER_THAN_RECORDED = (
+    "Does something else read the parameter, does the module compute something else when it is run again (attributes "
+    "set around the call, counters, numbers of the batch), does a hook change what it returns, or is something "
+    "differentiated in the forward pass?"
+)
+
 
 @dataclass
 class SentVectors:
@@ -152,9 +158,10 @@ def _compare_rules(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
     ]
     if not parts:
         return set()
-    sizes = torch.stack([torch.stack([(ours - theirs).norm(), theirs.norm()]) for *_, ours, theirs in parts]).tolist()
+    norms = [torch.linalg.vector_norm(t) for *_, ours, theirs in parts for t in (ours - theirs, theirs)]
+    sizes = torch.stack(norms).tolist()
     reached = set()
-    for (index, key, *_), (away, size) in zip(parts, sizes):
+    for (index, key, *_), away, size in zip(parts, sizes[::2], sizes[1::2]):
         if size:
             reached.add(index)
         if not away <= TOLERANCE[_coarsest(layers[index], key, calls[index]).itemsize] * size:
@@ -177,7 +184,7 @@ def _combinations(
             for key in group.keys
             if key in sent.expected
         }
-        made = None if batch is None else batch.restrict(group).combined_grads(left).sum((0, 1))
+        made = None if batch is None else _made(batch.restrict(group), left)
         start = 0
         for key in group.keys:
             stop = start + group.layout.width(key)
@@ -187,6 +194,20 @@ def _combinations(
             elif ours is not None:
                 yield key, ours, torch.zeros_like(ours)
             start = stop
+
+
+def _made(batch: LayerBatch, left: Tensor) -> Tensor:
+    try:
+        return batch.combined_grads(left).sum((0, 1))
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, TypeError) as error:
+        layer = batch.layer
+        raise OutsideReads(
+            f"{layer.title} ({type(layer.uses[0].owner).__name__}): the layer's rule failed on a recorded call, with "
+            f"{type(error).__name__}: {error}. {_OTHER_THAN_RECORDED} Leave the parameters {list(layer.params)} out of "
+            "`params`, or restructure that part of the model."
+        ) from error
 
 
 @cache
@@ -247,11 +268,7 @@ def _wrong_rule(sent: SentVectors, layer: Layer, key: str, ours: Tensor, theirs:
     elif not theirs.any():
         why = "Was the module called with other tensors than its parameters (functional_call, swapped weights)?"
     else:
-        why = (
-            "Does something else read the parameter, does the module compute something else when it is run again "
-            "(attributes set around the call, counters, numbers of the batch), does a hook change what it returns, "
-            "or is something differentiated in the forward pass?"
-        )
+        why = _OTHER_THAN_RECORDED
     return OutsideReads(
         f"{layer.title} ({type(layer.uses[0].owner).__name__}): the gradient of {key!r} for one example, "
         f"{sent.where}, has norm {float(ours.norm()):.4g} by the layer's rule and {float(theirs.norm()):.4g} by "

@@ -16,7 +16,7 @@ from curvlinops_plus.risk.process_state import hookable_modules
 __all__ = ["ModuleState"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype}
 # Longer sequences are told apart by their lengths.
 _LONG = 16
 
@@ -27,47 +27,55 @@ class ModuleState:
 
     Attributes:
         options: Its attributes and hooks, and those of the modules in it, as far as they can be compared.
-        tensors: Its parameters and buffers, each with version and address.
+        tensors: Where its parameters and buffers are held and under which name, each with version and address.
     """
 
     options: tuple[Any, ...]
-    tensors: tuple[tuple[Tensor, int, int], ...]
+    tensors: tuple[tuple[Mapping[str, Any], str, Tensor, int, int], ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleState:
         """The state of a module."""
         modules = [m for _, m in hookable_modules(module)] if module._modules else [module]
-        held = [t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+        holders = [held for m in modules for held in (m._parameters, m._buffers) if held]
         return cls(
             (type(module), *(_options(m) for m in modules)),
-            tuple((t, *_place(t)) for t in held if not t.is_inference()),
+            tuple(
+                (held, name, t, *_place(t))
+                for held in holders
+                for name, t in held.items()
+                if t is not None and not t.is_inference()
+            ),
         )
 
     def changes(self) -> tuple[Any, ...]:
-        """What was written to its tensors since then: the number of writes, and whether the numbers stand elsewhere."""
-        now = [_place(t) for t, _, _ in self.tensors]
-        return tuple(
-            (index, version - before, place == at)
-            for index, ((_, before, at), (version, place)) in enumerate(zip(self.tensors, now))
-            if version != before or place != at
-        )
+        """Which tensors are others by now, have been written to since then, and how often, or have other memory."""
+        found = []
+        for index, (held, name, t, version, address) in enumerate(self.tensors):
+            now, place = _place(t)
+            if now != version or place != address or held.get(name) is not t:
+                found.append((index, now - version, place == address, held.get(name) is t))
+        return tuple(found)
 
 
 def _options(module: nn.Module) -> tuple[Any, ...]:
     attributes = vars(module)
-    hooks = tuple(tuple(map(_code, attributes[name].values())) for name in _HOOKS if attributes.get(name))
-    return (*((name, _value(value)) for name, value in attributes.items() if name[0] != "_"), hooks)
+    found: list[Any] = [tuple(map(_code, attributes[name].values())) for name in _HOOKS if attributes.get(name)]
+    for name, value in attributes.items():
+        if name[0] != "_":
+            found += name, value if type(value) in _PLAIN else _value(value)
+    return tuple(found)
 
 
 def _value(value: Any) -> Any:
     """Something that can be compared and takes no memory."""
-    if isinstance(value, _PLAIN):
-        return value
     if isinstance(value, (tuple, list)):
-        return len(value) if len(value) > _LONG else tuple(map(_value, value))
+        if len(value) > _LONG:
+            return len(value)
+        return tuple(value) if _PLAIN.issuperset(map(type, value)) else tuple(map(_value, value))
     if isinstance(value, Mapping):
         return len(value)
-    return _code(value)
+    return value if type(value) in _PLAIN else _code(value)
 
 
 def _code(function: Any) -> Any:

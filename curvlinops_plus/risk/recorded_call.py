@@ -154,12 +154,11 @@ def make_recorded_call(
     _check_slots(use, slots, num_examples, (args, kwargs))
     affine = use.rule if isinstance(use.rule, AffineRule) else None
     if affine is not None:  # an affine layer reads one tensor; the rest is not kept alive
-        args, kwargs = (affine.input_of(use.module, args, kwargs),), {}
-    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-    tensors = [t for t in leaves if isinstance(t, Tensor)]
-    if affine is not None:
+        leaves, spec = [affine.input_of(use.module, args, kwargs)], None
         axes = iter([axis if slots[0].fold is None else 1])
     else:
+        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
         axes = iter(use.rule.axes(use.module, axis, tensors, inputs=True))
     recorded = RecordedCall(Call(use, (), {}), layer, slots, single)
     in_axes: list[int] = []
@@ -171,7 +170,7 @@ def make_recorded_call(
                 recorded.versions.append((t, t._version))
             leaves[k], moved = _examples_first(t, next(axes), slots[0], use.functional, num_examples, expand)
             in_axes.append(moved)
-    positional, named = tree_unflatten(leaves, spec)
+    positional, named = ((leaves[0],), {}) if spec is None else tree_unflatten(leaves, spec)
     recorded.call = Call(use, positional, named, None, in_axes, [slot.axis for slot in slots], slots[0].kept)
     if affine is not None:
         _check_rows(recorded.call, slots, num_examples)
