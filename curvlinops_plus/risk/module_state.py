@@ -74,7 +74,7 @@ def _value(value: Any) -> Any:
             return len(value)
         return tuple(value) if _PLAIN.issuperset(map(type, value)) else tuple(map(_value, value))
     if isinstance(value, Mapping):
-        return len(value)
+        return len(value) if len(value) > _LONG else tuple((_value(key), _value(held)) for key, held in value.items())
     return value if type(value) in _PLAIN else _code(value)
 
 

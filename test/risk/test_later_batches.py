@@ -110,11 +110,12 @@ class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(6))
+        self.options: dict[str, Any] = {"power": (1, 2)}
         self.register_buffer("factor", torch.ones(()))
         self.around: Callable[[Tensor], Tensor] = torch.tanh
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.around(x * self.gamma) * self.get_buffer("factor")
+        return self.around(x * self.gamma ** self.options["power"][0]) * self.get_buffer("factor")
 
 
 class Function(Net):
@@ -130,6 +131,21 @@ class Function(Net):
             return scale(h)
         finally:
             scale.around = torch.tanh
+
+
+class Options(Net):
+    """Sets an entry of a dict around the call."""
+
+    def __init__(self) -> None:
+        super().__init__(Scale())
+
+    def strange(self, h: Tensor, x: Tensor) -> Tensor:
+        options: Any = self.middle.options
+        options["power"] = (3, 2)
+        try:
+            return self.middle(h)
+        finally:
+            options["power"] = (1, 2)
 
 
 class Buffer(Net):
@@ -218,7 +234,7 @@ class Stopped(Net):
         return nn.functional.linear(h, weight, bias) + self.middle(h).detach()
 
 
-NETS = [Padding, Dilation, Epsilon, Function, Buffer, Data, OtherWeights, Twice, Forces, Hooked, Stopped]
+NETS = [Padding, Dilation, Epsilon, Function, Options, Buffer, Data, OtherWeights, Twice, Forces, Hooked, Stopped]
 
 
 @pytest.mark.parametrize("order", ["plain first", "strange first"])
@@ -230,8 +246,8 @@ def test_something_else_in_later_batches(make: Callable[[], nn.Module], approxim
     exact = GGNLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data).to_dense()
     try:
         K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), approximation)
-    except (UnsupportedError, ValueError) as error:
-        assert "layer" in str(error)  # noqa: PT017
+    except UnsupportedError as error:
+        assert "layer 'a'" in str(error) or "layer 'middle" in str(error)  # noqa: PT017
     else:
         close(K.trace, exact.trace())
 
@@ -245,8 +261,8 @@ def test_in_training_loops(make: Callable[[], nn.Module]) -> None:
     try:
         for batch in BATCHES:
             estimator.update(batch)
-    except (UnsupportedError, ValueError) as error:
-        assert "layer" in str(error)  # noqa: PT017
+    except UnsupportedError as error:
+        assert "layer 'a'" in str(error) or "layer 'middle" in str(error)  # noqa: PT017
     else:
         close(estimator.operator.trace, exact.trace())
 
@@ -265,7 +281,7 @@ def test_batches_of_one_kind_are_looked_at_once() -> None:
 
 
 class Steps(Net):
-    """As many steps as the batch has examples, or another number in each batch."""
+    """As many steps as its input says."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.a(x))
