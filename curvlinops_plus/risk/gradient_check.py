@@ -152,9 +152,9 @@ def _compare_rules(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
         calls[recorded.layer].append(recorded)
         recorded.set_gradients(sent.grads, 1, batched=False)
     parts = [
-        (index, key, *compared)
+        (index, key, ours, theirs)
         for index, layer in enumerate(layers)
-        for key, *compared in _combinations(sent, layer, calls[index])
+        for key, ours, theirs in _combinations(sent, layer, calls[index])
     ]
     if not parts:
         return set()

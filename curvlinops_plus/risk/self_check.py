@@ -5,7 +5,7 @@ Nobody has to ask for it: the first batch in which a layer is called is looked a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from warnings import warn
 
@@ -203,33 +203,36 @@ class _Check:
                 return set() if found is not None and self._compare_outputs(found, few, examples) else None
             # Parameters, as modules may ask for them by that type.
             free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
-            own = Recorder(whole.layers, self.axes, True, whole.intercept, free, risk.options.example_of_row)
-            total = self.batch.num_examples
-
-            def send(model: nn.Module) -> tuple[Sequence[Tensor], SentVectors] | None:
-                # Left again at once, so that a second run draws the same numbers.
-                with torch.random.fork_rng(self.devices), own.recording(few.num_examples, (few.X, few.y)):
-                    found = self._outputs_of(few, model)
-                if found is not None and (expanded := [c for c in own.calls if c.expanded]):
-                    with own.disabled(), torch.no_grad():
-                        _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
-                if found is None:
-                    return None
-                return found, send_single(own, [f for f in found if f.requires_grad], free, total, every)
-
-            with own:
+            with Recorder(whole.layers, self.axes, True, whole.intercept, free, risk.options.example_of_row) as own:
                 with torch.enable_grad(), copied_buffers(risk.model), constant_statistics(self.mixing):
-                    found_and_sent = risk.at(free, send)
-                if found_and_sent is None or not self._compare_outputs(found_and_sent[0], few, examples):
+                    found = risk.at(free, lambda model: self._send(own, few, model, free, every))
+                if found is None or not self._compare_outputs(found[0], few, examples):
                     return None
-                found, sent = found_and_sent
                 # Rules look at the modules, which have their own parameters again.
                 with own.disabled(), torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
-                    try:
-                        return sent.compare(own.layers)
-                    except UnsupportedError:
-                        own.sources(found)  # knows better if something else reads a parameter
-                        raise
+                    return self._compare(own, *found)
+
+    def _send(
+        self, own: Recorder, few: Batch, model: nn.Module, free: Mapping[str, Tensor], every: bool
+    ) -> tuple[Sequence[Tensor], SentVectors] | None:
+        """Run the model, and send vectors back; None if it can't run these examples."""
+        # Left again at once, so that a second run draws the same numbers.
+        with torch.random.fork_rng(self.devices), own.recording(few.num_examples, (few.X, few.y)):
+            found = self._outputs_of(few, model)
+        if found is None:
+            return None
+        if expanded := [recorded for recorded in own.calls if recorded.expanded]:
+            with own.disabled(), torch.no_grad():
+                _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
+        return found, send_single(own, [f for f in found if f.requires_grad], free, self.batch.num_examples, every)
+
+    def _compare(self, own: Recorder, outputs: Sequence[Tensor], sent: SentVectors) -> set[int]:
+        """Compare rows and rules."""
+        try:
+            return sent.compare(own.layers)
+        except UnsupportedError:
+            own.sources(outputs)  # knows better if something else reads a parameter
+            raise
 
     def _outputs_of(self, few: Batch, model: nn.Module) -> Sequence[Tensor] | None:
         """What the losses read; None if the model needs the whole batch, as the nodes of a graph do."""
