@@ -15,6 +15,8 @@ from curvlinops_plus.risk.process_state import hookable_modules
 
 __all__ = ["ModuleState"]
 
+# What PyTorch keeps in every module.
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype}
 # Longer sequences are told apart by their lengths.
@@ -62,7 +64,7 @@ def _options(module: nn.Module) -> tuple[Any, ...]:
     attributes = vars(module)
     found: list[Any] = [tuple(map(_code, attributes[name].values())) for name in _HOOKS if attributes.get(name)]
     for name, value in attributes.items():
-        if name[0] != "_":
+        if name not in _INTERNAL:
             found += name, value if type(value) in _PLAIN else _value(value)
     return tuple(found)
 
@@ -83,7 +85,7 @@ def _code(function: Any) -> Any:
     if isinstance(function, partial):
         return _code(function.func)
     code = getattr(function, "__code__", None)
-    return code if isinstance(code, CodeType) else type(function)
+    return hash(code) if isinstance(code, CodeType) else type(function)
 
 
 def _place(t: Tensor) -> tuple[int, int]:

@@ -5,6 +5,7 @@ Nobody has to ask for it: the first batch in which a layer is called is looked a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from warnings import warn
@@ -296,8 +297,8 @@ def _rows_of(t: Tensor, examples: list[int], N: int) -> Tensor:
 def _difference(a: Tensor, b: Tensor) -> float:
     """Relative difference; 0 where it can't be told because a number is not finite."""
     a, b = a.double(), b.double()
-    size = float(b.norm())
-    return float((a - b).norm()) / (size or 1.0) if bool((a + b).isfinite().all()) else 0.0
+    size, away = float(torch.linalg.vector_norm(b)), float(torch.linalg.vector_norm(a - b))
+    return away / (size or 1.0) if math.isfinite(size) and math.isfinite(away) else 0.0
 
 
 def _outputs_of_modules(model: nn.Module, run: Callable[[], object]) -> list[tuple[str, list[Tensor]]]:

@@ -110,12 +110,12 @@ class Scale(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(6))
-        self.options: dict[str, Any] = {"power": (1, 2)}
+        self._options: dict[str, Any] = {"power": (1, 2)}
         self.register_buffer("factor", torch.ones(()))
         self.around: Callable[[Tensor], Tensor] = torch.tanh
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.around(x * self.gamma ** self.options["power"][0]) * self.get_buffer("factor")
+        return self.around(x * self.gamma ** self._options["power"][0]) * self.get_buffer("factor")
 
 
 class Function(Net):
@@ -140,7 +140,7 @@ class Options(Net):
         super().__init__(Scale())
 
     def strange(self, h: Tensor, x: Tensor) -> Tensor:
-        options: Any = self.middle.options
+        options: Any = self.middle._options
         options["power"] = (3, 2)
         try:
             return self.middle(h)
