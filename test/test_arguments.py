@@ -93,7 +93,7 @@ def test_warnings_point_at_the_line_outside_of_the_package() -> None:
     makers = (
         lambda: curvature(risk(model)),
         lambda: BlockwiseLinearOperator(risk(model)),
-        lambda: CurvatureEstimator(risk(model)),
+        lambda: CurvatureEstimator(risk(model)).update(DATA[0]),
         lambda: KFACLinearOperator(model, LOSS, list(model.parameters()), DATA),
     )
     for make in makers:

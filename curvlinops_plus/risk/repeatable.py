@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -112,8 +113,8 @@ def not_repeatable(model: nn.Module, away: float, where: str) -> RuntimeError:
 def relative_difference(a: Tensor, b: Tensor) -> float:
     """Relative difference; 0 where it can't be told because a number is not finite."""
     a, b = a.double(), b.double()
-    size = float(b.norm())
-    return float((a - b).norm()) / (size or 1.0) if bool((a + b).isfinite().all()) else 0.0
+    size, away = float(torch.linalg.vector_norm(b)), float(torch.linalg.vector_norm(a - b))
+    return away / (size or 1.0) if math.isfinite(size) and math.isfinite(away) else 0.0
 
 
 def outputs_of_modules(model: nn.Module, run: Callable[[], object]) -> list[tuple[str, list[Tensor]]]:

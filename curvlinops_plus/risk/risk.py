@@ -70,6 +70,7 @@ class Checked:
         layers: Modules whose rules agreed with autograd on a gradient that is not zero.
         tried: Modules that were looked at, also where all gradients were zero.
         batches: How many batches were seen since then.
+        kinds: What batches that were looked at look like.
         shapes: Shapes of batches whose outputs were compared.
         said: Messages that were given.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
@@ -81,6 +82,7 @@ class Checked:
     layers: set[Any] = field(default_factory=set)
     tried: set[Any] = field(default_factory=set)
     batches: int = 0
+    kinds: set[Any] = field(default_factory=set)
     shapes: set[Any] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     shift: bool | None = None

@@ -5,7 +5,7 @@ Nobody has to ask for it: the first batch in which a layer is called is looked a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from warnings import warn
 
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.risk.call_kinds import batch_kind
+from curvlinops_plus.risk.constant_statistics import constant_statistics
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.gradient_check import TOLERANCE, SentVectors, send_single
-from curvlinops_plus.risk.process_state import eager
+from curvlinops_plus.risk.process_state import eager, hookable_modules
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import RecordedCall
@@ -37,12 +39,14 @@ __all__ = ["check_batch"]
 _FEW = 3
 # Batches of so many shapes have their outputs compared.
 _SHAPES = 8
+# Batches of so many kinds have their layers compared as soon as they come.
+_KINDS = 8
 
 
 def check_batch(
     risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
 ) -> None:
-    """Look at a batch in which a layer is called for the first time, or whose shape is new; else do nothing.
+    """Look at a batch in which layers are called as in no batch before, or whose shape is new; else do nothing.
 
     A few of its examples are run by themselves, and random vectors for single ones are sent back:
 
@@ -50,7 +54,17 @@ def check_batch(
     * a vector for one example reaches no other example's rows in any layer;
     * the gradient that each layer's rule makes of its recorded calls is autograd's gradient of the parameters.
 
-    The whole batch stands in for the few examples where they can't be told apart in its input.
+    The whole batch stands in for the few examples where they can't be told apart in its input. Batch norm in training
+    mode, which mixes examples, takes the statistics of the few as constants meanwhile.
+
+    Whether layers are called as before is seen from what is recorded of each batch, see `batch_kind`: which modules are
+    called in which order, their attributes, hooks and tensors at that moment, and how many operations autograd notes
+    between them. So these stay unnoticed:
+
+    * a module that reads something outside of itself (a global variable, an attribute of its parent, or of an object
+      that it holds) which is changed in a later batch for the time of the call;
+    * a difference that the examples looked at don't show: one in three of them only, or one that is within rounding;
+    * after the first eight kinds of batches, those between the 2ᵏth ones.
 
     Args:
         risk: Model, losses and options.
@@ -66,12 +80,14 @@ def check_batch(
     Warns:
         CurvatureWarning: In training loops, if there is batch norm in training mode, which mixes examples.
 
-    Cost: a forward and two backward passes over three examples, and their gradients of the parameters.
+    Cost: a forward and two backward passes over three examples, and the gradients of the parameters for one of them. In
+    batches that are not looked at, a few microseconds per call of a layer.
     """
     if not risk.options.check:
         return
     N, checked = batch.num_examples, risk.checked
-    unchecked = _unchecked(checked, recorder)
+    kind = batch_kind(recorder.calls, outputs) if recorder.backward else ()
+    unchecked = _unchecked(checked, recorder, kind)
     shape = (N, *(t.shape for t in tree_leaves(batch.X) if isinstance(t, Tensor))) if repeatable else None
     # All of a small batch would be a few examples of itself, which tells nothing but that the model is not random.
     new_shape = repeatable and shape not in checked.shapes and len(checked.shapes) < _SHAPES
@@ -81,18 +97,24 @@ def check_batch(
     check = _Check(risk, recorder, batch, outputs, repeatable)
     with torch.random.fork_rng(check.devices), eager():
         reached = check.run(bool(unchecked))
-    checked.tried |= unchecked
-    checked.layers |= {_name(c, N) for c in recorder.calls if c.layer in reached} if unchecked else set()
+    if unchecked:
+        checked.kinds.add(kind)
+        checked.tried |= unchecked
+        checked.layers |= {_name(c, N) for c in recorder.calls if c.layer in reached}
     checked.shapes.add(shape)
 
 
-def _unchecked(checked: Checked, recorder: Recorder) -> set[Any]:
-    """What is called in a batch and has to be looked at."""
+def _unchecked(checked: Checked, recorder: Recorder, kind: Any) -> set[Any]:
+    """What is called in a batch, if the batch has to be looked at."""
     if not recorder.backward:
         return set()
-    found = {_name(recorded, recorder.num_examples) for recorded in recorder.calls} - checked.layers
+    called = {_name(recorded, recorder.num_examples) for recorded in recorder.calls}
+    found = called - checked.layers
     checked.batches += 1
-    again = checked.batches & (checked.batches - 1) == 0  # where gradients were zero, in ever fewer batches
+    # Where gradients were zero, and where every batch is of a kind of its own, in ever fewer batches.
+    again = checked.batches & (checked.batches - 1) == 0
+    if kind not in checked.kinds and (again or len(checked.kinds) < _KINDS):
+        return called
     return found if again or not found <= checked.tried else set()
 
 
@@ -113,7 +135,7 @@ class _Check:
         self.devices = [risk.device] if risk.device.type == "cuda" else []
         kind = nn.modules.batchnorm._BatchNorm
         #: Modules that mix examples, and are known for it.
-        self.mixing = [name for name, m in risk.model.named_modules() if isinstance(m, kind) and m.training]
+        self.mixing = {name: m for name, m in hookable_modules(risk.model) if isinstance(m, kind) and m.training}
 
     def run(self, backward: bool) -> set[int]:
         """Compare a few examples, or all if the model can't run a few, or if some layers got no gradient from them.
@@ -143,7 +165,7 @@ class _Check:
 
     def _report_batch_norm(self) -> None:
         said = (
-            f"{self.mixing} are batch norm in training mode: the examples of a batch depend on each other, and what "
+            f"{[*self.mixing]} are batch norm in training mode: the examples of a batch depend on each other, and what "
             "layers before them contribute through the batch's statistics"
         )
         if self.repeatable:
@@ -173,27 +195,36 @@ class _Check:
                 return set() if found is not None and self._compare_outputs(found, few, examples) else None
             # Parameters, as modules may ask for them by that type.
             free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
-            own = Recorder(whole.layers, self.axes, True, whole.intercept, free, risk.options.example_of_row)
+            with Recorder(whole.layers, self.axes, True, whole.intercept, free, risk.options.example_of_row) as own:
+                with torch.enable_grad(), copied_buffers(risk.model), constant_statistics(self.mixing):
+                    found = risk.at(free, lambda model: self._send(own, few, model, free, every))
+                if found is None or not self._compare_outputs(found[0], few, examples):
+                    return None
+                # Rules look at the modules, which have their own parameters again.
+                with own.disabled(), torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
+                    return self._compare(own, *found)
 
-            def send(model: nn.Module) -> tuple[Sequence[Tensor], SentVectors] | None:
-                with own:
-                    # Left again at once, so that a second run draws the same numbers.
-                    with torch.random.fork_rng(self.devices), own.recording(few.num_examples, (few.X, few.y)):
-                        found = self._outputs_of(few, model)
-                    if found is not None and (expanded := [c for c in own.calls if c.expanded]):
-                        with own.disabled(), torch.no_grad():
-                            _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
-                    if found is None:
-                        return None
-                    return found, send_single(own, [f for f in found if f.requires_grad], free, every)
+    def _send(
+        self, own: Recorder, few: Batch, model: nn.Module, free: Mapping[str, Tensor], every: bool
+    ) -> tuple[Sequence[Tensor], SentVectors] | None:
+        """Run the model, and send vectors back; None if it can't run these examples."""
+        # Left again at once, so that a second run draws the same numbers.
+        with torch.random.fork_rng(self.devices), own.recording(few.num_examples, (few.X, few.y)):
+            found = self._outputs_of(few, model)
+        if found is None:
+            return None
+        if expanded := [recorded for recorded in own.calls if recorded.expanded]:
+            with own.disabled(), torch.no_grad():
+                _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
+        return found, send_single(own, [f for f in found if f.requires_grad], free, self.batch.num_examples, every)
 
-            with torch.enable_grad(), copied_buffers(risk.model):
-                found_and_sent = risk.at(free, send)
-            if found_and_sent is None or not self._compare_outputs(found_and_sent[0], few, examples):
-                return None
-            # Rules look at the modules, which have their own parameters again.
-            with torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
-                return found_and_sent[1].compare(own.layers, mixing=bool(self.mixing))
+    def _compare(self, own: Recorder, outputs: Sequence[Tensor], sent: SentVectors) -> set[int]:
+        """Compare rows and rules."""
+        try:
+            return sent.compare(own.layers)
+        except UnsupportedError:
+            own.sources(outputs)  # knows better if something else reads a parameter
+            raise
 
     def _outputs_of(self, few: Batch, model: nn.Module) -> Sequence[Tensor] | None:
         """What the losses read; None if the model needs the whole batch, as the nodes of a graph do."""
@@ -230,9 +261,9 @@ class _Check:
         return UnsupportedError(
             f"The model's outputs for {len(examples)} of {N} examples by themselves differ from their part of the "
             f"batch's, by {away:.1e} of the norm{f', first in {where}' if where else ''}: the examples of a batch "
-            "depend on each other, so they have no gradients of their own. (Or a tensor of the input has as many rows "
-            "as there are examples, and is not one of rows for examples.) EmpiricalRisk(..., check=False) goes on "
-            "without this check."
+            "depend on each other, so they have no gradients of their own. (Or code of the model depends on the "
+            "number of examples, as `len(x)`; or a tensor of the input has as many rows as there are examples, and is "
+            "not one of rows for examples.) EmpiricalRisk(..., check=False) goes on without this check."
         )
 
 
