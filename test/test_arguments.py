@@ -378,7 +378,7 @@ def test_rows_of_packed_sequences() -> None:
     x, y = normal(3, 4, 4), Y[:3]
     x[0, 2:] = x[1, 1:] = 0  # 2 + 1 + 4 steps
     model = Packed()
-    with pytest.warns(CurvatureWarning, match=r"or have rows in an order of their own, which example_of_row= tells"):
+    with pytest.warns(CurvatureWarning, match=r"or see rows in an order of their own, which example_of_row= can tell"):
         curvature(EmpiricalRisk(model, LOSS, [(x, y)]), KFAC)
     rows: Any = {"fc": lambda X, y: packed_like(X, torch.arange(len(X))[:, None].expand(X.shape[:2])).data}
     found = curvature(EmpiricalRisk(model, LOSS, [(x, y)], example_of_row=rows), FullBlock)
