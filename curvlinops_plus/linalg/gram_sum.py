@@ -156,6 +156,8 @@ def _rank_k_update(rows: Tensor, total: Tensor | None = None) -> Tensor:
             C = _SYRK[rows.dtype](1.0, array, trans=int(transposed), lower=0)
         else:
             C = _SYRK[rows.dtype](1.0, array, 1.0, total.numpy().T, trans=int(transposed), lower=0, overwrite_c=True)
+            if C.ctypes.data == total.data_ptr():  # a new tensor would keep the old one, and that all before it
+                return total
     return torch.from_numpy(C.T)
 
 
