@@ -52,9 +52,9 @@ def of_data(what: Callable[[EmpiricalRisk], object], width: int, number: int) ->
 def of_updates(approximation: object, width: int, number: int) -> object:
     risk = EmpiricalRisk(network(width), nn.CrossEntropyLoss(), ())
     running = CurvatureEstimator(risk, approximation, vectors=MonteCarlo(seed=0), decay=0.9, damping=0.1)
-    for number, batch in enumerate(Batches(number, width)):
+    for step, batch in enumerate(Batches(number, width)):
         running.update(batch)
-        if number % 10 == 0:
+        if step % 10 == 0:
             running.refresh()
     return running.operator
 
