@@ -6,6 +6,8 @@ that code that catches `ValueError` or `NotImplementedError` keeps working.
 
 from __future__ import annotations
 
+import sys
+
 __all__ = [
     "CurvatureWarning",
     "NoClosedForm",
@@ -13,7 +15,11 @@ __all__ = [
     "SingularMatrixError",
     "UnsupportedError",
     "VerificationError",
+    "level_of_user",
 ]
+
+# What stands between a user's line and a warning.
+_NOT_USERS = {__name__.partition(".")[0], "torch", "contextlib"}
 
 
 class CurvatureWarning(UserWarning):
@@ -38,3 +44,11 @@ class SingularMatrixError(NumericsError):
 
 class VerificationError(RuntimeError):
     """A check of `verify()` that failed: a number disagrees with plain autodiff."""
+
+
+def level_of_user() -> int:
+    """The `stacklevel` of a warning that points at the user's line, whatever calls are between them."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_USERS:
+        level, frame = level + 1, frame.f_back
+    return level

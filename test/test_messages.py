@@ -615,9 +615,12 @@ def test_norms_without_kronecker_factors_are_told_once_per_process() -> None:
 def test_the_warning_of_the_classic_door_points_at_the_user_s_line() -> None:
     p = problem("lstm")
     for kind in (KFACLinearOperator, EKFACLinearOperator):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", CurvatureWarning)  # the plan is final when the data were seen
+            K = kind(p.model, p.loss, p.params, p.data, check_deterministic=False)
         with pytest.warns(CurvatureWarning, match="get their exact diagonal") as caught:
-            kind(p.model, p.loss, p.params, p.data, check_deterministic=False)
-        assert caught[0].filename == __file__
+            _ = K @ torch.ones(K.shape[1], dtype=K.dtype)
+        assert [w.filename for w in caught] == [__file__]
 
 
 def one_bias() -> nn.Sequential:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import require_rereadable
 from curvlinops_plus.risk.sweep import sweep
 
-__all__ = ["Accumulation", "Planned", "run_accumulation"]
+__all__ = ["Accumulation", "Planned", "refuse_unread", "run_accumulation"]
 
 # The largest memory for what layers receive, between two sweeps.
 MAX_CACHE_BYTES = 2**26
@@ -127,7 +127,9 @@ class Accumulation:
                     if isinstance(result, Accumulator):
                         self.pending[layer][name] = result
                     else:
-                        self.blocks |= {name: result} if isinstance(result, LinearOperator) else result
+                        found = {name: result} if isinstance(result, LinearOperator) else result
+                        refuse_unread(self.risk, layer, found)
+                        self.blocks |= found
         except NumericsError as error:
             where = first_nonfinite(self.risk)
             raise NumericsError(
@@ -150,6 +152,22 @@ class Accumulation:
             )
 
 
+def refuse_unread(risk: EmpiricalRisk, layer: Layer, blocks: Mapping[str, LinearOperator]) -> None:
+    """Refuse a parameter that no function was seen to read, and whose part of a block is zero.
+
+    Raises:
+        ValueError: Naming it.
+    """
+    unread = risk.reads.unread & layer.params.keys() if risk.reads is not None else frozenset()
+    for group in layer.groups if unread else ():
+        diagonal = group.layout.split(blocks[group.name].diagonal()[:, None])
+        if missing := [key for key in group.keys if key in unread and not bool(diagonal[key].any())]:
+            raise ValueError(
+                f"{layer.title} ({type(layer.uses[0].owner).__name__}) never reads its parameters {missing} in any "
+                "batch, so they have no curvature here. Leave them out of `params`, or check the model's forward."
+            )
+
+
 def _ignore(batch: LayerBatch) -> None:
     pass
 
@@ -163,6 +181,9 @@ class Planned(Protocol):
 
     def learn_reads(self, *, error: OutsideReads) -> None:
         """Take into the plan how functions read parameters."""
+
+    def confirm_plan(self) -> None:
+        """Say what the plan leaves to say, as it will not change any more."""
 
 
 def run_accumulation(K: Planned, keep: bool = False, **options: Any) -> Accumulation:
@@ -178,4 +199,5 @@ def run_accumulation(K: Planned, keep: bool = False, **options: Any) -> Accumula
             require_rereadable(K.risk.data, "it is looked at again for functions that read parameters")
             K.learn_reads(error=error)  # raises the error again if it finds no more than was known
         else:
+            K.confirm_plan()
             return accumulation

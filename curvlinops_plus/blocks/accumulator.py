@@ -8,7 +8,7 @@ running averages, merging two data sets, resuming and saving are written here, o
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,7 +29,20 @@ __all__ = ["Accumulator", "Approximation", "LossScale", "add_batch", "count_batc
 LossScale = Callable[[Totals], Tensor | float]
 
 
-class Accumulator(ABC):
+class AccumulatorType(ABCMeta):
+    """Says what to do with the class to those who call it for an approximation."""
+
+    def __call__(cls, *args: Any, **options: Any) -> Any:
+        if not args and "layer" not in options:
+            said = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            raise TypeError(
+                f"{cls.__name__}({said}) are the statistics of one layer, which `curvature` makes. Pass "
+                f"{f'{cls.__name__}.using({said})' if said else f'the class itself, {cls.__name__}'}."
+            )
+        return super().__call__(*args, **options)
+
+
+class Accumulator(metaclass=AccumulatorType):
     """Sums over data for one layer, or for one group of its parameters.
 
     Subclasses write `update(batch)`, which calls `self.add(name, value)`, and `finish()`, which reads
@@ -271,10 +284,10 @@ class Approximation:
             return given
         if isinstance(given, type) and issubclass(given, Accumulator):
             return cls(given)
+        name = given.__name__ if isinstance(given, type) else repr(given)
         raise ValueError(
-            f"{given!r} is no approximation. Expected an Accumulator class such as KFAC, EKFAC, DiagonalBlock, "
-            "FullBlock, or one with options such as "
-            f"KFAC.using(kfac_approx='reduce')."
+            f"{name} is no approximation. Expected an Accumulator class such as KFAC, EKFAC, DiagonalBlock, FullBlock, "
+            "or one with options such as KFAC.using(kfac_approx='reduce')."
         )
 
     def __repr__(self) -> str:

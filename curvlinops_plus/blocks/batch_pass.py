@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.loss_weights import LossWeights
+from curvlinops_plus.risk.model_calls import tensors_of
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import exclusive, own_calls
 from curvlinops_plus.risk.reading import Batch
@@ -69,14 +70,24 @@ class BatchPass:
             ValueError: If the model was not called exactly once, or its graph is gone.
         """
         outputs: list[Any] = []
-        handle = self.risk.model.register_forward_hook(own_calls(lambda module, args, out: outputs.append(out)))
+
+        def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not outputs:  # how many calls there were is asked at the end
+                self._require_input((args, kwargs))
+
+        model = self.risk.model
+        handles = [
+            model.register_forward_pre_hook(own_calls(check), with_kwargs=True),
+            model.register_forward_hook(own_calls(lambda module, args, out: outputs.append(out))),
+        ]
         try:
             with RecordedPasses(
                 self.risk, self.layers, self.vectors, self.weights, own_pass=False, repeatable=False
             ) as passes:
                 with passes.recording(self.batch):
                     yield
-                handle.remove()
+                for handle in handles:
+                    handle.remove()
                 read = self._read_output(outputs)
 
                 def show(consume: Consumer, draws: Draws) -> Totals:
@@ -93,7 +104,18 @@ class BatchPass:
                 with exclusive(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes at its end
                     add(show)
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+
+    def _require_input(self, called: Any) -> None:
+        """Refuse a call on other tensors than those of the batch: its targets belong to these."""
+        given, called = tensors_of(self.batch.X), tensors_of(called)
+        if given and called and not any(_equal(mine, theirs) for mine in given for theirs in called):
+            raise ValueError(
+                f"Inside `listen` the model was called on other tensors, of shapes {[list(t.shape) for t in called]}, "
+                f"than `listen` was given, {[list(t.shape) for t in given]}. Give it what the model is called on, "
+                "after augmentation: listen((X, y)) around model(X)."
+            )
 
     def _read_output(self, outputs: list[Any]) -> tuple[Any, Any, Any]:
         """What the losses read of the model's only output inside `listen`."""
@@ -110,3 +132,11 @@ class BatchPass:
                 "in the model?"
             )
         return read
+
+
+def _equal(mine: Tensor, theirs: Tensor) -> bool:
+    if mine.shape != theirs.shape or mine.device != theirs.device:
+        return False
+    if mine.layout != torch.strided or mine.is_nested or mine.data_ptr() == theirs.data_ptr():
+        return True
+    return torch.equal(mine.to(theirs.dtype), theirs) or bool(mine.is_floating_point() and mine.isnan().any())

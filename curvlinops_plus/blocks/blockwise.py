@@ -23,17 +23,24 @@ from curvlinops_plus.blocks.operator_state import (
     upgrade,
     write_blocks,
 )
-from curvlinops_plus.blocks.plan import make_plan, plan_table, positions, refuse_missing_gradients
+from curvlinops_plus.blocks.plan import (
+    LayerPlan,
+    make_plan,
+    plan_table,
+    positions,
+    refuse_missing_gradients,
+    warn_of_replaced,
+)
 from curvlinops_plus.blocks.scaled_blocks import ScaledBlocks
 from curvlinops_plus.blocks.stored_options import rebuild_vectors, same_data
 from curvlinops_plus.blocks.verify import Verification, verify
-from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import BlockDiagonal, LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, look_for_functions, rebuild_reads
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.risk import require_risk
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -80,6 +87,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
     #: Whether a state may come from other vectors of the same kind, which are then taken over.
     adopts_vectors: bool = False
 
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -91,11 +99,11 @@ class BlockwiseLinearOperator(ScaledBlocks):
         check_deterministic: bool | None = None,
         compute: bool = True,
     ) -> None:
-        require_risk(risk, type(self).__name__)
         super().__init__(risk.space, risk.dtype, risk.device)
         self.risk = risk
         self.vectors = as_vectors(vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
+        self._confirmed: list[LayerPlan] | None = None
         self._make_plan = partial(make_plan, approximation=approximation, default=default)
         self.renew_plan()
         self.check_deterministic = check_deterministic
@@ -129,6 +137,12 @@ class BlockwiseLinearOperator(ScaledBlocks):
         if self._reads is self.risk.reads:  # else another operator of the risk has looked
             look_for_functions(self.risk, batch, error)
         self.renew_plan()
+
+    def confirm_plan(self) -> None:
+        """Warn once of layers without Kronecker factors: the plan has gone through a batch, and will not change."""
+        if self._confirmed is not self.plan:
+            self._confirmed = self.plan
+            warn_of_replaced(self.plan)
 
     def _compute_later(self) -> None:
         """Drop the blocks; those of the present parameters will be computed at first use."""
@@ -210,9 +224,9 @@ class BlockwiseLinearOperator(ScaledBlocks):
         Warns:
             CurvatureWarning: If the parameters changed since.
         """
-        self._load(state_dict, stacklevel=3)
+        self._load(state_dict)
 
-    def _load(self, given: Mapping[str, Any], stacklevel: int) -> None:
+    def _load(self, given: Mapping[str, Any]) -> None:
         state = upgrade(given)
         fitting = _reading_as(self, state)
         check_state(fitting, state)
@@ -222,7 +236,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
                 "The model's parameters differ from those that this state was computed at; its blocks describe the old "
                 "ones.",
                 CurvatureWarning,
-                stacklevel=stacklevel,
+                stacklevel=level_of_user(),
             )
         self._take_options(state)
         self.plan, self._reads, self.risk.reads = fitting.plan, fitting._reads, fitting.risk.reads
@@ -287,7 +301,6 @@ class BlockwiseLinearOperator(ScaledBlocks):
         return restore(
             cls,
             state_dict,
-            4,
             model=model,
             data=data,
             params=params,
@@ -313,15 +326,16 @@ def _reading_as(K: Operator, state: Mapping[str, Any]) -> Operator:
     return fitting
 
 
-def restore(cls: type[Operator], state_dict: Mapping[str, Any], stacklevel: int, **arguments: Any) -> Operator:
-    """`cls.from_state_dict` for every class; `stacklevel` is that of the warning about changed parameters."""
+def restore(cls: type[Operator], state_dict: Mapping[str, Any], **arguments: Any) -> Operator:
+    """`cls.from_state_dict` for every class."""
     state = upgrade(state_dict)
     K = cls.__new__(cls)
     BlockwiseLinearOperator.__init__(K, **rebuild_arguments(state, **arguments), compute=False)
-    K._load(state, stacklevel)
+    K._load(state)
     return K
 
 
+@takes_risk
 def curvature(
     risk: EmpiricalRisk,
     approximation: Any = KFAC,
@@ -375,7 +389,6 @@ def curvature(
         >>> [type(block).__name__ for block in K.blocks.values()]
         ['Kronecker', 'Dense', 'Eigendecomposed']
     """
-    require_risk(risk, "curvature")
     if more:
         raise TypeError(f"curvature takes a risk and an approximation by position, {len(more)} more were given.")
     return BlockwiseLinearOperator(

@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvlinops_plus.blocks.accumulation import refuse_unread
 from curvlinops_plus.blocks.batch_pass import BatchPass, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
@@ -26,6 +28,7 @@ from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["CurvatureEstimator"]
 
@@ -88,6 +91,7 @@ class CurvatureEstimator:
         ([[2, 3], [2]], 4)
     """
 
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -100,17 +104,10 @@ class CurvatureEstimator:
         damping: Any = 0.0,
         leave_out_uncalled: bool = False,
     ) -> None:
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")
+        _check_decay(decay)
         self.risk, self.decay, self.damping, self.leave_out_uncalled = risk, decay, damping, leave_out_uncalled
-        self._blank = BlockwiseLinearOperator(
-            risk,
-            approximation,
-            default=default,
-            vectors=vectors,
-            separate_weight_and_bias=separate_weight_and_bias,
-            compute=False,
-        )
+        options = {"default": default, "separate_weight_and_bias": separate_weight_and_bias}
+        self._blank = BlockwiseLinearOperator(risk, approximation, vectors=vectors, compute=False, **options)
         self.vectors = self._blank.vectors
         self.reset()
 
@@ -208,8 +205,7 @@ class CurvatureEstimator:
     def _add(self, show: Show, decay: float | None) -> None:
         """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
         decay = self.decay if decay is None else decay
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay={decay} is outside of (0, 1].")
+        _check_decay(decay)
         draws = Draws(0)
 
         def show_again(consume: Consumer) -> Totals:
@@ -219,10 +215,10 @@ class CurvatureEstimator:
         batch, totals = self._sums.of_batch(show_again)
         batch.require_finite()
         self._sums.add(batch, decay)
-        self._draws = draws
-        self.updates, self.examples = self.updates + 1, self.examples + totals.examples
+        self._draws, self.updates, self.examples = draws, self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1
         self.begun = max(1.0, self.begun) if decay == 1 else decay * self.begun + 1
+        self._blank.confirm_plan()
 
     # ------------------------------------------------------------------------------------------------------- reading
     @property
@@ -241,9 +237,11 @@ class CurvatureEstimator:
                 "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the "
                 f"other layers; `uncalled` lists what is left out, {self.uncalled} now."
             )
-        K = _with_layers(self._blank, [layer.name for layer in called])
+        K, blocks = _with_layers(self._blank, [layer.name for layer in called]), self._sums.blocks()
+        for layer in called:
+            refuse_unread(self.risk, layer, blocks)
         K.parameters = fingerprint(self.risk)
-        K._set_blocks(self._sums.blocks(), self.examples)
+        K._set_blocks(blocks, self.examples)
         return K
 
     @property
@@ -419,3 +417,10 @@ def _require_state(state: Any, decay: float) -> None:
         raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
     if state["decay"] != decay:
         raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {decay}.")
+
+
+def _check_decay(decay: Any) -> None:
+    if not isinstance(decay, Real):
+        raise TypeError(f"decay is a {type(decay).__name__}; expected a number in (0, 1].")
+    if not 0 < float(decay) <= 1:
+        raise ValueError(f"decay={decay} is outside of (0, 1]: 1 weighs all batches alike, 0.95 forgets old ones.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, Protocol
 
 import torch
@@ -126,7 +127,13 @@ def upgrade(state: Any) -> Mapping[str, Any]:
     Raises:
         ValueError: If the state is foreign, cut off, or of a later version.
     """
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+    if not isinstance(state, Mapping):
+        read = ", as load(path) reads it from a file" if isinstance(state, (str, PathLike)) else ""
+        raise ValueError(
+            f"This is not a state of curvlinops_plus: expected what K.state_dict() returns{read}, got a "
+            f"{type(state).__name__}."
+        )
+    if state.get("format") != FORMAT:
         raise ValueError("This is not a state of curvlinops_plus: the key 'format' is missing or foreign.")
     version = state.get("version", VERSION)
     if version > VERSION:

@@ -10,12 +10,12 @@ from warnings import warn
 
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, LossScale
 from curvlinops_plus.blocks.per_example import DiagonalBlock
-from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.layer import why_generic
 from curvlinops_plus.layer.enclosed import EnclosedRule
 from curvlinops_plus.risk import Layer
 
-__all__ = ["LayerPlan", "make_plan", "plan_table", "positions", "refuse_missing_gradients"]
+__all__ = ["LayerPlan", "make_plan", "plan_table", "positions", "refuse_missing_gradients", "warn_of_replaced"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
     """Decide for every layer: exact name, then glob, then type, then the default.
 
     Layers without an affine rule, and shared parameters, get their exact diagonal where a Kronecker approximation was
-    meant; a warning says so, and `plan_table` gives the reasons.
+    meant; `warn_of_replaced` says so, and `plan_table` gives the reasons.
 
     Args:
         layers: The layers.
@@ -58,10 +58,19 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
         if not any(key in _matching_keys(layer, rules) for layer in layers):
             raise ValueError(
                 f"No layer matches {key!r}. Layers with parameters here: {[layer.name for layer in layers]}, of types "
-                f"{sorted({_type_name(layer) for layer in layers})}."
+                f"{sorted({_type_name(layer) for layer in layers})}.{_how_to_name(key, layers)}"
             )
-    _warn_of_replaced([entry.layer for entry in plan if entry.approximation is _INSTEAD], len(layers))
     return plan
+
+
+def _how_to_name(key: Any, layers: list[Layer]) -> str:
+    """What to write instead of a module, or of the name of a type."""
+    owners = [(use.name, use.owner) for layer in layers for use in layer.uses]
+    if isinstance(key, str):
+        kind = next((type(owner) for _, owner in owners if type(owner).__name__ == key), None)
+        return "" if kind is None else f" For a type write the class itself, {key}, not its name."
+    name = next((name for name, owner in owners if owner is key), None)
+    return "" if name is None else f" A module is named: {name!r}."
 
 
 def refuse_missing_gradients(plan: list[LayerPlan]) -> None:
@@ -87,21 +96,21 @@ def refuse_missing_gradients(plan: list[LayerPlan]) -> None:
 _told: set[str] = set()
 
 
-def _warn_of_replaced(replaced: list[Layer], number: int) -> None:
+def warn_of_replaced(plan: Sequence[LayerPlan]) -> None:
     """Warn of layers without Kronecker factors: of normalisation, which many networks have, once per process."""
+    replaced = [entry.layer for entry in plan if entry.approximation is _INSTEAD]
     if all("Norm" in _type_name(layer) for layer in replaced):
         if not replaced or "norms" in _told:
             return
         _told.add("norms")
-    if replaced:
-        first = replaced[0]
-        warn(
-            f"{len(replaced)} of {number} layers get their exact diagonal (DiagonalBlock) instead of Kronecker "
-            f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
-            f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
-            CurvatureWarning,
-            stacklevel=6,
-        )
+    first = replaced[0]
+    warn(
+        f"{len(replaced)} of {len(plan)} layers get their exact diagonal (DiagonalBlock) instead of Kronecker "
+        f"factors{', such as' if replaced[1:] else ':'} {first.name or 'the model'!r} ({_type_name(first)}: "
+        f"{_why_not_affine(first)}). Print the operator for a table with the reasons.",
+        CurvatureWarning,
+        stacklevel=level_of_user(),
+    )
 
 
 # What layers without Kronecker factors get where some were meant.
@@ -143,7 +152,10 @@ def _why_not_affine(layer: Layer) -> str:
         return f"its parameter is shared by {names} {what}"
     use = layer.uses[0]
     if isinstance(use.rule, EnclosedRule):
-        return f"{list(use.keys.values())} are read by functions without a rule, or make a table for all examples"
+        return (
+            f"{list(use.keys.values())} are read by functions without a rule, make a table for all examples, or see "
+            "rows in an order of their own, which example_of_row= can tell"
+        )
     return why_generic(use.owner) or f"its rule {type(use.rule).__name__} is not that of an affine layer"
 
 

@@ -132,10 +132,10 @@ class ScaledBlocks(Deferred):
         inverse = unscaled.inverse(damping, retry_double_precision=retry_double_precision)
         return inverse if unscaled is self._operator else inverse._scale(1 / c)
 
-    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Self:
-        """The same operator on another device or in another precision, also if computed anew; the model stays."""
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:
+        # Also if the blocks are computed anew; the model stays where it is.
         moved = copy.copy(self)
-        moved.device = self.device if device is None else torch.device(device)
+        moved.device = self.device if device is None else device
         moved.dtype = self.dtype if dtype is None else dtype
         if isinstance(self.scale, Tensor):
             moved.scale = self.scale.to(moved.device, moved.dtype)

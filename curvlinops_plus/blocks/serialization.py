@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ def save(state: Any, path: str | PathLike[str]) -> None:
 
     Raises:
         TypeError: If it is neither: most operators are known by their products alone.
+        FileNotFoundError: If the path is a folder, or in one that does not exist.
         ImportError: If the package safetensors is missing (`pip install safetensors`).
 
     Example:
@@ -112,25 +114,32 @@ def save(state: Any, path: str | PathLike[str]) -> None:
     except ImportError as error:
         raise ImportError(_MISSING) from error
 
+    if isinstance(state, (str, PathLike)):
+        raise TypeError(f"save takes what is saved first, then the path: save(K, {str(state)!r}).")
     if not isinstance(state, Mapping):
         if not callable(getattr(state, "state_dict", None)):
             raise TypeError(
                 f"save takes a state_dict, or what has one such as the operators of `curvature`; a "
-                f"{type(state).__name__} has none. Save the operator that it was made from, and make it again."
+                f"{type(state).__name__} has none. Save the operator that an inverse was made from; what computes its "
+                "products with model and data, such as GGN, is made again from these."
             )
         state = state.state_dict()
     tensors: dict[str, Tensor] = {}
     tree = _detach(state, "", tensors)
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        why = "is a folder; add the name of a file" if Path(path).is_dir() else "is in a folder that does not exist"
+        raise FileNotFoundError(f"Can't save to {path}: it {why}.")
     save_file(tensors, path, metadata={"format": FORMAT, "state": json.dumps(tree)})
 
 
-def load(path: str | PathLike[str]) -> dict[str, Any]:
+def load(path: str | PathLike[str], *more: Any) -> dict[str, Any]:
     """Read a `state_dict` that `save` wrote; tensors are on the CPU.
 
     Args:
         path: The file.
 
     Raises:
+        TypeError: If the path is none, or something else is given, too: a model is for `from_state_dict`.
         ValueError: If the file is cut off, or not one of ours; nothing is returned then.
         FileNotFoundError: If there is none.
 
@@ -146,6 +155,14 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
     except ImportError as error:
         raise ImportError(_MISSING) from error
 
+    if more or not isinstance(path, (str, PathLike)):
+        came = f"{1 + len(more)} arguments" if more else f"a {type(path).__name__}"
+        raise TypeError(
+            f"load takes the path of a file, got {came}. It returns the state, of which "
+            "BlockwiseLinearOperator.from_state_dict(load(path), model, data) makes the operator."
+        )
+    if Path(path).is_dir():
+        raise FileNotFoundError(f"{path} is a folder; expected a file that `save` wrote.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -154,7 +171,10 @@ def load(path: str | PathLike[str]) -> dict[str, Any]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
         return _attach(json.loads(metadata["state"]), tensors)
     except (SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise ValueError(f"{path} can't be read ({error}): it is cut off or no safetensors file.") from error
+        raise ValueError(
+            f"{path} can't be read ({error}): it is cut off or no safetensors file. What torch.save wrote is read by "
+            "torch.load."
+        ) from error
 
 
 def _detach(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -93,11 +93,18 @@ class FunctionModule(nn.Module):
         params: Values of the parameters, by key.
 
     Raises:
+        TypeError: If it is no function.
         ValueError: If `params` is no mapping.
     """
 
     def __init__(self, function: Callable[..., Any], params: Sequence[Tensor] | Mapping[str, Tensor]) -> None:
         super().__init__()
+        if isinstance(function, EmpiricalRisk) or not callable(function):
+            other = " Of a risk take curvature(risk, KFAC), GGN(risk) and the like."
+            raise TypeError(
+                f"The model is a {type(function).__name__}; expected a torch.nn.Module, or a function (params, X) -> "
+                f"outputs.{other if isinstance(function, EmpiricalRisk) else ''}"
+            )
         if not isinstance(params, Mapping):
             raise ValueError(
                 "A model that is a function needs `params` as a dict, and is called as model_func(params, X). Pass "
@@ -109,5 +116,17 @@ class FunctionModule(nn.Module):
             self.register_parameter(f"p{index}", own)
 
     def forward(self, X: Any) -> Any:
-        """The function's result with the module's parameters."""
-        return self.function({key: getattr(self, f"p{index}") for index, key in enumerate(self.keys)}, X)
+        """The function's result with the module's parameters.
+
+        Raises:
+            ValueError: If it asks for a parameter that there is not.
+        """
+        params = {key: getattr(self, f"p{index}") for index, key in enumerate(self.keys)}
+        try:
+            return self.function(params, X)
+        except KeyError as error:
+            if isinstance(X, Mapping) or not error.args or error.args[0] in params:
+                raise  # another mapping's
+            raise ValueError(
+                f"The model function asks for {error.args[0]!r}, and `params` has no such key; it has {self.keys}."
+            ) from error

@@ -189,7 +189,6 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         K = restore(
             cls,
             state_dict,
-            4,
             model=model_func,
             data=data,
             params=params,

@@ -142,7 +142,7 @@ def as_matrix(A: Any) -> Matrix:
     """
     if isinstance(A, np.ndarray):
         return as_matrix(torch.from_numpy(np.array(A, dtype=_real_numpy(A.dtype, A), order="C")))
-    if isinstance(getattr(A, "dtype", None), torch.dtype) and hasattr(A, "device"):
+    if isinstance(getattr(A, "dtype", None), torch.dtype) and hasattr(A, "device") and hasattr(A, "shape"):
         return _of_torch(A)
     if issparse(A) or (hasattr(A, "shape") and (hasattr(A, "matmat") or hasattr(A, "matvec"))):
         return _of_scipy(A)

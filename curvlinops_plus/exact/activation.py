@@ -28,6 +28,7 @@ from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import own_calls, untraced
 from curvlinops_plus.risk.reading import require_rereadable
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["ActivationHessian"]
 
@@ -44,7 +45,8 @@ class ActivationHessian(SymmetricRiskOperator):
         activation: Which one: name of the module as in `model.named_modules()`, "input" or "output", and the position
             among several inputs or outputs (0 where there is one). Other modules may read the tensor, too; an "input"
             is what this module alone reads.
-        check_deterministic: Compare two products first.
+        check_deterministic: True compares two products first. None: two evaluations of a few examples have to agree,
+            once per risk. False: not even these.
 
     Raises:
         ValueError: If there is no such module or tensor, it is not called exactly once per forward pass, or the tensor
@@ -73,10 +75,11 @@ class ActivationHessian(SymmetricRiskOperator):
 
     structure = Structure.SYMMETRIC
 
+    @takes_risk
     def __init__(
-        self, risk: EmpiricalRisk, activation: tuple[str, str, int], *, check_deterministic: bool = False
+        self, risk: EmpiricalRisk, activation: tuple[str, str, int], *, check_deterministic: bool | None = None
     ) -> None:
-        super().__init__(risk)
+        super().__init__(risk, check_deterministic)
         self._activation = _checked(risk.model, activation)
         self._checked: set[Hashable] = set()  # shapes of activations that were
         self._replaced = False  # whether operations in the forward pass were replaced
@@ -151,7 +154,7 @@ class ActivationHessian(SymmetricRiskOperator):
                 read(model)
 
         def read(model: nn.Module) -> None:
-            for batch in risk.batches(f"{type(self).__name__}, {what}"):
+            for batch in self._batches(f", {what}"):
                 watch = None if self._checked and not self._replaced else Operations(twice=True)
                 with self._leaf() as caught, watch or nullcontext():
                     f, y, class_axis = risk.run(batch, model)

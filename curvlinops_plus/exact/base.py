@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -20,7 +20,9 @@ from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weigh
 from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
-from curvlinops_plus.risk.risk import require_risk
+from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.repeatable import require_repeatable
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["ParameterCurvature", "RiskOperator", "SymmetricRiskOperator", "require_same_products"]
 
@@ -30,6 +32,7 @@ class RiskOperator(LinearOperator):
 
     Args:
         risk: Model, loss, data and parameters.
+        check_deterministic: None: two evaluations of the model on a few examples have to agree.
     """
 
     # Set in `__init__`, or computed by a subclass when they are needed.
@@ -39,10 +42,17 @@ class RiskOperator(LinearOperator):
     device: torch.device = cast(torch.device, None)
     structure: Structure = Structure.GENERAL
 
-    def __init__(self, risk: EmpiricalRisk) -> None:
-        require_risk(risk, type(self).__name__)
-        self.risk = risk
+    @takes_risk
+    def __init__(self, risk: EmpiricalRisk, check_deterministic: bool | None = None) -> None:
+        self.risk, self._compares_few = risk, check_deterministic is None
         self.dtype, self.device = risk.dtype, risk.device
+
+    def _batches(self, what: str = "") -> Iterator[Batch]:
+        """The batches of the data; on the first one two evaluations of the model have to agree, once per risk."""
+        for number, batch in enumerate(self.risk.batches(type(self).__name__ + what)):
+            if self._compares_few and not number:
+                require_repeatable(self.risk, batch)
+            yield batch
 
 
 class SymmetricRiskOperator(RiskOperator):
@@ -78,8 +88,9 @@ class SymmetricRiskOperator(RiskOperator):
 class ParameterCurvature(SymmetricRiskOperator):
     """A symmetric matrix over the parameters of a risk."""
 
-    def __init__(self, risk: EmpiricalRisk) -> None:
-        super().__init__(risk)
+    @takes_risk
+    def __init__(self, risk: EmpiricalRisk, check_deterministic: bool | None = None) -> None:
+        super().__init__(risk, check_deterministic)
         self.in_space = self.out_space = risk.space
 
     @untraced

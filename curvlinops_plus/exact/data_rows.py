@@ -49,14 +49,15 @@ class DataRows(RiskOperator):
         risk: Model, data and parameters.
         read: As in `Linearizer`.
         seed: Where random numbers for `L` start.
-        check_deterministic: Compare two products first.
+        check_deterministic: True compares two products first. None: two evaluations of a few examples have to agree,
+            once per risk. False: not even these.
         chunk_size: Columns that are computed together.
     """
 
     def __init__(
-        self, risk: EmpiricalRisk, read: Read, seed: int, check_deterministic: bool, chunk_size: int | None
+        self, risk: EmpiricalRisk, read: Read, seed: int, check_deterministic: bool | None, chunk_size: int | None
     ) -> None:
-        super().__init__(risk)
+        super().__init__(risk, check_deterministic)
         require_rereadable(risk.data, f"{type(self).__name__} reads the data once per product")
         self._seed, self._linear = seed, Linearizer(risk, read, chunk_size)
         if check_deterministic:
@@ -109,7 +110,7 @@ class DataRows(RiskOperator):
             place.take(block.shapes)
             return lambda V: torch.cat([u.flatten(1) for u in block.transpose_product(V)], 1)
 
-        for batch in self.risk.batches(type(self).__name__):
+        for batch in self._batches():
             rows = self._linear.jvp(batch, X.T, output_map)
             place.write(result, rows.T)
         place.check_complete()
@@ -124,7 +125,7 @@ class DataRows(RiskOperator):
             rows = [X[part].T.to(F[0].dtype) for part in place.take(block.shapes)]
             return [*block.product([u.reshape(-1, *shape) for u, shape in zip(rows, block.shapes, strict=True)])]
 
-        for batch in self.risk.batches(type(self).__name__):
+        for batch in self._batches():
             result += self._linear.vjp(batch, vectors)
         place.check_complete()
         return result.T, totals
@@ -133,7 +134,7 @@ class DataRows(RiskOperator):
         place, totals, draws = _Placement(self), Totals(), Draws(self._seed)
         n, like = self.risk.space.dim, {"dtype": self.dtype, "device": self.device}
         result = torch.zeros(place.space.dim, n, **like)
-        for batch in self.risk.batches(type(self).__name__):
+        for batch in self._batches():
             F, extra = self._linear.outputs(batch)
             block = self._row_block(F, extra, draws, totals, weights)
             place.take(block.shapes)

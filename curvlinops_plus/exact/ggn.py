@@ -14,6 +14,7 @@ from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, loss_root
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.loss_weights import LossWeights
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["GGN"]
 
@@ -46,8 +47,8 @@ class GGN(ParameterCurvature):
     Args:
         risk: Model, loss, data and parameters.
         vectors: Which matrix: an object as above, or a word (see `as_vectors`). Default: `Exact()`.
-        check_deterministic: Compare the total loss of two passes over the data first, and two products if vectors are
-            random.
+        check_deterministic: True compares the total loss of two passes over the data first, and two products if vectors
+            are random. None: two evaluations of a few examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
 
     Raises:
@@ -75,15 +76,16 @@ class GGN(ParameterCurvature):
 
     structure = Structure.PSD
 
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,
         vectors: Vectors | str | None = None,
         *,
-        check_deterministic: bool = False,
+        check_deterministic: bool | None = None,
         chunk_size: int | None = None,
     ) -> None:
-        super().__init__(risk)
+        super().__init__(risk, check_deterministic)
         self.vectors = as_vectors(vectors)
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=True)
         self._linear = Linearizer(risk, partial(run_losses, risk), chunk_size)
@@ -107,7 +109,7 @@ class GGN(ParameterCurvature):
                 return loss_roots(self.risk, self.vectors, terms, factors, draws).outer_product
             return _hessian_product(terms, factors)
 
-        for batch in self.risk.batches(type(self).__name__):
+        for batch in self._batches():
             if X is None:
                 found = self._linear.ggn_matrix(batch, output_product)
             else:

@@ -21,7 +21,7 @@ from curvlinops_plus.exact.loss_terms import (
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
-from curvlinops_plus.risk.risk import require_risk
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["GGNFactor"]
 
@@ -51,7 +51,8 @@ class GGNFactor(DataRows):
     Args:
         risk: Model, loss, data and parameters; each loss needs a likelihood.
         vectors: Which matrix, as for `GGN`. Default: `Exact()`.
-        check_deterministic: Compare two products first.
+        check_deterministic: True compares two products first. None: two evaluations of a few examples have to agree,
+            once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
 
     Raises:
@@ -75,15 +76,15 @@ class GGNFactor(DataRows):
         (tensor([[4.2426]]), tensor([[18.0000]]))
     """
 
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,
         vectors: Vectors | str | None = None,
         *,
-        check_deterministic: bool = False,
+        check_deterministic: bool | None = None,
         chunk_size: int | None = None,
     ) -> None:
-        require_risk(risk, type(self).__name__)
         self.vectors, self.out_space = as_vectors(vectors), risk.space
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=False)
         read = partial(run_losses, risk)
@@ -109,7 +110,7 @@ class GGNFactor(DataRows):
 
     def _count_rows(self) -> dict[str, tuple[int, ...]]:
         draws, found = Draws(self._seed), []
-        for batch in self.risk.batches(f"{type(self).__name__}, sizes"):
+        for batch in self._batches(", sizes"):
             _, (terms, _) = self._linear.outputs(batch)
             found.append(loss_roots(self.risk, self.vectors, terms, [1.0] * len(terms), draws).shapes)
         rows = []

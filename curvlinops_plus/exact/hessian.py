@@ -23,6 +23,7 @@ from curvlinops_plus.risk.autograd_graph import raise_unreached
 from curvlinops_plus.risk.determinism import coarsest_dtype
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["Hessian"]
 
@@ -34,7 +35,8 @@ class Hessian(ParameterCurvature):
         risk: Model, loss (any one, also without a likelihood), data and parameters.
         block_sizes: Numbers of parameters that form a block each, in their order: products with the block-diagonal
             Hessian. Default: one block.
-        check_deterministic: Compare the total loss of two passes over the data first.
+        check_deterministic: True compares the total loss of two passes over the data first. None: two evaluations of a
+            few examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
 
     Raises:
@@ -59,15 +61,16 @@ class Hessian(ParameterCurvature):
 
     structure = Structure.SYMMETRIC
 
+    @takes_risk
     def __init__(
         self,
         risk: EmpiricalRisk,
         *,
         block_sizes: Sequence[int] | None = None,
-        check_deterministic: bool = False,
+        check_deterministic: bool | None = None,
         chunk_size: int | None = None,
     ) -> None:
-        super().__init__(risk)
+        super().__init__(risk, check_deterministic)
         self.chunk_size = checked_chunk_size(chunk_size)
         _ = risk.losses.reduction  # refuse now, not at first use
         self._blocks = _blocks(block_sizes, len(risk.params))
@@ -88,7 +91,7 @@ class Hessian(ParameterCurvature):
                 read(model)
 
         def read(model: nn.Module) -> None:
-            for batch in risk.batches(type(self).__name__):
+            for batch in self._batches():
                 watch = None if self._checked and not self._replaced else Operations(twice=True)
                 with watch or nullcontext():
                     f, y, class_axis = risk.run(batch, model)

@@ -15,7 +15,7 @@ from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.risk import require_risk
+from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["Jacobian"]
 
@@ -31,7 +31,8 @@ class Jacobian(DataRows):
     Args:
         risk: Model, data and parameters; `output=` there picks the tensor out of what the model returns. Its `num_data`
             is the number of examples. Default: they are counted once.
-        check_deterministic: Compare two products first.
+        check_deterministic: True compares two products first. None: two evaluations of a few examples have to agree,
+            once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
 
     Raises:
@@ -56,10 +57,10 @@ class Jacobian(DataRows):
         [tensor([[2., 3.]]), tensor([0.])]
     """
 
+    @takes_risk
     def __init__(
-        self, risk: EmpiricalRisk, *, check_deterministic: bool = False, chunk_size: int | None = None
+        self, risk: EmpiricalRisk, *, check_deterministic: bool | None = None, chunk_size: int | None = None
     ) -> None:
-        require_risk(risk, type(self).__name__)
         self.in_space = risk.space
         super().__init__(risk, partial(_run_outputs, risk), 0, check_deterministic, chunk_size)
 
@@ -76,7 +77,7 @@ class Jacobian(DataRows):
         shapes: list[torch.Size] = []
         counts: list[int] = []
         positions = False  # [N·R, C], and R may differ from batch to batch
-        for batch in risk.batches(f"{type(self).__name__}, sizes"):
+        for batch in self._batches(", sizes"):
             N = batch.num_examples
             own = [f.shape for f in self._linear.outputs(batch)[0]] if not shapes or positions else None
             if not shapes and own is not None:

@@ -28,7 +28,13 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.run_again import attributes_restored, check_repeatable, no_random_numbers, words_for_errors
+from curvlinops_plus.layer.run_again import (
+    as_parameters,
+    attributes_restored,
+    check_repeatable,
+    no_random_numbers,
+    words_for_errors,
+)
 
 __all__ = [
     "at_least_float32",
@@ -215,8 +221,9 @@ class _Call:
         if any(map(_is_packed, leaves)):
             raise UnsupportedError(
                 f"{self.name} {verb} a PackedSequence, in which the steps of all examples are interleaved. Give the "
-                "layer the padded tensor instead, and a mask of the steps that count: "
-                "EmpiricalRisk(..., mask=lambda X, y: ...)."
+                "layer the padded tensor instead, and a mask of the steps that count, "
+                "EmpiricalRisk(..., mask=lambda X, y: ...), or say which example each row of a layer belongs to, "
+                'EmpiricalRisk(..., example_of_row={"name": lambda X, y: ...})'
             )
 
     def chunk_sizes(self, g: Sequence[Tensor], max_bytes: int) -> tuple[int, int]:
@@ -238,6 +245,7 @@ class _Call:
         args, kwargs = tree_unflatten([t.clone() if isinstance(t, Tensor) else t for t in leaves], self.spec)
         state = {name: params[first] for name, first in self.aliases.items()}
         buffers = {n: b.clone() for n, b in self.buffers.items()}
+        as_parameters([*self.frozen.values(), *state.values()])
         out = functional_call(self.module, {**self.frozen, **buffers, **state}, args, kwargs, tie_weights=False)
         return self.outputs(out, shapes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
@@ -16,7 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from curvlinops_plus.errors import UnsupportedError
 
-__all__ = ["attributes_restored", "check_repeatable", "no_random_numbers", "words_for_errors"]
+__all__ = ["as_parameters", "attributes_restored", "check_repeatable", "no_random_numbers", "words_for_errors"]
 
 
 def check_repeatable(module: nn.Module) -> None:
@@ -44,6 +44,19 @@ def check_repeatable(module: nn.Module) -> None:
                 f"{where} in training mode: spectral normalization updates its estimate of the largest singular value "
                 "in every forward pass, so running the layer again gives another weight. Call `model.eval()` first."
             )
+
+
+def as_parameters(tensors: Iterable[Tensor]) -> None:
+    """Let tensors that stand for parameters pass for them: `Module.get_parameter` returns nothing else.
+
+    Example:
+        >>> t = torch.ones(2)
+        >>> as_parameters([t])
+        >>> isinstance(t, nn.Parameter)
+        True
+    """
+    for t in tensors:
+        t._is_param = True  # type: ignore[attr-defined]  # PyTorch's own mark, of subclasses of tensors
 
 
 @contextmanager

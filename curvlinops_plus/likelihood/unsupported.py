@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import FunctionType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,18 @@ __all__ = ["has_hooks", "how_to_convert", "not_registered"]
 
 def not_registered(loss: Any, known: Sequence[type]) -> UnsupportedError:
     """The error for a loss whose class is not among the known ones, or overrides their `forward`."""
+    if isinstance(loss, (FunctionType, BuiltinFunctionType, MethodType, partial)):
+        return _of_function(loss, known)
     kind = type(loss)
     parent = next((t for t in kind.__mro__ if t in known), None)
-    name = getattr(loss, "__name__", "a function") if isinstance(loss, (FunctionType, type)) else kind.__name__
+    name = loss.__name__ if isinstance(loss, type) else kind.__name__
     why = _advice(loss)
     if parent and has_hooks(loss):
-        why = " Hooks run when it is called, its own or global ones, and may change its value: remove them."
-    elif parent:
+        return UnsupportedError(
+            f"no likelihood is registered for the loss {name}. Hooks run when it is called, {_where_hooks_are(loss)}, "
+            "and may change its value: remove them."
+        )
+    if parent:
         why = f" It changes the forward of {parent.__name__}, whose rules may be wrong for it."
     return UnsupportedError(
         f"no likelihood is registered for the loss {name}.{why} Known losses: "
@@ -34,11 +40,50 @@ def not_registered(loss: Any, known: Sequence[type]) -> UnsupportedError:
     )
 
 
+def _of_function(loss: Any, known: Sequence[type]) -> UnsupportedError:
+    """The error for a function: which module computes the same, if that can be told."""
+    names = {t.__name__ for t in known}
+    inner = loss.func if isinstance(loss, partial) else loss
+    called = getattr(inner, "__name__", type(inner).__name__)
+    module = next((name for name in names if called == _FUNCTIONS.get(name)), None)
+    if isinstance(loss, partial):
+        options = ", ".join(f"{key}={value!r}" for key, value in loss.keywords.items())
+        name, instead = f"functools.partial({called}, ...)", None if module is None else f"nn.{module}({options})"
+    else:
+        name, instead = called, None if module is None else f"nn.{module}()"
+    advice = f"Losses are known by their class, which holds the options: pass the module of torch.nn, {instead}."
+    if instead is None:
+        advice = f"Known losses: {', '.join(sorted(names))}; pass such a module of torch.nn, as nn.CrossEntropyLoss()."
+    return UnsupportedError(
+        f"no likelihood is registered for the loss {name}. {advice} GGN and Hessian take any function; for all else "
+        "write a loss of your own as a torch.nn.Module, and register its class with @register_likelihood."
+    )
+
+
+# The function of torch.nn.functional that a module calls.
+_FUNCTIONS = {
+    "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "CrossEntropyLoss": "cross_entropy",
+    "GaussianNLLLoss": "gaussian_nll_loss",
+    "MSELoss": "mse_loss",
+    "NLLLoss": "nll_loss",
+    "PoissonNLLLoss": "poisson_nll_loss",
+}
+
+
+def _where_hooks_are(loss: Any) -> str:
+    own = any(getattr(loss, f"_{kind}") for kind in _HOOKS)
+    return "its own" if own else "global ones, of all modules (torch.nn.modules.module.register_module_...)"
+
+
+_HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+
 def has_hooks(loss: Any) -> bool:
     """Whether calling a loss runs hooks, which may change what it returns, or the gradient."""
-    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
     return isinstance(loss, nn.Module) and any(
-        getattr(loss, f"_{kind}") or getattr(nn.modules.module, f"_global_{kind}") for kind in kinds
+        getattr(loss, f"_{kind}") or getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS
     )
 
 
@@ -65,8 +110,6 @@ def _advice(loss: Any) -> str:
     """Why a loss is not supported and what to use instead, if known; else empty."""
     if isinstance(loss, type):
         return f" This is a class, not a loss: call it, {loss.__name__}(...)."
-    if getattr(loss, "__module__", None) == nn.functional.__name__:
-        return " Losses are known by their class, which holds the options: pass the module of torch.nn instead."
     kind = next((t for t in type(loss).__mro__ if t in _ADVICE), None)
     return "" if kind is None else _ADVICE[kind].format(name=type(loss).__name__)
 

@@ -163,7 +163,7 @@ class BlockDiagonal(LinearOperator):
     def adjoint(self) -> LinearOperator:
         return self if self.structure >= Structure.SYMMETRIC else self._with(self._each(methodcaller("adjoint")))
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> BlockDiagonal:
         return self._with(self._each(methodcaller("to", device, dtype)))
 
     def _to_dense(self) -> Tensor:

@@ -6,6 +6,7 @@ use instead. Which eigenvalues count as zero is the rule of `psd_clip`.
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +86,7 @@ class ClosedForms(Products):
             SingularMatrixError: If the matrix is singular and there is no damping.
             ValueError: If the damping is negative or of a kind that does not fit the matrix.
         """
-        if callable(damping):
+        if callable(damping) and not isinstance(damping, type):
             damping = damping(self)
         if isinstance(damping, tuple):
             return self._inverse_by_factors(damping, retry_double_precision)
@@ -111,6 +112,8 @@ class ClosedForms(Products):
             raise ValueError(
                 f"Expected a positive semi-definite matrix, got {self.label}; only those have real powers."
             )
+        if not isinstance(p, Real):
+            raise TypeError(f"Expected the exponent to be a number, got {type(p).__name__} {p!r}.")
         power = self._power if exact else self._power_by_factors
         return power(float(p), resolve(damping, self))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import sqrt
+from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,6 +75,8 @@ class RelativeDamping:
     factor: float
 
     def __post_init__(self) -> None:
+        if not isinstance(self.factor, (Real, Tensor)):
+            raise TypeError(f"Expected the factor to be a number, got {type(self.factor).__name__} {self.factor!r}.")
         if self.factor < 0:
             raise ValueError(f"Expected a factor that is not negative, got {self.factor}.")
 
@@ -134,6 +137,19 @@ def scalar(value: Any, operator: Matrix, what: str) -> Scalar:
     )
 
 
+def applied(damping: Any, operator: Matrix) -> Any:
+    """The value of a rule for this matrix; a number is its own.
+
+    Raises:
+        TypeError: For the class of a rule.
+    """
+    if isinstance(damping, type):
+        raise TypeError(
+            f"The damping is the class {damping.__name__}; expected a rule. Call it: {damping.__name__}(...)."
+        )
+    return damping(operator) if callable(damping) else damping
+
+
 def resolve(damping: Any, operator: Matrix, what: str = "the damping") -> Scalar:
     """The number that a damping (a number or a rule) means for this matrix.
 
@@ -141,7 +157,7 @@ def resolve(damping: Any, operator: Matrix, what: str = "the damping") -> Scalar
         TypeError: If it is neither.
         ValueError: If it is negative and the matrix positive semi-definite.
     """
-    value = scalar(damping(operator) if callable(damping) else damping, operator, what)
+    value = scalar(applied(damping, operator), operator, what)
     number = float(value.detach()) if isinstance(value, Tensor) else value
     if number != number:
         raise ValueError(f"Expected {what} to be a number, got nan.")

@@ -68,7 +68,7 @@ class IterativeInverse(Wrapper):
     @abstractmethod
     def adjoint(self) -> IterativeInverse: ...
 
-    def to(self: Inverse, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Inverse:
+    def _to(self: Inverse, device: torch.device | None, dtype: torch.dtype | None) -> Inverse:
         movable = {name: x for name, x in self.options.items() if isinstance(x, (Tensor, LinearOperator))}
         moved = {name: x.to(device=device, dtype=dtype) for name, x in movable.items()}
         return self._like(self.A.to(device, dtype), **moved)

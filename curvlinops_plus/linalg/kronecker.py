@@ -100,7 +100,7 @@ class Kronecker(LinearOperator):
     def adjoint(self) -> Kronecker:
         return self if self.structure >= Structure.SYMMETRIC else Kronecker(self.G.adjoint(), self.A.adjoint())
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Kronecker:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Kronecker:
         G, A = self.G.to(device, dtype), self.A.to(device, dtype)
         return self if G is self.G and A is self.A else Kronecker(G, A)
 
@@ -225,7 +225,7 @@ class Eigendecomposed(LinearOperator):
     def _matmat(self, X: Tensor) -> Tensor:
         return self.basis._matmat(self.values[:, None] * self.basis._rmatmat(X))
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Eigendecomposed:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Eigendecomposed:
         values = self.values.to(device=device, dtype=dtype)
         return Eigendecomposed(self.basis.to(device, dtype), values, self.structure, self.rtol)
 

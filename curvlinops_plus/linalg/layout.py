@@ -106,6 +106,17 @@ class Layout:
             parts.append(t.reshape(K, *steps.matrix))
         return torch.cat(parts, dim=-1).reshape(K, self.dim).T  # parts that are channels-last make one that is
 
+    def columns(self, name: str, t: Tensor) -> Tensor:  # [*shape] -> [rows, cols] or [batch, rows, cols]
+        """The columns of the matrix that one parameter fills, as a view where strides allow."""
+        steps = self._steps[name]
+        if steps.permutes:
+            t = t.reshape(steps.atoms).permute(steps.order)
+        return t.reshape(steps.matrix)
+
+    def width(self, name: str) -> int:
+        """How many columns of the matrix one parameter fills."""
+        return self._steps[name].matrix[-1]
+
     def split(self, v: Tensor) -> dict[str, Tensor]:  # [dim, K] -> {name: [*shape, K]}
         """The parameters of a row-major vector, as views where strides allow."""
         K = v.shape[-1]

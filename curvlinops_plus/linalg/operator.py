@@ -15,11 +15,14 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg.closed_forms import ClosedForms
-from curvlinops_plus.linalg.damping import Damping, Scalar, is_zero, scalar
+from curvlinops_plus.linalg.damping import Damping, Scalar, applied, is_zero, scalar
 from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of
 from curvlinops_plus.linalg.products import Products, derived
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Adjoint", "LinearOperator", "Product", "Scaled", "Shifted", "Structure", "Sum"]
 
@@ -52,15 +55,33 @@ class LinearOperator(ClosedForms):
         assert isinstance(other, LinearOperator)
         return Product(self, other)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+    def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> Self:
         """The same matrix on another device or in another dtype (a copy where something changes).
 
+        Args:
+            device: Where it shall be, or a dtype alone, as in `tensor.to(torch.float64)`.
+            dtype: What it shall compute in.
+
         Raises:
-            NotImplementedError: If the matrix is not made of tensors of its own.
+            NotImplementedError: If something changes, and the matrix is not made of tensors of its own.
+
+        Example:
+            >>> from curvlinops_plus.linalg import Diagonal
+            >>> Diagonal(torch.ones(2)).to(torch.float64)
+            Diagonal(2 x 2, PSD, torch.float64, cpu)
         """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        return self._to(None if device is None else torch.device(device), dtype)
+
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+        stays = device is None or device == self.device or (device.type == self.device.type and device.index is None)
+        if stays and dtype in (None, self.dtype):
+            return self
+        where = " and ".join(str(part) for part in (device, dtype) if part is not None)
         raise NotImplementedError(
-            f"{type(self).__name__} owns no tensors that could be moved; build it again from a model and data on the "
-            f"device and in the dtype that you want (device={device}, dtype={dtype})."
+            f"{type(self).__name__} owns no tensors that could be moved to {where}: what it is computed from has to be "
+            "there. If that is a model and data, convert these, model.to(...) and X.to(...), and make it again."
         )
 
     def adjoint(self) -> LinearOperator:
@@ -77,6 +98,9 @@ class LinearOperator(ClosedForms):
     def T(self) -> LinearOperator:
         """The transposed matrix."""
         return self.adjoint()
+
+    #: The same, under SciPy's name: all matrices here are real.
+    H = T
 
     def __add__(self, other: Any) -> LinearOperator:
         if not isinstance(other, LinearOperator):
@@ -115,7 +139,10 @@ class LinearOperator(ClosedForms):
     __rmul__ = __mul__
 
     def __truediv__(self, c: Any) -> LinearOperator:
-        return self._scale(1 / scalar(c, self, "the divisor"))
+        divisor = scalar(c, self, "the divisor")
+        if divisor == 0:
+            raise ZeroDivisionError(f"{self.label} can't be divided by 0.")
+        return self._scale(1 / divisor)
 
     def shift(self, delta: Damping) -> LinearOperator:
         """`A + delta I`, which keeps the closed forms of `A`.
@@ -127,7 +154,7 @@ class LinearOperator(ClosedForms):
         """
         if self.shape[0] != self.shape[1]:
             raise ValueError(f"Only a square matrix can be shifted by a multiple of the identity, got {self.label}.")
-        return self._shift(scalar(delta(self) if callable(delta) else delta, self, "the shift"))
+        return self._shift(scalar(applied(delta, self), self, "the shift"))
 
     def _shift(self, delta: Scalar) -> LinearOperator:
         return Shifted(self, delta)
@@ -179,7 +206,7 @@ class Sum(Wrapper):
     def _rmatmat(self, X: Tensor) -> Tensor:
         return self.A._rmatmat(X) + self.B._rmatmat(X)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         return Sum(self.A.to(device, dtype), self.B.to(device, dtype))
 
     def _to_dense(self) -> Tensor:
@@ -211,7 +238,7 @@ class Product(Wrapper):
     def _rmatmat(self, X: Tensor) -> Tensor:
         return self.B._rmatmat(self.A._rmatmat(X))
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         return Product(self.A.to(device, dtype), self.B.to(device, dtype))
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
@@ -242,7 +269,7 @@ class Adjoint(Wrapper):
     def _rmatmat(self, X: Tensor) -> Tensor:
         return self.A._matmat(X)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         return Adjoint(self.A.to(device, dtype))
 
     def _to_dense(self) -> Tensor:
@@ -295,7 +322,7 @@ class Scaled(Wrapper):
     def adjoint(self) -> LinearOperator:
         return self if self.structure >= Structure.SYMMETRIC else Scaled(self.A.adjoint(), self.c)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         A = self.A.to(device, dtype)
         return Scaled(A, scalar(self.c, A, "the factor"))
 
@@ -382,7 +409,7 @@ class Shifted(Wrapper):
     def _shift(self, delta: Scalar) -> LinearOperator:
         return self.A._shift(self.delta + delta)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         A = self.A.to(device, dtype)
         return Shifted(A, scalar(self.delta, A, "the shift"))
 

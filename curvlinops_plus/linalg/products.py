@@ -193,9 +193,23 @@ class Products(ABC):
         """The transposed matrix."""
 
     def to_dense(self) -> Tensor:
-        """The matrix `[m, n]`. Cost: one product with `n` columns, or less where a class knows a cheaper way."""
-        with outside_autocast(self.device):
-            return self._to_dense()
+        """The matrix `[m, n]`. Cost: one product with `n` columns, or less where a class knows a cheaper way.
+
+        Raises:
+            NumericsError: If there is not enough memory for it.
+        """
+        try:
+            with outside_autocast(self.device):
+                return self._to_dense()
+        except RuntimeError as error:
+            if "allocate" not in str(error):
+                raise
+            (m, n), size = self.shape, torch.empty((), dtype=self.dtype).element_size()
+            raise NumericsError(
+                f"There is not enough memory for the entries of {self.label}, {m * n * size / 2**30:.3g} GiB and what "
+                "it takes to compute them. Multiply with it, A @ v, take some of its rows and columns, A[rows, "
+                "columns], or estimate numbers from products (`curvlinops_plus.estimate`)."
+            ) from error
 
     def _to_dense(self) -> Tensor:
         return self._matmat(torch.eye(self.shape[1], dtype=self.dtype, device=self.device))

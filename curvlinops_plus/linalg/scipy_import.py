@@ -26,7 +26,7 @@ class _FromSciPy(LinearOperator):
         super().__init__(Space.flat(n), dtype, device, structure, None if m == n else Space.flat(m))
         self.op = op
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         return from_scipy(self.op, dtype or self.dtype, device or self.device, self.structure)
 
     def _matmat(self, X: Tensor) -> Tensor:

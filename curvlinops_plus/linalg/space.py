@@ -311,6 +311,7 @@ class Space:
             if not isinstance(tensor, Tensor):
                 raise TypeError(
                     f'Entry "{name}": expected a tensor of shape {list(shape)}, got {type(tensor).__name__}.'
+                    + (" Gradients in `.grad` are there after loss.backward()." if tensor is None else "")
                 )
             tensors.append(_convert(tensor, dtype, device, f'tensor "{name}"'))
         return "dict" if isinstance(X, Mapping) else "tuple" if isinstance(X, tuple) else "list", tensors
@@ -390,7 +391,7 @@ def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device, what: str
     if tensor.is_floating_point():
         if torch.finfo(tensor.dtype).bits <= torch.finfo(dtype).bits:
             return tensor.to(dtype)  # a wider vector is refused: its digits would be lost unseen
-        other = f", or have the operator in {tensor.dtype} (operator.to, or a model and data in that dtype)"
+        other = f", or have the operator in {tensor.dtype} (of model and data in it, or by its own .to(dtype=...))"
     raise TypeError(
         f"Expected {what} in {dtype}, the dtype of the operator, got {tensor.dtype}; convert it: X.to({dtype}){other}."
     )

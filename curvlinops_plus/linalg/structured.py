@@ -134,7 +134,7 @@ class Dense(OneTensor):
             return self
         return Dense(self._tensor.mT, in_space=self.out_space, out_space=self.in_space)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Dense:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Dense:
         moved = self._tensor.to(device=device, dtype=dtype)
         return self if moved is self._tensor else self._on_spaces(moved, self.structure, self.rtol)
 
@@ -262,7 +262,7 @@ class Diagonal(OneTensor):
     def adjoint(self) -> Diagonal:
         return self
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Diagonal:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Diagonal:
         moved = self._tensor.to(device=device, dtype=dtype)
         return self if moved is self._tensor else Diagonal(moved)
 
@@ -342,7 +342,7 @@ class IdentityLinearOperator(Factor):
     def adjoint(self) -> IdentityLinearOperator:
         return self
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> IdentityLinearOperator:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> IdentityLinearOperator:
         return IdentityLinearOperator(self.in_space, device or self.device, dtype or self.dtype)
 
     def _number(self, value: float) -> Tensor:

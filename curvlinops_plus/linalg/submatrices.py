@@ -169,7 +169,7 @@ class SubmatrixLinearOperator(Wrapper):
             return X.new_zeros(self.shape[1], 0)
         return self.cols.gather(self.A._rmatmat(self.rows.scatter(X)))
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         A = self.A.to(device, dtype)
         return SubmatrixLinearOperator(A, _again(self.rows), _again(self.cols))
 
@@ -216,7 +216,7 @@ class ProjectedLinearOperator(Wrapper):
     def _rmatmat(self, X: Tensor) -> Tensor:
         return self._project(self.A._rmatmat(self._project(X)))
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> LinearOperator:
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         return ProjectedLinearOperator(self.A.to(device, dtype), _again(self.kept))
 
     def diagonal(self) -> Tensor:

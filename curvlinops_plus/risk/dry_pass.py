@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -184,7 +184,9 @@ class DryPass:
         if read:
             where = f"`{getattr(function, '__name__', function)}` in {self._place}"
             read -= self._added(function, args, kwargs, out)
-            read -= self._claimed([self._claim(p, out, examples, where) for p in products(function, args, kwargs)])
+            found = products(function, args, kwargs)
+            read -= self._lone_biases(found)
+            read -= self._claimed([self._claim(p, out, examples, where) for p in found])
             self.reads += [Read(key, where) for key in read]
         return out
 
@@ -196,6 +198,16 @@ class DryPass:
         """Whether a result depends on parameters and is more than a view of them; not shapes, nor detached copies."""
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
         return bool(made) and not all(map(self._views.keys, made))
+
+    def _lone_biases(self, found: Iterable[Product]) -> set[str]:
+        """Keys of biases whose weights are not tracked, but which are known to be read like that, by attention."""
+        pairs = [(p.function, self._views.find(p.bias)) for p in found if self._views.find(p.weight) is None]
+        biases = {(function, view.key) for function, view in pairs if view is not None}
+        return {
+            use.keys["bias"]
+            for use in self.uses
+            if [*use.keys] == ["bias"] and (use.function, use.keys["bias"]) in biases
+        }
 
     def _claimed(self, found: list[Claim | None]) -> set[str]:
         """Note a product, if a call is just one; the keys that it explains."""

@@ -53,7 +53,8 @@ class _Picker:
         if isinstance(tree, Mapping):
             return {key: self.pick(value) for key, value in tree.items()}
         if isinstance(tree, (tuple, list)):
-            return type(tree)(self.pick(value) for value in tree)
+            picked = [self.pick(value) for value in tree]
+            return type(tree)(*picked) if hasattr(tree, "_fields") else type(tree)(picked)
         return self._pick_rows(tree) if isinstance(tree, Tensor) and tree.ndim else tree
 
     def _pick_rows(self, t: Tensor) -> Tensor:

@@ -64,16 +64,18 @@ def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: V
     Raises:
         ValueError: Naming a parameter and what reads it.
     """
-    before = risk.reads
-    enclosed = {*getattr(error, "keys", ()), *(before.enclosing if before is not None else ())}
-    if before is None or enclosed - before.enclosing.keys() - before.unexplained.keys():
+    before, keys = risk.reads, {*getattr(error, "keys", ())}
+    known = before.enclosing if before is not None else {}
+    if before is None or keys - before.unexplained.keys():
         state = preserve_state(risk.model, risk.data)
         with state, risk.placed(), torch.inference_mode(False), torch.enable_grad():
             batch = next(risk.batches("functions")) if batch is None else batch
-            risk.reads = find_functions(risk, batch, enclosed)
+            # A module that did not have rows for examples either: the next one around it.
+            beyond = {key: (name, key in keys) for key, name in known.items()}
+            risk.reads = find_functions(risk, batch, {*keys, *known}, beyond)
         if before is None and (risk.reads.products or risk.reads.enclosing):
             return
-        if before is not None and risk.reads.enclosing.keys() - before.enclosing.keys():
+        if before is not None and risk.reads.enclosing.items() - known.items():
             return
     assert risk.reads is not None
     if error is not None:
@@ -81,20 +83,36 @@ def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: V
         raise UnsupportedError(f"{error}{where}") from error
 
 
-def find_functions(risk: EmpiricalRisk, batch: Batch, enclosed: Collection[str] = ()) -> FoundReads:
+def find_functions(
+    risk: EmpiricalRisk,
+    batch: Batch,
+    enclosed: Collection[str] = (),
+    beyond: Mapping[str, tuple[str, bool]] | None = None,
+) -> FoundReads:
     """How functions read parameters outside of modules with rules, from one batch.
 
     Args:
         risk: The risk.
         batch: The batch.
         enclosed: Keys of parameters for which the rules of their own modules won't do.
+        beyond: Keys to the innermost module that may enclose their reads, and whether it is excluded itself.
     """
     N, uses = batch.num_examples, find_uses(risk.model, risk.params)
     passes = [DryPass(risk, uses, batch, n) for n in ((2, 3) if N > 2 else (N,))]
     claims, reads = passes[0].claims, [*passes[0].reads, *_constant(passes[0], passes[-1])]
     reads += [Read(key, "what is one table for all examples") for key in enclosed if key in passes[0].stacks]
     products = _resolve(risk, uses, claims, reads)
-    return FoundReads(products, *_enclose(risk, uses, passes, reads, enclosed))
+    claimed = {key for use in products for key in use.keys.values()}
+    apart = [use for use in uses if use.without_rule or claimed & {*use.keys.values()}]
+    free = {key for use in apart for key in use.keys.values()} | {*enclosed}
+    return FoundReads(
+        products, *_enclose(risk, uses, passes, reads, enclosed, beyond or {}), frozenset(free - _seen(passes))
+    )
+
+
+def _seen(passes: Iterable[DryPass]) -> set[str]:
+    """Keys of parameters that functions read."""
+    return {key for each in passes for key in each.stacks}
 
 
 def _constant(first: DryPass, last: DryPass) -> list[Read]:
@@ -190,6 +208,7 @@ def _enclose(
     passes: Sequence[DryPass],
     reads: Iterable[Read],
     enclosed: Collection[str],
+    beyond: Mapping[str, tuple[str, bool]],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Modules that enclose all reads of a parameter that its own module does not, and reads outside of the model."""
     enclosing: dict[str, str] = {}
@@ -203,11 +222,17 @@ def _enclose(
             continue  # its own module sees all of it
         p = risk.params[read.key]
         around = [name for name in common if name not in own and any(q is p for q in modules[name].parameters())]
+        around = _beyond(around, *beyond[read.key]) if read.key in beyond else around
         if around:
             enclosing[read.key] = around[-1]
         else:
             outside.setdefault(read.key, read.where)
     return enclosing, outside
+
+
+def _beyond(around: list[str], name: str, excluded: bool) -> list[str]:
+    """The modules from the outermost one to this one."""
+    return around[: around.index(name) + (not excluded)] if name in around else []
 
 
 def _by_example(names: Iterable[str], passes: Sequence[DryPass]) -> list[str]:

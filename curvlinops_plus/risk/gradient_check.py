@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,8 +21,17 @@ from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_o
 
 __all__ = ["TOLERANCE", "SentVectors", "send_single"]
 
-#: Largest relative difference that passes as rounding, by bytes of a number.
-TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-8}
+#: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that compute
+#: in float32 whatever they get.
+TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}
+# Taking one of so many examples costs more than all of them.
+_FEW = 3
+
+_OTHER_THAN_RECORDED = (
+    "Does something else read the parameter, does the module compute something else when it is run again (attributes "
+    "set around the call, counters, numbers of the batch), does a hook change what it returns, or is something "
+    "differentiated in the forward pass?"
+)
 
 
 @dataclass
@@ -35,6 +44,7 @@ class SentVectors:
         grads: The same of a vector for the example in the middle.
         expected: Autograd's gradients of parameters for the latter, by key.
         num_examples: N.
+        batch_size: Of how many examples the N were taken.
         every: Whether the vector was one for all examples instead.
     """
 
@@ -43,35 +53,36 @@ class SentVectors:
     grads: dict[int, Tensor]
     expected: dict[str, Tensor]
     num_examples: int
+    batch_size: int
     every: bool = False
 
-    def compare(self, layers: Sequence[Layer], mixing: bool) -> set[int]:
-        """Compare rows and rules.
+    @property
+    def where(self) -> str:
+        """Which examples were compared, in words."""
+        N, whole = self.num_examples, self.batch_size
+        return f"in a check of all {N} examples of a batch" if whole == N else f"in a check of {N} of {whole} examples"
 
-        Args:
-            layers: The layers.
-            mixing: Whether rows of other examples may be reached.
+    def compare(self, layers: Sequence[Layer]) -> set[int]:
+        """Compare rows and rules.
 
         Returns:
             Indices of the layers whose gradients are not all zero.
+
+        Raises:
+            UnsupportedError: Naming the layer.
         """
-        if not all(math.isfinite(g.sum()) for g in self.grads.values()):
+        sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in self.grads.values()]
+        if sums and not bool(torch.stack(sums).isfinite().all()):
             return set()  # statistics that are not finite name layer and batch
-        if not mixing and self.num_examples > 1:
+        if self.num_examples > 1:
             _compare_rows(self, self.first, 0)
             if not self.every:
                 _compare_rows(self, self.grads, self.num_examples // 2)
-        reached = set()
-        for index, layer in enumerate(layers):
-            calls = [recorded for recorded in self.calls if recorded.layer == index]
-            _compare_rule(self, layer, calls, mixing or self.every)
-            if any(bool(self.expected[key].any()) for key in layer.params if key in self.expected):
-                reached.add(index)
-        return reached
+        return _compare_rules(self, layers)
 
 
 def send_single(
-    recorder: Recorder, outputs: Sequence[Tensor], free: Mapping[str, Tensor], every: bool = False
+    recorder: Recorder, outputs: Sequence[Tensor], free: Mapping[str, Tensor], batch_size: int, every: bool = False
 ) -> SentVectors:
     """Send a random vector for the first example back, and one for that in the middle.
 
@@ -79,13 +90,13 @@ def send_single(
         recorder: Which recorded the forward pass.
         outputs: What it returned, with a graph.
         free: Key to the tensor that stood for the parameter in it.
+        batch_size: Of how many examples those in the pass were taken.
         every: Send a vector for all examples instead of the latter.
     """
     N = recorder.num_examples
     if not outputs:
-        return SentVectors([], {}, {}, {}, N)
+        return SentVectors([], {}, {}, {}, N, batch_size)
     recorder.require_unchanged()
-    recorder.sources(outputs)  # refuses parameters that something else reads
     slots = [slot for recorded in recorder.calls for slot in recorded.slots]
     edges = [slot.edge for slot in slots]
 
@@ -98,58 +109,148 @@ def send_single(
     found = send(N // 2, [*edges, *free.values()])
     grads, before = ({id(s): g.detach() for s, g in zip(slots, gs) if g is not None} for gs in (found, first))
     expected = {key: g for key, g in zip(free, found[len(slots) :]) if g is not None}
-    return SentVectors(recorder.calls, before, grads, expected, N, every)
+    return SentVectors(recorder.calls, before, grads, expected, N, batch_size, every)
 
 
 def _compare_rows(sent: SentVectors, grads: Mapping[int, Tensor], n: int) -> None:
     """Refuse layers in which a vector for example `n`, which left these gradients, reaches rows of other examples."""
-    N = sent.num_examples
+    N, found = sent.num_examples, []
     for recorded in sent.calls:
         for slot in recorded.slots:
-            g = grads.get(id(slot))
-            if g is None:
-                continue
-            rows = slot.arrange(g).unflatten(0, (N, -1))
-            if not bool(rows[:n].any() | rows[n + 1 :].any()):
-                continue
-            use = recorded.call.use
-            if recorded.expanded:
-                raise refusal_of_one_row(use, N, MORE_THAN_BROADCAST)
-            raise not_by_example(
-                use,
-                (recorded.call.args, dict(recorded.call.kwargs)),
-                N,
-                f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} for {N} "
-                f"examples that were looked at, but axis {slot.axis} does not carry the examples (is it a position "
-                f"embedding, or time-major?), or the model mixes examples: a vector for example {n} has a gradient of "
-                f"norm {float(rows[n].norm()):.3g} in its rows, and of {float(_others(rows, n).norm()):.3g} in others. "
-                f"Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand the layer's input to the batch "
-                "in the model, or leave its parameters out of `params`.",
-            )
+            if (g := grads.get(id(slot))) is not None:
+                found.append((recorded, slot, slot.arrange(g).unflatten(0, (N, -1))))
+    if not found:
+        return
+    others = torch.stack([(_others(rows, n).count_nonzero()) for _, _, rows in found]).tolist()
+    for (recorded, slot, rows), reached in zip(found, others):
+        if not reached:
+            continue
+        use = recorded.call.use
+        if recorded.expanded:
+            raise refusal_of_one_row(use, N, MORE_THAN_BROADCAST)
+        raise not_by_example(
+            use,
+            (recorded.call.args, dict(recorded.call.kwargs)),
+            N,
+            f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} {sent.where}, but "
+            f"axis {slot.axis} does not carry the examples (is it a position embedding, or time-major?), or the model "
+            f"mixes examples: a vector for example {n} has a gradient of norm {float(rows[n].norm()):.3g} in its rows, "
+            f"and of {float(_others(rows, n).norm()):.3g} in others. Say "
+            f"EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand the layer's input to the batch in the "
+            "model, or leave its parameters out of `params`.",
+        )
 
 
-def _compare_rule(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall], every: bool) -> None:
-    """Refuse a layer whose rule makes another gradient of its recorded calls than autograd."""
-    N, n, expected = sent.num_examples, sent.num_examples // 2, sent.expected
-    for recorded in calls:
+def _compare_rules(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
+    """Refuse layers whose rules make other gradients of recorded calls than autograd.
+
+    Two random combinations of the rows of each parameter are compared, which takes no gradients of the parameters' size
+    from most rules; where these disagree, all numbers.
+
+    Returns:
+        Indices of the layers whose gradients are not all zero.
+    """
+    calls: dict[int, list[RecordedCall]] = {index: [] for index in range(len(layers))}
+    for recorded in sent.calls:
+        calls[recorded.layer].append(recorded)
         recorded.set_gradients(sent.grads, 1, batched=False)
-    batch = LayerBatch(layer, [recorded.call for recorded in calls], N)
-    made = _summed_gradients(batch if every else batch.examples(n, n + 1)) if calls else {}
+    parts = [
+        (index, key, ours, theirs)
+        for index, layer in enumerate(layers)
+        for key, ours, theirs in _combinations(sent, layer, calls[index])
+    ]
+    if not parts:
+        return set()
+    norms = [torch.linalg.vector_norm(t) for *_, ours, theirs in parts for t in (ours - theirs, theirs)]
+    sizes = torch.stack(norms).tolist()
+    reached = set()
+    for (index, key, *_), away, size in zip(parts, sizes[::2], sizes[1::2]):
+        if size:
+            reached.add(index)
+        if not away <= TOLERANCE[_coarsest(layers[index], key, calls[index]).itemsize] * size:
+            _compare_in_full(sent, layers[index], calls[index])
+    for recorded in sent.calls:
+        recorded.call.grads = None
+    return reached
+
+
+def _combinations(
+    sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Of each parameter its key, and random combinations of the rows of its gradients, by the rule and by autograd."""
+    batch = _batch(sent, layer, calls) if calls else None
+    for group in layer.groups:
+        matrix, dtype = group.layout.matrix_shape, layer.accumulation_dtype
+        left = _left(matrix[-2], dtype).to(layer.device)
+        theirs = {
+            key: left @ group.layout.columns(key, sent.expected[key]).to(dtype)
+            for key in group.keys
+            if key in sent.expected
+        }
+        made = None if batch is None else _made(batch.restrict(group), left)
+        start = 0
+        for key in group.keys:
+            stop = start + group.layout.width(key)
+            ours = None if made is None else made[..., start:stop]
+            if key in theirs:
+                yield key, torch.zeros_like(theirs[key]) if ours is None else ours, theirs[key]
+            elif ours is not None:
+                yield key, ours, torch.zeros_like(ours)
+            start = stop
+
+
+def _made(batch: LayerBatch, left: Tensor) -> Tensor:
+    try:
+        return batch.combined_grads(left).sum((0, 1))
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, TypeError) as error:
+        layer = batch.layer
+        raise OutsideReads(
+            f"{layer.title} ({type(layer.uses[0].owner).__name__}): the layer's rule failed on a recorded call, with "
+            f"{type(error).__name__}: {error}. {_OTHER_THAN_RECORDED} Leave the parameters {list(layer.params)} out of "
+            "`params`, or restructure that part of the model."
+        ) from error
+
+
+@cache
+def _left(rows: int, dtype: torch.dtype) -> Tensor:
+    """Two random rows, or as many as there are."""
+    if rows <= 2:
+        return torch.eye(rows, dtype=dtype)
+    return torch.randn(2, rows, generator=torch.Generator().manual_seed(rows), dtype=dtype)
+
+
+def _compare_in_full(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall]) -> None:
+    """Refuse a layer whose rule makes another gradient of its recorded calls than autograd."""
+    made = _summed_gradients(_batch(sent, layer, calls)) if calls else {}
     for key, p in layer.params.items():
         ours = made[key] if key in made else torch.zeros_like(p)
-        theirs = expected[key] if key in expected else torch.zeros_like(p)
-        kind = _coarsest([*(slot.out.dtype for recorded in calls for slot in recorded.slots), p.dtype])
+        theirs = sent.expected[key] if key in sent.expected else torch.zeros_like(p)
+        kind = _coarsest(layer, key, calls)
         away = torch.dist(ours, theirs)
         if not bool(away <= TOLERANCE[kind.itemsize] * theirs.norm()):
             # Half precision rounds so much that there is no room for more than that.
             rounding = torch.finfo(kind).eps * (2 if kind.itemsize == 2 else 100)
-            if not float(away) <= rounding * _size(calls):
-                raise _wrong_rule(layer, key, ours, theirs, bool(calls))
-    for recorded in calls:
-        recorded.call.grads = None
+            if not float(away) <= rounding * _size(calls) and not _both_undefined(ours, theirs):
+                raise _wrong_rule(sent, layer, key, ours, theirs, bool(calls))
 
 
-def _coarsest(kinds: Sequence[torch.dtype]) -> torch.dtype:
+def _both_undefined(one: Tensor, other: Tensor) -> bool:
+    """NaN or infinite entries on both sides: a statistic will say in which layer and batch they are."""
+    return not bool(one.isfinite().all() | other.isfinite().all())
+
+
+def _batch(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall]) -> LayerBatch:
+    """The calls of a layer, for the examples that a vector was sent for; rows of a few others are zero."""
+    N, n = sent.num_examples, sent.num_examples // 2
+    batch = LayerBatch(layer, [recorded.call for recorded in calls], N)
+    return batch if sent.every or N <= _FEW else batch.examples(n, n + 1)
+
+
+def _coarsest(layer: Layer, key: str, calls: Sequence[RecordedCall]) -> torch.dtype:
+    """The dtype of a parameter, or of what its layer returned, that rounds most."""
+    kinds = [*(slot.out.dtype for recorded in calls for slot in recorded.slots), layer.params[key].dtype]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps)
 
 
@@ -168,22 +269,19 @@ def _size(calls: Sequence[RecordedCall]) -> float:
     return sum(_norm(c.call.grads) * (1 + _norm((c.call.args, dict(c.call.kwargs)))) for c in calls)
 
 
-def _wrong_rule(layer: Layer, key: str, ours: Tensor, theirs: Tensor, called: bool) -> OutsideReads:
+def _wrong_rule(sent: SentVectors, layer: Layer, key: str, ours: Tensor, theirs: Tensor, called: bool) -> OutsideReads:
     """What to say of two gradients that differ, if it can't be found which functions read the parameter."""
     if not called:
         why = "The layer was not called, so something else reads the parameter."
     elif not theirs.any():
         why = "Was the module called with other tensors than its parameters (functional_call, swapped weights)?"
     else:
-        why = (
-            "Does something else read the parameter, does the module compute something else when it is run again "
-            "(attributes set around the call, counters, numbers of the batch), does a hook change what it returns, "
-            "or is something differentiated in the forward pass?"
-        )
+        why = _OTHER_THAN_RECORDED
     return OutsideReads(
-        f"{layer.title} ({type(layer.uses[0].owner).__name__}): the gradient of {key!r} for one example has norm "
-        f"{float(ours.norm()):.4g} by the layer's rule and {float(theirs.norm()):.4g} by autograd, and they differ by "
-        f"{float((ours - theirs).norm()):.2g}. {why} Leave the parameters {list(layer.params)} out of `params`, or "
+        f"{layer.title} ({type(layer.uses[0].owner).__name__}): the gradient of {key!r} for one example, "
+        f"{sent.where}, has norm {float(ours.norm()):.4g} by the layer's rule and {float(theirs.norm()):.4g} by "
+        f"autograd, and they differ by {float((ours - theirs).norm()):.2g}. {why} Leave the parameters "
+        f"{list(layer.params)} out of `params`, or "
         "restructure that part of the model. EmpiricalRisk(..., check=False) goes on without this check, and with "
         "numbers that are wrong."
     )
@@ -199,7 +297,7 @@ def _vector_for(f: Tensor, examples: Sequence[int], N: int) -> Tensor:
 
 
 def _others(rows: Tensor, n: int) -> Tensor:
-    return torch.cat([rows[:n], rows[n + 1 :]])
+    return torch.cat([rows[:n], rows[n + 1 :]]) if n else rows[1:]
 
 
 def _norm(tree: Any) -> float:

@@ -6,7 +6,7 @@ parameters as one matrix; see `AffineRows` for more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -86,8 +86,9 @@ class LayerBatch:
             def take(t: Tensor, rows: int = rows, p: int = p) -> Tensor:
                 return t[start * p : stop * p] if t.ndim and t.shape[0] == rows else t
 
-            args, kwargs = tree_map_only(Tensor, take, (call.args, dict(call.kwargs)))
-            grads = tree_map_only(Tensor, lambda t, p=p: t[:, start * p : stop * p], call.grads)
+            args = tuple(_mapped(take, arg) for arg in call.args)
+            kwargs = {name: _mapped(take, arg) for name, arg in call.kwargs.items()}
+            grads = _mapped(lambda t, p=p: t[:, start * p : stop * p], call.grads)
             kept = None if call.kept is None else call.kept[start:stop]
             calls.append(replace(call, args=args, kwargs=kwargs, grads=grads, kept=kept))
         mask = None if self.mask is None else self.mask[start:stop]
@@ -152,6 +153,15 @@ class LayerBatch:
         group, grads = self._only_group, self.param_grads()
         tree = {key: grads[key].flatten(0, 1).movedim(0, -1) for key in group.keys}
         return group.layout.join(tree).T.reshape(self.num_vectors, self.num_examples, *group.layout.matrix_shape)
+
+    def combined_grads(self, left: Tensor) -> Tensor:  # [k, rows] -> [V, N, *b, k, columns]
+        """`left @ J`: some linear combinations of the rows of `per_example_grads`.
+
+        Cost: of layers that multiply with one matrix, that of `k` of their rows.
+        """
+        if self._one_matrix and self.rows.weight and not self.rows.direct_grads:
+            return self.rows.outer_products(left)
+        return left @ self.per_example_grads
 
     def squared_grads(self, QG: Tensor | None = None, QA: Tensor | None = None) -> Tensor:
         """`Σ_{v,n} (Q_Gᵀ J Q_A)²`, entry by entry, [*b, rows, columns]: the diagonal of the exact block in a basis.
@@ -262,3 +272,8 @@ class LayerBatch:
         if len(groups) != 1:
             raise ValueError(f"{self.layer.title} has {len(groups)} blocks: restrict the batch to one of them first.")
         return groups[0]
+
+
+def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """A tree with its tensors replaced; most are one tensor."""
+    return function(tree) if isinstance(tree, Tensor) else tree_map_only(Tensor, function, tree)

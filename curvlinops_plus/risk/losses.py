@@ -21,7 +21,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
-from curvlinops_plus.risk.reading import scalar_loss, select_output
+from curvlinops_plus.risk.reading import loss_error_context, scalar_loss, select_output
 from curvlinops_plus.risk.shared_draws import requested_size, share_draws
 from curvlinops_plus.risk.totals import Number, Totals
 from curvlinops_plus.risk.vectors import Draws
@@ -125,7 +125,9 @@ class OutputLoss:
         """What "mean" divides by, and the sum of all terms; a loss without a likelihood counts as N terms."""
         if self.known:
             return self.likelihood.count(F, Y), self.likelihood.nll(F, Y).sum()
-        value = scalar_loss(self.loss(F, Y), F, self.loss)
+        with loss_error_context(self.loss, F, Y):
+            value = self.loss(F, Y)
+        value = scalar_loss(value, F, self.loss)
         return float(N), value * N if self.reduction == "mean" else value
 
 
@@ -430,8 +432,9 @@ def _read_loss(key: Any, given: Any) -> tuple[Any, float]:
     loss, weight = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, 1.0)
     if isinstance(loss, (tuple, list, Mapping)) or not (callable(loss) or isinstance(loss, Likelihood)):
         raise ValueError(
-            f"The loss for the output {key!r}: expected a loss or a pair (loss, weight), got {given!r}. Outputs inside "
-            "of outputs are picked with `output=`."
+            f"The loss for the output {key!r}: expected a loss or a pair (loss, weight), got "
+            f"{f'a {type(given).__name__}' if isinstance(given, Tensor) else repr(given)}. Outputs inside of outputs "
+            "are picked with `output=`."
         )
     if not _is_number(weight) or not (math.isfinite(weight) and weight > 0):
         none = " A loss with weight 0 has no curvature: leave it out." if _is_number(weight) and weight == 0 else ""

@@ -1,4 +1,4 @@
-"""Calling the user's model on a batch so that the batch stays as it was, and models that can't be differentiated."""
+"""Calling the user's model on a batch so that the batch stays as it was."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from copy import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
@@ -17,7 +17,7 @@ from curvlinops_plus.risk.autograd_graph import REENTRANT
 from curvlinops_plus.risk.process_state import exclusive
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["ModelCalls", "refuse_parameters"]
+__all__ = ["ModelCalls", "tensors_of"]
 
 
 class ModelCalls:
@@ -58,14 +58,14 @@ class ModelCalls:
 
     def _call(self, model: Callable[..., Any], batch: Batch) -> Any:
         given = _copied(batch.X) if self._writes is not False else batch.X
-        tensors = _tensors(given)
+        tensors = tensors_of(given)
         before = [_mark(t) for t in tensors]
         try:
             return model(**given) if batch.unpack else model(given)
         finally:
             written = any(_mark(t) != mark for t, mark in zip(tensors, before))
             if self._writes is None:
-                self._writes = written or not all(map(_equal, tensors, _tensors(batch.X)))
+                self._writes = written or not all(map(_equal, tensors, tensors_of(batch.X)))
             elif written and not self._writes:
                 self._writes = True
                 raise UnsupportedError(
@@ -86,7 +86,8 @@ def _without_gaps() -> Iterator[None]:
             raise UnsupportedError(REENTRANT) from warning
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a tensor, mapping, list or tuple."""
     return [t for t in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree) if isinstance(t, Tensor)]
 
 
@@ -108,26 +109,3 @@ def _copied(tree: Any) -> Any:
             made[key] = _copied(value)
         return made
     return tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree)
-
-
-def refuse_parameters(model: nn.Module, params: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that have no derivatives here.
-
-    Raises:
-        UnsupportedError: If they have no values (meta device), or belong to a compiled `ScriptModule`.
-    """
-    if meta := [key for key, p in params.items() if p.is_meta]:
-        raise UnsupportedError(
-            f"The parameters {meta[:5]}{' …' if len(meta) > 5 else ''} are on the meta device, so they have shapes and "
-            "no values. Materialize the model first: model.to_empty(device=...) and load_state_dict(...)."
-        )
-    own = {id(p): key for key, p in params.items()}
-    for name, module in model.named_modules():
-        scripted = isinstance(module, torch.jit.ScriptModule)
-        if scripted and (keys := [own[id(p)] for p in module.parameters() if id(p) in own]):
-            where = f"Its module {name!r}" if name else "It"
-            raise UnsupportedError(
-                f"The model can't be differentiated with respect to {keys[:5]}{' …' if len(keys) > 5 else ''}. {where} "
-                f"is a {type(module).__name__} (torch.jit): its parameters can't be replaced, and hooks inside it do "
-                "not run. Pass the Python module that it was made from, or leave its parameters out of `params`."
-            )

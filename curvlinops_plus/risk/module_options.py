@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +14,12 @@ ExampleOfRow = Callable[[Any, Any], Tensor]
 
 
 def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:
-    """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user says."""
+    """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user says.
+
+    Raises:
+        TypeError: If one is no integer, or they are not in a dict.
+        ValueError: If a glob matches no module.
+    """
     axes: dict[str, int] = {}
     layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     for name, module in model.named_modules():
@@ -22,7 +27,9 @@ def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str,
         if flag is False:
             for inner, _ in module.named_modules(prefix=name):
                 axes[inner] = 1
-    for glob, axis in (given or {}).items():
+    for glob, axis in _items("example_axis", given, "1"):
+        if not isinstance(axis, int) or isinstance(axis, bool):
+            raise TypeError(f"example_axis={{{glob!r}: {axis!r}}} is a {type(axis).__name__}; expected an int.")
         axes |= dict.fromkeys(_matching(model, glob, f"example_axis={{{glob!r}: {axis}}}"), axis)
     return axes
 
@@ -31,11 +38,11 @@ def functions_of_rows(model: nn.Module, given: Mapping[str, ExampleOfRow] | None
     """Module name to the function that says which rows are whose, from names and globs.
 
     Raises:
-        TypeError: If one is no function.
+        TypeError: If one is no function, or they are not in a dict.
         ValueError: If a glob matches no module.
     """
-    found: dict[str, ExampleOfRow] = {}
-    for glob, function in (given or {}).items():
+    found: dict[str, Any] = {}
+    for glob, function in _items("example_of_row", given, "lambda X, y: ..."):
         option = f"example_of_row={{{glob!r}: ...}}"
         if not callable(function):
             raise TypeError(
@@ -44,6 +51,16 @@ def functions_of_rows(model: nn.Module, given: Mapping[str, ExampleOfRow] | None
             )
         found |= dict.fromkeys(_matching(model, glob, option), function)
     return found
+
+
+def _items(option: str, given: Any, value: str) -> Iterable[tuple[str, Any]]:
+    """Names of modules, or globs, and what is said of them."""
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(
+            f"{option} is a {type(given).__name__}; expected a dict from names of modules to what is true of them: "
+            f'{option}={{"name": {value}}}, with "" for the model itself.'
+        )
+    return (given or {}).items()
 
 
 def _matching(model: nn.Module, glob: str, option: str) -> list[str]:

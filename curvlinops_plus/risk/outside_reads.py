@@ -33,5 +33,11 @@ def not_by_example(use: ModuleUse, inputs: Any, N: int, message: str) -> Unsuppo
     Of a table that the layer makes for all of them, from inputs of which none has an axis of `N`, the module around it
     has gradients of each example.
     """
+    message += (
+        " If its rows are gathered by index, or in an order of their own, say to which example each of them belongs: "
+        f"example_of_row={{{use.name!r}: lambda X, y: model.rows}} if forward keeps that in self.rows, "
+        "lambda X, y: torch.arange(len(X)).repeat(2) if first halves of all examples come before second ones; of a "
+        "PackedSequence, the data of torch.arange(len(X))[:, None].expand(-1, T) packed like the inputs."
+    )
     table = N > 1 and not any(isinstance(t, Tensor) and N in t.shape for t in tree_leaves(inputs))
     return OutsideReads(message, use.keys.values()) if table else UnsupportedError(message)

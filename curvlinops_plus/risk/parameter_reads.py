@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.recorded_call import RecordedCall
+from curvlinops_plus.risk.replaced_parameters import Places
 
-__all__ = ["OutsideReads", "ParameterReads", "refuse_outside_readers", "refuse_outside_reads"]
+__all__ = [
+    "KeptParameters",
+    "OutsideReads",
+    "ParameterReads",
+    "refuse_outside_readers",
+    "refuse_outside_reads",
+]
 
 
 class ParameterReads(TorchFunctionMode):
@@ -33,10 +42,53 @@ class ParameterReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(out)):
-            for read in {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)} & self.counts.keys():
+        found = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)} & self.counts.keys()
+        if found:
+            with torch._C.DisableTorchFunction():  # looking at the result is no call that other modes should see
+                made = any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(out))
+            for read in found if made else ():
                 self.counts[read] += 1
         return out
+
+
+class KeptParameters(ParameterReads):
+    """While a model runs with other tensors in place of its parameters, notes which of its own ones it still reads.
+
+    Args:
+        own: The model's own parameters, by key.
+        values: Their values, where others were given.
+        places: Where modules hold them.
+    """
+
+    def __init__(self, own: Mapping[str, Tensor], values: Mapping[str, Tensor], places: Places) -> None:
+        super().__init__(p for p in own.values() if not p.requires_grad)
+        self._own = own
+        given = [module._parameters[name] for module, names in places for name in names]
+        below = [getattr(node, "variable", None) for node, _ in postorder(t.grad_fn for t in given if t is not None)]
+        self._given = {id(t) for t in (*given, *below)}
+        self._differentiates = any(t is not None and t.requires_grad for t in given)
+        # By memory: what an earlier pass left behind is another tensor, of the same numbers.
+        self._memory = {p.data_ptr(): key for each in (own, values) for key, p in each.items() if p.numel()}
+
+    def refuse(self, outputs: Iterable[Tensor]) -> None:
+        """Refuse outputs that depend on them: that part would be missing in derivatives.
+
+        Raises:
+            UnsupportedError: Naming the parameters.
+
+        Cost: a walk through the graph.
+        """
+        leaves = [getattr(node, "variable", None) for node, _ in postorder(f.grad_fn for f in outputs)]
+        kept = {self._memory.get(t.data_ptr()) for t in leaves if t is not None and id(t) not in self._given}
+        kept |= {key for key, p in self._own.items() if self.counts.get(id(p)) and id(p) not in self._given}
+        names = [key for key in self._own if key in kept]
+        if names and self._differentiates:
+            raise UnsupportedError(
+                f"The model reads the parameters {names[:5]}{' …' if len(names) > 5 else ''} from elsewhere than the "
+                "attributes of its modules, such as a list or dict that keeps them. Derivatives are taken where "
+                "parameters are replaced in the modules, so that part would be left out. Let forward read the "
+                "attribute (self.weight), or keep several in an nn.ParameterList or nn.ParameterDict."
+            )
 
 
 def refuse_outside_readers(

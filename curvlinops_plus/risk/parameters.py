@@ -29,15 +29,18 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
     if params is None:
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not params:
+            if next(model.parameters(), None) is None:
+                raise ValueError(
+                    f"The model, a {type(model).__name__}, has no parameters. The arguments are model, loss and data, "
+                    "in this order."
+                )
             raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
     owned = dict(model.named_parameters())
     names = {id(p): name for name, p in owned.items()}
     names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
-    items: Iterable[tuple[str | None, Tensor]]
-    items = params.items() if isinstance(params, Mapping) else ((None, p) for p in params)
     own: dict[str, Tensor] = {}
     labels: dict[str, str] = {}
-    for position, (key, p) in enumerate(items):
+    for position, (key, p) in enumerate(_items(params)):
         label = f"params[{position if key is None else key!r}]"
         name = _own_name(model, names, p, label, key)
         if name in labels:
@@ -51,10 +54,39 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
     return own
 
 
+def _items(params: Any) -> Iterable[tuple[str | None, Any]]:
+    """Keys, where there are some, and parameters.
+
+    Raises:
+        TypeError: If this is neither a mapping nor a list.
+    """
+    if isinstance(params, Mapping):
+        if other := [key for key in params if not isinstance(key, str)]:
+            raise TypeError(
+                f"`params` has the key {other[0]!r}, a {type(other[0]).__name__}; expected names, as in "
+                "dict(model.named_parameters())."
+            )
+        return params.items()
+    if isinstance(params, (str, Tensor, nn.Module)) or not isinstance(params, Iterable):
+        hints = {Tensor: "[p] for a single one", str: "[model.get_parameter(name)] for a single one"}
+        advice = next((text for kind, text in hints.items() if isinstance(params, kind)), "list(model.parameters())")
+        raise TypeError(
+            f"`params` is a {type(params).__name__}; expected a list or a dict of the model's parameters: {advice}."
+        )
+    return ((None, p) for p in params)
+
+
 def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, key: str | None) -> str:
     """The model's name of a parameter, found by identity or memory, or else the key if that is one of its names."""
     if not isinstance(p, Tensor):
-        raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.")
+        hints = {
+            tuple: " Of pairs (name, parameter) make a dict: params=dict(model.named_parameters()).",
+            str: " Parameters are known by themselves: [model.get_parameter(name)].",
+            dict: " Of groups of an optimizer take the parameters: [p for group in groups for p in group['params']].",
+            nn.Module: " Of modules take the parameters: [*module.parameters()].",
+        }
+        hint = next((text for kind, text in hints.items() if isinstance(p, kind)), "")
+        raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.{hint}")
     name = names.get(id(p)) or names.get((p.data_ptr(), p.shape, p.stride()))
     if name is not None:
         return name

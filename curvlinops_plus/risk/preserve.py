@@ -35,12 +35,20 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
 
     Raises:
         UnsupportedError: If an embedding's `max_norm` would rewrite its weight.
+        RuntimeError: If parameters were written to meanwhile, as by another thread that trains.
     """
     with exclusive(), ExitStack() as contexts:
         for kind in {"cpu", *(p.device.type for p in model.parameters())}:
             contexts.enter_context(torch.autocast(kind, enabled=False))
         contexts.enter_context(_restored(model, data))
+        before = [(name, p, _version(p)) for name, p in model.named_parameters()]
         yield
+        if changed := [name for name, p, version in before if _version(p) != version]:
+            raise RuntimeError(
+                f"The parameters {changed[:5]}{' …' if len(changed) > 5 else ''} were written to during this pass over "
+                "the data, so its sums belong to no values of them. Does another thread train the model, or the model "
+                "or the data write to them? Compute from a copy, copy.deepcopy(model)."
+            )
 
 
 @contextmanager
@@ -69,6 +77,11 @@ def _restored(model: nn.Module, data: Any) -> Iterator[None]:
             generator.set_state(state)
         for buffer in buffers:
             _restore(*buffer)
+
+
+def _version(p: Tensor) -> int | None:
+    """What changes when a tensor is written to."""
+    return None if p.is_inference() else p._version
 
 
 def _generators(data: Any) -> list[torch.Generator]:

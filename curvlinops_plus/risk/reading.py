@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ __all__ = [
     "check_data",
     "input_error_context",
     "is_iterator",
+    "loss_error_context",
     "read_batch",
     "require_numbers",
     "require_rereadable",
@@ -117,7 +119,7 @@ def read_batch(item: Any, index: int, device: torch.device, batch_size_fn: Calla
     """Split what the data loader gave into inputs and targets, and count its examples.
 
     Raises:
-        TypeError: If the input is made of NumPy arrays.
+        TypeError: If the input is made of NumPy arrays, or `batch_size_fn` returns no number.
         ValueError: If it is neither a pair nor a mapping with `labels`, or its examples can't be counted.
     """
     unpack = False
@@ -144,7 +146,7 @@ def count_examples(X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], in
     share.
     """
     if batch_size_fn is not None:
-        return int(batch_size_fn(X))
+        return _checked_size(batch_size_fn(X), X, index)
     if isinstance(X, Tensor):
         if X.ndim == 0:
             raise ValueError(f"The input of batch {index} is a 0-d tensor; its first axis should carry the examples.")
@@ -169,6 +171,16 @@ _ARRAYS = (
 )
 
 
+def _checked_size(number: Any, X: Any, index: int) -> int:
+    one = number.numel() == 1 if isinstance(number, Tensor) else isinstance(number, (Real, np.number))
+    if not one:
+        raise TypeError(
+            f"batch_size_fn returned {number!r} for batch {index}; expected the number of examples, for instance "
+            f"`batch_size_fn=lambda X: {_length_of(X)}`."
+        )
+    return int(number)
+
+
 def _has_arrays(X: Any) -> bool:
     return any(isinstance(leaf, np.ndarray) for leaf in tree_leaves(_plain(X)))
 
@@ -181,6 +193,25 @@ def _length_of(X: Any) -> str:
     return "len(X[0])" if parts else "len(X)"
 
 
+@contextmanager
+def loss_error_context(loss: Any, f: Tensor, y: Any) -> Iterator[None]:
+    """If a loss fails, say on what, before its own message."""
+    try:
+        yield
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        if type(error).__module__ != "builtins":
+            raise
+        target = f"shape {list(y.shape)}, {y.dtype}" if isinstance(y, Tensor) else f"type {type(y).__name__}"
+        raise type(error)(
+            f"The loss {_name_of(loss)} failed on an output of shape {list(f.shape)}, {f.dtype}, and a target of "
+            f"{target}. Its own message: {error}"
+        ) from error
+
+
+def _name_of(loss: Any) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
 def scalar_loss(value: Any, f: Tensor, loss: Any) -> Tensor:
     """What a loss returned for output `f`, if that can be differentiated.
 
@@ -188,7 +219,7 @@ def scalar_loss(value: Any, f: Tensor, loss: Any) -> Tensor:
         TypeError: If it is no tensor.
         ValueError: If it is no single number, or does not depend on the output.
     """
-    name = f"The loss {getattr(loss, '__name__', type(loss).__name__)}"
+    name = f"The loss {_name_of(loss)}"
     if not isinstance(value, Tensor):
         raise TypeError(
             f"{name} returned a {type(value).__name__}; expected a 0-d tensor that is differentiable in the model's "
@@ -273,8 +304,10 @@ def input_error_context(batch: Batch, params: Mapping[str, Tensor]) -> Iterator[
             raise TypeError(f"{advice} Its own message: {type(error).__name__}: {error}") from error
         raise
     except RuntimeError as error:
-        given = {t.dtype for t in tree_leaves(_plain(batch.X)) if isinstance(t, Tensor) and t.is_floating_point()}
-        own = {p.dtype for p in params.values()}
+        kinds = {t.dtype for t in tree_leaves(_plain(batch.X)) if isinstance(t, Tensor)}
+        given, own = {kind for kind in kinds if kind.is_floating_point}, {p.dtype for p in params.values()}
+        if not given and "dtype" in str(error):  # of integers alone, for what are no indices
+            given = kinds
         if given and not given <= own:
             raise TypeError(
                 f"The model failed on an input of dtype {_dtypes(given)}; its parameters have {_dtypes(own)}. Convert "

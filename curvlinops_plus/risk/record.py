@@ -31,6 +31,7 @@ from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.function_calls import FunctionCalls
 from curvlinops_plus.risk.function_uses import FunctionUses
 from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
@@ -137,8 +138,10 @@ class Recorder:
 
         Of a packed sequence, the output is its data and states, and `packed` the order of the data.
         """
-        leaves, spec = tree_flatten(out)
-        refuse_call(use, [*tree_leaves((args, kwargs)), *leaves])
+        single = isinstance(out, Tensor)
+        leaves, spec = ([out], None) if single else tree_flatten(out)
+        given = args if not kwargs and all(isinstance(x, Tensor) for x in args) else tree_leaves((args, kwargs))
+        refuse_call(use, [*given, *leaves])
         at = _float_tensors(leaves, out, use)
         axis = self._axes.get(use.name, 0)
         tensors = [leaves[k] for k in at]
@@ -147,10 +150,12 @@ class Recorder:
         for k, t in zip(at, tensors, strict=True):
             leaves[k] = t
         if self._recording:
-            call = make_recorded_call(use, index, args, kwargs, slots, isinstance(out, Tensor), axis, self.num_examples)
+            call = make_recorded_call(use, index, args, kwargs, slots, single, axis, self.num_examples)
             self._note(call, tensors)
         handed_on = self.backward or any(slot.expanded for slot in slots)
-        return tree_unflatten(leaves, spec) if handed_on else None
+        if not handed_on:
+            return None
+        return leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     def _reads_own(self, use: ModuleUse, module: nn.Module) -> bool:
         """Whether a module is called with its parameters, not with other tensors in their place.
@@ -228,6 +233,8 @@ class Recorder:
 
     def _note(self, recorded: RecordedCall, tensors: Sequence[Tensor]) -> None:
         if self.backward:
+            use = recorded.call.use
+            recorded.state = None if use.functional else ModuleState.of(use.module)
             for slot, t in zip(recorded.slots, tensors, strict=True):
                 slot.connect(t, partial(self._arrive, recorded, slot))
         self.calls.append(recorded)

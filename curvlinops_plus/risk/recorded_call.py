@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.risk.call import Call
+from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.outside_reads import not_by_example
 from curvlinops_plus.risk.row_order import RowOrder
@@ -84,6 +85,7 @@ class RecordedCall:
         slots: What it returned, one slot per floating-point tensor.
         single: Whether it returned just one tensor.
         versions: Its inputs and their versions, to notice changes in place.
+        state: What the module looked like; None for a function.
         expanded: Whether it returned one row for all examples.
     """
 
@@ -92,6 +94,7 @@ class RecordedCall:
     slots: list[OutputSlot]
     single: bool
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    state: ModuleState | None = None
     expanded: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -151,12 +154,11 @@ def make_recorded_call(
     _check_slots(use, slots, num_examples, (args, kwargs))
     affine = use.rule if isinstance(use.rule, AffineRule) else None
     if affine is not None:  # an affine layer reads one tensor; the rest is not kept alive
-        args, kwargs = (affine.input_of(use.module, args, kwargs),), {}
-    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-    tensors = [t for t in leaves if isinstance(t, Tensor)]
-    if affine is not None:
+        leaves, spec = [affine.input_of(use.module, args, kwargs)], None
         axes = iter([axis if slots[0].fold is None else 1])
     else:
+        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
         axes = iter(use.rule.axes(use.module, axis, tensors, inputs=True))
     recorded = RecordedCall(Call(use, (), {}), layer, slots, single)
     in_axes: list[int] = []
@@ -168,7 +170,7 @@ def make_recorded_call(
                 recorded.versions.append((t, t._version))
             leaves[k], moved = _examples_first(t, next(axes), slots[0], use.functional, num_examples, expand)
             in_axes.append(moved)
-    positional, named = tree_unflatten(leaves, spec)
+    positional, named = ((leaves[0],), {}) if spec is None else tree_unflatten(leaves, spec)
     recorded.call = Call(use, positional, named, None, in_axes, [slot.axis for slot in slots], slots[0].kept)
     if affine is not None:
         _check_rows(recorded.call, slots, num_examples)
@@ -203,9 +205,8 @@ def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int, inputs: An
                 N,
                 f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} in a batch of "
                 f"{N} examples: axis {slot.axis} should carry the examples, or a multiple of them. If another axis "
-                f"does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}); if rows are gathered by index, "
-                f"which example each belongs to, example_of_row={{{use.name!r}: lambda X, y: ...}}. A table for all "
-                "examples, as of positions, needs an axis of size 1 for them, as embedding(places[None]).",
+                f"does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). A table for all examples, as of "
+                "positions, needs an axis of size 1 for them, as embedding(places[None]).",
             )
     if len(slots) > 1 and len(rows := {slot.arrange(slot.out).shape[0] for slot in slots}) > 1:
         raise UnsupportedError(

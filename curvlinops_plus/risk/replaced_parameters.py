@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from curvlinops_plus.layer.run_again import as_parameters
 from curvlinops_plus.risk.process_state import OwnThread
 
 __all__ = ["Places", "copied_buffers", "parameter_places", "replaced_parameters"]
@@ -50,6 +51,7 @@ def parameter_places(model: nn.Module, params: Mapping[str, Tensor]) -> Places:
 def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Context in which the modules have other parameters, by key; other threads see their own ones."""
     ours = OwnThread()
+    as_parameters(values.values())
     with ExitStack() as stack:
         for module, names in places:
             given = module._parameters

@@ -22,8 +22,9 @@ from curvlinops_plus.risk.label_shift import are_labels_shifted
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, Terms
-from curvlinops_plus.risk.model_calls import ModelCalls, refuse_parameters
+from curvlinops_plus.risk.model_calls import ModelCalls
 from curvlinops_plus.risk.module_options import example_axes, functions_of_rows
+from curvlinops_plus.risk.parameter_reads import KeptParameters
 from curvlinops_plus.risk.parameters import common_device, common_dtype, named_params, value_of
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
@@ -37,8 +38,9 @@ from curvlinops_plus.risk.reading import (
 )
 from curvlinops_plus.risk.replaced_parameters import Places, parameter_places, replaced_parameters
 from curvlinops_plus.risk.totals import Number, Totals
+from curvlinops_plus.risk.usable_model import refuse_parameters, require_module
 
-__all__ = ["EmpiricalRisk", "RiskOptions", "require_risk"]
+__all__ = ["EmpiricalRisk", "RiskOptions"]
 
 T = TypeVar("T")
 
@@ -68,19 +70,25 @@ class Checked:
         layers: Modules whose rules agreed with autograd on a gradient that is not zero.
         tried: Modules that were looked at, also where all gradients were zero.
         batches: How many batches were seen since then.
+        kinds: What batches that were looked at look like.
         shapes: Shapes of batches whose outputs were compared.
         said: Messages that were given.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
         batch_norm: Whether batch norm may be in the graphs of outputs.
+        in_modules: Keys of parameters of which it is known that the model reads them in its modules.
+        modes: Modes of all modules, training or not, in which two evaluations agreed.
     """
 
     layers: set[Any] = field(default_factory=set)
     tried: set[Any] = field(default_factory=set)
     batches: int = 0
+    kinds: set[Any] = field(default_factory=set)
     shapes: set[Any] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     shift: bool | None = None
     batch_norm: bool = True
+    in_modules: set[str] = field(default_factory=set)
+    modes: set[tuple[bool, ...]] = field(default_factory=set)
 
 
 class EmpiricalRisk:
@@ -95,7 +103,11 @@ class EmpiricalRisk:
         loss: The loss, for instance `nn.CrossEntropyLoss()`. For a model with several outputs a dict or a tuple, of the
             form of its output and of the targets, of losses or pairs `(loss, weight)`.
         data: An iterable of batches `(X, y)`, `X` a tensor or a mapping, or of mappings with `labels` (then the model
-            is called with the rest as keywords). It is read once per sweep.
+            is called with the rest as keywords). It is read once per sweep. N, the number of examples, is the size of
+            the first axis of `X`, or the one that all tensors of a mapping have in common, or what `batch_size_fn`
+            says. When a few examples are looked at, any tensor of `X` and `y` whose first or second axis has size N, or
+            whose first axis is a multiple of N, counts as one of rows for examples. What belongs to all of them, such
+            as a table or a graph, is better a buffer of the model, or has an axis of size 1 in front.
         params: The parameters, a list or a dict of the model's own tensors; any subset in any order, frozen ones
             included. Under the model's own names a dict may hold other values: everything is computed at these, and
             the model keeps its own.
@@ -107,7 +119,8 @@ class EmpiricalRisk:
         example_of_row: Module name or glob to `function(X, y)`, which gives the number of the example that each row of
             the module's output belongs to, a LongTensor [rows]: for layers that see the rows of a batch in an order of
             their own, such as experts that get theirs by index. It is called whenever the module has run, so that it
-            may return what the model has noted: `{"experts.0": lambda X, y: model.rows[0]}`. Only layers need it.
+            may return what the model has noted: `{"experts.0": lambda X, y: model.rows[0]}`. Only layers need it. Of a
+            packed sequence, `pack_padded_sequence(torch.arange(N)[:, None].expand(N, T), lengths, ...).data`.
         batch_size_fn: Number of examples of an input that is no tensor.
         num_data: Replaces the number of examples counted for `c`.
         num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
@@ -139,7 +152,8 @@ class EmpiricalRisk:
         options: The other arguments.
 
     Raises:
-        TypeError: If the loss is a class or not callable, or `data` is no iterable of batches (a `Dataset` is none).
+        TypeError: If the loss is a class or not callable, or `data` is no iterable of batches (a `Dataset` is none);
+            if `params` or an option is of another type than said here.
         ValueError: If a parameter is not the model's, or `num_data`, `num_per_example_loss_terms` or the weight of a
             loss is no positive finite number.
 
@@ -173,8 +187,7 @@ class EmpiricalRisk:
         check: bool = True,
         example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"`model` is a {type(model).__name__}; layers can only be recorded in a torch.nn.Module.")
+        require_module(model)
         check_data(data)
         self.model, self.data = model, data
         self.losses = Losses(loss, reduction)
@@ -265,9 +278,16 @@ class EmpiricalRisk:
         call = self.model if model is None else model
         if isinstance(call, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             call = call.module  # replicas of a layer are other objects, and reducers need not run
-        with input_error_context(batch, self.params), self.placed() if model is None else nullcontext():
+        look = None
+        if model is not None and torch.is_grad_enabled() and not self.checked.in_modules >= self.params.keys():
+            look = KeptParameters(self._own, self.params, self._places)
+        with input_error_context(batch, self.params), self.placed() if model is None else look or nullcontext():
             out = self._calls(call, batch)
-        return self.read_output(out, batch)
+        found = self.read_output(out, batch)
+        if look is not None:
+            look.refuse(found[0])
+            self.checked.in_modules |= self.params.keys()
+        return found
 
     def read_output(self, out: Any, batch: Batch) -> tuple[Any, Any, Any]:
         """Outputs, targets and class axes, as `run` gives them, from what the model returned for a batch."""
@@ -364,20 +384,11 @@ class EmpiricalRisk:
         return torch.as_tensor(value).to(self.dtype)
 
 
-def require_risk(risk: Any, owner: str) -> None:
-    """Refuse anything else in place of a risk.
-
-    Raises:
-        TypeError: Saying what to write.
-    """
-    if not isinstance(risk, EmpiricalRisk):
-        raise TypeError(
-            f"{owner} takes an EmpiricalRisk, got a {type(risk).__name__}: make one of model, loss and data first, "
-            "EmpiricalRisk(model, loss, data)."
-        )
-
-
 def _check_options(options: RiskOptions, losses: Losses) -> None:
+    for name, example in {"output": "lambda o: o[0]", "mask": "lambda X, y: ...", "batch_size_fn": "len"}.items():
+        given = getattr(options, name)
+        if given is not None and not callable(given):
+            raise TypeError(f"{name} is a {type(given).__name__}; expected a function, for instance {name}={example}.")
     numbers = {
         "num_data": (options.num_data, "examples"),
         "num_per_example_loss_terms": (options.num_per_example_loss_terms, "loss terms per example"),

@@ -5,7 +5,7 @@ Nobody has to ask for it: the first batch in which a layer is called is looked a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from warnings import warn
 
@@ -14,15 +14,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
-from curvlinops_plus.risk.determinism import training_modules
+from curvlinops_plus.risk.call_kinds import batch_kind
+from curvlinops_plus.risk.constant_statistics import constant_statistics
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.gradient_check import TOLERANCE, SentVectors, send_single
-from curvlinops_plus.risk.module_uses import title
-from curvlinops_plus.risk.process_state import eager, hookable_modules, own_calls
+from curvlinops_plus.risk.process_state import eager, hookable_modules
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import RecordedCall
 from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_one_row
+from curvlinops_plus.risk.repeatable import (
+    are_examples_clear,
+    first_different,
+    not_repeatable,
+    outputs_of_modules,
+    relative_difference,
+)
 from curvlinops_plus.risk.replaced_parameters import copied_buffers
 from curvlinops_plus.risk.risk import Checked, EmpiricalRisk
 
@@ -32,12 +39,14 @@ __all__ = ["check_batch"]
 _FEW = 3
 # Batches of so many shapes have their outputs compared.
 _SHAPES = 8
+# Batches of so many kinds have their layers compared as soon as they come.
+_KINDS = 8
 
 
 def check_batch(
     risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
 ) -> None:
-    """Look at a batch in which a layer is called for the first time, or whose shape is new; else do nothing.
+    """Look at a batch in which layers are called as in no batch before, or whose shape is new; else do nothing.
 
     A few of its examples are run by themselves, and random vectors for single ones are sent back:
 
@@ -45,7 +54,17 @@ def check_batch(
     * a vector for one example reaches no other example's rows in any layer;
     * the gradient that each layer's rule makes of its recorded calls is autograd's gradient of the parameters.
 
-    The whole batch stands in for the few examples where they can't be told apart in its input.
+    The whole batch stands in for the few examples where they can't be told apart in its input. Batch norm in training
+    mode, which mixes examples, takes the statistics of the few as constants meanwhile.
+
+    Whether layers are called as before is seen from what is recorded of each batch, see `batch_kind`: which modules are
+    called in which order, their attributes, hooks and tensors at that moment, and how many operations autograd notes
+    between them. So these stay unnoticed:
+
+    * a module that reads something outside of itself (a global variable, an attribute of its parent, or of an object
+      that it holds) which is changed in a later batch for the time of the call;
+    * a difference that the examples looked at don't show: one in three of them only, or one that is within rounding;
+    * after the first eight kinds of batches, those between the 2ᵏth ones.
 
     Args:
         risk: Model, losses and options.
@@ -61,12 +80,14 @@ def check_batch(
     Warns:
         CurvatureWarning: In training loops, if there is batch norm in training mode, which mixes examples.
 
-    Cost: a forward and two backward passes over three examples, and their gradients of the parameters.
+    Cost: a forward and two backward passes over three examples, and the gradients of the parameters for one of them. In
+    batches that are not looked at, a few microseconds per call of a layer.
     """
     if not risk.options.check:
         return
     N, checked = batch.num_examples, risk.checked
-    unchecked = _unchecked(checked, recorder)
+    kind = batch_kind(recorder.calls, outputs) if recorder.backward else ()
+    unchecked = _unchecked(checked, recorder, kind)
     shape = (N, *(t.shape for t in tree_leaves(batch.X) if isinstance(t, Tensor))) if repeatable else None
     # All of a small batch would be a few examples of itself, which tells nothing but that the model is not random.
     new_shape = repeatable and shape not in checked.shapes and len(checked.shapes) < _SHAPES
@@ -76,18 +97,24 @@ def check_batch(
     check = _Check(risk, recorder, batch, outputs, repeatable)
     with torch.random.fork_rng(check.devices), eager():
         reached = check.run(bool(unchecked))
-    checked.tried |= unchecked
-    checked.layers |= {_name(c, N) for c in recorder.calls if c.layer in reached} if unchecked else set()
+    if unchecked:
+        checked.kinds.add(kind)
+        checked.tried |= unchecked
+        checked.layers |= {_name(c, N) for c in recorder.calls if c.layer in reached}
     checked.shapes.add(shape)
 
 
-def _unchecked(checked: Checked, recorder: Recorder) -> set[Any]:
-    """What is called in a batch and has to be looked at."""
+def _unchecked(checked: Checked, recorder: Recorder, kind: Any) -> set[Any]:
+    """What is called in a batch, if the batch has to be looked at."""
     if not recorder.backward:
         return set()
-    found = {_name(recorded, recorder.num_examples) for recorded in recorder.calls} - checked.layers
+    called = {_name(recorded, recorder.num_examples) for recorded in recorder.calls}
+    found = called - checked.layers
     checked.batches += 1
-    again = checked.batches & (checked.batches - 1) == 0  # where gradients were zero, in ever fewer batches
+    # Where gradients were zero, and where every batch is of a kind of its own, in ever fewer batches.
+    again = checked.batches & (checked.batches - 1) == 0
+    if kind not in checked.kinds and (again or len(checked.kinds) < _KINDS):
+        return called
     return found if again or not found <= checked.tried else set()
 
 
@@ -108,7 +135,7 @@ class _Check:
         self.devices = [risk.device] if risk.device.type == "cuda" else []
         kind = nn.modules.batchnorm._BatchNorm
         #: Modules that mix examples, and are known for it.
-        self.mixing = [name for name, m in risk.model.named_modules() if isinstance(m, kind) and m.training]
+        self.mixing = {name: m for name, m in hookable_modules(risk.model) if isinstance(m, kind) and m.training}
 
     def run(self, backward: bool) -> set[int]:
         """Compare a few examples, or all if the model can't run a few, or if some layers got no gradient from them.
@@ -122,7 +149,7 @@ class _Check:
         if self.mixing:
             self._report_batch_norm()
         N, called = self.batch.num_examples, {recorded.layer for recorded in self.recorder.calls}
-        if N > _FEW and self._are_examples_clear():
+        if N > _FEW and are_examples_clear(self.batch, self.risk.options):
             # Any three: what depends on each other may be next to each other, or not.
             generator = torch.Generator().manual_seed(len(self.risk.checked.shapes))
             examples = sorted(torch.randperm(N, generator=generator)[:_FEW].tolist())
@@ -136,22 +163,9 @@ class _Check:
                 return reached
         return self._look(self.batch, list(range(N)), backward, every=True) or set()
 
-    def _are_examples_clear(self) -> bool:
-        """Whether it is clear for each tensor of the input if it carries examples, and on which axis."""
-        N, elsewhere = self.batch.num_examples, bool(self.risk.options.example_axis)
-        if self.risk.options.example_of_row:  # of a graph, say, a tensor's rows are not examples
-            return False
-        for t in tree_leaves(self.batch.X):
-            if isinstance(t, Tensor) and t.ndim:
-                axes = t.shape[:2].count(N)
-                # A multiple of N may be examples times positions, or a table that all examples share.
-                if (axes == 0 and t.shape[0] % N == 0) or (axes == 2 and elsewhere):
-                    return False
-        return True
-
     def _report_batch_norm(self) -> None:
         said = (
-            f"{self.mixing} are batch norm in training mode: the examples of a batch depend on each other, and what "
+            f"{[*self.mixing]} are batch norm in training mode: the examples of a batch depend on each other, and what "
             "layers before them contribute through the batch's statistics"
         )
         if self.repeatable:
@@ -181,27 +195,36 @@ class _Check:
                 return set() if found is not None and self._compare_outputs(found, few, examples) else None
             # Parameters, as modules may ask for them by that type.
             free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
-            own = Recorder(whole.layers, self.axes, True, whole.intercept, free, risk.options.example_of_row)
+            with Recorder(whole.layers, self.axes, True, whole.intercept, free, risk.options.example_of_row) as own:
+                with torch.enable_grad(), copied_buffers(risk.model), constant_statistics(self.mixing):
+                    found = risk.at(free, lambda model: self._send(own, few, model, free, every))
+                if found is None or not self._compare_outputs(found[0], few, examples):
+                    return None
+                # Rules look at the modules, which have their own parameters again.
+                with own.disabled(), torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
+                    return self._compare(own, *found)
 
-            def send(model: nn.Module) -> tuple[Sequence[Tensor], SentVectors] | None:
-                with own:
-                    # Left again at once, so that a second run draws the same numbers.
-                    with torch.random.fork_rng(self.devices), own.recording(few.num_examples, (few.X, few.y)):
-                        found = self._outputs_of(few, model)
-                    if found is not None and (expanded := [c for c in own.calls if c.expanded]):
-                        with own.disabled(), torch.no_grad():
-                            _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
-                    if found is None:
-                        return None
-                    return found, send_single(own, [f for f in found if f.requires_grad], free, every)
+    def _send(
+        self, own: Recorder, few: Batch, model: nn.Module, free: Mapping[str, Tensor], every: bool
+    ) -> tuple[Sequence[Tensor], SentVectors] | None:
+        """Run the model, and send vectors back; None if it can't run these examples."""
+        # Left again at once, so that a second run draws the same numbers.
+        with torch.random.fork_rng(self.devices), own.recording(few.num_examples, (few.X, few.y)):
+            found = self._outputs_of(few, model)
+        if found is None:
+            return None
+        if expanded := [recorded for recorded in own.calls if recorded.expanded]:
+            with own.disabled(), torch.no_grad():
+                _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
+        return found, send_single(own, [f for f in found if f.requires_grad], free, self.batch.num_examples, every)
 
-            with torch.enable_grad(), copied_buffers(risk.model):
-                found_and_sent = risk.at(free, send)
-            if found_and_sent is None or not self._compare_outputs(found_and_sent[0], few, examples):
-                return None
-            # Rules look at the modules, which have their own parameters again.
-            with torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
-                return found_and_sent[1].compare(own.layers, mixing=bool(self.mixing))
+    def _compare(self, own: Recorder, outputs: Sequence[Tensor], sent: SentVectors) -> set[int]:
+        """Compare rows and rules."""
+        try:
+            return sent.compare(own.layers)
+        except UnsupportedError:
+            own.sources(outputs)  # knows better if something else reads a parameter
+            raise
 
     def _outputs_of(self, few: Batch, model: nn.Module) -> Sequence[Tensor] | None:
         """What the losses read; None if the model needs the whole batch, as the nodes of a graph do."""
@@ -220,7 +243,7 @@ class _Check:
             part = _rows_of(f, examples, self.batch.num_examples)
             if part.shape != alone.shape:
                 return False
-            away = _difference(alone.detach(), part)
+            away = relative_difference(alone.detach(), part)
             if away > TOLERANCE[part.element_size()]:
                 raise self._why_different(away, few, examples)
         return True
@@ -229,71 +252,28 @@ class _Check:
         """The model is random, or its examples depend on each other."""
         N, run = self.batch.num_examples, self.risk.run
         with torch.no_grad(), self.recorder.disabled():
-            first, second = (_outputs_of_modules(self.risk.model, lambda: run(self.batch)) for _ in range(2))
-            alone = _outputs_of_modules(self.risk.model, lambda: run(few))
-        if where := _first_different(self.risk.model, first, second):
-            random = training_modules(self.risk.model)
-            cause = f"These modules are in training mode: {random}; call model.eval()." if random else ""
-            return RuntimeError(
-                f"Two evaluations of the model on the same examples differ, by {away:.1e} of the output's norm, first "
-                f"in {where}. {cause or 'Does it draw random numbers, or count its calls?'} "
-                "check_deterministic=False takes them as they come."
-            )
+            first, second = (outputs_of_modules(self.risk.model, lambda: run(self.batch)) for _ in range(2))
+            alone = outputs_of_modules(self.risk.model, lambda: run(few))
+        if where := first_different(self.risk.model, first, second):
+            return not_repeatable(self.risk.model, away, where)
         parts = [(name, [_rows_of(t, examples, N) for t in tensors]) for name, tensors in first]
-        where = _first_different(self.risk.model, parts, alone)
+        where = first_different(self.risk.model, parts, alone)
         return UnsupportedError(
             f"The model's outputs for {len(examples)} of {N} examples by themselves differ from their part of the "
             f"batch's, by {away:.1e} of the norm{f', first in {where}' if where else ''}: the examples of a batch "
-            "depend on each other, so they have no gradients of their own. (Or a tensor of the input has as many rows "
-            "as there are examples, and is not one of rows for examples.) EmpiricalRisk(..., check=False) goes on "
-            "without this check."
+            "depend on each other, so they have no gradients of their own. (Or code of the model depends on the "
+            "number of examples, as `len(x)`; or a tensor of the input has as many rows as there are examples, and is "
+            "not one of rows for examples.) EmpiricalRisk(..., check=False) goes on without this check."
         )
 
 
 def _compare_expanded(expanded: RecordedCall, found: Sequence[Tensor], plain: Sequence[Tensor]) -> None:
     """Refuse a row for all examples that the model takes for something else when it is a row for each."""
     for f, as_it_is in zip(found, plain, strict=True):
-        if f.shape != as_it_is.shape or _difference(f.detach(), as_it_is) > TOLERANCE[f.element_size()]:
+        if f.shape != as_it_is.shape or relative_difference(f.detach(), as_it_is) > TOLERANCE[f.element_size()]:
             raise refusal_of_one_row(expanded.call.use, len(expanded.slots[0].out), MORE_THAN_BROADCAST)
 
 
 def _rows_of(t: Tensor, examples: list[int], N: int) -> Tensor:
     """The rows of some examples; the tensor itself if it does not carry examples first."""
     return t.unflatten(0, (N, -1))[examples].flatten(0, 1) if t.ndim and t.shape[0] % N == 0 else t
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    """Relative difference; 0 where it can't be told because a number is not finite."""
-    a, b = a.double(), b.double()
-    size = float(b.norm())
-    return float((a - b).norm()) / (size or 1.0) if bool((a + b).isfinite().all()) else 0.0
-
-
-def _outputs_of_modules(model: nn.Module, run: Callable[[], object]) -> list[tuple[str, list[Tensor]]]:
-    """What each call of a module returned, with the module's name, in the order in which the calls ended."""
-    outputs: list[tuple[str, list[Tensor]]] = []
-    handles = []
-    for name, module in hookable_modules(model):
-
-        def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
-            leaves = [t.detach().clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
-            outputs.append((name, leaves))
-
-        handles.append(module.register_forward_hook(own_calls(note)))
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return outputs
-
-
-def _first_different(
-    model: nn.Module, one: Sequence[tuple[str, list[Tensor]]], two: Sequence[tuple[str, list[Tensor]]]
-) -> str:
-    """The first module whose outputs differ, in words; "" if there is none."""
-    for (name, before), (_, after) in zip(one, two):
-        for a, b in zip(before, after):
-            if a.shape == b.shape and _difference(b, a) > TOLERANCE[a.element_size()]:
-                return f"{title(name)} ({type(model.get_submodule(name)).__name__})"
-    return ""

@@ -26,6 +26,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -339,9 +340,13 @@ class ForwardOnly(Vectors):
         return iter(())
 
 
-def _check_samples(vectors: Vectors, samples: int) -> None:
+def _check_samples(vectors: MonteCarlo | CurvaturePropagation, samples: int) -> None:
+    kind = type(vectors).__name__
+    for name, number in {"samples": samples, "seed": vectors.seed}.items():
+        if not isinstance(number, Integral):
+            raise TypeError(f"{kind} needs an integer, got {name}={number!r}.")
     if samples < 1:
-        raise ValueError(f"{type(vectors).__name__} needs at least one sample, got samples={samples}.")
+        raise ValueError(f"{kind} needs at least one sample, got samples={samples}.")
 
 
 def _check_matrix(vectors: Vectors) -> None:

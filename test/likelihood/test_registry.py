@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from curvlinops_plus.likelihood import (
     register_likelihood,
 )
 from curvlinops_plus.likelihood import likelihood as likelihood_file
+from curvlinops_plus.likelihood.unsupported import _FUNCTIONS
 
 
 @pytest.fixture(autouse=True)
@@ -179,3 +181,46 @@ def test_a_method_that_is_not_called_any_more_is_refused() -> None:
 
             def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
                 return F
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (functional.mse_loss, r"pass the module of torch.nn, nn.MSELoss\(\)\."),
+        (
+            partial(functional.cross_entropy, label_smoothing=0.1),
+            r"for the loss functools.partial\(cross_entropy, ...\).*nn.CrossEntropyLoss\(label_smoothing=0.1\)\.",
+        ),
+        (partial(lambda f, y: f.sum()), r"for the loss functools.partial\(<lambda>, ...\). Known losses: .*BCELoss"),
+        (torch.square, r"for the loss square. Known losses: .*as nn.CrossEntropyLoss\(\)"),
+        (nn.MSELoss().forward, r"for the loss forward. Known losses: "),
+    ],
+)
+def test_functions_are_not_registered_but_replaced(loss: Any, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words) as error:
+        likelihood_of(loss)
+    assert "FromDistribution" not in str(error.value), "a function can't be registered"
+
+
+def test_functions_named_in_messages_are_those_of_the_modules() -> None:
+    f, variance = torch.rand(4, 3), torch.ones(4, 3)
+    for name, function in _FUNCTIONS.items():
+        y = torch.tensor([0, 1, 2, 0]) if name in ("CrossEntropyLoss", "NLLLoss") else torch.rand(4, 3)
+        more = [variance] if name == "GaussianNLLLoss" else []
+        assert torch.equal(getattr(nn, name)()(f, y, *more), getattr(functional, function)(f, y, *more))
+
+
+def test_global_hooks_say_so_alone() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+    try:
+        with pytest.raises(
+            UnsupportedError, match=r"Hooks run when it is called, global ones, of all modules"
+        ) as error:
+            likelihood_of(nn.CrossEntropyLoss())
+    finally:
+        handle.remove()
+    assert "Known losses" not in str(error.value)
+    loss = nn.CrossEntropyLoss()
+    loss.register_forward_hook(lambda module, args, out: None)
+    with pytest.raises(UnsupportedError, match=r"Hooks run when it is called, its own, and may change its value"):
+        likelihood_of(loss)

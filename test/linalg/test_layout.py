@@ -46,6 +46,10 @@ def test_random_patterns_against_einops(shape: list[int], random, K: int, with_b
     assert layout.matrix_shape == tuple(expected.shape[:-1])
     v = layout.join(tree)
     assert v.shape == (layout.dim, K)
+    for k in range(K):
+        columns = [layout.columns(name, t[..., k]) for name, t in tree.items()]
+        assert [c.shape[-1] for c in columns] == [layout.width(name) for name in tree]
+        assert torch.equal(torch.cat(columns, -1), expected[..., k])
     assert torch.equal(v, expected.reshape(layout.dim, K))
     for memory in (v, v.contiguous(), v.T.contiguous().T):
         back = layout.split(memory)

@@ -229,8 +229,25 @@ def test_an_operator_without_adjoint() -> None:
         NotImplementedError, match=r"Nothing has no adjoint: .*define `_rmatmat\(self, X\)`.*Structure.SYMMETRIC"
     ):
         _ = A.T @ torch.ones(3, dtype=F64)
-    with pytest.raises(NotImplementedError, match="Nothing owns no tensors that could be moved"):
-        A.to("cpu")
+    assert A.to("cpu") is A
+    for there in (("meta",), (torch.float32,), (None, torch.float32)):
+        with pytest.raises(NotImplementedError, match="Nothing owns no tensors that could be moved"):
+            A.to(*there)
+
+
+def test_names_and_numbers_of_other_libraries() -> None:
+    """`A.H` is SciPy's adjoint, `A.to(dtype)` PyTorch's conversion; division by 0 says of what."""
+    A = Dense(normal(3, 4))
+    x = normal(3)
+    assert torch.equal(A.H @ x, A.T @ x)
+    torch.testing.assert_close(A.H @ x, A.to_dense().T @ x)
+    assert (2 * A).H.shape == (4, 3)
+    there = A.to(torch.float32)
+    assert there.dtype == torch.float32
+    assert torch.equal(there.to_dense(), A.to_dense().float())
+    for zero in (0, 0.0, torch.tensor(0.0)):
+        with pytest.raises(ZeroDivisionError, match=r"Dense\(3 x 4, .*\) can't be divided by 0"):
+            _ = A / zero
 
 
 def test_abstract_members_must_be_written() -> None:

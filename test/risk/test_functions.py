@@ -577,13 +577,27 @@ def test_weights_for_all_examples_are_enclosed() -> None:
     close(curvature(risk, DiagonalBlock).diagonal(), exact(risk).diagonal())
 
 
-def test_modules_that_cannot_be_run_with_other_values() -> None:
+def test_modules_that_put_other_weights_in_and_out_again() -> None:
     def run(s: Any, x: Tensor) -> Tensor:
         w = s.l.weight
         s.l.weight = nn.Parameter(torch.eye(3).double())
         h = s.l(x)
         s.l.weight = w
         return s.l(h)
+
+    model = Own(run, l=linear(3, 3))
+    K = curvature(EmpiricalRisk(model, nn.MSELoss(reduction="sum"), [(ROWS, ROWS)]), DiagonalBlock)
+    W, b = (p.detach() for p in model.l.parameters())  # f = W (x + b) + b
+    of_weight = 2 * (ROWS + b).square().sum(0).expand(3, 3)
+    of_bias = 2 * len(ROWS) * (W + torch.eye(3)).square().sum(0)
+    close(K.diagonal(), torch.cat([of_weight.flatten(), of_bias]))
+
+
+def test_modules_that_cannot_be_run_with_other_values() -> None:
+    def run(s: Any, x: Tensor) -> Tensor:
+        if type(s.l.weight) is not nn.Parameter:
+            raise TypeError("no parameter")
+        return s.l(s.l(x) * s.l.bias)
 
     model = Own(run, l=linear(3, 3))
     risk = EmpiricalRisk(model, nn.MSELoss(), [(ROWS, ROWS)])
@@ -610,6 +624,28 @@ def test_an_attention_module_of_which_a_part_is_never_read() -> None:
     read = {key: p for key, p in model.named_parameters() if "out_proj" not in key}
     K = curvature(EmpiricalRisk(model, nn.MSELoss(), data, read), FullBlock)
     assert [type(block).__name__ for block in K.blocks.values()] == ["Dense", "Dense"]
+    K.verify()
+
+
+def test_biases_of_attention_alone_beside_a_module_without_a_rule() -> None:
+    """Its functions are looked at then, and read the biases together with weights that are not tracked."""
+
+    class Factor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.w
+
+    def run(s: Any, x: Tensor) -> Tensor:
+        return s.o(s.a(*[s.b(x)] * 3)[0]).sum(1)
+
+    model = Own(run, b=Factor(), a=attention(), o=linear(4, 2))
+    tracked = {key: p for key, p in model.named_parameters() if "bias" in key or key.startswith("b.")}
+    risk = EmpiricalRisk(model, nn.MSELoss(), [(normal(4, 3, 4), torch.zeros(4, 2).double())], tracked)
+    K = curvature(risk, FullBlock)
+    assert [name for name in K.blocks if name.startswith("a.")] == ["a.in_proj", "a.out_proj"]
     K.verify()
 
 

@@ -1,4 +1,4 @@
-"""Rows and gradients are formed in pieces of the examples; how large the pieces are changes nothing."""
+"""Rows and gradients are formed in pieces of the examples, or combined first; how changes nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from cases import FEW, close, problem
 from curvlinops_plus import EKFAC, DiagonalBlock, MonteCarlo
 from curvlinops_plus.risk import LayerBatch
 from curvlinops_plus.risk import layer_batch as batch_file
+from curvlinops_plus.risk.layers import find_layers
+from curvlinops_plus.risk.sweep import sweep
 
 NETS = [*FEW, "grouped cnn", "transposed convolution", "transposed convolution in groups", "encoder layer", "lstm"]
 
@@ -39,3 +41,25 @@ def test_pieces(name: str, approximation: Any, separate: bool, monkeypatch: pyte
         patch.setattr(batch_file, "_PIECE_BYTES", 1)
         close(p.curvature(approximation, **options).to_dense(), whole)
     assert torch.count_nonzero(whole)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_combinations_of_rows(name: str) -> None:
+    p, seen = problem(name), 0
+    risk = p.risk()
+
+    def consume(batch: LayerBatch) -> None:
+        nonlocal seen
+        for group in batch.layer.groups:
+            part = batch.restrict(group)
+            left = torch.randn(2, group.layout.matrix_shape[-2], generator=torch.Generator().manual_seed(seen)).double()
+            J = part.per_example_grads
+            close(part.combined_grads(left), left @ J)
+            split = group.layout.split(J[0, 0].reshape(-1, 1))
+            columns = [group.layout.columns(key, g[..., 0]) for key, g in split.items()]
+            assert [c.shape[-1] for c in columns] == [group.layout.width(key) for key in group.keys]
+            assert torch.equal(torch.cat(columns, -1), J[0, 0])
+            seen += 1
+
+    sweep(risk, find_layers(risk.model, risk.params), MonteCarlo(2, seed=1), consume)
+    assert seen

@@ -147,6 +147,26 @@ def twins() -> tuple[nn.Module, Data, dict[str, Any]]:
     return Twins().double(), data, {"example_of_row": {"encoder.?": lambda X, y: torch.arange(len(X)).repeat(2)}}
 
 
+class Flipped(nn.Module):
+    """An encoder on the examples in another order, or on pairs of rows that are next to each other."""
+
+    def __init__(self, pairs: bool) -> None:
+        super().__init__()
+        self.encoder, self.head, self.pairs = nn.Linear(4, 5), nn.Linear(5, 3), pairs
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows = torch.arange(len(x)).flip(0)
+        if self.pairs:
+            return self.head(self.encoder(x.flatten(0, 1)).tanh().unflatten(0, (-1, 2)).prod(1))
+        return self.head(self.encoder(x[self.rows].sum(1)).tanh()[self.rows])
+
+
+def flipped(pairs: bool = False) -> tuple[Flipped, Data, dict[str, Any]]:
+    model = Flipped(pairs).double()
+    data = [(torch.randn(N, 2, 4, dtype=F64), torch.randint(3, (N,))) for N in (5, 2)]
+    return model, data, {} if pairs else {"example_of_row": {"encoder": lambda X, y: model.rows}}
+
+
 class Packed(nn.Module):
     """A recurrent layer, and a second one, on packed sequences of different lengths; states are given and read."""
 
@@ -184,6 +204,8 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Data, dict[str, Any]]]] = {
     "one expert per token": lambda: experts(1, 3),
     "graphs": graphs,
     "twins": twins,
+    "another order": flipped,
+    "pairs": lambda: flipped(pairs=True),
     "convolution": lambda: one_layer(nn.Conv2d(2, 3, 3), lambda N: torch.randn(N, 2, 4, 4, dtype=F64), 12),
     "embedding": lambda: one_layer(nn.Embedding(9, 4), lambda N: torch.randint(9, (N, 5)), 20),
     "time first": lambda: one_layer(nn.GRU(3, 4), lambda N: torch.randn(N, 5, 3, dtype=F64), 20),
@@ -239,6 +261,37 @@ def test_gradients_of_examples(name: str, pieces: str, monkeypatch: pytest.Monke
             start, size = risk.space.extents[key]
             at[start : start + size] = 1
         close(at * (full @ (at * v)), at * (exact @ (at * v)))
+
+
+@pytest.mark.parametrize("make", [experts, twins, flipped])
+def test_without_being_told_numbers_are_exact_or_refused_with_advice(make: Callable[[], Any]) -> None:
+    """Twins and experts become part of the model's own layer, which runs again for each example."""
+    torch.manual_seed(0)
+    model, data, _ = make()
+    params = {key: p for key, p in model.named_parameters() if "head" not in key}
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data, params)
+    if isinstance(model, Flipped):
+        advice = r"in an order of their own.*example_of_row={'encoder': lambda X, y: model.rows} if forward keeps"
+        with pytest.raises(UnsupportedError, match=advice):
+            curvature(risk, KFAC)
+        return
+    K = curvature(risk, KFAC, vectors=Empirical())
+    assert "example_of_row= can tell" in repr(K)
+    found = risk.space.unflatten(K.diagonal())
+    exact = curvature(
+        EmpiricalRisk(model, risk.losses.given, data, params, **make_options(model)), DiagonalBlock, vectors=Empirical()
+    )
+    expected = exact.risk.space.unflatten(exact.diagonal())
+    for entry in K.plan:
+        for key in entry.layer.params if entry.approximation.kind is DiagonalBlock else ():
+            close(found[key], expected[key])
+
+
+def make_options(model: nn.Module) -> dict[str, Any]:
+    """What tells the order."""
+    if isinstance(model, Twins):
+        return {"example_of_row": {"encoder.?": lambda X, y: torch.arange(len(X)).repeat(2)}}
+    return {"example_of_row": {f"experts.{e}*": (lambda X, y, e=e: model.examples[e]) for e in range(4)}}  # type: ignore
 
 
 def test_factors_count_the_rows_that_there_are() -> None:

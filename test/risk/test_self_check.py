@@ -283,6 +283,50 @@ def test_all_examples_of_a_small_batch(N: int) -> None:
         _ = curvature(risk_of(Mixing(), [(X[:N], Y[:N])]), KFAC).trace
 
 
+@pytest.mark.parametrize(("N", "words"), [(3, "all 3 examples of a batch"), (6, "3 of 6 examples")])
+def test_messages_say_how_many_examples_were_compared(N: int, words: str) -> None:
+    model = STRANGE["attribute around the call"][0]()
+    with pytest.raises(UnsupportedError, match=rf"layer 'scale'.*'scale.gamma' for one example, in a check of {words}"):
+        _ = curvature(risk_of(model, [(X[:N], Y[:N])]), DiagonalBlock).trace
+
+    class Flipped(Around):
+        def middle(self, h: Tensor) -> Tensor:
+            return h + self.a(h.flip(0)[:, :4]).flip(0)
+
+    with pytest.raises(UnsupportedError, match=rf"layer 'a' \(Linear\) returned shape \[3, 6\] in a check of {words}"):
+        _ = curvature(risk_of(Flipped(), [(X[:N], Y[:N])]), DiagonalBlock).trace
+
+
+def test_code_that_depends_on_the_number_of_examples() -> None:
+    class Branch(Around):
+        def middle(self, h: Tensor) -> Tensor:
+            return h if len(h) > 4 else 2 * h
+
+    with pytest.raises(UnsupportedError, match=r"3 of 7 examples .*Or code of the model depends on the number.*`len"):
+        _ = curvature(risk_of(Branch()), KFAC).trace
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_one_wrong_row_of_a_large_layer(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Combinations of rows are compared, which must tell as much as all numbers."""
+    from curvlinops_plus.layer.linear import LinearRule
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3)).to(dtype)
+    rows = LinearRule.grad_rows
+
+    def wrong(self: LinearRule, module: nn.Module, g: Tensor) -> Tensor:
+        found = rows(self, module, g).clone()
+        if module is model[2]:
+            found[..., 17] = 0
+        return found
+
+    _ = curvature(risk_of(model, [(X.to(dtype), Y)]), KFAC).trace
+    monkeypatch.setattr(LinearRule, "grad_rows", wrong)
+    with pytest.raises(UnsupportedError, match=r"layer '2' \(Linear\).*'2.weight'"):
+        _ = curvature(risk_of(model, [(X.to(dtype), Y)]), KFAC).trace
+
+
 def test_batches_of_one_first() -> None:
     with pytest.raises(UnsupportedError, match="depend on each other"):
         _ = curvature(risk_of(Mixing(), [(X[:1], Y[:1]), (X, Y)]), KFAC).trace

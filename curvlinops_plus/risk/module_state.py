@@ -1,0 +1,93 @@
+"""What a module looks like when it is called: attributes, hooks, and what its tensors stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus.risk.process_state import hookable_modules
+
+__all__ = ["ModuleState"]
+
+# What PyTorch keeps in every module.
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_PLAIN = {type(None), bool, int, float, complex, str, bytes, torch.dtype}
+# Longer sequences are told apart by their lengths.
+_LONG = 16
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleState:
+    """What a module looks like when it is called.
+
+    Attributes:
+        options: Its attributes and hooks, and those of the modules in it, as far as they can be compared.
+        tensors: Where its parameters and buffers are held and under which name, each with version and address.
+    """
+
+    options: tuple[Any, ...]
+    tensors: tuple[tuple[Mapping[str, Any], str, Tensor, int, int], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleState:
+        """The state of a module."""
+        modules = [m for _, m in hookable_modules(module)] if module._modules else [module]
+        holders = [held for m in modules for held in (m._parameters, m._buffers) if held]
+        return cls(
+            (type(module), *(_options(m) for m in modules)),
+            tuple(
+                (held, name, t, *_place(t))
+                for held in holders
+                for name, t in held.items()
+                if t is not None and not t.is_inference()
+            ),
+        )
+
+    def changes(self) -> tuple[Any, ...]:
+        """Which tensors are others by now, have been written to since then, and how often, or have other memory."""
+        found = []
+        for index, (held, name, t, version, address) in enumerate(self.tensors):
+            now, place = _place(t)
+            if now != version or place != address or held.get(name) is not t:
+                found.append((index, now - version, place == address, held.get(name) is t))
+        return tuple(found)
+
+
+def _options(module: nn.Module) -> tuple[Any, ...]:
+    attributes = vars(module)
+    found: list[Any] = [tuple(map(_code, attributes[name].values())) for name in _HOOKS if attributes.get(name)]
+    for name, value in attributes.items():
+        if name not in _INTERNAL:
+            found += name, value if type(value) in _PLAIN else _value(value)
+    return tuple(found)
+
+
+def _value(value: Any) -> Any:
+    """Something that can be compared and takes no memory."""
+    if isinstance(value, (tuple, list)):
+        if len(value) > _LONG:
+            return len(value)
+        return tuple(value) if _PLAIN.issuperset(map(type, value)) else tuple(map(_value, value))
+    if isinstance(value, Mapping):
+        return len(value) if len(value) > _LONG else tuple((_value(key), _value(held)) for key, held in value.items())
+    return value if type(value) in _PLAIN else _code(value)
+
+
+def _code(function: Any) -> Any:
+    """What a function or a hook runs: those that are made anew for each pass run the same code."""
+    if isinstance(function, partial):
+        return _code(function.func)
+    code = getattr(function, "__code__", None)
+    return hash(code) if isinstance(code, CodeType) else type(function)
+
+
+def _place(t: Tensor) -> tuple[int, int]:
+    """Version and address of a tensor; subclasses may have no memory of their own."""
+    return t._version, t.data_ptr() if type(t) in (Tensor, nn.Parameter) else 0

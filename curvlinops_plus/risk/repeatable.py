@@ -1,0 +1,147 @@
+"""Whether two evaluations of a model agree, on a few examples, and which module is random if they don't."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from curvlinops_plus.risk.determinism import training_modules
+from curvlinops_plus.risk.examples import take_examples
+from curvlinops_plus.risk.gradient_check import TOLERANCE
+from curvlinops_plus.risk.module_uses import title
+from curvlinops_plus.risk.process_state import eager, hookable_modules, own_calls
+from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.replaced_parameters import copied_buffers
+from curvlinops_plus.risk.risk import EmpiricalRisk, RiskOptions
+
+__all__ = [
+    "are_examples_clear",
+    "first_different",
+    "not_repeatable",
+    "outputs_of_modules",
+    "relative_difference",
+    "require_repeatable",
+]
+
+# How many examples are looked at.
+_FEW = 3
+
+
+def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
+    """Compare two evaluations of the model on a few examples of a batch, once for each mode of its modules.
+
+    Args:
+        risk: Model and options; with `check=False` nothing is compared.
+        batch: The batch.
+
+    Raises:
+        RuntimeError: If they differ; names the first module whose outputs do, and modules in training mode.
+
+    Cost: once, two forward passes over three examples, or over the batch where its examples can't be told apart.
+    """
+    if not risk.options.check:
+        return
+    modes = tuple(m.training for m in risk.model.modules())
+    if modes in risk.checked.modes:
+        return
+    few = None
+    if batch.num_examples > _FEW and are_examples_clear(batch, risk.options):
+        few = take_examples(batch, range(_FEW))
+    devices = [risk.device] if risk.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), eager(), copied_buffers(risk.model), torch.no_grad():
+        error = _compare(risk, batch if few is None else few, batch)
+    if error is not None:
+        raise error
+    risk.checked.modes.add(modes)
+
+
+def are_examples_clear(batch: Batch, options: RiskOptions) -> bool:
+    """Whether it is clear for each tensor of the input if it carries examples, and on which axis."""
+    N, elsewhere = batch.num_examples, bool(options.example_axis)
+    if options.example_of_row:  # of a graph, say, a tensor's rows are not examples
+        return False
+    for t in tree_leaves(batch.X):
+        if isinstance(t, Tensor) and t.ndim:
+            axes = t.shape[:2].count(N)
+            # A multiple of N may be examples times positions, or a table that all examples share.
+            if (axes == 0 and t.shape[0] % N == 0) or (axes == 2 and elsewhere):
+                return False
+    return True
+
+
+def _compare(risk: EmpiricalRisk, few: Batch, batch: Batch) -> RuntimeError | None:
+    try:
+        first, second = risk.run(few)[0], risk.run(few)[0]
+    except Exception:
+        if few is batch:
+            raise
+        return _compare(risk, batch, batch)  # the model needs the whole batch, as the nodes of a graph do
+    for f, again in zip(first, second, strict=True):
+        away = relative_difference(again, f) if again.shape == f.shape else 1.0
+        if away > TOLERANCE[f.element_size()]:
+            where = first_different(risk.model, *_twice(risk, few))
+            return not_repeatable(risk.model, away, where)
+    return None
+
+
+def _twice(risk: EmpiricalRisk, batch: Batch) -> list[list[tuple[str, list[Tensor]]]]:
+    return [outputs_of_modules(risk.model, lambda: risk.run(batch)) for _ in range(2)]
+
+
+def not_repeatable(model: nn.Module, away: float, where: str) -> RuntimeError:
+    """The error about a model that is random.
+
+    Args:
+        model: The model.
+        away: Relative difference of two outputs.
+        where: The first module whose outputs differ, in words, if it is known.
+    """
+    random = training_modules(model)
+    cause = f"These modules are in training mode: {random}; call model.eval()." if random else ""
+    return RuntimeError(
+        f"Two evaluations of the model on the same examples differ, by {away:.1e} of the output's norm"
+        f"{f', first in {where}' if where else ''}. {cause or 'Does it draw random numbers, or count its calls?'} "
+        "check_deterministic=False takes them as they come."
+    )
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """Relative difference; 0 where it can't be told because a number is not finite."""
+    a, b = a.double(), b.double()
+    size, away = float(torch.linalg.vector_norm(b)), float(torch.linalg.vector_norm(a - b))
+    return away / (size or 1.0) if math.isfinite(size) and math.isfinite(away) else 0.0
+
+
+def outputs_of_modules(model: nn.Module, run: Callable[[], object]) -> list[tuple[str, list[Tensor]]]:
+    """What each call of a module returned, with the module's name, in the order in which the calls ended."""
+    outputs: list[tuple[str, list[Tensor]]] = []
+    handles = []
+    for name, module in hookable_modules(model):
+
+        def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
+            leaves = [t.detach().clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
+            outputs.append((name, leaves))
+
+        handles.append(module.register_forward_hook(own_calls(note)))
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs
+
+
+def first_different(
+    model: nn.Module, one: Sequence[tuple[str, list[Tensor]]], two: Sequence[tuple[str, list[Tensor]]]
+) -> str:
+    """The first module whose outputs differ, in words; "" if there is none."""
+    for (name, before), (_, after) in zip(one, two):
+        for a, b in zip(before, after):
+            if a.shape == b.shape and relative_difference(b, a) > TOLERANCE[a.element_size()]:
+                return f"{title(name)} ({type(model.get_submodule(name)).__name__})"
+    return ""

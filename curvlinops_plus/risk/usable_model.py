@@ -1,0 +1,70 @@
+"""Models and parameters that can't be differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from curvlinops_plus.errors import UnsupportedError
+
+__all__ = ["refuse_parameters", "require_module"]
+
+
+def require_module(model: Any) -> None:
+    """Refuse what is no model, or not yet one.
+
+    Raises:
+        ValueError: If it is no module, or has parameters without shapes.
+    """
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        advice = ""
+        if isinstance(model, type):
+            advice = f" Call it: {model.__name__}(...)."
+        elif callable(model):
+            advice = (
+                " A function (params, X) is a model for KFACLinearOperator(function, loss, params, data) and the like."
+            )
+        raise ValueError(f"`model` is {what}; layers can only be recorded in a torch.nn.Module.{advice}")
+    if lazy := [name for name, p in [*model.named_parameters(), *model.named_buffers()] if is_lazy(p)]:
+        raise ValueError(
+            f"{_some(lazy)} of the model have no shapes yet: their modules are lazy, such as nn.LazyLinear. Call the "
+            "model once on a batch, model(X), which gives them their shapes."
+        )
+
+
+def refuse_parameters(model: nn.Module, params: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that have no derivatives here.
+
+    Raises:
+        UnsupportedError: If they have no values (meta device), were made in inference mode, or belong to a compiled
+            `ScriptModule`.
+    """
+    if meta := [name for name, p in model.named_parameters() if p.is_meta]:
+        raise UnsupportedError(
+            f"The parameters {_some(meta)} are on the meta device, so they have shapes and no values. Materialize the "
+            "model first: model.to_empty(device=...) and load_state_dict(...)."
+        )
+    if frozen := [key for key, p in params.items() if p.is_inference()]:
+        raise UnsupportedError(
+            f"The parameters {_some(frozen)} were made in torch.inference_mode(), so nothing can be differentiated "
+            "with respect to them. Make or load the model outside of it, or take a copy: copy.deepcopy(model)."
+        )
+    own = {id(p): key for key, p in params.items()}
+    for name, module in model.named_modules():
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        if scripted and (keys := [own[id(p)] for p in module.parameters() if id(p) in own]):
+            where = f"Its module {name!r}" if name else "It"
+            raise UnsupportedError(
+                f"The model can't be differentiated with respect to {_some(keys)}. {where} "
+                f"is a {type(module).__name__} (torch.jit): its parameters can't be replaced, and hooks inside it do "
+                "not run. Pass the Python module that it was made from, or leave its parameters out of `params`."
+            )
+
+
+def _some(keys: Sequence[str]) -> str:
+    return f"{list(keys[:5])}{' …' if len(keys) > 5 else ''}"

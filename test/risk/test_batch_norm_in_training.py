@@ -1,0 +1,136 @@
+"""Batch norm in training mode, in training loops: it mixes examples and is known for it; what else does is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import unchanged
+from torch import Tensor, nn
+
+from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, DiagonalBlock, EmpiricalRisk, UnsupportedError
+
+X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).double(), torch.arange(7) % 3
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*are batch norm in training mode")
+
+
+class Normed(nn.Module):
+    """Two linear layers with batch norm, and something before or behind it."""
+
+    def __init__(self, where: str, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.norm = nn.Linear(4, 6), nn.Linear(6, 3), nn.BatchNorm1d(6, **options)
+        self.double().train()
+        self.norm.requires_grad_(False)
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        h = self.strange(h) if self.where == "before" else h
+        h = torch.relu_(self.norm(h))
+        h = self.strange(h) if self.where == "behind" else h
+        return self.b(h)
+
+    def strange(self, h: Tensor) -> Tensor:
+        return h
+
+
+class Attention(Normed):
+    """Examples attend to each other."""
+
+    def strange(self, h: Tensor) -> Tensor:
+        return h + (h @ h.mT).softmax(-1) @ h
+
+
+class Swapped(Normed):
+    """A layer sees the rows in another order."""
+
+    def strange(self, h: Tensor) -> Tensor:
+        return h + self.a(h.flip(0)[:, :4]).flip(0)
+
+
+class Attribute(Normed):
+    """An option is another one around the call of a norm."""
+
+    def __init__(self, where: str, **options: Any) -> None:
+        super().__init__(where, **options)
+        self.layer = nn.LayerNorm(6).double()
+
+    def strange(self, h: Tensor) -> Tensor:
+        self.layer.eps = 1.0
+        h = self.layer(h)
+        self.layer.eps = 1e-5
+        return h
+
+
+def estimate(model: nn.Module, approximation: Any, listening: bool, data: Any = (X, Y), **options: Any) -> None:
+    """Two steps of a training loop."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    estimator = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), (), params, **options), approximation)
+    for _ in range(2):
+        if not listening:
+            with unchanged(model):
+                estimator.update(data)
+            continue
+        with estimator.listen(data):
+            loss = nn.functional.cross_entropy(model(data[0]), data[1])
+        loss.backward()
+
+
+@pytest.mark.parametrize("listening", [False, True])
+@pytest.mark.parametrize("where", ["before", "behind"])
+@pytest.mark.parametrize("make", [Attention, Swapped, Attribute])
+@pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
+def test_what_else_mixes_examples_or_is_no_rule_is_refused(make: Any, where: str, listening: bool) -> None:
+    words = r"layer 'layer' \(LayerNorm\).*by the layer's rule" if make is Attribute else r"layer '.' .*mixes examples"
+    with pytest.raises(UnsupportedError, match=words):
+        estimate(make(where), EKFAC, listening)
+
+
+@pytest.mark.parametrize("listening", [False, True])
+def test_an_axis_that_does_not_carry_the_examples(listening: bool) -> None:
+    class TimeMajor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+            self.norm = nn.BatchNorm1d(6, affine=False).double()
+
+        def forward(self, x: Tensor) -> Tensor:  # [N, T, 4]
+            h = self.norm(self.a(x.transpose(0, 1)).transpose(0, 1).mT)  # a sees [T, N, 4]
+            return self.b(torch.tanh(h).mean(2))
+
+    data = torch.randn(7, 7, 4).double(), Y
+    with pytest.raises(UnsupportedError, match=r"layer 'a' \(Linear\).*axis 0 does not carry the examples"):
+        estimate(TimeMajor(), KFAC, listening, data)
+    estimate(TimeMajor(), KFAC, listening, data, example_axis={"a": 1})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("approximation", [KFAC, DiagonalBlock])
+@pytest.mark.parametrize("listening", [False, True])
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}])
+def test_no_false_alarm(options: dict[str, Any], approximation: Any, listening: bool, dtype: torch.dtype) -> None:
+    estimate(Normed("", **options).to(dtype), approximation, listening, (X.to(dtype), Y))
+
+
+@pytest.mark.parametrize("listening", [False, True])
+def test_no_false_alarm_with_images(listening: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False), nn.ReLU(inplace=True), nn.Dropout2d(), nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4, affine=False), nn.GELU(), nn.Flatten(), nn.Linear(16, 3), nn.BatchNorm1d(3, affine=False),
+    )  # fmt: skip
+    estimate(model, EKFAC, listening, (torch.randn(7, 2, 6, 6), Y))
+
+
+def test_statistics_stay_those_of_the_pass_of_the_user() -> None:
+    model, twin = Normed(""), Normed("")
+    estimate(model, KFAC, True)
+    for _ in range(2):
+        twin(X)
+    for ours, theirs in zip(model.buffers(), twin.buffers()):
+        assert torch.equal(ours, theirs)

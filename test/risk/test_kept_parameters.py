@@ -1,0 +1,154 @@
+"""Models that ask for their parameters in other ways than by an attribute, while others stand in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import close
+from torch import Tensor, nn
+
+from curvlinops_plus import EKFAC, EmpiricalRisk, FullBlock, Jacobian, curvature
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.exact import GGN, GGNFactor, Hessian
+
+
+class Asks(nn.Module):
+    """`W tanh(V x)`, whose `W` is read in a way of its own."""
+
+    def __init__(self, ask: Callable[[Any], Tensor], keep: Callable[[Tensor], Any] = lambda w: None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.inner = nn.Parameter(torch.rand(2, 3)), nn.Linear(3, 3, bias=False)
+        self.double()
+        self.ask, self.kept = ask, keep(self.w)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.inner(x).tanh(), self.ask(self))
+
+
+WAYS: dict[str, Callable[[Any], Tensor]] = {
+    "get_parameter": lambda m: m.get_parameter("w"),
+    "get_submodule": lambda m: m.get_submodule("").get_parameter("w"),
+    "getattr": lambda m: getattr(m, "w"),  # noqa: B009
+    "named_parameters": lambda m: dict(m.named_parameters())["w"],
+    "parameters": lambda m: next(iter(m.parameters())),
+    "_parameters": lambda m: m._parameters["w"],
+    "a copy of _parameters": lambda m: {**m._parameters}["w"],
+    "state_dict": lambda m: m.state_dict(keep_vars=True)["w"],
+    "a child's, too": lambda m: m.w + 0 * m.inner.get_parameter("weight").sum(),
+}
+
+
+class Lists(nn.Module):
+    """Parameters in a list and a dict of PyTorch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.list = nn.ParameterList([torch.rand(3, 3), torch.rand(3)])
+        self.dict = nn.ParameterDict({"w": torch.rand(2, 3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        V, b = list(self.list)
+        return F.linear(F.linear(x, V, b).tanh(), dict(self.dict.items())["w"])
+
+
+MODELS = {**{name: lambda ask=ask: Asks(ask) for name, ask in WAYS.items()}, "lists": lambda: Lists().double()}
+
+
+def _risk(model: nn.Module, params: Any = None) -> EmpiricalRisk:
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.rand(6, 3, generator=generator).double(), torch.rand(6, 2, generator=generator).double())]
+    return EmpiricalRisk(model, nn.MSELoss(reduction="sum"), data, params)
+
+
+def _jacobian(model: nn.Module, X: Tensor) -> Tensor:
+    """By plain autograd, at the model's own parameters."""
+    params = list(model.parameters())
+    rows = [torch.autograd.grad(f, params, retain_graph=True) for f in model(X).flatten()]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+
+
+@pytest.mark.filterwarnings("ignore:.*exact diagonal")
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_every_way_to_a_parameter_gives_the_replaced_one(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    ((X, y),) = _risk(model).data  # type: ignore[misc]
+    J, params = _jacobian(model, X), list(model.parameters())
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad((model(X) - y).square().sum(), params)])
+
+    def loss(flat: Tensor) -> Tensor:
+        values = [v.view_as(p) for v, p in zip(flat.split([p.numel() for p in params]), params)]
+        W, V, *b = [values[k] for k in ((2, 0, 1) if isinstance(model, Lists) else (0, 1))]
+        return (F.linear(F.linear(X, V, *b).tanh(), W) - y).square().sum()
+
+    H = torch.autograd.functional.hessian(loss, torch.cat([p.detach().flatten() for p in params]))
+    close(Jacobian(_risk(model)).to_dense(), J)
+    close(Jacobian(_risk(model)) @ torch.eye(J.shape[1], dtype=J.dtype), J)
+    close(GGN(_risk(model)).to_dense(), 2 * J.T @ J)
+    factor = GGNFactor(_risk(model)).to_dense()
+    close(factor @ factor.T, 2 * J.T @ J)
+    close(Hessian(_risk(model)).to_dense(), H)
+    close(torch.cat([g.flatten() for g in _risk(model).gradient().values()]), gradient)
+    for approximation in (FullBlock, EKFAC):
+        K = curvature(_risk(model), approximation)
+        close(torch.as_tensor(K.trace), 2 * J.square().sum())
+
+
+USES: dict[str, Callable[[EmpiricalRisk], Any]] = {
+    "GGN": lambda risk: GGN(risk).to_dense(),
+    "GGN @ v": lambda risk: GGN(risk) @ torch.ones(15).double(),
+    "Hessian": lambda risk: Hessian(risk).to_dense(),
+    "Jacobian": lambda risk: Jacobian(risk).to_dense(),
+    "Jacobian @ v": lambda risk: Jacobian(risk) @ torch.ones(15).double(),
+    "gradient": lambda risk: risk.gradient(),
+    "EKFAC": lambda risk: curvature(risk, EKFAC),
+    "FullBlock": lambda risk: curvature(risk, FullBlock),
+}
+KEEPS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "list": (lambda w: [w], lambda m: m.kept[0]),
+    "dict": (lambda w: {"w": w}, lambda m: m.kept["w"]),
+    "closure": (lambda w: lambda: w, lambda m: m.kept()),
+    "view": (lambda w: [w.T], lambda m: m.kept[0].T),
+    "beside the attribute": (lambda w: [w], lambda m: m.w + m.kept[0]),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("keep", KEEPS.values(), ids=KEEPS)
+def test_parameters_kept_elsewhere_are_refused_by_name(keep: Any, use: Callable[[EmpiricalRisk], Any]) -> None:
+    model = Asks(keep[1], keep[0])
+    words = r"reads the parameters \['w'\] from elsewhere than the attributes.*nn\.ParameterList"
+    with pytest.raises(UnsupportedError, match=words):
+        use(_risk(model))
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_so_are_frozen_ones(use: Callable[[EmpiricalRisk], Any]) -> None:
+    model = Asks(lambda m: m.kept[0], lambda w: [w])
+    model.requires_grad_(False)
+    with pytest.raises(UnsupportedError, match=r"reads the parameters \['w'\] from elsewhere"):
+        use(_risk(model, list(model.parameters())))
+
+
+def test_what_is_kept_of_an_earlier_pass_is_no_parameter() -> None:
+    def ask(model: Any) -> Tensor:
+        if not model.seen:
+            model.seen.append(model.w)
+        return model.seen[0]
+
+    model = Asks(ask)
+    model.seen = []  # type: ignore[assignment]
+    for use in (GGN, Jacobian):
+        with pytest.raises(UnsupportedError, match=r"reads the parameters \['w'\] from elsewhere"):
+            use(_risk(model)).to_dense()
+
+
+def test_parameters_that_are_not_asked_for_may_be_kept_anywhere() -> None:
+    model = Asks(lambda m: m.kept[0], lambda w: [w])
+    X = _risk(model).data[0][0]  # type: ignore[index]
+    close(Jacobian(_risk(model, [model.inner.weight])).to_dense(), _jacobian(model, X)[:, 6:])
