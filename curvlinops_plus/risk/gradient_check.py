@@ -21,8 +21,8 @@ from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_o
 
 __all__ = ["TOLERANCE", "SentVectors", "send_single"]
 
-#: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that compute
-#: in float32 whatever they get.
+#: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
+#: compute in float32 whatever they get.
 TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}
 # Taking one of so many examples costs more than all of them.
 _FEW = 3
