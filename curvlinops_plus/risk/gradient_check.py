@@ -24,8 +24,6 @@ __all__ = ["TOLERANCE", "SentVectors", "send_single"]
 #: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
 #: compute in float32 whatever they get.
 TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 3e-7}
-# Taking one of so many examples costs more than all of them.
-_FEW = 3
 
 _OTHER_THAN_RECORDED = (
     "Does something else read the parameter, does the module compute something else when it is run again (attributes "
@@ -242,10 +240,10 @@ def _both_undefined(one: Tensor, other: Tensor) -> bool:
 
 
 def _batch(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall]) -> LayerBatch:
-    """The calls of a layer, for the examples that a vector was sent for; rows of a few others are zero."""
+    """The calls of a layer, for the examples that a vector was sent for alone: a rule may forget the last one, say."""
     N, n = sent.num_examples, sent.num_examples // 2
     batch = LayerBatch(layer, [recorded.call for recorded in calls], N)
-    return batch if sent.every or N <= _FEW else batch.examples(n, n + 1)
+    return batch if sent.every else batch.examples(n, n + 1)
 
 
 def _coarsest(layer: Layer, key: str, calls: Sequence[RecordedCall]) -> torch.dtype:
