@@ -58,7 +58,7 @@ def test_both_ways_to_a_large_gram(dtype: torch.dtype) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     d=st.sampled_from([1, 3, 130]),
-    numbers=st.lists(st.integers(0, 400), min_size=1, max_size=6),
+    numbers=st.lists(st.integers(0, 400) | st.integers(0, 1) | st.integers(30, 63), min_size=1, max_size=8),
     ones=st.booleans(),
     dtype=st.sampled_from([F64, F32]),
 )
@@ -80,6 +80,14 @@ def test_sums_of_gram_matrices(d: int, numbers: list[int], ones: bool, dtype: to
         rtol=1e-12 if dtype == F64 else 1e-4,
         atol=1e-10 if dtype == F64 else 1e-3,
     )
+
+
+def test_rows_that_wait_count_once() -> None:
+    for d, M in ((3, 1), (200, 50)):
+        total, pieces = GramSum(ones=False), [normal(M, d, seed=seed) for seed in range(9)]
+        for rows in pieces:
+            total.add(rows)
+        torch.testing.assert_close(total.value(), torch.cat(pieces).T @ torch.cat(pieces))
 
 
 def test_gram_leaves_the_threads_of_blas_as_they_were() -> None:
