@@ -26,9 +26,11 @@ from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_o
 from curvlinops_plus.risk.repeatable import (
     are_examples_clear,
     first_different,
+    generator_state,
     not_repeatable,
     outputs_of_modules,
     relative_difference,
+    require_repeatable,
 )
 from curvlinops_plus.risk.replaced_parameters import copied_buffers
 from curvlinops_plus.risk.risk import Checked, EmpiricalRisk
@@ -210,9 +212,14 @@ class _Check:
         """Run the model, and send vectors back; None if it can't run these examples."""
         # Left again at once, so that a second run draws the same numbers.
         with torch.random.fork_rng(self.devices), own.recording(few.num_examples, (few.X, few.y)):
+            before = generator_state(self.risk.device)
             found = self._outputs_of(few, model)
+            drew = generator_state(self.risk.device) != before
         if found is None:
             return None
+        if drew and self.repeatable:
+            with own.disabled():
+                require_repeatable(self.risk, self.batch)
         if expanded := [recorded for recorded in own.calls if recorded.expanded]:
             with own.disabled(), torch.no_grad():
                 _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
