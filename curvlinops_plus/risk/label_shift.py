@@ -60,7 +60,7 @@ def are_labels_shifted(
     labels = _Labels(inner, losses, output, _examples_with_most_labels(batch))
     # With gradients: hooks of a sweep may be on the layers, which need them.
     with torch.inference_mode(False), torch.enable_grad():
-        out, own = labels.told()
+        out, own = labels.told(labels.batch.y)
         if out is None:  # labels of another form than it expects
             return bool(said)
         labels.require_that_outputs_ignore_them(out)
@@ -108,6 +108,7 @@ class _Labels:
 
     def __init__(self, model: nn.Module, losses: Losses, output: Output, batch: Batch) -> None:
         self.model, self.losses, self.output, self.batch = model, losses, output, batch
+        self.ignored = getattr(losses[0].loss, "ignore_index", _IGNORED)  # ours; the model's own may be another one
 
     def _call(self, labels: Mapping[str, Any]) -> Any:
         """The model's output, always with the same random numbers and with inputs that it may write to."""
@@ -115,15 +116,20 @@ class _Labels:
         with preserve_state(self.model, ()):
             return self.model(**batch.X, **labels)
 
-    def told(self, y: Any = None) -> tuple[Any, float | None]:
-        """What the model returns with labels, None if it can't take these; and its loss, None if it computes none."""
-        try:
-            out = self._call({"labels": self.batch.y if y is None else y})
-        except UnsupportedError:  # of our own hooks on layers, which are there in a sweep
-            raise
-        except Exception:
-            return None, None
-        return _split(out)
+    def told(self, y: Any) -> tuple[Any, float | None]:
+        """What the model returns with labels, None if it can't take these; and its loss, None if it computes none.
+
+        What our loss ignores may be another number than what the model's loss does.
+        """
+        for labels in (y, _replaced(y, self.ignored, _IGNORED), _replaced(y, _IGNORED, self.ignored)):
+            try:
+                return _split(self._call({"labels": labels}))
+            except UnsupportedError:  # of our own hooks on layers, which are there in a sweep
+                raise
+            except Exception:
+                if self.ignored == _IGNORED:
+                    break
+        return None, None
 
     def _selected(self, out: Any) -> tuple[Tensor, int | None] | None:
         """What the loss reads and its class axis, None if it can't be found."""
@@ -155,9 +161,11 @@ class _Labels:
             return
         again = self._selected(self._call({}))
         if again is not None and _equal(again[0], without[0]):  # else it is random, which is reported elsewhere
+            shapes = [list(f.shape) for f, _ in (given, without)]
+            how = "other numbers" if shapes[0] == shapes[1] else f"shape {shapes[0]} instead of {shapes[1]}"
             raise UnsupportedError(
-                f"The outputs of {name} depend on `labels`: with them their shape is {list(given[0].shape)}, without "
-                f"{list(without[0].shape)}, and their numbers differ. Passes over the data call it without. {_ADVICE}"
+                f"The outputs of {name} depend on `labels`: with them they have {how}. Passes over the data call it "
+                f"without. {_ADVICE}"
             )
 
     # -------------------------------------------------------------------------------------------------------- losses
@@ -175,9 +183,9 @@ class _Labels:
         ours, reasons = self._ours(f, y, axis)
         if not math.isfinite(own) or not all(any(map(math.isfinite, values)) for values in ours.values()):
             # Without labels that count no loss has a value: let all of them count.
-            counting = _all_counting(f, y)
-            told = None if counting is None else self.told(counting)[1]
-            if counting is not None and told is not None:
+            counting = self._all_counting(f, y)
+            told = self.told(counting)[1]
+            if told is not None:
                 y, own = counting, told
                 ours, reasons = self._ours(f, y, axis)
         if not math.isfinite(own) and (len(ours) == 1 or not bool(f.isfinite().all())):
@@ -210,8 +218,15 @@ class _Labels:
             reasons.append(str(error))
             values.append(math.inf)
         if isinstance(y, Tensor) and not y.is_floating_point() and f.shape[:-1] == y.shape:
-            values.append(float(F.cross_entropy(f.flatten(0, -2).detach().float(), y.flatten())))
+            plain = f.flatten(0, -2).detach().float(), _replaced(y, self.ignored, _IGNORED).flatten()
+            values.append(float(F.cross_entropy(*plain)))
         return values
+
+    def _all_counting(self, f: Tensor, y: Any) -> Any:
+        """Class indices with another class where they are ignored."""
+        if not isinstance(y, Tensor) or y.is_floating_point() or f.shape[:-1] != y.shape:
+            return y
+        return y.masked_fill((y == _IGNORED) | (y == self.ignored), int(self.ignored == 0))
 
     def _first_label_alone(self, f: Tensor, y: Tensor) -> list[str]:
         """Ignore all labels but the first of each sequence, which a loss of shifted labels doesn't read."""
@@ -225,9 +240,8 @@ class _Labels:
     def _neither(self, f: Tensor, own: float, ours: dict[str, list[float]], reasons: list[str]) -> str:
         """The message if the model's loss is ours neither way."""
         name, loss, y = type(self.model).__name__, type(self.losses[0].loss).__name__, self.batch.y
-        begin = (
-            f"{name} computes a loss of its own from `labels`: {own:.6g} for {self.batch.num_examples} examples; {loss} "
-        )
+        about = f"{own:.6g} for {self.batch.num_examples} examples"
+        begin = f"{name} computes a loss of its own from `labels`: {about}; {loss} "
         if reasons and not any(math.isfinite(value) for values in ours.values() for value in values):
             labels = f"of shape {list(y.shape)}" if isinstance(y, Tensor) else f"that are a {type(y).__name__}"
             return (
@@ -273,9 +287,6 @@ def _equal(f: Tensor, g: Tensor) -> bool:
     return torch.allclose(f.detach(), g.detach(), rtol=allowed, atol=allowed * size, equal_nan=True)
 
 
-def _all_counting(f: Tensor, y: Any) -> Tensor | None:
-    """Class indices with another class where they are ignored, None if none is."""
-    if not isinstance(y, Tensor) or y.is_floating_point() or f.shape[:-1] != y.shape:
-        return None
-    ignored = y == _IGNORED
-    return y.masked_fill(ignored, 0) if bool(ignored.any()) else None
+def _replaced(y: Any, old: int, new: int) -> Any:
+    """Class indices with a number in place of another one."""
+    return y.masked_fill(y == old, new) if isinstance(y, Tensor) and not y.is_floating_point() else y
