@@ -175,28 +175,30 @@ class _Labels:
         Raises:
             UnsupportedError: If it is neither.
         """
-        y = self.batch.y
         selected = self._selected(out) or self._selected(self._call({}))
         if selected is None:
             return None
         f, axis = selected
-        ours, reasons = self._ours(f, y, axis)
-        if not math.isfinite(own) or not all(any(map(math.isfinite, values)) for values in ours.values()):
-            # Without labels that count no loss has a value: let all of them count.
-            counting = self._all_counting(f, y)
-            told = self.told(counting)[1]
-            if told is not None:
-                y, own = counting, told
-                ours, reasons = self._ours(f, y, axis)
+        own, ours, reasons = self._compared(f, axis, own)
         if not math.isfinite(own) and (len(ours) == 1 or not bool(f.isfinite().all())):
             return None  # numbers that are not finite are reported with their layer
         allowed = _TOLERANCE[f.element_size()] * max(abs(own), 1.0)
         equal = [name for name, values in ours.items() if any(abs(value - own) <= allowed for value in values)]
-        if len(equal) == 2 or (len(ours) == 2 and f.shape[1] == 1):  # a nearly constant loss, or low precision
-            equal = self._first_label_alone(f, y)
+        if len(equal) == 2 or (len(ours) == 2 and f.shape[1] == 1):  # a nearly constant loss, low precision, one token
+            told = self._first_label_alone(f)
+            equal = told if told == ["shifted"] or equal else []
         if len(equal) == 1:
             return equal == ["shifted"]
         raise UnsupportedError(self._neither(f, own, ours, reasons))
+
+    def _compared(self, f: Tensor, axis: int | None, own: float) -> tuple[float, dict[str, list[float]], list[str]]:
+        """The model's loss, ours as in `_ours`, all of them of labels that count if those given leave one without."""
+        given = own, *self._ours(f, self.batch.y, axis)
+        if math.isfinite(own) and all(any(map(math.isfinite, values)) for values in given[1].values()):
+            return given
+        counting = self._all_counting(f, self.batch.y)
+        told = self.told(counting)[1]
+        return given if told is None else (told, *self._ours(f, counting, axis))
 
     def _ours(self, f: Tensor, y: Any, axis: int | None) -> tuple[dict[str, list[float]], list[str]]:
         """Values of our loss with and, if there is a label per position, without a shift; and why there are none."""
@@ -214,12 +216,13 @@ class _Labels:
             values.append(float(torch.as_tensor(totals.losses[0]).detach()) / float(totals.counts[0]))
         except ZeroDivisionError:
             values.append(math.inf)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (IndexError, ValueError, TypeError, RuntimeError) as error:
             reasons.append(str(error))
             values.append(math.inf)
         if isinstance(y, Tensor) and not y.is_floating_point() and f.shape[:-1] == y.shape:
-            plain = f.flatten(0, -2).detach().float(), _replaced(y, self.ignored, _IGNORED).flatten()
-            values.append(float(F.cross_entropy(*plain)))
+            classes = _replaced(y, self.ignored, _IGNORED)
+            if bool(((classes == _IGNORED) | (classes >= 0) & (classes < f.shape[-1])).all()):
+                values.append(float(F.cross_entropy(f.flatten(0, -2).detach().float(), classes.flatten())))
         return values
 
     def _all_counting(self, f: Tensor, y: Any) -> Any:
@@ -228,9 +231,9 @@ class _Labels:
             return y
         return y.masked_fill((y == _IGNORED) | (y == self.ignored), int(self.ignored == 0))
 
-    def _first_label_alone(self, f: Tensor, y: Tensor) -> list[str]:
+    def _first_label_alone(self, f: Tensor) -> list[str]:
         """Ignore all labels but the first of each sequence, which a loss of shifted labels doesn't read."""
-        alone = torch.full_like(y, _IGNORED)
+        alone = torch.full_like(self.batch.y, _IGNORED)
         alone[:, 0] = f[:, 0].argmin(-1)  # one that is not predicted, so that its loss is not 0
         own = self.told(alone)[1]
         if own is None:  # labels that can't be ignored
