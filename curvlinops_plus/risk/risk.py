@@ -269,12 +269,14 @@ class EmpiricalRisk:
 
         Raises:
             ValueError: If it is no batch, or its examples can't be counted.
-            UnsupportedError: If the loss that the model computes from the labels is not this one.
+            UnsupportedError: If the loss that the model computes from the labels is not this one, or its outputs depend
+                on them.
         """
         options = self.options
         batch = read_batch(item, index, self.device, options.batch_size_fn)
-        if batch.unpack and options.check and options.shift_labels is None and self.checked.shift is None:
-            self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch)
+        if batch.unpack and options.check and self.checked.shift is None:
+            said = options.shift_labels
+            self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch, said)
         return batch
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
