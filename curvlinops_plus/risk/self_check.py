@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.risk.call_kinds import batch_kind
-from curvlinops_plus.risk.constant_statistics import constant_statistics
+from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.gradient_check import TOLERANCE, SentVectors, send_single
-from curvlinops_plus.risk.process_state import eager, hookable_modules
+from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import RecordedCall
@@ -54,8 +54,8 @@ def check_batch(
     * a vector for one example reaches no other example's rows in any layer;
     * the gradient that each layer's rule makes of its recorded calls is autograd's gradient of the parameters.
 
-    The whole batch stands in for the few examples where they can't be told apart in its input. Batch norm in training
-    mode, which mixes examples, takes the statistics of the few as constants meanwhile.
+    The whole batch stands in for the few examples where they can't be told apart in its input. The statistics of batch
+    norm in training mode are constants in all of these passes.
 
     Whether layers are called as before is seen from what is recorded of each batch, see `batch_kind`: which modules are
     called in which order, their attributes, hooks and tensors at that moment, and how many operations autograd notes
@@ -133,9 +133,6 @@ class _Check:
         self.outputs = [f.detach() for f in outputs]
         self.axes = risk.options.example_axis or {}
         self.devices = [risk.device] if risk.device.type == "cuda" else []
-        kind = nn.modules.batchnorm._BatchNorm
-        #: Modules that mix examples, and are known for it.
-        self.mixing = {name: m for name, m in hookable_modules(risk.model) if isinstance(m, kind) and m.training}
 
     def run(self, backward: bool) -> set[int]:
         """Compare a few examples, or all if the model can't run a few, or if some layers got no gradient from them.
@@ -146,8 +143,8 @@ class _Check:
         Returns:
             Indices of the layers that got one.
         """
-        if self.mixing:
-            self._report_batch_norm()
+        if norms := [*batch_norms(self.risk.model)]:
+            self._report(norms)
         N, called = self.batch.num_examples, {recorded.layer for recorded in self.recorder.calls}
         if N > _FEW and are_examples_clear(self.batch, self.risk.options):
             # Any three: what depends on each other may be next to each other, or not.
@@ -163,10 +160,11 @@ class _Check:
                 return reached
         return self._look(self.batch, list(range(N)), backward, every=True) or set()
 
-    def _report_batch_norm(self) -> None:
+    def _report(self, norms: list[str]) -> None:
+        """Say what is left out if there is batch norm in training mode."""
         said = (
-            f"{[*self.mixing]} are batch norm in training mode: the examples of a batch depend on each other, and what "
-            "layers before them contribute through the batch's statistics"
+            f"{norms} are batch norm in training mode: the examples of a batch depend on each other. The statistics of "
+            "a batch are taken as constants; what layers before them contribute through these"
         )
         if self.repeatable:
             raise UnsupportedError(
@@ -196,7 +194,7 @@ class _Check:
             # Parameters, as modules may ask for them by that type.
             free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
             with Recorder(whole.layers, self.axes, True, whole.intercept, free, risk.options.example_of_row) as own:
-                with torch.enable_grad(), copied_buffers(risk.model), constant_statistics(self.mixing):
+                with torch.enable_grad(), copied_buffers(risk.model):
                     found = risk.at(free, lambda model: self._send(own, few, model, free, every))
                 if found is None or not self._compare_outputs(found[0], few, examples):
                     return None
