@@ -10,11 +10,10 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulation import refuse_unread
-from curvlinops_plus.blocks.batch_pass import BatchPass, Show
+from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
@@ -135,6 +134,9 @@ class CurvatureEstimator:
     def update(self, batch: Any, decay: float | None = None) -> None:
         """Add one batch, with a separate forward pass that leaves the model, its buffers and random state unchanged.
 
+        Batch norm in training mode is a function of each example in it, at the batch's statistics, which are taken as
+        constants.
+
         Args:
             batch: An item of the risk's data: `(X, y)`, or a mapping with "labels".
             decay: For this update, instead of the estimator's. With 1 during the first steps these weigh alike, and
@@ -145,12 +147,12 @@ class CurvatureEstimator:
             NumericsError: If one of its statistics is NaN or infinite; names layer and statistic. Nothing has changed
                 then.
         """
-        self._update(self._read(batch), torch.get_rng_state(), partial(self._add, decay=decay))
+        self._update(self._read(batch), PassStart.now(), partial(self._add, decay=decay))
 
-    def _update(self, found: Batch, random: Tensor, add: Callable[[Show], None]) -> None:
+    def _update(self, found: Batch, start: PassStart, add: Callable[[Show], None]) -> None:
         while True:
             try:
-                return self._pass(found).run(random, add)
+                return self._pass(found).run(start, add)
             except OutsideReads as error:
                 self._look(found, error)  # raises it again if it finds no more than was known
 
@@ -161,6 +163,10 @@ class CurvatureEstimator:
         Vectors are sent through the model's own graph when the context ends, which keeps it for the loss's backward
         pass. Nothing is added if the block raises.
 
+        With batch norm in training mode the model is run once more at the end of the block, from the same random
+        state, and vectors are sent through that pass: the batch's statistics are constants there, as in `update`.
+        Neither your pass nor buffers or random state change.
+
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
             decay: As for `update`.
@@ -168,8 +174,9 @@ class CurvatureEstimator:
         Raises:
             ValueError: If the model was not called exactly once, or its graph is gone.
             NumericsError: As for `update`.
+            UnsupportedError: If the model has batch norm in training mode, and another output when it is run once more.
 
-        Cost: a backward pass per vector to the layers' outputs.
+        Cost: a backward pass per vector to the layers' outputs; with batch norm in training mode a forward pass more.
         """
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)
@@ -178,7 +185,7 @@ class CurvatureEstimator:
                 yield
         except OutsideReads as error:  # functions read parameters: the first batch is added by a pass of its own
             self._look(found, error)
-            self._update(found, torch.get_rng_state(), add)
+            self._update(found, PassStart.now(), add)
 
     def _pass(self, batch: Batch) -> BatchPass:
         return BatchPass(self.risk, self._layers, self.vectors, self._weights, batch)
