@@ -133,9 +133,7 @@ class CurvatureEstimator:
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batch: Any, decay: float | None = None) -> None:
         """Add one batch, with a separate forward pass that leaves the model, its buffers and random state unchanged.
-
-        Batch norm in training mode is a function of each example in it, at the batch's statistics, which are taken as
-        constants.
+        The statistics of batch norm in training mode are taken as constants.
 
         Args:
             batch: An item of the risk's data: `(X, y)`, or a mapping with "labels".
@@ -163,9 +161,8 @@ class CurvatureEstimator:
         Vectors are sent through the model's own graph when the context ends, which keeps it for the loss's backward
         pass. Nothing is added if the block raises.
 
-        With batch norm in training mode the model is run once more at the end of the block, from the same random
-        state, and vectors are sent through that pass: the batch's statistics are constants there, as in `update`.
-        Neither your pass nor buffers or random state change.
+        With batch norm in training mode the model is run once more at the end of the block, as by `update`, from the
+        random state in which your pass began, and vectors are sent through that pass.
 
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".

@@ -101,25 +101,37 @@ def check_batch(
     rows = rows_per_example(recorder.calls, batch)
     kind = batch_kind(recorder.calls, outputs, rows) if recorder.backward else ()
     unchecked = _unchecked(checked, recorder, kind)
-    shape = (N, *(t.shape for t in tree_leaves(batch.X) if isinstance(t, Tensor))) if repeatable else (N,)
-    new_shape = shape not in checked.shapes and len(checked.shapes) < _SHAPES
+    shape, is_new = _shape(checked, batch, repeatable)
     # All of a small batch would be a few examples of itself, which tells nothing but that the model is not random.
-    new_outputs = repeatable and new_shape and (N > _FEW or not checked.shapes)
+    new_outputs = repeatable and is_new and (N > _FEW or not checked.shapes)
     # Where outputs can't be compared, random modules being allowed, all rows are, for each number of examples.
-    all_rows = recorder.backward and ((new_shape and not repeatable) or are_rows_unclear(rows, batch))
+    all_rows = recorder.backward and ((is_new and not repeatable) or are_rows_unclear(rows, batch))
     if not (unchecked or new_outputs or all_rows):
         return
     reached: set[int] = set()
-    with torch.random.fork_rng([risk.device] if risk.device.type == "cuda" else []), eager():
+    check = _Check(risk, recorder, batch, outputs, repeatable)
+    with torch.random.fork_rng(check.devices), eager():
         if unchecked or new_outputs:
-            reached = _Check(risk, recorder, batch, outputs, repeatable).run(bool(unchecked))
+            reached = check.run(bool(unchecked))
         if all_rows:
             compare_all_rows(recorder, outputs)
+    _looked_at(checked, recorder, kind, unchecked, reached)
+    checked.shapes.add(shape)
+
+
+def _shape(checked: Checked, batch: Batch, repeatable: bool) -> tuple[Any, bool]:
+    """The shape of a batch, only its number of examples in training loops, and whether it is one of the first ones."""
+    shapes = (t.shape for t in tree_leaves(batch.X) if isinstance(t, Tensor)) if repeatable else ()
+    shape = (batch.num_examples, *shapes)
+    return shape, shape not in checked.shapes and len(checked.shapes) < _SHAPES
+
+
+def _looked_at(checked: Checked, recorder: Recorder, kind: Any, unchecked: set[Any], reached: set[int]) -> None:
+    """Note what need not be looked at again."""
     if unchecked:
         checked.kinds.add(kind)
         checked.tried |= unchecked
-        checked.layers |= {_name(c, N) for c in recorder.calls if c.layer in reached}
-    checked.shapes.add(shape)
+        checked.layers |= {_name(c, recorder.num_examples) for c in recorder.calls if c.layer in reached}
 
 
 def _unchecked(checked: Checked, recorder: Recorder, kind: Any) -> set[Any]:
