@@ -58,10 +58,8 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
     if batch.num_examples > _FEW and are_examples_clear(batch, risk.options):
         few = take_examples(batch, range(_FEW))
     devices = [risk.device] if risk.device.type == "cuda" else []
-    # With gradients, which a forward pass may take itself.
-    free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
-    with torch.random.fork_rng(devices), eager(), copied_buffers(risk.model), torch.enable_grad():
-        error = risk.at(free, lambda model: _compare(risk, model, batch if few is None else few, batch))
+    with torch.random.fork_rng(devices), eager(), copied_buffers(risk.model), torch.no_grad():
+        error = _compare(risk, batch if few is None else few, batch)
     if error is not None:
         raise error
     risk.checked.modes.add(modes)
@@ -81,22 +79,22 @@ def are_examples_clear(batch: Batch, options: RiskOptions) -> bool:
     return True
 
 
-def _compare(risk: EmpiricalRisk, model: nn.Module, few: Batch, batch: Batch) -> RuntimeError | None:
+def _compare(risk: EmpiricalRisk, few: Batch, batch: Batch) -> RuntimeError | None:
     state = generator_state(risk.device)
     try:
-        first = risk.run(few, model)[0]
+        first = risk.run(few)[0]
     except Exception:
         if few is batch:
             raise
-        return _compare(risk, model, batch, batch)  # the model needs the whole batch, as the nodes of a graph do
+        return _compare(risk, batch, batch)  # the model needs the whole batch, as the nodes of a graph do
     drew = generator_state(risk.device) != state
     for _ in range(_DRAWS if drew else 1):
-        for f, again in zip(first, risk.run(few, model)[0], strict=True):
-            away = relative_difference(again.detach(), f.detach()) if again.shape == f.shape else 1.0
+        for f, again in zip(first, risk.run(few)[0], strict=True):
+            away = relative_difference(again, f) if again.shape == f.shape else 1.0
             if away > TOLERANCE[f.element_size()]:
-                where = first_different(risk.model, *_twice(risk, model, few))
+                where = first_different(risk.model, *_twice(risk, few))
                 return not_repeatable(risk.model, away, where)
-        if drew and (names := _training_modules_that_draw(risk, model, few)):
+        if drew and (names := _training_modules_that_draw(risk, few)):
             return RuntimeError(
                 f"The model draws random numbers in training mode, in {names}, so evaluations may differ, if rarely: "
                 "call model.eval(). check_deterministic=False takes them as they come."
@@ -110,7 +108,7 @@ def generator_state(device: torch.device) -> bytes:
     return torch.get_rng_state().numpy().tobytes() + own
 
 
-def _training_modules_that_draw(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> str:
+def _training_modules_that_draw(risk: EmpiricalRisk, batch: Batch) -> str:
     """The innermost modules in training mode that draw numbers in a forward pass."""
     running: list[bytes] = []
     found: dict[str, str] = {}
@@ -130,15 +128,15 @@ def _training_modules_that_draw(risk: EmpiricalRisk, model: nn.Module, batch: Ba
             module.register_forward_hook(own_calls(leave)),
         ]
     try:
-        risk.run(batch, model)
+        risk.run(batch)
     finally:
         for handle in handles:
             handle.remove()
     return ", ".join(found.values())
 
 
-def _twice(risk: EmpiricalRisk, model: nn.Module, batch: Batch) -> list[list[tuple[str, list[Tensor]]]]:
-    return [outputs_of_modules(risk.model, lambda: risk.run(batch, model)) for _ in range(2)]
+def _twice(risk: EmpiricalRisk, batch: Batch) -> list[list[tuple[str, list[Tensor]]]]:
+    return [outputs_of_modules(risk.model, lambda: risk.run(batch)) for _ in range(2)]
 
 
 def not_repeatable(model: nn.Module, away: float, where: str) -> RuntimeError:
