@@ -34,20 +34,20 @@ class Net(nn.Module):
         return self.b(self.middle(self, self.a(x)))
 
 
-def _stopped(net: nn.Module, h: Tensor) -> Tensor:
+def stopped(net: nn.Module, h: Tensor) -> Tensor:
     with torch.no_grad():
         gate = h.sigmoid()
     return gate * h
 
 
-def _reversed(net: nn.Module, h: Tensor) -> Tensor:
+def reversed_by_hook(net: nn.Module, h: Tensor) -> Tensor:
     h = h.tanh()
     if h.requires_grad:
         h.register_hook(lambda g: -g)
     return h
 
 
-def _clipped(net: nn.Module, h: Tensor) -> Tensor:
+def clipped(net: nn.Module, h: Tensor) -> Tensor:
     h = h.tanh()
     if h.requires_grad:
         h.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
@@ -57,9 +57,9 @@ def _clipped(net: nn.Module, h: Tensor) -> Tensor:
 #: What stands in the middle, and whether forward mode gives what a backward pass gives.
 MIDDLES: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], bool]] = {
     "plain": (lambda net, h: h.tanh(), True),
-    "no gradient through a gate": (_stopped, False),
+    "no gradient through a gate": (stopped, False),
     "detached gate": (lambda net, h: h.sigmoid().detach() * h, True),
-    "gradient reversal by a hook": (_reversed, False),
+    "gradient reversal by a hook": (reversed_by_hook, False),
     "no rule for tangents": (lambda net, h: _Square.apply(h), False),  # type: ignore[arg-type]
     "nothing arrives": (lambda net, h: h.detach(), True),
 }

@@ -12,7 +12,7 @@ import torch
 from cases import FEW, NETS, PROBLEMS, Problem, close, problem, unchanged
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from middles import MIDDLES, Net
+from middles import MIDDLES, Net, clipped
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.data import DataLoader, TensorDataset
@@ -460,7 +460,7 @@ def test_operations_without_second_derivative_are_named() -> None:
     # PyTorch itself takes its derivative for zero, without a word.
     with pytest.raises(UnsupportedError, match=r"backward pass of _Once is marked @once_differentiable"):
         JacobianLinearOperator(net, list(net.parameters()), _loader(shuffle=False))
-    net = Net(_clipped).double()
+    net = Net(clipped).double()
     with pytest.raises(UnsupportedError, match=r"is not linear in the gradient\. Forward mode was tried first"):
         JacobianLinearOperator(net, list(net.parameters()), _loader(shuffle=False))
     net = Net(lambda net, h: torch.cdist(h[:, None], h[:, None] + 1).flatten(1) * h).double()
