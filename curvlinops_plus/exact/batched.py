@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvlinops_plus.risk.process_state import quiet
 
-__all__ = ["checked_chunk_size", "columns_at_once", "join_rows", "split_rows", "vjp"]
+__all__ = ["checked_chunk_size", "columns_at_once", "is_generic", "join_rows", "split_rows", "vjp"]
 
 # Columns are vectorised in pieces whose copies of intermediate results stay below this many bytes.
 CHUNK_BYTES = 2**28
@@ -51,6 +51,23 @@ def join_rows(
         for part, p in zip(parts, params, strict=True)
     ]
     return torch.cat(joined, 1)
+
+
+def is_generic(v: Tensor, params: Sequence[Tensor]) -> bool:  # v [n]
+    """Whether a vector can serve as a random one, to find out whether linear functions of it agree.
+
+    It can if its entries are of one size in all parameters, if few are next to zero, and if they vary along each axis.
+
+    Cost: a few passes over the vector.
+    """
+    mean, told = v.square().mean(), []
+    for part, p in zip(v.split([p.numel() for p in params]), params, strict=True):
+        part = part.view(p.shape)
+        square = part.square()
+        own = square.mean()
+        told += [own > 0.01 * mean, (square > 0.01 * own).sum() > 0.5 * part.numel()]
+        told += [part.mean(k).square().mean() < 0.99 * own for k, size in enumerate(p.shape) if size > 1]
+    return bool(torch.stack(told).all())
 
 
 def vjp(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor | None]:

@@ -18,6 +18,7 @@ from curvlinops_plus.risk.process_state import eager
 
 __all__ = [
     "differentiable",
+    "is_symmetric",
     "kernel_shape",
     "loss_hessian_product",
     "only_rounding",
@@ -123,6 +124,27 @@ def tried(why: str | None) -> str:
 def kernel_shape(N: int, tensors: Sequence[Tensor]) -> Hashable:
     """What kernels choose their ways by: number of examples, and axes of length one."""
     return N, *(tuple(size == 1 for size in t.shape) for t in tensors)
+
+
+def is_symmetric(product: Callable[[Tensor], Tensor], x: Tensor, Hx: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product `H x` fits to a symmetric matrix, `uᵀ H x = xᵀ H u` for a random vector `u`.
+
+    False is no proof of the contrary, see `refuse_asymmetry`.
+
+    Args:
+        product: Products [K, n] -> [K, n].
+        x: A vector like a random one, [n].
+        Hx: Its product.
+        dtype: What limits the digits.
+
+    Cost: one product.
+    """
+    generator = torch.Generator().manual_seed(1_895_364_127)  # no seed that `x` may have been drawn with, too
+    u = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x)
+    Hu, length = product(u[None])[0], x.norm() / x.numel() ** 0.5
+    size = Hx.norm() + Hu.norm() * length
+    # One number is compared: by chance it may be small, and much less than what is refused counts.
+    return bool((u.dot(Hx) - x.dot(Hu)).abs() <= (1e-7 if dtype == torch.float64 else 1e-4) * size)
 
 
 def refuse_asymmetry(product: Callable[[Tensor], Tensor], like: Tensor, scale: float, dtype: torch.dtype) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.exact.base import ParameterCurvature
-from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
+from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, is_generic, join_rows, split_rows, vjp
 from curvlinops_plus.exact.double_backward import (
+    is_symmetric,
     kernel_shape,
     operation_context,
     refuse_asymmetry,
@@ -128,12 +129,15 @@ class Hessian(ParameterCurvature):
                     found += [None] * len(params[block])
             return join_rows(found, params, len(rows), self.dtype)
 
-        if new:
-            refuse_asymmetry(product, X, float(loss.detach().abs()), coarsest_dtype(self.risk))
-            self._checked.add(shape)
         # Two backward passes hold a few results of each column at a time.
         size = columns_at_once(self.chunk_size, X.shape[0] + 4 * self._largest)
-        return torch.cat([product(piece) for piece in X.T.split(size)]).T
+        HX = torch.cat([product(piece) for piece in X.T.split(size)]).T
+        if new:
+            dtype, some = coarsest_dtype(self.risk), X.shape[1] and is_generic(X[:, 0], params)
+            if not some or not is_symmetric(product, X[:, 0], HX[:, 0], dtype):
+                refuse_asymmetry(product, X, float(loss.detach().abs()), dtype)
+            self._checked.add(shape)
+        return HX
 
 
 def _blocks(sizes: Sequence[int] | None, count: int) -> list[slice]:

@@ -4,14 +4,14 @@
 and the graph of the same forward pass serves a backward pass after it. Where an operation has no forward mode, or where
 it would be wrong (`torch.no_grad()` inside a model stops gradients, but not tangents), `J v` is the derivative of
 `wᵀ J` with respect to `w` instead, by two backward passes. Which of the two is right for a model is determined once per
-operator, on the first batch.
+operator, on the first batch: the numbers of a product `Jᵀ M J v` tell it themselves, others need a check of their own.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
+from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, is_generic, join_rows, split_rows, vjp
 from curvlinops_plus.exact.double_backward import only_rounding, operation_context, refuse_once_differentiable, tried
 from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
 from curvlinops_plus.risk import EmpiricalRisk
@@ -119,6 +119,10 @@ class Linearizer:
         Cost: one forward pass with tangents and one backward pass for a single vector, whose graph they share.
         """
         if self._forward is None:
+            output_product = _once(output_product)
+            found = self._product_that_tells(batch, rows, output_product)
+            if found is not None:
+                return found
             self._choose_mode(batch)
         if self._forward and self._shared and len(rows) == 1:
             return self._at_tangent(
@@ -228,6 +232,40 @@ class Linearizer:
             return self.risk.at(dict(zip(self.keys, duals)), inside)
 
     # ------------------------------------------------------------------------------------------------- forward mode
+    def _product_that_tells(
+        self, batch: Batch, rows: Tensor, output_product: OutputMap[Sequence[Tensor | None]]
+    ) -> Tensor | None:
+        """`Jᵀ M J v` by forward mode, if its own numbers say that forward mode is right; else None, and nothing is
+        known.
+
+        `<M J v, J v> = <v, Jᵀ M J v>` holds for any `M`, with `J` from forward mode on the left, and from a backward
+        pass on the right.
+        """
+        if len(rows) > 1 or not is_generic(rows[0], self.params):
+            return None
+        state, self._largest = random_state(self.risk.device), 0
+
+        def product(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> Tensor | None:
+            MJV = [Mv for Mv in output_product(F, extra)(JV) if Mv is not None]
+            if len(MJV) < len(JV):
+                return None
+            back = self._vjp(F, free, MJV, 1)
+            eps = max(torch.finfo(t.dtype).eps for t in (*F, *free))
+            return back if _agree(rows, JV, MJV, back, min(10 * eps**0.5, 0.1)) else None
+
+        try:
+            with _first_use_of_forward_mode():
+                found = self._at_tangent(batch, rows, product)
+        except UnsupportedError:
+            raise
+        except RuntimeError:
+            found = None
+        if found is not None and not self._stopped:
+            self._forward = True
+            return found
+        set_random_state(self.risk.device, state)
+        return None
+
     def _choose_mode(self, batch: Batch) -> None:
         """Determine whether forward mode is possible and right: does it agree with a backward pass?"""
         device = self.risk.device
@@ -243,8 +281,7 @@ class Linearizer:
 
         try:
             self._largest = 0
-            with warnings.catch_warnings():  # PyTorch loads its own rules of forward mode at first use
-                warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+            with _first_use_of_forward_mode():
                 right = self._at_tangent(batch, v, agrees)
         except CheckpointError:  # the forward pass that it repeats has no tangents
             self._shared = False
@@ -346,6 +383,36 @@ class Linearizer:
     def _columns(self) -> int:
         # Forward mode and backward pass hold a few results of each column at a time.
         return columns_at_once(self.chunk_size, self.risk.space.dim + 4 * self._largest)
+
+
+@contextmanager
+def _first_use_of_forward_mode() -> Iterator[None]:
+    """Context without the warning that PyTorch gives when it loads its own rules of forward mode."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+        yield
+
+
+def _agree(
+    v: Tensor, JV: Sequence[Tensor], MJV: Sequence[Tensor], back: Tensor, tolerance: float
+) -> bool:  # v, back [1, n]
+    """Whether `<M J v, J v> = <v, Jᵀ M J v>`, and rounding errors are too small to hide that it is not."""
+    V, U = (torch.cat([t.flatten().to(v.dtype) for t in ts]) for ts in (JV, MJV))
+    inner = U.dot(V)
+    enough = torch.maximum(1e-3 * U.norm() * V.norm(), 0.1 * back.norm() * v.norm() / v.numel() ** 0.5)
+    return bool((inner.abs() > enough) & ((v[0].dot(back[0]) - inner).abs() <= tolerance * inner.abs()))
+
+
+def _once(output_product: OutputMap[T]) -> OutputMap[T]:
+    """The product of the first call in each: what it counts and draws for a batch is counted and drawn once."""
+    made: list[Callable[[list[Tensor]], T]] = []
+
+    def product(F: Outputs, extra: Any) -> Callable[[list[Tensor]], T]:
+        if not made:
+            made.append(output_product(F, extra))
+        return made[0]
+
+    return product
 
 
 def _tangents(outputs: Outputs) -> list[Tensor]:

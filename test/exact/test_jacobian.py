@@ -13,6 +13,7 @@ from cases import FEW, NETS, PROBLEMS, Problem, close, problem, unchanged
 from helpers import refuses_cdist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from middles import MIDDLES, Net, clipped
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.data import DataLoader, TensorDataset
@@ -205,66 +206,11 @@ def test_function_as_model() -> None:
 
 
 # ------------------------------------------------------------------------------------ forward mode, where it is right
-class _Square(Function):
-    """x², without a rule for forward mode."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * grads[0]
-
-
-class _Net(nn.Module):
-    """A network with a function in the middle."""
-
-    def __init__(self, middle: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.a, self.b, self.middle = nn.Linear(3, 4), nn.Linear(4, 2), middle
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.middle(self, self.a(x)))
-
-
-def _stopped(net: nn.Module, h: Tensor) -> Tensor:
-    with torch.no_grad():
-        gate = h.sigmoid()
-    return gate * h
-
-
-def _reversed(net: nn.Module, h: Tensor) -> Tensor:
-    h = h.tanh()
-    if h.requires_grad:
-        h.register_hook(lambda g: -g)
-    return h
-
-
-def _clipped(net: nn.Module, h: Tensor) -> Tensor:
-    h = h.tanh()
-    if h.requires_grad:
-        h.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
-    return h
-
-
-#: What stands in the middle, and whether forward mode gives what a backward pass gives.
-MIDDLES: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], bool]] = {
-    "plain": (lambda net, h: h.tanh(), True),
-    "no gradient through a gate": (_stopped, False),
-    "detached gate": (lambda net, h: h.sigmoid().detach() * h, True),
-    "gradient reversal by a hook": (_reversed, False),
-    "no rule for tangents": (lambda net, h: _Square.apply(h), False),  # type: ignore[arg-type]
-    "nothing arrives": (lambda net, h: h.detach(), True),
-}
-
-
 @pytest.mark.parametrize("name", MIDDLES)
 def test_forward_mode_only_where_it_is_right(name: str) -> None:
     torch.manual_seed(0)
     middle, right = MIDDLES[name]
-    model = _Net(middle).double()
+    model = Net(middle).double()
     data = [(torch.randn(n, 3, dtype=torch.float64), torch.zeros(n, 2, dtype=torch.float64)) for n in (3, 2)]
     params = list(model.parameters())
     outputs = torch.cat([model(X) for X, _ in data]).flatten()
@@ -511,14 +457,14 @@ def test_operations_without_second_derivative_are_named() -> None:
     # One backward pass is possible.
     Jt = TransposedJacobianLinearOperator(model, list(model.parameters()), data, check_deterministic=False)
     assert Jt.to_dense().shape == (10, 4)
-    net = _Net(lambda net, h: _Once.apply(h)).double()  # type: ignore[arg-type]
+    net = Net(lambda net, h: _Once.apply(h)).double()  # type: ignore[arg-type]
     # PyTorch itself takes its derivative for zero, without a word.
     with pytest.raises(UnsupportedError, match=r"backward pass of _Once is marked @once_differentiable"):
         JacobianLinearOperator(net, list(net.parameters()), _loader(shuffle=False))
-    net = _Net(_clipped).double()
+    net = Net(clipped).double()
     with pytest.raises(UnsupportedError, match=r"is not linear in the gradient\. Forward mode was tried first"):
         JacobianLinearOperator(net, list(net.parameters()), _loader(shuffle=False))
-    net = _Net(lambda net, h: torch.cdist(h[:, None], h[:, None] + 1).flatten(1) * h).double()
+    net = Net(lambda net, h: torch.cdist(h[:, None], h[:, None] + 1).flatten(1) * h).double()
     with refuses_cdist("uses cdist, which PyTorch can't differentiate twice. Write it"):
         JacobianLinearOperator(net, list(net.parameters()), _loader(shuffle=False))
 
@@ -527,7 +473,7 @@ def test_errors_of_the_model_stay_what_they_are() -> None:
     def fails(net: nn.Module, h: Tensor) -> Tensor:
         raise KeyError("mine")
 
-    net = _Net(fails).double()
+    net = Net(fails).double()
     with pytest.raises(KeyError, match="mine"):
         JacobianLinearOperator(net, list(net.parameters()), _loader(shuffle=False))
     for hooks in (net._forward_hooks, net._forward_pre_hooks):
