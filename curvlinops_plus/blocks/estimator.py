@@ -74,9 +74,9 @@ class CurvatureEstimator:
     section 3.2 (EKFAC with running averages).
 
     Example:
-        >>> from torch import nn
+        >>> import torch
         >>> _ = torch.manual_seed(0)
-        >>> model, loss = nn.Linear(3, 2), nn.MSELoss()
+        >>> model, loss = torch.nn.Linear(3, 2), torch.nn.MSELoss()
         >>> estimator = CurvatureEstimator(EmpiricalRisk(model, loss, ()), decay=0.95, damping=1e-3)
         >>> for step in range(4):
         ...     X, y = torch.rand(8, 3), torch.rand(8, 2)
@@ -323,9 +323,9 @@ class CurvatureEstimator:
             ValueError: If the two approximate differently.
 
         Example:
-            >>> from torch import nn
+            >>> import torch
             >>> from curvlinops_plus import EKFAC
-            >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), ())
+            >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), ())
             >>> one, two = CurvatureEstimator(risk, EKFAC), CurvatureEstimator(risk, EKFAC)
             >>> one.update((torch.rand(4, 3), torch.rand(4, 2)))
             >>> two.adopt_bases(one)
