@@ -60,6 +60,7 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
     devices = [risk.device] if risk.device.type == "cuda" else []
     with torch.random.fork_rng(devices), eager(), copied_buffers(risk.model), torch.no_grad():
         error = _compare(risk, batch if few is None else few, batch)
+    torch.clear_autocast_cache()  # before PyTorch 2.7 it gives weights that were cast without gradients to later passes
     if error is not None:
         raise error
     risk.checked.modes.add(modes)
