@@ -23,7 +23,7 @@ __all__ = ["TOLERANCE", "SentVectors", "compare_all_rows", "send_single"]
 
 #: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
 #: compute in float32 whatever they get.
-TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 3e-7}
+TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-8}
 
 _OTHER_THAN_RECORDED = (
     "Does something else read the parameter, does the module compute something else when it is run again (attributes "
