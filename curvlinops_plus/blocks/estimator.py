@@ -275,6 +275,17 @@ class CurvatureEstimator:
             raise
         self._snapshot, self._inverse, self.damping = snapshot, inverse, damping
 
+    @property
+    def refreshed(self) -> BlockwiseLinearOperator:
+        """The curvature at the last `refresh`, whose decompositions are kept.
+
+        Raises:
+            ValueError: If there was none yet.
+        """
+        if self._snapshot is None:
+            raise ValueError("The estimator was not refreshed yet: call `refresh(damping)` first.")
+        return self._snapshot
+
     def inverse(self, damping: Any = None) -> LinearOperator:
         """`(K + damping·I)⁻¹` at the last `refresh`; the first call refreshes, with this damping.
 

@@ -1,0 +1,1 @@
+"""K-FAC as an optimizer."""

@@ -1,0 +1,159 @@
+"""Policies of the K-FAC optimizer: how damping adapts, how long an update may be, what weight decay means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, isfinite, isnan
+from numbers import Real
+from typing import Any, Literal
+
+__all__ = ["LevenbergMarquardt", "NormConstraint", "WeightDecay", "as_norm_constraint", "as_weight_decay", "number"]
+
+
+def number(name: str, value: Any, low: float = 0.0, high: float = inf, strict: bool = False) -> float:
+    """A finite number in `[low, high]`, or above `low` if `strict`.
+
+    Raises:
+        TypeError: If it is none.
+        ValueError: If it is outside.
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{name} is a {type(value).__name__}; expected a number.")
+    found = float(value)
+    if not (low < found if strict else low <= found) or found > high or isnan(found):
+        bounds = f"above {low:g}" if strict else f"at least {low:g}"
+        raise ValueError(
+            f"{name}={found:g}; expected a number {bounds}{f' and at most {high:g}' if high < inf else ''}."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class LevenbergMarquardt:
+    """Damping that follows how well the quadratic model predicts the change of the loss.
+
+    After every `interval`-th step the ratio `ρ = (L(θ + δ) - L(θ)) / q(δ)` of the real to the predicted change, both on
+    the batch of that step, decides: below the first threshold the damping is divided by `decay ** interval`, above the
+    second one multiplied by it. A loss that is not finite counts as a bad prediction. The next step uses the result.
+
+    Args:
+        initial: `λ` of the first step.
+        interval: Steps between two decisions.
+        decay: By how much the damping may change per step, in (0, 1].
+        thresholds: Between these the damping stays.
+        min: `λ` never gets smaller.
+        max: `λ` never gets larger.
+        include_damping: Whether `q` has the term `λ/2 |δ|²`.
+
+    Source: Martens and Grosse 2015, arXiv 1503.05671, section 6.5.
+
+    Example:
+        >>> rule = LevenbergMarquardt(1.0, interval=5, decay=0.9)
+        >>> [round(rule.adapted(2.0, rho), 3) for rho in (0.1, 0.5, 0.8, float("nan"))]
+        [3.387, 2.0, 1.181, 3.387]
+    """
+
+    initial: float = 1.0
+    interval: int = 5
+    decay: float = 0.9
+    thresholds: tuple[float, float] = (0.25, 0.75)
+    min: float = 1e-8
+    max: float = inf
+    include_damping: bool = False
+
+    def __post_init__(self) -> None:
+        number("initial", self.initial, strict=True)
+        number("decay", self.decay, high=1.0, strict=True)
+        number("min", self.min)
+        number("max", self.max, low=self.min)
+        if not isinstance(self.interval, int) or self.interval < 1:
+            raise ValueError(f"interval={self.interval!r}; expected a number of steps, at least 1.")
+        low, high = self.thresholds
+        if not low < high:
+            raise ValueError(f"thresholds={self.thresholds}; expected the first one to be less than the second.")
+
+    def adapted(self, damping: float, rho: float) -> float:
+        """The damping after a step with the ratio `rho`."""
+        factor = self.decay**self.interval
+        if isnan(rho) or rho < self.thresholds[0]:
+            damping /= factor
+        elif rho > self.thresholds[1]:
+            damping *= factor
+        return min(max(damping, self.min), self.max)
+
+
+@dataclass(frozen=True)
+class NormConstraint:
+    """The largest squared norm of an update; longer ones are shortened to it.
+
+    Args:
+        c: The bound.
+        of: "update" bounds the whole update `δ = -α P g + μ v`, momentum included. "step" bounds the part `α P g`, as
+            kfac_jax does; momentum may then multiply it by up to `1 / (1 - μ)`.
+        norm: "damped" is `⟨δ, (C + λ) δ⟩`, "fisher" `⟨δ, C δ⟩`, "euclidean" `⟨δ, δ⟩`.
+
+    Source: Ba et al. 2017, "Distributed second-order optimization using Kronecker-factored approximations", section 5,
+    for `of="step"`.
+
+    Example:
+        >>> NormConstraint(1e-3).factor(4e-3)
+        0.5
+    """
+
+    c: float
+    of: Literal["update", "step"] = "update"
+    norm: Literal["damped", "fisher", "euclidean"] = "damped"
+
+    def __post_init__(self) -> None:
+        number("The norm constraint", self.c, strict=True)
+        for name, value, known in (("of", self.of, ("update", "step")), ("norm", self.norm, _NORMS)):
+            if value not in known:
+                raise ValueError(f"{name}={value!r}; expected one of {', '.join(map(repr, known))}.")
+
+    def factor(self, square: float) -> float:
+        """What a vector of this squared norm is multiplied with, at most 1."""
+        return 1.0 if square <= self.c else (self.c / square) ** 0.5 if isfinite(square) else 0.0
+
+
+_NORMS = ("damped", "fisher", "euclidean")
+
+
+@dataclass(frozen=True)
+class WeightDecay:
+    """What a weight decay `η` means.
+
+    Args:
+        strength: `η`.
+        kind: "decoupled" shrinks parameters by `lr · η` beside the update, as AdamW. "coupled" adds `η θ` to the
+            gradient and `η I` to the curvature: what is minimised is the loss plus `η/2 |θ|²`. "in_loss" is for a loss
+            that has this term already: `η I` is added to the curvature alone.
+
+    Example:
+        >>> WeightDecay(1e-2, "coupled").kind
+        'coupled'
+    """
+
+    strength: float
+    kind: Literal["decoupled", "coupled", "in_loss"] = "decoupled"
+
+    def __post_init__(self) -> None:
+        number("The weight decay", self.strength)
+        if self.kind not in (known := ("decoupled", "coupled", "in_loss")):
+            raise ValueError(f"kind={self.kind!r}; expected one of {', '.join(map(repr, known))}.")
+
+    #: What is added to the diagonal of the curvature.
+    @property
+    def curvature(self) -> float:
+        return 0.0 if self.kind == "decoupled" else self.strength
+
+
+def as_weight_decay(value: Any) -> WeightDecay:
+    """A number is decoupled weight decay."""
+    return value if isinstance(value, WeightDecay) else WeightDecay(number("weight_decay", value))
+
+
+def as_norm_constraint(value: Any) -> NormConstraint | None:
+    """A number bounds the whole update in the damped norm; None bounds nothing."""
+    if value is None or isinstance(value, NormConstraint):
+        return value
+    return NormConstraint(number("norm_constraint", value, strict=True))
