@@ -1,1 +1,7 @@
 """K-FAC as an optimizer."""
+
+from curvlinops_plus.optim.kfac.optimizer import KFACOptimizer
+from curvlinops_plus.optim.kfac.policies import LevenbergMarquardt, NormConstraint, WeightDecay
+from curvlinops_plus.optim.kfac.step_report import StepReport
+
+__all__ = ["KFACOptimizer", "LevenbergMarquardt", "NormConstraint", "StepReport", "WeightDecay"]
