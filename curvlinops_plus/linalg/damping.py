@@ -91,7 +91,7 @@ class HeuristicDamping:
     A matrix that is no Kronecker product gets the whole damping. Only inverses can be damped by factors.
 
     Args:
-        damping: `λ`, a number, a 0-d tensor or a rule such as `RelativeDamping`.
+        damping: `λ`, a number, a 0-d tensor or a rule such as `RelativeDamping`; of a curvature also one per block.
         min: Neither factor gets less than this.
 
     Source: Martens and Grosse 2015, arXiv 1503.05671, section 6.3.
@@ -105,7 +105,7 @@ class HeuristicDamping:
         tensor(0.2268)
     """
 
-    damping: Scalar | Rule
+    damping: Scalar | Rule | Mapping[str, Any]
     min: float = 1e-8
 
     def __call__(self, operator: Any) -> Any:

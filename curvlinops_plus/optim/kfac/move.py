@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.optim.kfac.policies import NormConstraint, as_norm_constraint, as_weight_decay
-from curvlinops_plus.optim.kfac.quadratic_model import sum_of_products
+from curvlinops_plus.optim.kfac.quadratic_model import sum_of_products, times
 
 __all__ = ["Move"]
 
@@ -19,8 +19,9 @@ class Move:
 
     Args:
         keys: Their keys.
+        params: Themselves.
         groups: The option group of each.
-        states: The optimizer's state of each.
+        state: The optimizer's, parameter to what is kept of it.
         gradient: `g`.
         direction: `P g`.
         dampings: `λ` of each, with the weight decay that is part of the curvature.
@@ -34,28 +35,27 @@ class Move:
     def __init__(
         self,
         keys: Sequence[str],
+        params: Sequence[Tensor],
         groups: Sequence[Mapping[str, Any]],
-        states: Sequence[dict[str, Any]],
+        state: MutableMapping[Any, dict[str, Any]],
         gradient: list[Tensor],
         direction: list[Tensor],
         dampings: list[float],
     ) -> None:
-        self.keys, self.groups, self.gradient, self.direction, self.dampings = (
-            keys,
-            groups,
-            gradient,
-            direction,
-            dampings,
-        )
-        self.velocity = [s["velocity"] if "velocity" in s else torch.zeros_like(g) for s, g in zip(states, gradient)]
-        self._curved_velocity = [
-            s["curved_velocity"] if "curved_velocity" in s else torch.zeros_like(g) for s, g in zip(states, gradient)
-        ]
+        self.keys, self.params, self.groups, self._state = keys, params, groups, state
+        self.gradient, self.direction, self.dampings = gradient, direction, dampings
+        self.velocity = self._kept("velocity")
+        self._curved_velocity = self._kept("curved_velocity")
         self._sent = gradient  # what `direction` is `P` times
         self._lr: Sequence[float] = ()
         self.scale = 1.0
         self.update: list[Tensor] = []
         self.curved: list[Tensor] = []
+
+    def _kept(self, name: str) -> list[Tensor]:
+        """What the last step kept; zero where it kept nothing."""
+        kept = [self._state.get(p, {}).get(name) for p in self.params]
+        return [torch.zeros_like(g) if t is None else t for t, g in zip(kept, self.gradient, strict=True)]
 
     def option(self, name: str) -> list[float]:
         """An option of each parameter's group."""
@@ -66,24 +66,25 @@ class Move:
 
         def squares(norm: str) -> list[Tensor]:
             found = self._squares(norm, self.direction, self.gradient)
-            return [lr**2 * square for lr, square in zip(self.option("lr"), found, strict=True)]
+            rates = [group.get("lr", 1.0) for group in self.groups]
+            return [lr**2 * square for lr, square in zip(rates, found, strict=True)]
 
         if factors := self._factors("step", squares):
-            self.direction = torch._foreach_mul(self.direction, factors)
-            self._sent = torch._foreach_mul(self.gradient, factors)
+            self.direction = times(self.direction, factors)
+            self._sent = times(self.gradient, factors)
 
     def combine(self, lr: Sequence[float], momentum: Sequence[float]) -> None:
         """`δ = -α P g + μ v`."""
 
         def combined(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-            return torch._foreach_sub(torch._foreach_mul(old, list(momentum)), torch._foreach_mul(new, list(lr)))
+            return [μ * v - α * d for α, μ, d, v in zip(lr, momentum, new, old, strict=True)]
 
         self._lr = lr
         self.update = combined(self.direction, self.velocity)
         if any(_reads_curved(c) for c in self._constraints):
             self.curved = combined(self._sent, self._curved_velocity)
 
-    def bound_update(self, product: Callable[[list[Tensor]], list[Tensor]]) -> None:
+    def bound_update(self, product: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
         """Shorten the update where it is longer than its norm constraint allows.
 
         Args:
@@ -92,31 +93,30 @@ class Move:
 
         def squares(norm: str) -> list[Tensor]:
             if norm != "euclidean" and not float(sum_of_products(self.update, self.curved)) > 0:
-                damped = torch._foreach_mul(self.update, self.dampings)
-                self.curved = torch._foreach_add(product(self.update), damped)
+                found = product(dict(zip(self.keys, self.update, strict=True)))
+                damped = times(self.update, self.dampings)
+                self.curved = [found[key] + d for key, d in zip(self.keys, damped, strict=True)]
             return self._squares(norm, self.update, self.curved)
 
         if factors := self._factors("update", squares):
-            self.update = torch._foreach_mul(self.update, factors)
-            self.curved = torch._foreach_mul(self.curved, factors) if self.curved else []
+            self.update = times(self.update, factors)
+            self.curved = times(self.curved, factors) if self.curved else []
 
-    def decayed(self, params: Sequence[Tensor]) -> list[Tensor]:
+    def with_decay(self) -> list[Tensor]:
         """The update, with decoupled weight decay."""
         decays = [as_weight_decay(group["weight_decay"]) for group in self.groups]
         shrink = [-lr * d.strength if d.kind == "decoupled" else 0.0 for lr, d in zip(self._lr, decays, strict=True)]
         if not any(shrink):
             return self.update
-        return torch._foreach_add(
-            self.update, torch._foreach_mul([p.to(u.dtype) for p, u in zip(params, self.update)], shrink)
-        )
+        return [u + factor * p.to(u.dtype) for u, p, factor in zip(self.update, self.params, shrink, strict=True)]
 
-    def remember(self, states: Sequence[dict[str, Any]]) -> None:
+    def remember(self) -> None:
         """Keep what the next step needs: the update is its velocity."""
-        for i, (state, group) in enumerate(zip(states, self.groups, strict=True)):
+        for i, (p, group) in enumerate(zip(self.params, self.groups, strict=True)):
             if group["momentum"] != 0:
-                state["velocity"] = self.update[i]
+                self._state[p]["velocity"] = self.update[i]
                 if _reads_curved(self._constraints[i]):
-                    state["curved_velocity"] = self.curved[i]
+                    self._state[p]["curved_velocity"] = self.curved[i]
 
     # --------------------------------------------------------------------------------------------------------- norms
     @property

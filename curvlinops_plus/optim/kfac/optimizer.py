@@ -2,33 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks import KFAC
-from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.optim.kfac.base import CurvatureOptimizer, first_nonfinite, refusal_of_nonfinite
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import (
     LevenbergMarquardt,
     NormConstraint,
     WeightDecay,
-    as_norm_constraint,
     as_weight_decay,
     number,
 )
 from curvlinops_plus.optim.kfac.quadratic_model import QuadraticModel
-from curvlinops_plus.optim.kfac.running_inverse import Inverse, RunningInverse
+from curvlinops_plus.optim.kfac.running_inverse import Inverse
 from curvlinops_plus.optim.kfac.step_report import StepReport
-from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo, Vectors
+from curvlinops_plus.risk import Vectors
 
 __all__ = ["KFACOptimizer"]
 
 
-class KFACOptimizer(torch.optim.Optimizer):
+class KFACOptimizer(CurvatureOptimizer):
+    """K-FAC: steps along the gradient, times the inverse of a curvature that follows training.
+
+    A step is, in this order: statistics of the batch (they are added in its forward pass); a new inverse, if it is due;
+    `P g = (K + λI)⁻¹ g` with the gradients in `.grad`; coefficients; `δ = -lr · P g + momentum · v`, shortened by the
+    norm constraint; `θ ← θ + δ` and `v ← δ`; the damping's adaptation. The velocity `v` is the update before, learning
+    rate included: unlike `torch.optim.SGD`, a new learning rate does not scale what was accumulated under the old one.
+
+    Options of parameter groups, read in every step, so that schedulers and anybody may change them: `lr`, `momentum`,
+    `damping`, `weight_decay`, `norm_constraint`. Parameters of one block (a layer's weight and bias) belong in one
+    group.
+
+    Parameters without gradient, or of layers that no batch has called yet, are left alone.
+
+    Args:
+        model: The network.
+        loss: The loss, or several, as for `EmpiricalRisk`.
+        lr: `α`, or "adaptive": the minimum of the quadratic model.
+        momentum: `μ`, or "adaptive".
+        damping: `λ`, a function of the number of steps before, or `LevenbergMarquardt(...)`.
+        params: Parameters, or groups of them with options of their own; default: all that require a gradient.
+        approximation: As for `curvature`.
+        default: As there.
+        vectors: What is sent back for the statistics; default: `MonteCarlo()`.
+        decay: Of the statistics' moving average, per update.
+        statistics_every: Steps between two updates of the statistics.
+        inverse_every: Steps between two refreshes of the inverse.
+        inverse: "exact" is `(K + λI)⁻¹` with the damping of now, from eigendecompositions; "factored" splits `λ`
+            between the factors of each Kronecker product, with the damping of the refresh, and is cheaper.
+        power: Of `K + λI`, below 0.
+        norm_constraint: A number bounds the whole update, `⟨δ, (K + λ) δ⟩ <= c`; `NormConstraint` has other ways.
+            "auto" is 1e-3, and None with adaptive coefficients.
+        weight_decay: A number is decoupled, as in AdamW; `WeightDecay` has other kinds.
+        quadratic_model: Curvature of the quadratic model: the "blocks", or the "exact" GGN of the step's batches.
+            Default: blocks for the damping's adaptation, exact for adaptive coefficients.
+        reject: Undo steps that raise the loss of their batches, and multiply the damping by this number. The loss is
+            then evaluated before and after every step.
+        maximize: Go up instead of down.
+        strict: Refuse a step for which statistics were due, and no batch was seen; else it takes the old ones.
+        risk_options: The other options of `EmpiricalRisk`, such as `output` and `mask`.
+
+    Raises:
+        ValueError: If an option is out of range, or options contradict each other.
+
+    Cost: statistics are a backward pass to the layers' outputs; a refresh is one eigendecomposition (or Cholesky
+    decomposition) per factor; a step multiplies every gradient by two or four matrices.
+
+    Source: Martens and Grosse 2015, arXiv 1503.05671; kfac_jax, whose trajectories it reproduces.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model, loss = nn.Linear(3, 2), nn.MSELoss()
+        >>> optimizer = KFACOptimizer(model, loss, lr=0.1)
+        >>> X, y = torch.rand(8, 3), torch.rand(8, 2)
+        >>> for _ in range(3):
+        ...     optimizer.zero_grad()
+        ...     with optimizer.listen((X, y)):
+        ...         output = model(X)
+        ...     loss(output, y).backward()
+        ...     optimizer.step()
+        >>> optimizer.last_step.step, optimizer.last_step.examples
+        (2, 8)
+    """
+
     def __init__(
         self,
         model: nn.Module,
@@ -59,57 +120,46 @@ class KFACOptimizer(torch.optim.Optimizer):
             norm_constraint = None if adaptive else 1e-3
         if quadratic_model not in (None, "blocks", "exact"):
             raise ValueError(f'quadratic_model={quadratic_model!r}; expected "blocks", "exact" or None.')
-        if reject is not None:
-            number("reject", reject, low=1.0)
-            if callable(damping):
-                raise ValueError(
-                    "reject= multiplies the damping, which is a schedule here. Give a number, or LevenbergMarquardt."
-                )
-        self._policy, self._reject, self._maximize, self._strict = damping, reject, maximize, strict
+        schedule = damping if callable(damping) else None
+        if reject is not None and (number("reject", reject, low=1.0) and schedule):
+            raise ValueError(
+                "reject= multiplies the damping, which is a schedule here. Give a number, or LevenbergMarquardt."
+            )
+        self._levenberg = damping if isinstance(damping, LevenbergMarquardt) else None
+        self._reject, self._maximize = reject, maximize
         self._exact_model = (quadratic_model or ("exact" if adaptive else "blocks")) == "exact"
-        groups = _groups(model, params)
-        risk = EmpiricalRisk(model, loss, (), [p for group in groups for p in group["params"]], **risk_options)
-        #: The statistics and their inverse.
-        self.curvature = RunningInverse(
-            risk,
-            approximation,
-            default=default,
-            vectors=MonteCarlo() if vectors is None else vectors,
-            decay=decay,
-            statistics_every=statistics_every,
-            inverse_every=inverse_every,
-            inverse=inverse,
-            power=power,
-        )
-        self._keys = {p: key for key, p in risk.params.items()}
-        defaults = {
+        start = damping.initial if isinstance(damping, LevenbergMarquardt) else damping
+        options = {
             "lr": lr,
             "momentum": momentum,
-            "damping": damping.initial
-            if isinstance(damping, LevenbergMarquardt)
-            else damping(0)
-            if callable(damping)
-            else damping,
+            "damping": start(0) if callable(start) else start,
             "weight_decay": weight_decay,
             "norm_constraint": norm_constraint,
         }
-        super().__init__(groups, defaults)
-        self._check_groups()
-        #: What the last step did.
-        self.last_step = StepReport(-1)
-
-    # --------------------------------------------------------------------------------------------------------- doors
-    @contextmanager
-    def listen(self, batch: Any) -> Iterator[None]:
-        """Add a batch from the forward pass inside."""
-        with self.curvature.listen(batch, remember=self._looks_again):
-            yield
+        super().__init__(
+            model,
+            loss,
+            params,
+            options,
+            schedule=schedule,
+            statistics={
+                "approximation": approximation,
+                "default": default,
+                "vectors": vectors,
+                "decay": decay,
+                "statistics_every": statistics_every,
+                "inverse_every": inverse_every,
+                "inverse": inverse,
+                "power": power,
+            },
+            strict=strict,
+            risk_options=risk_options,
+        )
 
     @property
     def _adapts(self) -> bool:
         """Whether this step adapts the damping."""
-        policy = self._policy
-        return isinstance(policy, LevenbergMarquardt) and (self.curvature.steps + 1) % policy.interval == 0
+        return self._levenberg is not None and (self.curvature.steps + 1) % self._levenberg.interval == 0
 
     @property
     def _adaptive(self) -> bool:
@@ -118,89 +168,37 @@ class KFACOptimizer(torch.optim.Optimizer):
 
     @property
     def _looks_again(self) -> bool:
-        """Whether this step runs the model on its batches once more."""
         return self._adapts or self._reject is not None or (self._adaptive and self._exact_model)
 
     # --------------------------------------------------------------------------------------------------------- a step
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Take a step.
-
-        Args:
-            closure: Zeroes gradients, runs the model, the loss and the backward pass, and returns the loss.
-
-        Returns:
-            What the closure returned.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            self._check_groups()
-            self.last_step = self._step()
-        return loss
-
-    def _step(self) -> StepReport:
-        curvature = self.curvature
-        self._set_damping()
-        curvature.require_batches(self._strict, self._looks_again)
-        report = StepReport(curvature.steps, examples=curvature.examples)
-        report.damping = [group["damping"] for group in self.param_groups]
+    def _step(self, report: StepReport) -> None:
         gradient = self._gradient()
-        if (name := _first_nonfinite(gradient)) is not None:
-            return self._refused(report, f"The gradient of {name} is not finite; nothing has changed.")
-        dampings = {
-            key: group["damping"] + as_weight_decay(group["weight_decay"]).curvature for group, key, _ in self._listed()
-        }
-        report.refreshed = curvature.refresh_if_due(dampings)
-        direction = curvature.apply(gradient, dampings)
-        listed = [(group, key, p) for group, key, p in self._listed() if key in direction]
-        groups, keys, params = zip(*listed, strict=True)
-        states = [self.state[p] for p in params]
-        report.left_alone = [key for key in self._keys.values() if key not in direction]
-        move = Move(
-            keys, groups, states, [gradient[k] for k in keys], [direction[k] for k in keys], [dampings[k] for k in keys]
-        )
-
-        def product(v: Sequence[Tensor]) -> list[Tensor]:
-            found = curvature.product(dict(zip(keys, v, strict=True)))
-            return [found[key] for key in keys]
-
-        move.bound_direction()
+        if (key := first_nonfinite(gradient)) is not None:
+            if self._reject is None:
+                raise refusal_of_nonfinite(key)
+            self._reject_step(report)
+            return
+        move = self._move(gradient, report)
         self._combine(move, report)
-        move.bound_update(product)
-        displacement = move.decayed(params)
+        move.bound_update(self.curvature.product)
+        displacement = move.with_decay()
         report.scale = move.scale
-        report.update_norm = float(torch.stack(torch._foreach_norm(displacement)).norm())
+        report.update_norm = float(torch.stack([d.norm() for d in displacement]).norm())
         if self._adapts or self._reject is not None:
-            self._step_and_look(move, displacement, params, report)
+            self._add_and_look(move, displacement, report)
         else:
-            _add(params, displacement)
+            _add(move.params, displacement)
         if not report.rejected:
-            move.remember(states)
-        curvature.advance()
-        return report
-
-    def _set_damping(self) -> None:
-        if callable(self._policy):
-            for group in self.param_groups:
-                group["damping"] = number("damping", self._policy(self.curvature.steps))
-
-    def _listed(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-        """Group, key and tensor of every parameter."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                yield group, self._keys[p], p
+            move.remember()
 
     def _gradient(self) -> dict[str, Tensor]:
-        """The gradient of what is minimised, of the parameters that have one."""
-        dtype, found = self.curvature.risk.dtype, {}
+        """The gradient of what is minimised: with the sign of `maximize`, and with coupled weight decay."""
+        found = super()._gradient()
         for group, key, p in self._listed():
-            if p.grad is not None:
-                g = p.grad.to(dtype)
-                g = -g if self._maximize else g
+            if key in found:
                 decay = as_weight_decay(group["weight_decay"])
-                found[key] = g + decay.strength * p.to(dtype) if decay.kind == "coupled" and decay.strength else g
+                g = -found[key] if self._maximize else found[key]
+                found[key] = g + decay.strength * p.to(g.dtype) if decay.kind == "coupled" and decay.strength else g
         return found
 
     def _combine(self, move: Move, report: StepReport) -> None:
@@ -208,46 +206,37 @@ class KFACOptimizer(torch.optim.Optimizer):
         lr, momentum = move.option("lr"), move.option("momentum")
         if self._adaptive:
             model = self._model(move, [[-t for t in move.direction], move.velocity])
-            fixed = [None if "adaptive" in values else values[0] for values in (lr, momentum)]
-            found = model.minimizer(fixed)
-            lr, momentum = [found[0]] * len(lr), [found[1]] * len(momentum)
+            found = model.minimizer([None if "adaptive" in values else values[0] for values in (lr, momentum)])
+            lr, momentum = ([value] * len(move.keys) for value in found)
         report.lr, report.momentum = sorted(set(lr)), sorted(set(momentum))
         move.combine(lr, momentum)
 
-    def _model(self, move: Move, directions: list[list[Tensor]]) -> QuadraticModel:
+    def _model(self, move: Move, directions: Sequence[Sequence[Tensor]]) -> QuadraticModel:
         """The quadratic model of this step's loss along some directions."""
-        decays = [as_weight_decay(group["weight_decay"]).curvature for group in move.groups]
-        dampings = move.option("damping")
 
         def product(v: Sequence[Tensor]) -> list[Tensor]:
             found = self.curvature.model_product(dict(zip(move.keys, v, strict=True)), self._exact_model)
             return [found[key] for key in move.keys]
 
-        return QuadraticModel.along(directions, move.gradient, product, decays, dampings)
+        decays = [as_weight_decay(group["weight_decay"]).curvature for group in move.groups]
+        return QuadraticModel.along(directions, move.gradient, product, decays, move.option("damping"))
 
-    def _step_and_look(
-        self, move: Move, displacement: list[Tensor], params: Sequence[Tensor], report: StepReport
-    ) -> None:
+    def _add_and_look(self, move: Move, displacement: Sequence[Tensor], report: StepReport) -> None:
         """Move, and see whether the loss changed as predicted; adapt the damping, or undo the step."""
-        before = [p.clone() for p in params]
-        policy = self._policy if isinstance(self._policy, LevenbergMarquardt) else None
-        model = self._model(move, [displacement])
-        report.quadratic_change = model.change([1.0], policy is not None and policy.include_damping)
-        report.loss = self._objective()
-        _add(params, displacement)
+        include = self._levenberg is not None and self._levenberg.include_damping
+        report.quadratic_change = self._model(move, [displacement]).change([1.0], include)
+        before, report.loss = [p.clone() for p in move.params], self._objective()
+        _add(move.params, displacement)
         report.new_loss = self._objective()
-        report.rho = (
-            (report.new_loss - report.loss) / report.quadratic_change if report.quadratic_change else float("nan")
-        )
-        report.rejected = self._reject is not None and not report.new_loss <= report.loss
-        if report.rejected:
-            for p, old in zip(params, before, strict=True):
+        predicted = report.quadratic_change
+        report.rho = (report.new_loss - report.loss) / predicted if predicted else float("nan")
+        if self._reject is not None and not report.new_loss <= report.loss:
+            for p, old in zip(move.params, before, strict=True):
                 p.copy_(old)
-            self._raise_damping()
-        elif self._adapts:
-            assert policy is not None
+            self._reject_step(report)
+        elif self._adapts and self._levenberg is not None:
             for group in self.param_groups:
-                group["damping"] = policy.adapted(group["damping"], report.rho)
+                group["damping"] = self._levenberg.adapted(group["damping"], report.rho)
 
     def _objective(self) -> float:
         """The loss of this step's batches at the parameters of now, with weight decay that is part of it."""
@@ -258,57 +247,32 @@ class KFACOptimizer(torch.optim.Optimizer):
                 value += decay / 2 * float(p.square().sum())
         return value
 
-    def _raise_damping(self) -> None:
+    def _reject_step(self, report: StepReport) -> None:
         assert self._reject is not None
+        report.rejected = True
         for group in self.param_groups:
             group["damping"] *= self._reject
-            if isinstance(self._policy, LevenbergMarquardt):
-                group["damping"] = min(group["damping"], self._policy.max)
-
-    def _refused(self, report: StepReport, why: str) -> StepReport:
-        """A step that can't be taken: an error, or one rejection."""
-        if self._reject is None:
-            raise NumericsError(why)
-        report.rejected = True
-        self._raise_damping()
-        self.curvature.advance()
-        return report
+            if self._levenberg is not None:
+                group["damping"] = min(group["damping"], self._levenberg.max)
 
     def _check_groups(self) -> None:
+        super()._check_groups()
         for group in self.param_groups:
-            for name in ("lr", "momentum"):
-                if group[name] != "adaptive":
-                    number(name, group[name])
-            number("damping", group["damping"])
             as_weight_decay(group["weight_decay"])
-            as_norm_constraint(group["norm_constraint"])
-            if group["norm_constraint"] is not None and "adaptive" in (group["lr"], group["momentum"]):
+            coefficients = {name: group[name] for name in ("lr", "momentum")}
+            for name, value in coefficients.items():
+                if value != "adaptive":
+                    number(name, value)
+            if group["norm_constraint"] is not None and "adaptive" in coefficients.values():
                 raise ValueError(
-                    "An adaptive lr or momentum and a norm constraint can't both choose the length of a step."
+                    "An adaptive lr or momentum and a norm constraint can't both choose the length of a step; give one."
                 )
         for name in ("lr", "momentum"):
             values = {group[name] for group in self.param_groups}
             if "adaptive" in values and len(values) > 1:
-                raise ValueError(
-                    f"{name} is adaptive in one group and a number in another; one number serves all groups."
-                )
-
-
-def _groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:
-    """Parameter groups, as PyTorch's optimizers take them."""
-    if params is None:
-        params = [p for p in model.parameters() if p.requires_grad]
-    params = list(params.values() if isinstance(params, dict) else params)
-    if params and isinstance(params[0], dict):
-        return [{**group, "params": list(group["params"])} for group in params]
-    return [{"params": params}]
+                raise ValueError(f"{name} is adaptive in one group and a number in another; one value serves all then.")
 
 
 def _add(params: Sequence[Tensor], displacement: Sequence[Tensor]) -> None:
-    torch._foreach_add_(list(params), [d.to(p.dtype) for p, d in zip(params, displacement, strict=True)])
-
-
-def _first_nonfinite(gradient: dict[str, Tensor]) -> str | None:
-    if gradient and not bool(torch.stack([g.sum() for g in gradient.values()]).isfinite().all()):
-        return next((key for key, g in gradient.items() if not bool(g.isfinite().all())), None)
-    return None
+    for p, d in zip(params, displacement, strict=True):
+        p.add_(d)

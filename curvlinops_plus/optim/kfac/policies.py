@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from math import inf, isfinite, isnan
 from numbers import Real
 from typing import Any, Literal
 
-__all__ = ["LevenbergMarquardt", "NormConstraint", "WeightDecay", "as_norm_constraint", "as_weight_decay", "number"]
+__all__ = [
+    "LevenbergMarquardt",
+    "NormConstraint",
+    "WeightDecay",
+    "as_norm_constraint",
+    "as_weight_decay",
+    "number",
+    "plain_policy",
+]
 
 
 def number(name: str, value: Any, low: float = 0.0, high: float = inf, strict: bool = False) -> float:
@@ -147,8 +156,15 @@ class WeightDecay:
         return 0.0 if self.kind == "decoupled" else self.strength
 
 
+def plain_policy(value: Any) -> Any:
+    """An option of a group in plain Python, from which `as_weight_decay` and `as_norm_constraint` make it again."""
+    return asdict(value) if isinstance(value, (NormConstraint, WeightDecay)) else value
+
+
 def as_weight_decay(value: Any) -> WeightDecay:
     """A number is decoupled weight decay."""
+    if isinstance(value, Mapping):
+        return WeightDecay(**value)
     return value if isinstance(value, WeightDecay) else WeightDecay(number("weight_decay", value))
 
 
@@ -156,4 +172,6 @@ def as_norm_constraint(value: Any) -> NormConstraint | None:
     """A number bounds the whole update in the damped norm; None bounds nothing."""
     if value is None or isinstance(value, NormConstraint):
         return value
+    if isinstance(value, Mapping):
+        return NormConstraint(**value)
     return NormConstraint(number("norm_constraint", value, strict=True))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["QuadraticModel"]
+__all__ = ["QuadraticModel", "sum_of_products", "times"]
 
 Vectors = Sequence[Sequence[Tensor]]  # directions, each a list of tensors like the parameters
 
@@ -58,9 +58,9 @@ class QuadraticModel:
         Cost: a product with each direction that is not zero.
         """
         curved = [product(v) if any(bool(t.any()) for t in v) else v for v in directions]
-        scaled = [[torch._foreach_mul(list(v), list(of)) for v in directions] for of in (decays, dampings)]
-        matrices = [_inner(directions, others) for others in (curved, *scaled)]
-        return cls(*((M + M.T) / 2 for M in matrices), _inner(directions, [gradient])[:, 0])
+        scaled = [[times(v, factors) for v in directions] for factors in (decays, dampings)]
+        A, R, D = (_inner(directions, others) for others in (curved, *scaled))
+        return cls((A + A.T) / 2, R, D, _inner(directions, [gradient])[:, 0])
 
     def minimizer(self, fixed: Sequence[float | None]) -> list[float]:
         """The coefficients of least `q`, damping included; those that are numbers in `fixed` stay.
@@ -86,6 +86,11 @@ def _inner(one: Vectors, two: Vectors) -> Tensor:  # -> [k, l]
     """Inner products, in float64 on the CPU."""
     rows = [torch.stack([sum_of_products(v, u) for u in two]) for v in one]
     return torch.stack(rows).double().cpu()
+
+
+def times(tensors: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor]:
+    """Each tensor times its factor."""
+    return [factor * t for t, factor in zip(tensors, factors, strict=True)]
 
 
 def sum_of_products(one: Sequence[Tensor], two: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from curvlinops_plus.blocks.batch_pass import PassStart
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
 from curvlinops_plus.optim.kfac.policies import number
-from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 
 __all__ = ["RunningInverse"]
 
@@ -63,13 +63,19 @@ class RunningInverse:
                 raise ValueError(f"{name}={every!r}; expected a number of steps, at least 1.")
         self.risk = risk
         self.estimator = CurvatureEstimator(
-            risk, approximation, default=default, vectors=vectors, decay=decay, leave_out_uncalled=True
+            risk,
+            approximation,
+            default=default,
+            vectors=MonteCarlo() if vectors is None else vectors,
+            decay=decay,
+            leave_out_uncalled=True,
         )
         self.statistics_every, self.inverse_every = statistics_every, inverse_every
         self.kind, self.power = inverse, number("-power", -power, strict=True) * -1
         self.steps = self.batches = 0
         self._before = 0  # examples before this step
         self._seen = _Again([])
+        self._dampings: dict[str, float] | None = None  # of the last refresh
         self._inverse: tuple[Any, LinearOperator] | None = None  # with the dampings that it belongs to
 
     # ---------------------------------------------------------------------------------------------------- statistics
@@ -118,7 +124,7 @@ class RunningInverse:
                 "No batch was seen since the last step. Call the model inside `with optimizer.listen((X, y)):`."
             )
 
-    # ------------------------------------------------------------------------------------ the batches of this step again
+    # ----------------------------------------------------------------------------------- the batches of this step again
     def loss(self) -> float:
         """The loss of this step's batches at the parameters of now."""
         return float(self.risk.with_data(self._seen).loss())
@@ -137,10 +143,10 @@ class RunningInverse:
         Args:
             dampings: Key of a parameter to the damping of its block.
         """
-        due = self._inverse is None or self.steps % self.inverse_every == 0
+        due = self._dampings is None or self.steps % self.inverse_every == 0
         if due:
             self.estimator.refresh(self._of_blocks(self.estimator.operator, dampings))
-            self._inverse = None
+            self._dampings, self._inverse = dict(dampings), None
         return due
 
     def apply(self, gradients: Mapping[str, Tensor], dampings: Mapping[str, float]) -> dict[str, Tensor]:
@@ -169,13 +175,15 @@ class RunningInverse:
 
     def _damped(self, dampings: Mapping[str, float]) -> LinearOperator:
         """The inverse with these dampings; a factored one keeps those of the refresh."""
-        if self._inverse is not None and (self.kind == "factored" or self._inverse[0] == dampings):
-            return self._inverse[1]
-        K = self.estimator.refreshed
-        of_blocks = self._of_blocks(K, dampings)
-        P = self.estimator.inverse(of_blocks) if self.power == -1 else K.power(self.power, of_blocks)
-        self._inverse = dict(dampings), P
-        return P
+        if self.kind == "factored":
+            assert self._dampings is not None
+            dampings = self._dampings
+        if self._inverse is None or self._inverse[0] != dampings:
+            K = self.estimator.refreshed
+            of_blocks = self._of_blocks(K, dampings)
+            P = self.estimator.inverse(of_blocks) if self.power == -1 else K.power(self.power, of_blocks)
+            self._inverse = dict(dampings), P
+        return self._inverse[1]
 
     def _of_blocks(self, K: BlockwiseLinearOperator, dampings: Mapping[str, float]) -> Any:
         """The damping of each block, from those of its parameters."""
@@ -191,6 +199,17 @@ class RunningInverse:
                 f"included) {sorted(found)}. Put them in one group."
             )
         return found.pop()
+
+    # --------------------------------------------------------------------------------------------------------- state
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that going on needs, between two steps."""
+        return {"steps": self.steps, "dampings": self._dampings, "estimator": self.estimator.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another one stopped."""
+        self.estimator.load_state_dict(state["estimator"])
+        self.steps, self._dampings, self._inverse = state["steps"], state["dampings"], None
+        self.batches, self._before, self._seen = 0, self.estimator.examples, _Again([])
 
     def advance(self) -> None:
         """A step was taken."""

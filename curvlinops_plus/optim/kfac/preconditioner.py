@@ -1,0 +1,117 @@
+"""Preconditioned gradients for other optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from curvlinops_plus.blocks import KFAC
+from curvlinops_plus.optim.kfac.base import CurvatureOptimizer, first_nonfinite, refusal_of_nonfinite
+from curvlinops_plus.optim.kfac.policies import NormConstraint
+from curvlinops_plus.optim.kfac.running_inverse import Inverse
+from curvlinops_plus.optim.kfac.step_report import StepReport
+from curvlinops_plus.risk import Vectors
+
+__all__ = ["KFACPreconditioner"]
+
+
+class KFACPreconditioner(CurvatureOptimizer):
+    """Replaces gradients by `(K + λI)⁻¹ g`, for any other optimizer to use.
+
+    `K` is a block-diagonal curvature that is updated by the batches of training, as by `CurvatureEstimator`. `step()`
+    rewrites `.grad` and leaves parameters alone. Gradients of parameters without curvature stay as they are.
+
+    Args:
+        model: The network.
+        loss: The loss, or several, as for `EmpiricalRisk`.
+        damping: `λ`, or a function of the number of steps before.
+        params: Parameters, or groups of them with options of their own (`damping`, `norm_constraint`); default: all
+            that require a gradient. Parameters of one block belong in one group.
+        approximation: As for `curvature`.
+        default: As there.
+        vectors: What is sent back for the statistics; default: `MonteCarlo()`.
+        decay: Of the statistics' moving average, per update.
+        statistics_every: Steps between two updates of the statistics.
+        inverse_every: Steps between two refreshes of the inverse.
+        inverse: "exact" is `(K + λI)⁻¹` with the damping of now, from eigendecompositions; "factored" splits `λ`
+            between the factors of each Kronecker product, with the damping of the refresh, and is cheaper.
+        power: Of `K + λI`, below 0.
+        norm_constraint: The largest squared norm of the result, a number or a `NormConstraint`; None: no limit.
+        strict: Refuse a step for which statistics were due, and no batch was seen; else it takes the old ones.
+        risk_options: The other options of `EmpiricalRisk`, such as `output` and `mask`.
+
+    Raises:
+        ValueError: If an option is out of range, or options contradict each other.
+
+    Cost: as for `KFACOptimizer`.
+
+    Example:
+        >>> import torch
+        >>> _ = torch.manual_seed(0)
+        >>> model, loss = nn.Linear(3, 2), nn.MSELoss()
+        >>> preconditioner, sgd = KFACPreconditioner(model, loss), torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> X, y = torch.rand(8, 3), torch.rand(8, 2)
+        >>> for _ in range(3):
+        ...     sgd.zero_grad()
+        ...     with preconditioner.listen((X, y)):
+        ...         output = model(X)
+        ...     loss(output, y).backward()
+        ...     preconditioner.step()
+        ...     sgd.step()
+        >>> preconditioner.last_step.examples
+        8
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Any,
+        damping: float | Callable[[int], float] = 1e-3,
+        *,
+        params: Any = None,
+        approximation: Any = KFAC,
+        default: Any = KFAC,
+        vectors: Vectors | str | None = None,
+        decay: float = 0.95,
+        statistics_every: int = 1,
+        inverse_every: int = 10,
+        inverse: Inverse = "exact",
+        power: float = -1.0,
+        norm_constraint: float | NormConstraint | None = None,
+        strict: bool = True,
+        **risk_options: Any,
+    ) -> None:
+        schedule = damping if callable(damping) else None
+        super().__init__(
+            model,
+            loss,
+            params,
+            {"damping": damping(0) if callable(damping) else damping, "norm_constraint": norm_constraint},
+            schedule=schedule,
+            statistics={
+                "approximation": approximation,
+                "default": default,
+                "vectors": vectors,
+                "decay": decay,
+                "statistics_every": statistics_every,
+                "inverse_every": inverse_every,
+                "inverse": inverse,
+                "power": power,
+            },
+            strict=strict,
+            risk_options=risk_options,
+        )
+
+    def _step(self, report: StepReport) -> None:
+        gradient = self._gradient()
+        if (key := first_nonfinite(gradient)) is not None:
+            raise refusal_of_nonfinite(key)
+        move = self._move(gradient, report)
+        move.combine([-1.0] * len(move.keys), [0.0] * len(move.keys))
+        move.bound_update(self.curvature.product)
+        report.scale = move.scale
+        for p, d in zip(move.params, move.update, strict=True):
+            assert p.grad is not None
+            p.grad.copy_(d)  # in place: it may be a view of another's buffer
