@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.repeatable import relative_difference
 from curvlinops_plus.risk.sweep import RecordedPasses
 
-__all__ = ["BatchPass", "PassStart", "Show"]
+__all__ = ["BatchPass", "HeardPass", "PassStart", "Show"]
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often as it is called.
 Show = Callable[[Consumer, Draws], Totals]
@@ -114,9 +114,6 @@ class BatchPass:
     def listen(self, add: Callable[[Show], None]) -> Iterator[None]:
         """The user calls the model once in here; at the end `add` is called, and vectors go through the model's graph.
 
-        If the model has batch norm in training mode, which has other derivatives there, vectors go through a pass of
-        its own that begins as the user's did.
-
         Args:
             add: Called once, unless the block raises.
 
@@ -124,42 +121,96 @@ class BatchPass:
             ValueError: If the model was not called exactly once, or its graph is gone.
             UnsupportedError: If a pass of its own is needed, and does something else.
         """
-        model, outputs, begun = self.risk.model, list[Any](), list[_UserPass]()
+        model, outputs, heard = self.risk.model, list[Any](), HeardPass(self)
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not outputs:  # how many calls there were is asked at the end
-                self._require_input((args, kwargs))
-                if batch_norms(model):
-                    autocast = torch.is_autocast_enabled(self.risk.device.type)
-                    begun.append(_UserPass(PassStart.now(model), self._versions(), autocast))
+                heard.note_call((args, kwargs))
 
         handles = [
             model.register_forward_pre_hook(own_calls(begin), with_kwargs=True),
             model.register_forward_hook(own_calls(lambda module, args, out: outputs.append(out))),
         ]
         try:
-            with RecordedPasses(
-                self.risk, self.layers, self.vectors, self.weights, own_pass=False, repeatable=False
-            ) as passes:
-                with passes.recording(self.batch):
-                    yield
-                for handle in handles:
-                    handle.remove()
-                read = self._read_output(outputs)
-                if not begun:
-                    self._send_through(passes, read, add)
-            if begun:
-                self._run_again(begun[0], [f.detach() for f in read[0]], add)
+            with heard.recording():
+                yield
+            if len(outputs) != 1:
+                raise ValueError(
+                    f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that "
+                    "`listen` was given. Call it once there; evaluate outside."
+                )
+            for handle in handles:
+                handle.remove()
+            heard.add(self.batch, outputs[0], add)
         finally:
             for handle in handles:
                 handle.remove()
+            heard.close()
 
-    def _send_through(self, passes: RecordedPasses, read: tuple[Any, Any, Any], add: Callable[[Show], None]) -> None:
+
+class HeardPass:
+    """A call of the model by the user, which is recorded, and through whose graph vectors are sent afterwards.
+
+    If the model has batch norm in training mode, which has other derivatives there, vectors go through a pass of its
+    own that begins as the user's did.
+
+    Args:
+        owner: The batch, of which targets need not be known yet.
+    """
+
+    def __init__(self, owner: BatchPass) -> None:
+        self._owner, self._begun = owner, list[_UserPass]()
+        self._passes = RecordedPasses(
+            owner.risk, owner.layers, owner.vectors, owner.weights, own_pass=False, repeatable=False
+        )
+        self._passes.__enter__()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._passes.__exit__(None, None, None)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """The call happens in here."""
+        with self._passes.recording(self._owner.batch):
+            yield
+
+    def note_call(self, called: Any) -> None:
+        """The call begins.
+
+        Args:
+            called: What the model is called with.
+
+        Raises:
+            ValueError: If these are other tensors than those of the batch: its targets belong to these.
+        """
+        risk = self._owner.risk
+        self._require_input(called)
+        if batch_norms(risk.model):
+            autocast = torch.is_autocast_enabled(risk.device.type)
+            self._begun.append(_UserPass(PassStart.now(risk.model), self._versions(), autocast))
+
+    def add(self, batch: Batch, output: Any, add: Callable[[Show], None]) -> None:
+        """Call `add`, for what the model returned.
+
+        Args:
+            batch: The batch, with targets.
+            output: What the model returned.
+            add: Called once.
+        """
+        read = self._read_output(output, batch)
+        if not self._begun:
+            self._send_through(batch, read, add)
+        else:
+            self.close()
+            self._run_again(batch, self._begun[0], [f.detach() for f in read[0]], add)
+
+    def _send_through(self, batch: Batch, read: tuple[Any, Any, Any], add: Callable[[Show], None]) -> None:
         """Call `add` with vectors that go through the graph of the user's pass."""
 
         def show(consume: Consumer, draws: Draws) -> Totals:
             try:
-                return passes.send_back(self.batch, read, draws, consume, keep_graph=True)
+                return self._passes.send_back(batch, read, draws, consume, keep_graph=True)
             except RuntimeError as error:
                 if "backward through the graph a second time" not in str(error):
                     raise
@@ -170,21 +221,24 @@ class BatchPass:
         with exclusive(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes at its end
             add(show)
 
-    def _run_again(self, theirs: _UserPass, outputs: Sequence[Tensor], add: Callable[[Show], None]) -> None:
+    def _run_again(
+        self, batch: Batch, theirs: _UserPass, outputs: Sequence[Tensor], add: Callable[[Show], None]
+    ) -> None:
         """Call `add` with vectors that go through a pass that begins as the user's did."""
         if theirs.versions != self._versions():
             raise ValueError(
                 "Parameters were written to inside `listen`, after the model was called. Call `optimizer.step()` after "
                 "the block: with batch norm in training mode the model is run once more at its end."
             )
-        self.run(theirs.start, add, lambda own: _require_same(outputs, own, theirs.autocast))
+        whole = replace(self._owner, batch=batch)
+        whole.run(theirs.start, add, lambda own: _require_same(outputs, own, theirs.autocast))
 
     def _versions(self) -> list[int]:
-        return [p._version for p in self.risk.params.values() if not p.is_inference()]
+        return [p._version for p in self._owner.risk.params.values() if not p.is_inference()]
 
     def _require_input(self, called: Any) -> None:
         """Refuse a call on other tensors than those of the batch: its targets belong to these."""
-        given, called = tensors_of(self.batch.X), tensors_of(called)
+        given, called = tensors_of(self._owner.batch.X), tensors_of(called)
         if given and called and not any(_equal(mine, theirs) for mine in given for theirs in called):
             raise ValueError(
                 f"Inside `listen` the model was called on other tensors, of shapes {[list(t.shape) for t in called]}, "
@@ -192,16 +246,12 @@ class BatchPass:
                 "after augmentation: listen((X, y)) around model(X)."
             )
 
-    def _read_output(self, outputs: list[Any]) -> tuple[Any, Any, Any]:
-        """What the losses read of the model's only output inside `listen`."""
-        if len(outputs) != 1:
-            raise ValueError(
-                f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that `listen` "
-                "was given. Call it once there; evaluate outside."
-            )
-        read = self.risk.read_output(outputs[0], self.batch)
-        trained = any(p.requires_grad for p in self.risk.params.values())
-        if self.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
+    def _read_output(self, output: Any, batch: Batch) -> tuple[Any, Any, Any]:
+        """What the losses read of the model's output."""
+        risk = self._owner.risk
+        read = risk.read_output(output, batch)
+        trained = any(p.requires_grad for p in risk.params.values())
+        if self._owner.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
             raise ValueError(
                 "The output of the model has no graph, so no gradient can be sent back from it. Is there a `.detach()` "
                 "in the model?"

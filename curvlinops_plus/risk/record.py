@@ -91,8 +91,6 @@ class Recorder:
         self._ours = OwnThread()  # another thread may evaluate the model meanwhile
 
     def __enter__(self) -> Recorder:
-        if self._mode is not None:  # until the backward passes are over, like the hooks
-            self._mode.__enter__()
         for index, layer in enumerate(self.layers):
             for use in layer.uses:
                 if not use.functional:
@@ -108,8 +106,12 @@ class Recorder:
             handle.remove()
         self._handles.clear()
         self._release()
-        if self._mode is not None:
-            self._mode.__exit__(kind, error, trace)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Function calls are seen in here: in forward passes, and in backward passes, which may run modules again."""
+        with self._mode or nullcontext():
+            yield
 
     # ------------------------------------------------------------------------------------------------------- hooks
     def _module_call(

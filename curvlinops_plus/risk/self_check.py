@@ -224,7 +224,7 @@ class _Check:
             # Parameters, as modules may ask for them by that type.
             free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
             with Recorder(whole.layers, self.axes, True, whole.intercept, free, risk.options.example_of_row) as own:
-                with torch.enable_grad(), copied_buffers(risk.model):
+                with own.watching(), torch.enable_grad(), copied_buffers(risk.model):
                     found = risk.at(free, lambda model: self._send(own, few, model, free, every))
                 if found is None or not self._compare_outputs(found[0], few, examples):
                     return None

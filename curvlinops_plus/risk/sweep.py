@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from warnings import warn
@@ -112,7 +112,9 @@ class RecordedPasses:
         )
         grad_mode = torch.enable_grad if vectors.backward else torch.no_grad
         statistics = partial(constant_statistics, risk.model)
-        self._modes = (partial(torch.inference_mode, False), grad_mode, statistics) if own_pass else ()
+        watching = self.recorder.watching
+        self._modes = (partial(torch.inference_mode, False), grad_mode, statistics, watching) if own_pass else ()
+        self._watching = nullcontext if own_pass else watching  # between passes of others no mode of ours is on
         self._contexts = ExitStack()
 
     def __enter__(self) -> RecordedPasses:
@@ -131,7 +133,7 @@ class RecordedPasses:
     def recording(self, batch: Batch) -> Iterator[None]:
         """One forward pass of the model on a batch happens in here."""
         # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
-        with eager(), self.recorder.recording(batch.num_examples, (batch.X, batch.y)):
+        with eager(), self._watching(), self.recorder.recording(batch.num_examples, (batch.X, batch.y)):
             yield
 
     def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
@@ -170,17 +172,18 @@ class RecordedPasses:
                     raise refusal_of_one_row(expanded[0], N, why) from error
                 raise
         batch_totals = terms.totals
-        check_batch(risk, recorder, batch, fs, self.repeatable)
-        passes = BackwardPasses(recorder, consume, _read_mask(risk, batch))
-        batch_totals.called = passes.called
-        if not vectors.backward:
-            passes.inputs_only()
-        else:
-            batch_totals.weights = self.weights.of(batch_totals)
-            groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, batch_totals.weights)
-            for group in groups:
-                _announce(risk, vectors, group)
-                passes.send(group, _vectors_at_once(recorder, group.number), keep_graph or group is not groups[-1])
+        with self._watching():
+            check_batch(risk, recorder, batch, fs, self.repeatable)
+            passes = BackwardPasses(recorder, consume, _read_mask(risk, batch))
+            batch_totals.called = passes.called
+            if not vectors.backward:
+                passes.inputs_only()
+            else:
+                batch_totals.weights = self.weights.of(batch_totals)
+                groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, batch_totals.weights)
+                for group in groups:
+                    _announce(risk, vectors, group)
+                    passes.send(group, _vectors_at_once(recorder, group.number), keep_graph or group is not groups[-1])
         batch_totals.reached = passes.reached
         return batch_totals
 
