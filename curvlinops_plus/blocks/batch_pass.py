@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +17,14 @@ from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.gradient_check import TOLERANCE
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.model_calls import tensors_of
+from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.process_state import exclusive, own_calls
+from curvlinops_plus.risk.process_state import exclusive, own_calls, own_passes
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.repeatable import relative_difference
 from curvlinops_plus.risk.sweep import RecordedPasses
 
-__all__ = ["BatchPass", "HeardPass", "PassStart", "Show"]
+__all__ = ["BatchPass", "HeardBatch", "HeardPass", "PassStart", "Show"]
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often as it is called.
 Show = Callable[[Consumer, Draws], Totals]
@@ -218,7 +219,8 @@ class HeardPass:
                     "The graph of the model's output is gone. Call `loss.backward()` after the block, not inside."
                 ) from error
 
-        with exclusive(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes at its end
+        # Whatever the modes at its end.
+        with exclusive(), own_passes(), torch.inference_mode(False), torch.enable_grad():
             add(show)
 
     def _run_again(
@@ -257,6 +259,62 @@ class HeardPass:
                 "in the model?"
             )
         return read
+
+
+class HeardBatch:
+    """A call of the model whose targets come later, see `CurvatureEstimator.begin`.
+
+    Args:
+        batch: The batch, without targets.
+        heard: The recording; None if a pass of its own will be needed in any case.
+        add: Called with batch, recording, output and decay.
+
+    Attributes:
+        output: What the model returned; None before `end`.
+    """
+
+    def __init__(
+        self, batch: Batch, heard: HeardPass | None = None, add: Callable[..., None] = lambda *_: None
+    ) -> None:
+        self.batch, self.output, self._heard, self._add = batch, None, heard, add
+        self._recording = ExitStack()
+        if heard is not None:
+            heard.note_call(batch.X)
+            self._recording.enter_context(heard.recording())
+
+    def end(self, output: Any) -> None:
+        """The model has returned."""
+        self.output = output
+        try:
+            self._recording.close()
+        except OutsideReads:
+            self._drop()
+
+    def add(self, y: Any, decay: float | None = None) -> None:
+        """Send vectors back, with these targets; the graph is kept for the loss's backward pass.
+
+        Args:
+            y: Targets.
+            decay: As for `CurvatureEstimator.update`.
+
+        Raises:
+            NumericsError: As for `CurvatureEstimator.update`.
+        """
+        try:
+            self._add(replace(self.batch, y=y), self._heard, self.output, decay)
+        finally:
+            self._drop()
+
+    def close(self) -> None:
+        """Leave it; nothing is added."""
+        with suppress(Exception):  # of what was recorded of a call that failed
+            self._recording.close()
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._heard is not None:
+            self._heard.close()
+            self._heard = None
 
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:

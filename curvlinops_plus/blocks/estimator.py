@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulation import refuse_unread
-from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
+from curvlinops_plus.blocks.batch_pass import BatchPass, HeardBatch, HeardPass, PassStart, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
@@ -184,6 +184,36 @@ class CurvatureEstimator:
             self._look(found, error)
             self._update(found, PassStart.now(), add)
 
+    def begin(self, X: Any, unpack: bool = False) -> HeardBatch:
+        """Begin to watch a call of the model whose targets come later, as where they are seen by the loss alone.
+
+        Call the model, then `end(output)` of what is returned here, and `add(y)` with the targets before the backward
+        pass; or `close()`. What `listen` does in one block.
+
+        Args:
+            X: What the model is about to be called with.
+            unpack: Whether it will be called as `model(**X)`.
+
+        Raises:
+            ValueError: If the examples of `X` can't be counted.
+        """
+        self.risk.require_own_values("`begin`")
+        batch = self.risk.read_input(X, unpack)
+        # Where it is not known yet how functions read parameters, a pass of its own has to find out.
+        heard = None if self._looks_first else HeardPass(self._pass(batch))
+        return HeardBatch(batch, heard, self._add_heard)
+
+    def _add_heard(self, batch: Batch, heard: HeardPass | None, output: Any, decay: float | None) -> None:
+        add = partial(self._add, decay=decay)
+        if heard is not None:
+            try:
+                return heard.add(batch, output, add)
+            except OutsideReads as error:
+                self._look(batch, error)
+        elif self._looks_first:
+            self._look(batch)
+        self._update(batch, PassStart.now(), add)
+
     def _pass(self, batch: Batch) -> BatchPass:
         return BatchPass(self.risk, self._layers, self.vectors, self._weights, batch)
 
@@ -195,9 +225,14 @@ class CurvatureEstimator:
         found = self.risk.read(batch, self.updates)
         if not found.num_examples:
             raise ValueError("The batch has no examples.")
-        if self.risk.reads is None and any(use.without_rule for layer in self._layers for use in layer.uses):
+        if self._looks_first:
             self._look(found)
         return found
+
+    @property
+    def _looks_first(self) -> bool:
+        """Whether it has to be found out before the first batch how functions read parameters."""
+        return self.risk.reads is None and any(use.without_rule for layer in self._layers for use in layer.uses)
 
     def _look(self, batch: Batch, error: OutsideReads | None = None) -> None:
         """Look which functions read parameters, which changes the layers: before anything is summed."""

@@ -81,9 +81,14 @@ _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_
 
 
 def has_hooks(loss: Any) -> bool:
-    """Whether calling a loss runs hooks, which may change what it returns, or the gradient."""
+    """Whether calling a loss runs hooks, which may change what it returns, or the gradient.
+
+    Those that have an attribute `only_reads` are this package's own, and change nothing.
+    """
     return isinstance(loss, nn.Module) and any(
-        getattr(loss, f"_{kind}") or getattr(nn.modules.module, f"_global_{kind}") for kind in _HOOKS
+        any(not hasattr(hook, "only_reads") for hook in getattr(loss, f"_{kind}").values())
+        or getattr(nn.modules.module, f"_global_{kind}")
+        for kind in _HOOKS
     )
 
 

@@ -259,6 +259,12 @@ class Losses(tuple[OutputLoss, ...]):
         """
         return (y,) if self.form == "single" else tuple(self._match(y, "target", "The batch has"))
 
+    def joined(self, targets: Sequence[Any]) -> Any:
+        """The target of a batch, from those of each loss; undoes `targets`."""
+        if self.form == "single":
+            return targets[0]
+        return dict(zip(self.keys, targets, strict=True)) if self.form == "dict" else tuple(targets)
+
     def _match(self, given: Any, what: str, subject: str) -> list[Any]:
         """The entries of a dict or tuple in the order of the losses."""
         if isinstance(given, Mapping):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.layer.embedding import refuse_renormalization
-from curvlinops_plus.risk.process_state import exclusive
+from curvlinops_plus.risk.process_state import exclusive, own_passes
 
 __all__ = ["preserve_state"]
 
@@ -37,7 +37,7 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
         UnsupportedError: If an embedding's `max_norm` would rewrite its weight.
         RuntimeError: If parameters were written to meanwhile, as by another thread that trains.
     """
-    with exclusive(), ExitStack() as contexts:
+    with exclusive(), own_passes(), ExitStack() as contexts:
         for kind in {"cpu", *(p.device.type for p in model.parameters())}:
             contexts.enter_context(torch.autocast(kind, enabled=False))
         contexts.enter_context(_restored(model, data))

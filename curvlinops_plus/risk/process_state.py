@@ -17,7 +17,17 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-__all__ = ["OwnThread", "eager", "exclusive", "hookable_modules", "own_calls", "quiet", "untraced"]
+__all__ = [
+    "OwnThread",
+    "eager",
+    "exclusive",
+    "hookable_modules",
+    "in_own_passes",
+    "own_calls",
+    "own_passes",
+    "quiet",
+    "untraced",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,6 +50,28 @@ def exclusive() -> Iterator[None]:
     """Context that one thread at a time is in, as often as it likes."""
     with _lock:
         yield
+
+
+class _OwnPasses(threading.local):
+    depth = 0
+
+
+_own_passes = _OwnPasses()
+
+
+@contextmanager
+def own_passes() -> Iterator[None]:
+    """Context in which this thread's calls of models are this package's own, not the user's."""
+    _own_passes.depth += 1
+    try:
+        yield
+    finally:
+        _own_passes.depth -= 1
+
+
+def in_own_passes() -> bool:
+    """Whether calls of models are this package's own."""
+    return _own_passes.depth > 0
 
 
 @contextmanager

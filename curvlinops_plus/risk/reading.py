@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, IterableDataset
 __all__ = [
     "Batch",
     "check_data",
+    "count_examples",
     "input_error_context",
     "is_iterator",
     "loss_error_context",
@@ -126,6 +127,8 @@ def read_batch(item: Any, index: int, device: torch.device, batch_size_fn: Calla
         ValueError: If it is neither a pair nor a mapping with `labels`, or its examples can't be counted.
     """
     unpack = False
+    if isinstance(item, Batch):  # was read before
+        return item
     if isinstance(item, Mapping):
         if "labels" not in item:
             raise ValueError(

@@ -30,6 +30,7 @@ from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import (
     Batch,
     check_data,
+    count_examples,
     input_error_context,
     is_iterator,
     read_batch,
@@ -278,6 +279,14 @@ class EmpiricalRisk:
             said = options.shift_labels
             self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch, said)
         return batch
+
+    def read_input(self, X: Any, unpack: bool) -> Batch:
+        """What the model is called with as a batch whose targets are not known yet.
+
+        Raises:
+            ValueError: If its examples can't be counted.
+        """
+        return Batch(X, None, count_examples(X, None, 0, self.options.batch_size_fn, unpack), unpack)
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
         """Forward pass: for each loss its output, its target, and its class axis if that is not the loss's own."""

@@ -5,17 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.blocks.batch_pass import HeardBatch
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, as_weight_decay, number, plain_policy
 from curvlinops_plus.optim.kfac.running_inverse import RunningInverse
 from curvlinops_plus.optim.kfac.step_report import StepReport
+from curvlinops_plus.optim.kfac.watch import Watch
 from curvlinops_plus.risk import EmpiricalRisk
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["CurvatureOptimizer"]
 
@@ -58,13 +63,17 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         self._check_groups()
         #: What the last step did.
         self.last_step = StepReport(-1)
+        losses = [one.loss for one in risk.losses]
+        modules = [one for one in losses if isinstance(one, nn.Module)]
+        #: Hears plain training loops; None if a loss is a function, which takes no hooks.
+        self._watch = Watch(model, modules, self._begin, self._read, self._add) if modules == losses else None
 
     # --------------------------------------------------------------------------------------------------------- doors
     @contextmanager
     def listen(self, batch: Any) -> Iterator[None]:
         """Add a batch to the statistics of this step from the forward pass that happens inside.
 
-        For losses that are functions, or models that are called inside of other code: call the model once in here, and
+        For losses that are functions, and models that are called inside of other code: call the model once in here, and
         go backward afterwards. Several batches before a step are one update, each weighed by its examples.
 
         Args:
@@ -74,8 +83,40 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             ValueError: If the model was not called exactly once, or its graph is gone.
             NumericsError: If a statistic is NaN or infinite; nothing has changed then.
         """
-        with self.curvature.listen(batch, remember=self._looks_again):
+        with self._paused(), self.curvature.listen(batch, remember=self._looks_again):
             yield
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """The hooks ignore what happens in here."""
+        if self._watch is not None:
+            self._watch.paused = True
+        try:
+            yield
+        finally:
+            if self._watch is not None:
+                self._watch.paused = False
+
+    def _begin(self, X: Any, unpack: bool) -> HeardBatch | None:
+        return self.curvature.begin(X, unpack, remember=self._looks_again)
+
+    def _read(self, output: Any) -> Sequence[Tensor]:
+        risk = self.curvature.risk
+        return risk.losses.select(output, risk.options.output)[0]
+
+    def _add(self, heard: HeardBatch, targets: Sequence[Any]) -> None:
+        self.curvature.add(heard, self.curvature.risk.losses.joined(targets))
+
+    def close(self) -> None:
+        """Remove all hooks from model and losses."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
 
     @property
     def _looks_again(self) -> bool:
@@ -107,6 +148,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 for group in self.param_groups:
                     group["damping"] = number("damping", self._schedule(self.curvature.steps))
             self.curvature.require_batches(self._strict, self._looks_again)
+            if self._watch is not None:
+                self._watch.drop()
             self.last_step = StepReport(self.curvature.steps, examples=self.curvature.examples)
             self.last_step.damping = [group["damping"] for group in self.param_groups]
             self._step(self.last_step)

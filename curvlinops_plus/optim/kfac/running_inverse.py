@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor
 
 from curvlinops_plus.blocks import BlockwiseLinearOperator, CurvatureEstimator
-from curvlinops_plus.blocks.batch_pass import PassStart
+from curvlinops_plus.blocks.batch_pass import HeardBatch, PassStart
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
 from curvlinops_plus.optim.kfac.policies import number
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
+from curvlinops_plus.risk.reading import Batch
 
 __all__ = ["RunningInverse"]
 
@@ -74,6 +75,7 @@ class RunningInverse:
         self.kind, self.power = inverse, number("-power", -power, strict=True) * -1
         self.steps = self.batches = 0
         self._before = 0  # examples before this step
+        self._starts: PassStart | None = None  # of the call that is heard
         self._seen = _Again([])
         self._dampings: dict[str, float] | None = None  # of the last refresh
         self._inverse: tuple[Any, LinearOperator] | None = None  # with the dampings that it belongs to
@@ -105,7 +107,22 @@ class RunningInverse:
         else:
             yield
         if start is not None:
-            self._seen.batches.append((batch, start))
+            self._seen.batches.append((self.risk.read(batch), start))
+
+    def begin(self, X: Any, unpack: bool, remember: bool) -> HeardBatch | None:
+        """Hear a call of the model whose targets come later, if the step needs it; for `add`."""
+        if not self.due and not remember:
+            return None
+        self._starts = PassStart.now(self.risk.model) if remember else None
+        return self.estimator.begin(X, unpack) if self.due else HeardBatch(self.risk.read_input(X, unpack))
+
+    def add(self, heard: HeardBatch, y: Any) -> None:
+        """Add what was heard, with these targets."""
+        if self.due:
+            heard.add(y, decay=1.0 if self.batches else None)
+            self.batches += 1
+        if self._starts is not None:
+            self._seen.batches.append((replace(heard.batch, y=y), self._starts))
 
     def require_batches(self, statistics: bool, again: bool) -> None:
         """Refuse a step that has not seen what it needs.
@@ -120,8 +137,12 @@ class RunningInverse:
         if (self.due and not self.batches and (statistics or not self.estimator.updates)) or (
             again and not self._seen.batches
         ):
+            names = ", ".join(getattr(one.loss, "__name__", type(one.loss).__name__) for one in self.risk.losses)
             raise RuntimeError(
-                "No batch was seen since the last step. Call the model inside `with optimizer.listen((X, y)):`."
+                f"No batch was seen since the last step: the loss that was given, {names}, was not called on an output "
+                "of the model in training mode. Write `loss(model(X), y).backward()` with that loss; or, for losses "
+                "that are functions and outputs that are changed before, call the model inside "
+                "`with optimizer.listen((X, y)):`. strict=False steps with the statistics of before."
             )
 
     # ----------------------------------------------------------------------------------- the batches of this step again
@@ -221,7 +242,7 @@ class RunningInverse:
 class _Again:
     """Batches of a step, each from the random state and buffers in which it was first seen."""
 
-    batches: list[tuple[Any, PassStart]]
+    batches: list[tuple[Batch, PassStart]]
 
     def __iter__(self) -> Iterator[Any]:
         for batch, start in self.batches:
