@@ -1,5 +1,13 @@
-"""Optimization with curvature: stochastic reconfiguration."""
+"""Optimization with curvature: K-FAC, and stochastic reconfiguration."""
 
+from curvlinops_plus.optim.kfac import (
+    KFACOptimizer,
+    KFACPreconditioner,
+    LevenbergMarquardt,
+    NormConstraint,
+    StepReport,
+    WeightDecay,
+)
 from curvlinops_plus.optim.reconfiguration import (
     CenteredFisherLinearOperator,
     Reconfiguration,
@@ -11,9 +19,15 @@ from curvlinops_plus.optim.reconfiguration import (
 
 __all__ = [
     "CenteredFisherLinearOperator",
+    "KFACOptimizer",
+    "KFACPreconditioner",
+    "LevenbergMarquardt",
+    "NormConstraint",
     "Reconfiguration",
     "SolveReport",
+    "StepReport",
     "StochasticReconfiguration",
+    "WeightDecay",
     "fisher_inverse",
     "stochastic_reconfiguration",
 ]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from curvlinops_plus.blocks import KFAC
-from curvlinops_plus.optim.kfac.base import CurvatureOptimizer, first_nonfinite, refusal_of_nonfinite
+from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer, first_nonfinite, refusal_of_nonfinite
 from curvlinops_plus.optim.kfac.policies import NormConstraint
 from curvlinops_plus.optim.kfac.running_inverse import Inverse
 from curvlinops_plus.optim.kfac.step_report import StepReport
@@ -21,7 +21,8 @@ class KFACPreconditioner(CurvatureOptimizer):
     """Replaces gradients by `(K + λI)⁻¹ g`, for any other optimizer to use.
 
     `K` is a block-diagonal curvature that is updated by the batches of training, as by `CurvatureEstimator`. `step()`
-    rewrites `.grad` and leaves parameters alone. Gradients of parameters without curvature stay as they are.
+    rewrites `.grad` and leaves parameters alone. Training loops are heard as by `KFACOptimizer`. Gradients of parameters
+    without curvature stay as they are.
 
     Args:
         model: The network.
@@ -55,9 +56,7 @@ class KFACPreconditioner(CurvatureOptimizer):
         >>> X, y = torch.rand(8, 3), torch.rand(8, 2)
         >>> for _ in range(3):
         ...     sgd.zero_grad()
-        ...     with preconditioner.listen((X, y)):
-        ...         output = model(X)
-        ...     loss(output, y).backward()
+        ...     loss(model(X), y).backward()
         ...     preconditioner.step()
         ...     sgd.step()
         >>> preconditioner.last_step.examples

@@ -26,6 +26,16 @@ class StepReport:
         rho: `(new_loss - loss) / quadratic_change`.
         rejected: Whether the update was undone.
         left_alone: Parameters without gradient, or without curvature yet.
+
+    Example:
+        >>> import torch
+        >>> from curvlinops_plus import KFACOptimizer
+        >>> model, loss = torch.nn.Linear(3, 2), torch.nn.MSELoss()
+        >>> optimizer = KFACOptimizer(model, loss)
+        >>> loss(model(torch.rand(8, 3)), torch.rand(8, 2)).backward()
+        >>> optimizer.step()
+        >>> optimizer.last_step.examples, optimizer.last_step.refreshed, optimizer.last_step.lr
+        (8, True, [0.1])
     """
 
     step: int

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks import KFAC
-from curvlinops_plus.optim.kfac.base import CurvatureOptimizer, first_nonfinite, refusal_of_nonfinite
+from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer, first_nonfinite, refusal_of_nonfinite
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import (
     LevenbergMarquardt,
@@ -37,6 +37,11 @@ class KFACOptimizer(CurvatureOptimizer):
     Options of parameter groups, read in every step, so that schedulers and anybody may change them: `lr`, `momentum`,
     `damping`, `weight_decay`, `norm_constraint`. Parameters of one block (a layer's weight and bias) belong in one
     group.
+
+    Nothing about a training loop changes: hooks on the model and on the loss module hear the calls, in training mode
+    with gradients enabled. They are removed by `close()`, at the end of `with KFACOptimizer(...) as optimizer:`, and
+    with the optimizer. For losses that are functions, or outputs that are changed before the loss, see `listen`.
+    Several batches before a step are one update. `step(closure)` is PyTorch's.
 
     Parameters without gradient, or of layers that no batch has called yet, are left alone.
 
@@ -82,9 +87,7 @@ class KFACOptimizer(CurvatureOptimizer):
         >>> X, y = torch.rand(8, 3), torch.rand(8, 2)
         >>> for _ in range(3):
         ...     optimizer.zero_grad()
-        ...     with optimizer.listen((X, y)):
-        ...         output = model(X)
-        ...     loss(output, y).backward()
+        ...     loss(model(X), y).backward()
         ...     optimizer.step()
         >>> optimizer.last_step.step, optimizer.last_step.examples
         (2, 8)
