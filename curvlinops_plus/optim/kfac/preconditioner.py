@@ -21,8 +21,8 @@ class KFACPreconditioner(CurvatureOptimizer):
     """Replaces gradients by `(K + λI)⁻¹ g`, for any other optimizer to use.
 
     `K` is a block-diagonal curvature that is updated by the batches of training, as by `CurvatureEstimator`. `step()`
-    rewrites `.grad` and leaves parameters alone. Training loops are heard as by `KFACOptimizer`. Gradients of parameters
-    without curvature stay as they are.
+    rewrites `.grad` and leaves parameters alone. Training loops are heard as by `KFACOptimizer`. Gradients of
+    parameters without curvature stay as they are.
 
     Args:
         model: The network.
