@@ -63,9 +63,7 @@ class BlockDiagonal(LinearOperator):
         self._check_spaces()
         self._check_blocks()
         #: Where the parameters of each block are among the tensors of the space.
-        self._places = {
-            name: [space.names.index(key) for key in layout.names] for name, layout in self.layouts.items()
-        }
+        self._places = {name: [space.names.index(key) for key in layout.names] for name, layout in self.layouts.items()}
 
     def _check_spaces(self) -> None:
         listed = [parameter for layout in self.layouts.values() for parameter in layout.names]

@@ -8,16 +8,12 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import scipy.linalg
+import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
 __all__ = ["GramSum", "gram", "mirror"]
 
-_SYRK: dict[torch.dtype, Any] = {
-    torch.float32: scipy.linalg.get_blas_funcs("syrk", dtype="float32"),
-    torch.float64: scipy.linalg.get_blas_funcs("syrk", dtype="float64"),
-}
 _BLOCK = 256  # a tile and its transpose fit the cache
 _WAITING = 128  # rows; products with half as many cost what one with all does
 
@@ -141,7 +137,7 @@ def _single_at_least(rows: Tensor) -> Tensor:
 
 def _half_pays(rows: Tensor) -> bool:
     """Whether one triangle is computed faster than all."""
-    return rows.shape[1] >= 128 and rows.device.type == "cpu" and rows.dtype in _SYRK
+    return rows.shape[1] >= 128 and rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64)
 
 
 def _add_triangle(rows: Tensor, total: Tensor) -> Tensor:
@@ -159,7 +155,7 @@ def _add_rank_k(rows: Tensor, total: Tensor) -> Tensor:
     array = rows.detach().numpy() if transposed else rows.detach().contiguous().numpy().T  # BLAS stores by columns
     with _as_many_threads_as_torch():
         # BLAS's upper triangle is our lower one. It writes to `total`; a tensor made of what it returns would keep it.
-        _SYRK[rows.dtype](1.0, array, 1.0, total.numpy().T, trans=int(transposed), lower=0, overwrite_c=True)
+        _syrk(rows.dtype)(1.0, array, 1.0, total.numpy().T, trans=int(transposed), lower=0, overwrite_c=True)
     return total
 
 
@@ -171,6 +167,11 @@ def _add_quarters(rows: Tensor, total: Tensor) -> Tensor:
     total[h:, h:].addmm_(b.T, b)
     total[h:, :h].addmm_(b.T, a)
     return total
+
+
+@cache
+def _syrk(dtype: torch.dtype) -> Any:
+    return scipy.linalg.get_blas_funcs("syrk", dtype=str(dtype).removeprefix("torch."))
 
 
 @cache

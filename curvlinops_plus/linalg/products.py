@@ -25,7 +25,7 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-class error_context:  # noqa: N801 a function to its users; as a generator it would cost as much as a small product
+class error_context:
     """Errors of this package that are raised inside begin with the name of the part of the matrix they are about."""
 
     def __init__(self, part: str) -> None:
