@@ -11,7 +11,7 @@ from torch import nn
 from workloads import Workload
 
 import curvlinops_plus
-from curvlinops_plus import CurvatureEstimator, Empirical, EmpiricalRisk, MonteCarlo, Vectors
+from curvlinops_plus import CurvatureEstimator, Empirical, EmpiricalRisk, MonteCarlo
 
 try:
     import curvlinops
@@ -137,7 +137,7 @@ def training_tasks(work: Workload) -> dict[str, Task]:
 
         return run
 
-    def listening(vectors: Vectors) -> Task:
+    def listening(vectors: MonteCarlo | Empirical) -> Task:
         risk = EmpiricalRisk(work.model, work.loss, (), params=work.params)
         return steps(CurvatureEstimator(risk, vectors=vectors, decay=0.95))
 
