@@ -138,14 +138,14 @@ def peak(task: Task, cuda: bool) -> float:
 
 def contestants(risk: EmpiricalRisk, affine: bool) -> dict[str, Task]:
     def diagonal() -> object:
-        return curvature(risk, DiagonalBlock, vectors=MonteCarlo(1, seed=0)).compute()
+        return curvature(risk, DiagonalBlock, vectors=MonteCarlo(1, seed=0))
 
     def generic() -> object:
         with no_rules():
             return diagonal()
 
     def of(approximation: type[KFAC] | type[EKFAC]) -> Task:
-        return lambda: curvature(risk, approximation, vectors=MonteCarlo(1, seed=0)).compute()
+        return lambda: curvature(risk, approximation, vectors=MonteCarlo(1, seed=0))
 
     def yard() -> None:
         for X, y in risk.data:

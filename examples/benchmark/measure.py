@@ -40,13 +40,15 @@ def event_time(task: Task) -> float:
 CLOCKS: dict[str, Clock] = {"cpu": cpu_time, "wall": wall_time, "events": event_time}
 
 
-def interleaved(contestants: Mapping[str, Task], repeats: int, clock: Clock = wall_time) -> dict[str, float]:
-    """Median time of each, taken in turns after one warm-up."""
+def interleaved(
+    contestants: Mapping[str, Task], repeats: int, clock: Clock = wall_time, warm_up: bool = True
+) -> dict[str, float]:
+    """Median time of each, taken in turns, after one turn that does not count unless all are warm already."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(repeats + 1):
+    for turn in range(-warm_up, repeats):
         for name, task in contestants.items():
             seconds = clock(task)
-            if turn:
+            if turn >= 0:
                 times[name].append(seconds)
     return {name: statistics.median(t) for name, t in times.items()}
 

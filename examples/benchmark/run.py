@@ -24,7 +24,7 @@ import torch
 from limits import Limits, decaying
 from measure import CLOCKS, Clock, figure, interleaved, ratio, table
 from memory import growth
-from slopes import AXES, draw, exponent, slopes
+from slopes import AXES, QUICK_AXES, draw, exponent, slopes
 from tasks import curvlinops, tasks, tiny_tasks, training_tasks, yard
 from workloads import CPU, CUDA, MAKERS, make
 
@@ -43,6 +43,10 @@ def _contestants(ours: dict, theirs: dict) -> dict:
 def time_tables(names: list[str], device: str, quick: bool, repeats: int, clock: Clock) -> None:
     """Every task in yards beside the peer and the limit, and what the limits are made of."""
     print("## Time\n\nIn yards; less is better.\n")
+    libraries = [curvlinops_plus] if curvlinops is None else [curvlinops_plus, curvlinops]
+    if quick:  # each turn counts then
+        for run in [run for library in libraries for run in tasks(library, make("tiny", device)).values()]:
+            run()
     parts: list[list[str]] = []
     header = ["workload", "task", "ours", "3.0.1", "ours ÷ 3.0.1", "limit", "ours ÷ limit"]
     print(table(header, []).rstrip(), flush=True)
@@ -51,7 +55,7 @@ def time_tables(names: list[str], device: str, quick: bool, repeats: int, clock:
         ours, theirs = tasks(curvlinops_plus, work), {} if curvlinops is None else tasks(curvlinops, work)
         limits = Limits(work)
         plain = {"yard": yard(work), **limits.contestants()}
-        t = interleaved(plain | _contestants(ours, theirs), repeats, clock)
+        t = interleaved(plain | _contestants(ours, theirs), repeats, clock, warm_up=not quick)
         least = limits.of(t)
         for task in ours:
             mine, other, limit = t[f"ours {task}"], t.get(f"theirs {task}"), least.get(task)
@@ -85,7 +89,7 @@ def tiny_table(device: str, repeats: int, clock: Clock) -> None:
     work = make("tiny", device)
     theirs = {} if curvlinops is None else tiny_tasks(curvlinops, work)
     contestants = {"yard": yard(work)} | _contestants(tiny_tasks(curvlinops_plus, work), theirs)
-    t = interleaved(contestants, 20 * repeats, clock)
+    t = interleaved(contestants, 10 * repeats, clock)
     rows = []
     for task in tiny_tasks(curvlinops_plus, work):
         mine, other = t[f"ours {task}"], t.get(f"theirs {task}")
@@ -115,25 +119,26 @@ def memory_table(names: list[str], device: str, quick: bool, threads: int) -> No
     print(table(["workload", "task", "ours", "3.0.1", "ours ÷ 3.0.1"], rows), flush=True)
 
 
-def slopes_table(device: str, repeats: int, clock: Clock, picture: Path | None) -> None:
+def slopes_table(device: str, quick: bool, repeats: int, clock: Clock, picture: Path | None) -> None:
     """Yards at four sizes of everything that grows."""
     print("## Slopes\n\nIn yards of the same network; the exponent of a fitted power of the size.\n")
-    found = slopes(device, repeats, clock)
+    axes = QUICK_AXES if quick else AXES
+    found = slopes(axes, device, repeats, clock)
     rows = []
     for axis, by_task in found.items():
-        sizes = AXES[axis][0]
+        sizes = axes[axis][0]
         for task, values in by_task.items():
             at = ", ".join(f"{figure(value)} at {size}" for size, value in zip(sizes, values))
             rows.append([axis, task, at, f"{exponent(sizes, values):+.2f}"])
     print(table(["grows", "task", "yards", "exponent"], rows), flush=True)
     if picture is not None:
-        draw(found, picture)
+        draw(axes, found, picture)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workloads", nargs="+", choices=[name for name in MAKERS if name != "tiny"])
-    parser.add_argument("--tables", nargs="+", default=TABLES, choices=TABLES)
+    parser.add_argument("--tables", nargs="+", choices=TABLES, help="default: all; with --quick on a CPU without eigh")
     parser.add_argument("--quick", action="store_true", help="smaller networks, three repeats")
     parser.add_argument("--repeats", type=int, help="default: 5, or 3 with --quick")
     parser.add_argument("--threads", type=int, default=1)
@@ -148,21 +153,25 @@ def main() -> None:
     repeats = given.repeats or (3 if quick else 5)
     kind = given.clock or ("events" if device == "cuda" else "cpu")
     clock = CLOCKS[kind]
+    chosen = given.tables or [t for t in TABLES if not (t == "eigh" and quick and device == "cpu")]
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
-    print(f"{date.today()}, {machine}, {given.threads} threads, torch {torch.__version__}, float32, clock: {kind}, ", end="")
+    print(
+        f"{date.today()}, {machine}, {given.threads} threads, torch {torch.__version__}, float32, clock: {kind}, ",
+        end="",
+    )
     print(f"{'quick sizes' if quick else 'full sizes'}, {repeats} repeats.\n")
-    if "time" in given.tables:
+    if "time" in chosen:
         time_tables(names, device, quick, repeats, clock)
-    if "eigh" in given.tables:
+    if "eigh" in chosen:
         eigh_table(names, device, quick, repeats, clock)
-    if "tiny" in given.tables:
+    if "tiny" in chosen:
         tiny_table(device, repeats, clock)
-    if "training" in given.tables:
+    if "training" in chosen:
         training_table(names, device, quick, repeats, clock)
-    if "memory" in given.tables:
-        memory_table(names, device, quick, given.threads)
-    if "slopes" in given.tables:
-        slopes_table(device, repeats, clock, given.picture)
+    if "memory" in chosen:
+        memory_table(names[:3] if quick else names, device, quick, given.threads)
+    if "slopes" in chosen:
+        slopes_table(device, quick, repeats, clock, given.picture)
 
 
 if __name__ == "__main__":

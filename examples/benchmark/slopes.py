@@ -29,18 +29,25 @@ class Tokens(nn.Module):
         return self.net(x).transpose(1, 2)
 
 
-def _tokens(T: int) -> Made:
-    return Tokens(128), batches(torch.randn(32, T, 128), torch.randint(10, (32, T)), 32)
+def _tokens(T: int, width: int) -> Made:
+    return Tokens(width), batches(torch.randn(32, T, width), torch.randint(10, (32, T)), 32)
 
 
-#: What grows, the sizes, and the network of one size.
-AXES: dict[str, tuple[list[int], Callable[[int], Made]]] = {
-    "examples": ([256, 512, 1024, 2048], lambda N: perceptron(128, 128, 128, 10, N=N)),
-    "width": ([64, 128, 256, 512], lambda d: perceptron(d, d, d, 10, N=512)),
-    "depth": ([2, 4, 8, 16], lambda L: perceptron(*[128] * L, 10, N=512)),
-    "tokens": ([8, 16, 32, 64], _tokens),
-    "classes": ([4, 8, 16, 32], lambda C: perceptron(128, 128, 128, C, N=512)),
-}
+Axes = dict[str, tuple[list[int], Callable[[int], Made]]]
+
+
+def axes(d: int, N: int) -> Axes:
+    """What grows, its sizes, and the network of one size; the others have width `d` and `N` examples."""
+    return {
+        "examples": ([N // 2, N, 2 * N, 4 * N], lambda n: perceptron(d, d, d, 10, N=n)),
+        "width": ([d // 2, d, 2 * d, 4 * d], lambda w: perceptron(w, w, w, 10, N=N)),
+        "depth": ([2, 4, 8, 16], lambda L: perceptron(*[d] * L, 10, N=N)),
+        "tokens": ([8, 16, 32, 64], lambda T: _tokens(T, d)),
+        "classes": ([4, 8, 16, 32], lambda C: perceptron(d, d, d, C, N=N)),
+    }
+
+
+AXES, QUICK_AXES = axes(256, 1024), axes(128, 512)
 TASKS = ["KFAC, Monte Carlo", "KFAC, exact", "EKFAC, Monte Carlo", "GGN product"]
 
 
@@ -56,10 +63,10 @@ def _tasks(work: Workload) -> dict[str, Task]:
     return found
 
 
-def slopes(device: str, repeats: int, clock: Clock) -> dict[str, dict[str, list[float]]]:
+def slopes(axes: Axes, device: str, repeats: int, clock: Clock) -> dict[str, dict[str, list[float]]]:
     """Yards by axis and task, one for each size; all sizes of an axis take turns."""
     found: dict[str, dict[str, list[float]]] = {}
-    for axis, (sizes, make) in AXES.items():
+    for axis, (sizes, make) in axes.items():
         torch.manual_seed(0)
         by_size = {size: _tasks(workload(axis, *make(size), device)) for size in sizes}
         t = interleaved({f"{n} {size}": run for size, ts in by_size.items() for n, run in ts.items()}, repeats, clock)
@@ -84,7 +91,7 @@ _LOOK = {
 }
 
 
-def draw(found: dict[str, dict[str, list[float]]], path: Path) -> None:
+def draw(axes: Axes, found: dict[str, dict[str, list[float]]], path: Path) -> None:
     """One panel per axis, logarithmic; large type, as the picture is shown at 400 pixels."""
     import matplotlib
 
@@ -96,7 +103,7 @@ def draw(found: dict[str, dict[str, list[float]]], path: Path) -> None:
         figure, panels = plt.subplots(3, 2, figsize=(8, 9.5), sharey=True, layout="constrained")
         flat = panels.ravel()
         for panel, (axis, tasks) in zip(flat, found.items()):
-            sizes = AXES[axis][0]
+            sizes = axes[axis][0]
             for task, values in tasks.items():
                 colour, mark = _LOOK[task]
                 panel.loglog(sizes, values, color=colour, marker=mark, lw=2.5, ms=9, label=task)

@@ -182,21 +182,21 @@ def digits(N: int) -> Made:
 MAKERS: dict[str, tuple[Callable[[], Made], Callable[[], Made]]] = {
     "a_mlp": (
         lambda: perceptron(784, 512, 512, 10, N=2048),
-        lambda: perceptron(784, 256, 256, 10, N=512),
+        lambda: perceptron(784, 256, 256, 10, N=1024),
     ),
     "b_resnet": (
         lambda: resnet(32, 32, N=64, batch=32),
-        lambda: resnet(16, 16, N=32, batch=16),
+        lambda: resnet(16, 20, N=20, batch=10),
     ),
     "c_gpt": (
         lambda: language(4, 256, 4, 128, 1000, N=16, batch=4),
-        lambda: language(2, 96, 4, 64, 300, N=8, batch=4),
+        lambda: language(2, 128, 4, 64, 300, N=8, batch=4),
     ),
     "d_wide": (
         lambda: perceptron(2048, 2048, 2048, 10, N=1024),
-        lambda: perceptron(768, 768, 768, 10, N=512),
+        lambda: perceptron(640, 640, 640, 10, N=768),
     ),
-    "e_digits": (lambda: digits(1792), lambda: digits(768)),
+    "e_digits": (lambda: digits(1792), lambda: digits(1024)),
     "f_resnet50": (
         lambda: resnet50(64, 224, N=256, batch=64, classes=1000),
         lambda: resnet50(4, 32, N=8, batch=4, classes=10, depths=(1, 1, 1, 1)),
