@@ -42,6 +42,7 @@ class CrossEntropy(Likelihood):
     loss_type = nn.CrossEntropyLoss
     class_axis = 1
     option_names = ("reduction", "weight", "ignore_index", "label_smoothing")
+    _looked = False  # whether class indices of one batch were in range
 
     def __init__(self, loss: Any) -> None:
         super().__init__(loss)
@@ -76,11 +77,14 @@ class CrossEntropy(Likelihood):
             )
         y = y.long()
         wrong = ((y < 0) | (y >= C)) & (y != self.loss.ignore_index)
-        if wrong.any():
+        if y.is_cuda and self._looked:  # the GPU asserts it, as in PyTorch's own loss: to read it is to wait for it
+            torch._assert_async(~wrong.any(), f"{self.name}: the target holds a class index that is no class")
+        elif wrong.any():
             raise ValueError(
                 f"{self.name}: the target holds the class index {y[wrong][0].item()}, but the output has C = {C} "
                 f"classes, 0 to {C - 1} (ignore_index is {self.loss.ignore_index})."
             )
+        self._looked = True
         return y.reshape(len(F), -1)
 
     def _checked_probabilities(self, y: Tensor) -> Tensor:

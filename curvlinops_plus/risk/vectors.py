@@ -77,6 +77,11 @@ class Draws:
         return self.uniform(*shape).lt_(0.5).mul_(-2).add_(1)
 
 
+def _near(numbers: Tensor, F: Tensor) -> Tensor:
+    """Random numbers on the GPU of the outputs, if they are on one: a copy from pinned memory stops nobody."""
+    return numbers.pin_memory().to(F.device, non_blocking=True) if F.is_cuda else numbers
+
+
 class Vectors(ABC):
     """One way of choosing the vectors.
 
@@ -180,7 +185,7 @@ class Exact(Vectors):
         terms, columns = F.shape[1], likelihood.num_columns(F)
         alone = terms == 1
         if self.signs and not alone:
-            signs = draws.signs(F.shape[0], terms, columns).to(F)
+            signs = _near(draws.signs(F.shape[0], terms, columns), F).to(F)
         for k, column in enumerate(likelihood.hessian_root_columns(F, Y)):
             if alone:
                 yield column
@@ -237,7 +242,7 @@ class CurvaturePropagation(Vectors):
         return self.samples
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
-        signs = draws.signs(*F.shape[:2], self.samples, likelihood.num_columns(F)).to(F)
+        signs = _near(draws.signs(*F.shape[:2], self.samples, likelihood.num_columns(F)), F).to(F)
         sent = likelihood.hessian_root_product(F, Y, signs.permute(2, 0, 1, 3))
         yield from sent / math.sqrt(self.samples) if self.samples > 1 else sent
 
@@ -277,7 +282,7 @@ class MonteCarlo(Vectors):
         return ColumnsRoot(self._draw(likelihood, F, Y, draws), per_term=True)
 
     def _draw(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Tensor:  # [samples, N, R, C]
-        drawn = likelihood.draw(F, Y, self.samples, draws.uniform)
+        drawn = likelihood.draw(F, Y, self.samples, lambda *shape: _near(draws.uniform(*shape), F))
         return drawn / math.sqrt(self.samples) if self.samples > 1 else drawn
 
 
