@@ -25,8 +25,8 @@ __all__ = ["NLL", "CrossEntropy"]
 class CrossEntropy(Likelihood):
     """Rules of `nn.CrossEntropyLoss`, with class indices [N, *d] or class probabilities [N, C, *d] as targets.
 
-    `H = h (diag p - p pᵀ)`, draws `√h (p - ŷ)` with `ŷ` a one-hot draw from `p`. Here `h` is `(1-ε) w_y + ε mean(w)` for
-    a class index (0 where it is `ignore_index`), and `Σ_c w_c ((1-ε) y_c + ε/C)` for probabilities.
+    `H = h (diag p - p pᵀ)`, draws `√h (p - ŷ)` with `ŷ` a one-hot draw from `p`. Here `h` is `(1-ε) w_y + ε mean(w)`
+    for a class index (0 where it is `ignore_index`), and `Σ_c w_c ((1-ε) y_c + ε/C)` for probabilities.
 
     `B = √h L` with a column less than there are classes, as in a Cholesky decomposition: with `r_k = Σ_(c>k) p_c`,
     `L_kk = √(p_k r_k / (p_k + r_k))` and `L_ck = -L_kk p_c / r_k` for `c > k`.
@@ -197,9 +197,9 @@ class CrossEntropy(Likelihood):
         return index, keep.to(dtype) if weight is None else weight.detach().to(Y.device, dtype)[index] * keep, keep
 
     def _root_parts(self, F: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the root `B = L`, probabilities `p`, the diagonal of `L`, and probabilities `r_k` of all classes after `k`.
+        """Probabilities `p`, the diagonal of the root, and the probabilities `r_k` of all classes after `k`.
 
-        Where there are none, which would be divided by, they are 1: what is divided is 0.
+        Where these are 0 they are 1, to be divided by: what is divided is 0.
         """
         p, K = F.softmax(-1), self.num_columns(F)
         if p.shape[-1] == 1:

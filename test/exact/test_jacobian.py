@@ -108,7 +108,8 @@ def test_inner_shape_is_examples_terms_columns() -> None:
     assert factor_of(p, vectors="empirical").in_shapes == ((N, 1, 1),)
     assert factor_of(p, vectors=Empirical(per_term=True)).in_shapes == ((N, R, 1),)
     uneven = problem("uneven sequences")
-    assert factor_of(uneven).in_shapes == ((sum(b.terms.numel() for b in uneven.exact.batches),),)
+    columns = sum(b.terms[..., 1:].numel() for b in uneven.exact.batches)
+    assert factor_of(uneven).in_shapes == ((columns,),)
 
 
 def test_scale_follows_num_data() -> None:
