@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -80,7 +81,8 @@ class Layout:
         self.shapes = {name: torch.Size(shapes[name]) for name in patterns}
         self.sizes = dict(sizes or {})
         self._steps = {
-            name: _parse(name, pattern, self.shapes[name], self.sizes) for name, pattern in self.patterns.items()
+            name: _parse(name, pattern, self.shapes[name], (*self.sizes.items(),))
+            for name, pattern in self.patterns.items()
         }
         matrices = {name: steps.matrix for name, steps in self._steps.items()}
         if len({matrix[:-1] for matrix in matrices.values()}) > 1:
@@ -153,7 +155,9 @@ class Layout:
 _TOKEN = re.compile(r"\(([^()]*)\)|([A-Za-z_]\w*|1)")
 
 
-def _parse(name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> _Steps:
+@lru_cache(4096)
+def _parse(name: str, pattern: str, shape: torch.Size, given: tuple[tuple[str, int], ...]) -> _Steps:
+    sizes = dict(given)
     where = f'Pattern "{pattern}" of parameter "{name}" with shape {list(shape)}'
     if pattern.count("->") != 1:
         raise ValueError(f'{where}: expected one "->" between the axes of the parameter and "rows cols".')

@@ -6,15 +6,16 @@ Layer-wise approximations send the vectors back one after the other; matrix-free
 
 | object | vectors per batch | matrix |
 | --- | --- | --- |
-| `Exact()` | R·C, the columns of the loss Hessian's root, one loss term at a time | GGN |
-| `Exact(signs=True)` | C, all terms at once with an independent sign each | unbiased for the GGN |
+| `Exact()` | R·K, the columns of the loss Hessian's root, one loss term at a time | GGN |
+| `Exact(signs=True)` | K, all terms at once with an independent sign each | unbiased for the GGN |
 | `CurvaturePropagation(samples)` | `samples`, all columns of all terms at once, random signs | unbiased for the GGN |
 | `MonteCarlo(samples)` | `samples`, would-be gradients at labels drawn from the model | unbiased for the Fisher |
 | `Empirical()` | 1, the gradient of the loss at the data's own labels | empirical Fisher, one gradient per example |
 | `Empirical(per_term=True)` | R, the same for each loss term by itself | empirical Fisher over terms |
 | `ForwardOnly()` | none | `G = I`: input statistics alone |
 
-N examples, R loss terms per example (tokens, pixels), C numbers per term.
+N examples, R loss terms per example (tokens, pixels), C numbers per term, K columns of its root: C, of cross-entropy
+C - 1.
 
 GGN and Fisher are one matrix for the usual losses. Where they differ (a Gaussian with predicted variance, probabilities
 instead of logits) the Fisher is meant by both, and vectors that were asked for the GGN by name are refused.
@@ -152,7 +153,8 @@ class Exact(Vectors):
     Raises:
         ValueError: If `matrix` is something else.
 
-    Cost: R·C backward passes per batch, or C with signs.
+    Cost: R·K backward passes per batch with K columns per loss term (classes less one, of cross-entropy), or K with
+    signs.
 
     Example:
         >>> Exact().fisher_type

@@ -103,12 +103,13 @@ def test_factors_of_other_matrices(name: str) -> None:
 def test_inner_shape_is_examples_terms_columns() -> None:
     p = problem("attention, ce")
     N, (R, C) = sum(b.N for b in p.exact.batches), p.exact.batches[0].terms.shape[1:]
-    assert factor_of(p).in_shapes == ((N, R, C),)
+    assert factor_of(p).in_shapes == ((N, R, C - 1),)
     assert factor_of(p, vectors=MonteCarlo(samples=5)).in_shapes == ((N, R, 5),)
     assert factor_of(p, vectors="empirical").in_shapes == ((N, 1, 1),)
     assert factor_of(p, vectors=Empirical(per_term=True)).in_shapes == ((N, R, 1),)
     uneven = problem("uneven sequences")
-    assert factor_of(uneven).in_shapes == ((sum(b.terms.numel() for b in uneven.exact.batches),),)
+    columns = sum(b.terms[..., 1:].numel() for b in uneven.exact.batches)
+    assert factor_of(uneven).in_shapes == ((columns,),)
 
 
 def test_scale_follows_num_data() -> None:
