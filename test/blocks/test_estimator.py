@@ -436,7 +436,8 @@ def test_gradients_that_are_written_to_are_refused(listening: bool) -> None:
             return self.one(x) + halved
 
     model, (X, y) = Sum(), batches(4)[0]
-    running = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), (), check=False), KFAC)
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (), check=False)
+    running = CurvatureEstimator(risk, KFAC, vectors=MonteCarlo())
 
     def listen() -> None:
         with running.listen((X, y)):
