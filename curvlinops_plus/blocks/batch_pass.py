@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.gradient_check import TOLERANCE
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.model_calls import tensors_of
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.process_state import exclusive, own_calls
+from curvlinops_plus.risk.process_state import eager, exclusive, own_calls
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.repeatable import relative_difference
 from curvlinops_plus.risk.sweep import RecordedPasses
+from curvlinops_plus.risk.user_backward import UserBackward
 
 __all__ = ["BatchPass", "PassStart", "Show"]
 
@@ -60,13 +62,33 @@ class PassStart:
             module._buffers[name] = buffer.clone()
 
 
-@dataclass(frozen=True)
-class _UserPass:
-    """A call of the user's that has to be run again: its start, versions of the parameters, and its precision."""
+class _GraphGone(ValueError):
+    """The user went back through the graph already."""
 
-    start: PassStart
-    versions: list[int]
-    autocast: bool
+
+@dataclass
+class _UserPass:
+    """What is noted of the user's pass.
+
+    Attributes:
+        calls: How often the model was called.
+        read: What the losses read of its output.
+        versions: Those of the parameters when it was called.
+        autocast: Whether it was called under autocast.
+        start: What it began with, if it may have to be run again.
+        again: Whether it has to be run again, and why.
+        backward: What arrives of the user's backward pass, if that is of use.
+        error: What is wrong with the call; the user's block goes on, and it is raised at its end.
+    """
+
+    calls: int = 0
+    read: tuple[Any, Any, Any] | None = None
+    versions: list[int] = field(default_factory=list)
+    autocast: bool = False
+    start: PassStart | None = None
+    again: str = ""
+    backward: UserBackward | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -124,60 +146,141 @@ class BatchPass:
             ValueError: If the model was not called exactly once, or its graph is gone.
             UnsupportedError: If a pass of its own is needed, and does something else.
         """
-        model, outputs, begun = self.risk.model, list[Any](), list[_UserPass]()
+        theirs = _UserPass()
+        with ExitStack() as contexts:
+            passes = contexts.enter_context(
+                RecordedPasses(self.risk, self.layers, self.vectors, self.weights, own_pass=False, repeatable=False)
+            )
+            recording = contexts.enter_context(ExitStack())
+            contexts.enter_context(eager())  # before a compiled model is called
+            hooks = self._hooks(theirs, passes, recording)
+            for hook in hooks:
+                contexts.callback(hook.remove)
+            yield
+            for hook in hooks:
+                hook.remove()
+            if theirs.backward is not None:
+                contexts.callback(theirs.backward.close)
+            read = self._read(theirs)
+            if not theirs.again:
+                self._send_through(passes, read, add, theirs)
+        if theirs.again:
+            self._run_again(theirs, [f.detach() for f in read[0]], add)
+
+    def _hooks(self, theirs: _UserPass, passes: RecordedPasses, recording: ExitStack) -> list[RemovableHandle]:
+        """Hooks on the model that note the user's first call."""
+        model, of_loss = self.risk.model, self.vectors.of_loss and self.vectors.together
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not outputs:  # how many calls there were is asked at the end
-                self._require_input((args, kwargs))
-                if batch_norms(model):
-                    autocast = torch.is_autocast_enabled(self.risk.device.type)
-                    begun.append(_UserPass(PassStart.now(model), self._versions(), autocast))
+            theirs.calls += 1
+            if theirs.calls > 1:  # refused at the end
+                return
+            self._require_input((args, kwargs))
+            theirs.versions, theirs.autocast = self._versions(), torch.is_autocast_enabled(self.risk.device.type)
+            norms = batch_norms(model)
+            theirs.start = PassStart.now(model) if norms or of_loss else None
+            if norms:  # only the pass of our own counts
+                theirs.again = "batch norm in training mode"
+                recording.enter_context(passes.recorder.disabled())
+            else:
+                recording.enter_context(passes.recording(self.batch))
 
-        handles = [
+        def end(module: nn.Module, args: Any, out: Any) -> None:
+            if theirs.calls > 1:
+                return
+            try:
+                if not theirs.again:
+                    recording.close()
+                theirs.read = fs, *_ = self._read_output(out)
+                returned = {id(t) for t in tensors_of(out)}
+                if of_loss and not theirs.again and all(id(f) in returned for f in fs):
+                    theirs.backward = UserBackward(passes.recorder, fs)
+            except Exception as error:
+                theirs.error = error
+
+        return [
             model.register_forward_pre_hook(own_calls(begin), with_kwargs=True),
-            model.register_forward_hook(own_calls(lambda module, args, out: outputs.append(out))),
+            model.register_forward_hook(own_calls(end)),
         ]
-        try:
-            with RecordedPasses(
-                self.risk, self.layers, self.vectors, self.weights, own_pass=False, repeatable=False
-            ) as passes:
-                with passes.recording(self.batch):
-                    yield
-                for handle in handles:
-                    handle.remove()
-                read = self._read_output(outputs)
-                if not begun:
-                    self._send_through(passes, read, add)
-            if begun:
-                self._run_again(begun[0], [f.detach() for f in read[0]], add)
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _send_through(self, passes: RecordedPasses, read: tuple[Any, Any, Any], add: Callable[[Show], None]) -> None:
-        """Call `add` with vectors that go through the graph of the user's pass."""
+    def _read(self, theirs: _UserPass) -> tuple[Any, Any, Any]:
+        """What the losses read.
+
+        Raises:
+            ValueError: If the model was not called once.
+        """
+        if theirs.calls != 1:
+            raise ValueError(
+                f"The model was called {theirs.calls} times inside `listen`, expected once, on the batch that `listen` "
+                "was given. Call it once there; evaluate outside."
+            )
+        if theirs.error is not None:
+            raise theirs.error
+        assert theirs.read is not None
+        return theirs.read
+
+    def _send_through(
+        self, passes: RecordedPasses, read: tuple[Any, Any, Any], add: Callable[[Show], None], theirs: _UserPass
+    ) -> None:
+        """Call `add` with vectors that go through the graph of the user's pass, or with those that went through it.
+
+        In the 1st, 2nd, 4th, ... batch, and where a check needs the graph, these are compared with a pass of our own.
+        """
+        user = theirs.backward if theirs.backward is not None and theirs.backward.happened else None
+        number = self.risk.checked.batches + 1
+        if user is not None:
+            theirs.again = "`loss.backward()` inside the block" if number & (number - 1) == 0 else ""
+            if theirs.again and self.risk.options.check:
+                return
+            self._require_unwritten(theirs, "`loss.backward()` inside the block")
 
         def show(consume: Consumer, draws: Draws) -> Totals:
             try:
-                return passes.send_back(self.batch, read, draws, consume, keep_graph=True)
+                return passes.send_back(self.batch, read, draws, consume, keep_graph=True, user=user)
             except RuntimeError as error:
                 if "backward through the graph a second time" not in str(error):
                     raise
-                raise ValueError(
+                raise _GraphGone(
                     "The graph of the model's output is gone. Call `loss.backward()` after the block, not inside."
                 ) from error
 
-        with exclusive(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes at its end
-            add(show)
+        theirs.again = ""
+        try:
+            with exclusive(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes at its end
+                add(show)
+        except _GraphGone:
+            if user is None:
+                raise
+            theirs.again = "`loss.backward()` inside the block"
 
     def _run_again(self, theirs: _UserPass, outputs: Sequence[Tensor], add: Callable[[Show], None]) -> None:
         """Call `add` with vectors that go through a pass that begins as the user's did."""
+        assert theirs.start is not None
+        self._require_unwritten(theirs, theirs.again)
+        user, itemsize = theirs.backward, 2 if theirs.autocast else min(f.element_size() for f in outputs)
+        if user is not None:
+            user.require_once()
+
+        def add_compared(show: Show) -> None:
+            def show_compared(consume: Consumer, draws: Draws) -> Totals:
+                def compared(batch: LayerBatch) -> None:
+                    if user is not None:
+                        user.compare(batch, itemsize)
+                    consume(batch)
+
+                return show(compared, draws)
+
+            add(show_compared)
+
+        self.run(theirs.start, add_compared, lambda own: _require_same(outputs, own, itemsize, theirs.again))
+
+    def _require_unwritten(self, theirs: _UserPass, why: str) -> None:
+        """Refuse parameters that are no longer those of the user's pass."""
         if theirs.versions != self._versions():
             raise ValueError(
                 "Parameters were written to inside `listen`, after the model was called. Call `optimizer.step()` after "
-                "the block: with batch norm in training mode the model is run once more at its end."
+                f"the block: with {why} the model is looked at once more at its end."
             )
-        self.run(theirs.start, add, lambda own: _require_same(outputs, own, theirs.autocast))
 
     def _versions(self) -> list[int]:
         return [p._version for p in self.risk.params.values() if not p.is_inference()]
@@ -192,14 +295,9 @@ class BatchPass:
                 "after augmentation: listen((X, y)) around model(X)."
             )
 
-    def _read_output(self, outputs: list[Any]) -> tuple[Any, Any, Any]:
-        """What the losses read of the model's only output inside `listen`."""
-        if len(outputs) != 1:
-            raise ValueError(
-                f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that `listen` "
-                "was given. Call it once there; evaluate outside."
-            )
-        read = self.risk.read_output(outputs[0], self.batch)
+    def _read_output(self, out: Any) -> tuple[Any, Any, Any]:
+        """What the losses read of the model's output inside `listen`."""
+        read = self.risk.read_output(out, self.batch)
         trained = any(p.requires_grad for p in self.risk.params.values())
         if self.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
             raise ValueError(
@@ -217,15 +315,15 @@ def _equal(mine: Tensor, theirs: Tensor) -> bool:
     return torch.equal(mine.to(theirs.dtype), theirs) or bool(mine.is_floating_point() and mine.isnan().any())
 
 
-def _require_same(theirs: Sequence[Tensor], ours: Sequence[Tensor], autocast: bool) -> None:
+def _require_same(theirs: Sequence[Tensor], ours: Sequence[Tensor], itemsize: int, why: str) -> None:
     """Refuse a model that does something else when it is run once more; by itself it runs without autocast."""
     for f, own in zip(theirs, ours, strict=True):
         away = relative_difference(own.detach(), f) if f.shape == own.shape else float("inf")
-        if not away <= TOLERANCE[2 if autocast else f.element_size()]:
+        if not away <= TOLERANCE[itemsize]:
             raise UnsupportedError(
-                "With batch norm in training mode `listen` runs the model once more, on the batch that it was given, "
-                "with the statistics of the batch as constants. There the model's output differs from that in the "
-                f"block, by {away:.1e} of the norm. Does the model draw random numbers that are not PyTorch's, was it "
-                "called with more than the batch, or has it a state that is no buffer? Call model.eval() before, or "
-                "the batch norms' eval()."
+                f"With {why} `listen` runs the model once more, on the batch that it was given, with the statistics of "
+                "a batch norm as constants. There the model's output differs from that in the block, by "
+                f"{away:.1e} of the norm. Does the model draw random numbers that are not PyTorch's, was it called "
+                "with more than the batch, or has it a state that is no buffer? Call model.eval() before, or the batch "
+                "norms' eval(), or `loss.backward()` after the block."
             )
