@@ -20,9 +20,11 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, is_generic, join_rows, split_rows, vjp
+from curvlinops_plus.exact.batched import agree, checked_chunk_size, columns_at_once, is_generic, join_rows, split_rows, vjp
 from curvlinops_plus.exact.double_backward import only_rounding, operation_context, refuse_once_differentiable, tried
+from curvlinops_plus.exact.kept import KeptLinearizations
 from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
+from curvlinops_plus.exact.random_state import random_state, set_random_state
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import raise_unreached
 from curvlinops_plus.risk.process_state import quiet
@@ -46,15 +48,20 @@ class Linearizer:
         risk: Model, parameters and data.
         read: `read(model, batch)` runs the model and returns the tensors that are differentiated, and anything else.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
+        kept: Where linearisations stay between products with single vectors, if they do.
 
     Raises:
         ValueError: If `chunk_size` is less than one.
     """
 
-    def __init__(self, risk: EmpiricalRisk, read: Read, chunk_size: int | None = None) -> None:
+    def __init__(
+        self, risk: EmpiricalRisk, read: Read, chunk_size: int | None = None, kept: KeptLinearizations | None = None
+    ) -> None:
+        self.kept = kept
         self.risk, self.read, self.chunk_size = risk, read, checked_chunk_size(chunk_size)
         self.keys, self.params = list(risk.params), list(risk.params.values())
         self._largest = 0  # numbers in the largest intermediate result; 0 asks to watch the next forward pass
+        self._numbers = 0  # numbers that operations returned per example of that pass
         self._stopped = False  # whether a tangent came out of an operation under `no_grad` then
         self._replaced = False  # whether operations were replaced
         self._forward: bool | None = None  # whether forward mode is right; None before it was tried
@@ -107,7 +114,9 @@ class Linearizer:
 
         return self._at(batch, inside)
 
-    def ggn_product(self, batch: Batch, rows: Tensor, output_product: OutputMap[Sequence[Tensor | None]]) -> Tensor:
+    def ggn_product(
+        self, batch: Batch, rows: Tensor, output_product: OutputMap[Sequence[Tensor | None]], index: int = 0
+    ) -> Tensor:
         """`Jᵀ M J v` for several vectors, [K, n] -> [K, n].
 
         Args:
@@ -115,6 +124,7 @@ class Linearizer:
             rows: The vectors.
             output_product: Makes the product [K, *output] -> [K, *output] with `M` from the outputs, which are still
                 part of a graph; None for an output on which `M` is zero.
+            index: Number of the batch in a pass over the data.
 
         Cost: one forward pass with tangents and one backward pass for a single vector, whose graph they share.
         """
@@ -125,6 +135,11 @@ class Linearizer:
                 return found
             self._choose_mode(batch)
         if self._forward and self._shared and len(rows) == 1:
+            if self.kept is not None and self._is_watched_enough:
+                output_product = _once(output_product)
+                found = self.kept.product(index, batch, rows, output_product, self._numbers)
+                if found is not None:
+                    return found
             return self._at_tangent(
                 batch, rows, lambda F, extra, JV, free: self._vjp(F, free, output_product(F, extra)(JV), 1)
             )
@@ -194,6 +209,7 @@ class Linearizer:
         with Operations() as watch:
             found = self.read(model, batch)
         self._largest, self._replaced = max(self._largest, watch.largest), self._replaced or watch.replaced
+        self._numbers = max(self._numbers, watch.numbers // batch.num_examples)
         self._stopped = watch.stopped and torch.is_grad_enabled()
         return found
 
@@ -250,8 +266,7 @@ class Linearizer:
             if len(MJV) < len(JV):
                 return None
             back = self._vjp(F, free, MJV, 1)
-            eps = max(torch.finfo(t.dtype).eps for t in (*F, *free))
-            return back if _agree(rows, JV, MJV, back, min(10 * eps**0.5, 0.1)) else None
+            return back if agree(rows, JV, MJV, back, [*F, *free]) else None
 
         try:
             with _first_use_of_forward_mode():
@@ -393,16 +408,6 @@ def _first_use_of_forward_mode() -> Iterator[None]:
         yield
 
 
-def _agree(
-    v: Tensor, JV: Sequence[Tensor], MJV: Sequence[Tensor], back: Tensor, tolerance: float
-) -> bool:  # v, back [1, n]
-    """Whether `<M J v, J v> = <v, Jᵀ M J v>`, and rounding errors are too small to hide that it is not."""
-    V, U = (torch.cat([t.flatten().to(v.dtype) for t in ts]) for ts in (JV, MJV))
-    inner = U.dot(V)
-    enough = torch.maximum(1e-3 * U.norm() * V.norm(), 0.1 * back.norm() * v.norm() / v.numel() ** 0.5)
-    return bool((inner.abs() > enough) & ((v[0].dot(back[0]) - inner).abs() <= tolerance * inner.abs()))
-
-
 def _once(output_product: OutputMap[T]) -> OutputMap[T]:
     """The product of the first call in each: what it counts and draws for a batch is counted and drawn once."""
     made: list[Callable[[list[Tensor]], T]] = []
@@ -418,15 +423,3 @@ def _once(output_product: OutputMap[T]) -> OutputMap[T]:
 def _tangents(outputs: Outputs) -> list[Tensor]:
     found = [forward_ad.unpack_dual(f) for f in outputs]
     return [torch.zeros_like(f) if t is None else t for f, t in found]
-
-
-def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """State of the global generators that a forward pass may draw from."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    """Go on from a state of the global generators."""
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
