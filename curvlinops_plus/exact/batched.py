@@ -43,9 +43,14 @@ def split_rows(rows: Tensor, params: Sequence[Tensor]) -> list[Tensor]:  # [K, n
 
 
 def join_rows(
-    parts: Sequence[Tensor | None], params: Sequence[Tensor], K: int, dtype: torch.dtype
+    parts: Sequence[Tensor | None], params: Sequence[Tensor], K: int, dtype: torch.dtype, total: Tensor | None = None
 ) -> Tensor:  # [K, *shape] for each parameter -> [K, n]
-    """Several vectors from their parts, of which None is zero."""
+    """Several vectors from their parts, of which None is zero; added to `total` if there is one."""
+    if total is not None:
+        for own, part in zip(total.split([p.numel() for p in params], 1), parts, strict=True):
+            if part is not None:
+                own += part.reshape(K, -1)
+        return total
     joined = [
         torch.zeros(K, p.numel(), dtype=dtype, device=p.device) if part is None else part.reshape(K, -1).to(dtype)
         for part, p in zip(parts, params, strict=True)

@@ -51,6 +51,9 @@ class GGN(ParameterCurvature):
         check_deterministic: True compares the total loss of two passes over the data first, and two products if vectors
             are random. None: two evaluations of a few examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
+        max_kept_bytes: Memory in which linearisations of batches may stay between products with single vectors, 64 MiB
+            by default; 0 keeps none. They need no forward pass any more. What is kept is used only while model and data
+            are the same, and dropped else; with convolutions, checkpointing, or losses without likelihood nothing is.
 
     Raises:
         ValueError: If `vectors` sends nothing (`ForwardOnly()`), or `chunk_size` is less than one.
@@ -116,9 +119,9 @@ class GGN(ParameterCurvature):
         for index, batch in enumerate(self._batches()):
             if X is None:
                 found = self._linear.ggn_matrix(batch, output_product)
+                total = found if total is None else total.add_(found)
             else:
-                found = self._linear.ggn_product(batch, X.T, output_product, index)
-            total = found if total is None else total.add_(found)
+                total = self._linear.ggn_product(batch, X.T, output_product, index, total)
         assert total is not None  # without a batch `batches` raises
         return total.T, totals
 

@@ -55,16 +55,16 @@ class _Kept:
     bytes: int
 
     def product(
-        self, rows: Tensor, output_product: OutputProduct
+        self, rows: Tensor, output_product: OutputProduct, total: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor], Sequence[Tensor | None]]:
-        """`Jᵀ M J v` for `rows` [1, n], and `J v` and `M J v` on the way."""
+        """`Jᵀ M J v` for `rows` [1, n], added to `total` if there is one; and `J v` and `M J v` on the way."""
         used = [(g, v) for g, v in zip(self.back, split_rows(rows, self.free), strict=True) if g is not None]
         found = vjp([g for g, _ in used], self.w, [v for _, v in used])
         JV = [torch.zeros_like(f)[None] if t is None else t.detach() for f, t in zip(self.F, found, strict=True)]
         MJV = output_product(self.F, self.extra)(JV)
         sent = [(f, u.to(f.dtype)) for f, u in zip(self.F, MJV, strict=True) if u is not None]
         parts = vjp([f for f, _ in sent], self.free, [u for _, u in sent])
-        return join_rows(parts, self.free, 1, rows.dtype), JV, MJV
+        return join_rows(parts, self.free, 1, rows.dtype, total), JV, MJV
 
 
 class KeptLinearizations:
@@ -100,8 +100,14 @@ class KeptLinearizations:
         self._forget()
 
     def product(
-        self, index: int, batch: Batch, rows: Tensor, output_product: OutputProduct, numbers: int
-    ) -> Tensor | None:  # rows [1, n]
+        self,
+        index: int,
+        batch: Batch,
+        rows: Tensor,  # [1, n]
+        output_product: OutputProduct,
+        numbers: int,
+        total: Tensor | None = None,
+    ) -> Tensor | None:
         """`Jᵀ M J v` of batch number `index` from its linearisation; None if there is none, and nothing happened.
 
         Args:
@@ -110,6 +116,7 @@ class KeptLinearizations:
             rows: The vector.
             output_product: As in `Linearizer.ggn_product`, but that of a batch may be asked for twice.
             numbers: How many numbers operations of a forward pass return per example, about.
+            total: What the product is added to, if it is not the first one; it is returned then.
         """
         if self._off:
             return None
@@ -118,14 +125,15 @@ class KeptLinearizations:
         kept = self._kept.get(index)
         if kept is not None:
             if _equal(kept.batch, batch):
-                return self._at(kept.free, lambda model: kept.product(rows, output_product)[0])
+                return self._at(kept.free, lambda model: kept.product(rows, output_product, total)[0])
             self._changed()
         if self._same <= self._patience or kept is not None or not is_generic(rows[0], self._params):
             return None
         item = self.risk.dtype.itemsize
         if self.max_bytes - sum(k.bytes for k in self._kept.values()) < numbers * batch.num_examples * item:
             return None
-        return self._keep(index, batch, rows, output_product)
+        found = self._keep(index, batch, rows, output_product)
+        return found if found is None or total is None else total.add_(found)
 
     @property
     def _params(self) -> list[Tensor]:

@@ -25,6 +25,7 @@ from curvlinops_plus.exact.double_backward import only_rounding, operation_conte
 from curvlinops_plus.exact.kept import KeptLinearizations
 from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
 from curvlinops_plus.exact.random_state import random_state, set_random_state
+from curvlinops_plus.exact.tangent_graphs import TangentNeeded, is_about_hooks, without_tangent_graphs
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import raise_unreached
 from curvlinops_plus.risk.process_state import quiet
@@ -66,6 +67,7 @@ class Linearizer:
         self._replaced = False  # whether operations were replaced
         self._forward: bool | None = None  # whether forward mode is right; None before it was tried
         self._shared = True  # whether the graph of a forward pass with tangents serves the backward pass
+        self._drops = True  # whether the tangents' own graph is left out
         self._why: str | None = None  # the reason why forward mode is not used
 
     # ------------------------------------------------------------------------------------------------------ products
@@ -115,7 +117,12 @@ class Linearizer:
         return self._at(batch, inside)
 
     def ggn_product(
-        self, batch: Batch, rows: Tensor, output_product: OutputMap[Sequence[Tensor | None]], index: int = 0
+        self,
+        batch: Batch,
+        rows: Tensor,
+        output_product: OutputMap[Sequence[Tensor | None]],
+        index: int = 0,
+        total: Tensor | None = None,
     ) -> Tensor:
         """`Jᵀ M J v` for several vectors, [K, n] -> [K, n].
 
@@ -125,23 +132,23 @@ class Linearizer:
             output_product: Makes the product [K, *output] -> [K, *output] with `M` from the outputs, which are still
                 part of a graph; None for an output on which `M` is zero.
             index: Number of the batch in a pass over the data.
+            total: What the product is added to, [K, n], if it is not the first one; it is returned then.
 
         Cost: one forward pass with tangents and one backward pass for a single vector, whose graph they share.
         """
+        output_product = _once(output_product)  # some ways fail before another one is right
         if self._forward is None:
-            output_product = _once(output_product)
             found = self._product_that_tells(batch, rows, output_product)
             if found is not None:
-                return found
+                return found if total is None else total.add_(found)
             self._choose_mode(batch)
         if self._forward and self._shared and len(rows) == 1:
             if self.kept is not None and self._is_watched_enough:
-                output_product = _once(output_product)
-                found = self.kept.product(index, batch, rows, output_product, self._numbers)
+                found = self.kept.product(index, batch, rows, output_product, self._numbers, total)
                 if found is not None:
                     return found
             return self._at_tangent(
-                batch, rows, lambda F, extra, JV, free: self._vjp(F, free, output_product(F, extra)(JV), 1)
+                batch, rows, lambda F, extra, JV, free: self._vjp(F, free, output_product(F, extra)(JV), 1, total)
             )
         state, pieces = random_state(self.risk.device), rows.split(self._columns())
 
@@ -153,7 +160,8 @@ class Linearizer:
                 found.append(self._vjp(F, free, product(JV), len(piece)))
             return torch.cat(found)
 
-        return self._at(batch, inside)
+        found = self._at(batch, inside)
+        return found if total is None else total.add_(found)
 
     def ggn_matrix(self, batch: Batch, output_product: OutputMap[Sequence[Tensor | None]]) -> Tensor:
         """`Jᵀ M J`, [n, n]: from the rows of `J` if these are fewer than parameters, else column by column.
@@ -232,6 +240,20 @@ class Linearizer:
 
     def _at_tangent(self, batch: Batch, row: Tensor, function: Callable[..., T]) -> T:  # row [1, n]
         """`function(F, extra, J v, parameters)`: one forward pass, whose graph is there for the backward pass."""
+        if self._drops:
+            state = random_state(self.risk.device)
+            try:
+                return self._with_tangents(batch, row, function, without_tangent_graphs)
+            except (TangentNeeded, RuntimeError) as error:
+                if not is_about_hooks(error):
+                    raise
+            self._drops = False
+            set_random_state(self.risk.device, state)
+        return self._with_tangents(batch, row, function, nullcontext)
+
+    def _with_tangents(
+        self, batch: Batch, row: Tensor, function: Callable[..., T], context: Callable[[], Any]
+    ) -> T:
         free = [p.detach().requires_grad_() for p in self.params]
 
         with ExitStack() as level:
@@ -241,7 +263,8 @@ class Linearizer:
             def inside(model: nn.Module) -> T:
                 with nullcontext() if self._is_watched_enough else replaced_again(model):
                     with level:  # left before the backward pass, which would propagate the tangents, too
-                        F, extra = self._run(model, batch)
+                        with context():
+                            F, extra = self._run(model, batch)
                         JV = [t.detach()[None] for t in _tangents(F)]
                     return function(F, extra, JV, free)
 
@@ -389,11 +412,18 @@ class Linearizer:
                 JV |= {id(f): t.detach() for f, t in zip(reached, found, strict=True) if t is not None}
         return [JV[id(f)] for f in F]
 
-    def _vjp(self, F: Outputs, free: list[Tensor], vectors: Sequence[Tensor | None], K: int) -> Tensor:
-        """`Jᵀ u` for K vectors, [K, *output] -> [K, n]."""
+    def _vjp(
+        self,
+        F: Outputs,
+        free: list[Tensor],
+        vectors: Sequence[Tensor | None],
+        K: int,
+        total: Tensor | None = None,
+    ) -> Tensor:
+        """`Jᵀ u` for K vectors, [K, *output] -> [K, n]; added to `total` if there is one."""
         sent = [(f, v.to(f.dtype)) for f, v in zip(F, vectors, strict=True) if v is not None and f.requires_grad]
         parts = vjp([f for f, _ in sent], free, [v for _, v in sent]) if sent else [None] * len(free)
-        return join_rows(parts, free, K, self.risk.dtype)
+        return join_rows(parts, free, K, self.risk.dtype, total)
 
     def _columns(self) -> int:
         # Forward mode and backward pass hold a few results of each column at a time.
