@@ -8,6 +8,7 @@ unless model and data are proved to be the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +131,7 @@ class KeptLinearizations:
         if self._same <= self._patience or kept is not None or not is_generic(rows[0], self._params):
             return None
         item = self.risk.dtype.itemsize
-        if self.max_bytes - sum(k.bytes for k in self._kept.values()) < numbers * batch.num_examples * item:
+        if self.max_bytes - self._used() < numbers * batch.num_examples * item:
             return None
         found = self._keep(index, batch, rows, output_product)
         return found if found is None or total is None else total.add_(found)
@@ -176,14 +177,8 @@ class KeptLinearizations:
         state = random_state(self.risk.device)
         try:
             made = self._linearize(batch)
-            if made is not None and self._sample is None:
-                few = take_examples(made.batch, [0]) if are_examples_clear(batch, self.risk.options) else None
-                outputs = None if few is None else self._evaluate(few)
-                self._sample = None if few is None or outputs is None else (few, outputs)
-            after = random_state(self.risk.device)
-            found = None
-            if made is not None and self._sample is not None and _same_states(state, after):
-                if sum(k.bytes for k in self._kept.values()) + made.bytes > self.max_bytes:
+            if made is not None and self._take_sample(made) and _same_states(state, random_state(self.risk.device)):
+                if self._used() + made.bytes > self.max_bytes:
                     self._off = not self._kept
                     return None
                 found, JV, MJV = self._at(made.free, lambda model: made.product(rows, output_product))
@@ -197,6 +192,17 @@ class KeptLinearizations:
         set_random_state(self.risk.device, state)
         return None
 
+    def _used(self) -> int:
+        return sum(kept.bytes for kept in self._kept.values())
+
+    def _take_sample(self, made: _Kept) -> bool:
+        """Whether there is an example whose outputs tell that the model is the same."""
+        if self._sample is None and are_examples_clear(made.batch, self.risk.options):
+            few = take_examples(made.batch, [0])
+            outputs = None if few is None else self._evaluate(few)
+            self._sample = None if few is None or outputs is None else (few, outputs)
+        return self._sample is not None
+
     def _linearize(self, batch: Batch) -> _Kept | None:
         """The linearisation of a batch, None where products from it would be slow, or not right."""
         batch = Batch(_copies(batch.X), _copies(batch.y), batch.num_examples, batch.unpack)
@@ -208,13 +214,16 @@ class KeptLinearizations:
         back = self._at(free, lambda model: torch.autograd.grad(F, free, w, create_graph=True, allow_unused=True))
         # The gradients themselves are zero.
         edges = [get_gradient_edge(g) if g is not None and g.requires_grad else None for g in back]
+        return _Kept(batch, F, extra, free, w, edges, self._bytes(F, edges, [*F, *w, *_tensors(batch)]))
+
+    def _bytes(self, F: Outputs, edges: Sequence[GradientEdge | None], more: Sequence[Tensor]) -> int:
+        """What graphs hold, and some tensors, without parameters and buffers."""
         graph = postorder([*(f.grad_fn for f in F), *(edge.node for edge in edges if edge is not None)])
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _saved(node for node, _ in graph)}
+        tensors = [*_saved(node for node, _ in graph), *more]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
         for p in (*self._params, *self.risk.model.buffers()):
             held.pop(p.untyped_storage().data_ptr(), None)
-        for t in (*F, *w, *_tensors(batch)):
-            held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return _Kept(batch, F, extra, free, w, edges, sum(held.values()))
+        return sum(held.values())
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
@@ -259,21 +268,18 @@ def _equal(one: Batch, other: Batch) -> bool:
 
 def _marks(roots: Sequence[Any], params: Sequence[Tensor]) -> list[Any]:
     """What changes when parameters, buffers, modes, hooks or simple attributes of modules do."""
-    tensors, found = [*params], []
-    for m in (m for root in roots if isinstance(root, nn.Module) for m in root.modules()):
-        own = vars(m)
-        hooks = [
-            tuple(own.get(name) or ())
-            for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        ]
-        simple = {name: value for name, value in own.items() if isinstance(value, _SIMPLE)}
-        held = [t for t in (*own["_parameters"].values(), *own["_buffers"].values()) if t is not None]
-        tensors += held
-        found.append((id(m), type(m), hooks, simple, [id(t) for t in held]))
-    different = list({id(t): t for t in tensors}.values())
+    modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
+    held = [[*m._parameters.values(), *m._buffers.values()] for m in modules]
+    different = list({id(t): t for t in itertools.chain(params, *held) if t is not None}.values())
     bits = torch.stack([_bits(t).to(different[0].device) for t in different]).tolist()
-    versions = [None if t.is_inference() else t._version for t in different]
-    return [*found, [(id(t), t.data_ptr(), t.shape, t.dtype) for t in different], versions, bits]
+    tensors = [(id(t), None if t.is_inference() else t._version, t.data_ptr(), t.shape, t.dtype) for t in different]
+    return [[_mark(m) for m in modules], [[*map(id, own)] for own in held], tensors, bits]
+
+
+def _mark(m: nn.Module) -> tuple[Any, ...]:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [tuple(getattr(m, kind, ())) for kind in kinds]
+    return id(m), type(m), hooks, {name: value for name, value in vars(m).items() if isinstance(value, _SIMPLE)}
 
 
 def _bits(t: Tensor) -> Tensor:

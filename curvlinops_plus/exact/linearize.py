@@ -20,12 +20,19 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.exact.batched import agree, checked_chunk_size, columns_at_once, is_generic, join_rows, split_rows, vjp
+from curvlinops_plus.exact.batched import (
+    agree,
+    checked_chunk_size,
+    columns_at_once,
+    is_generic,
+    join_rows,
+    split_rows,
+    vjp,
+)
 from curvlinops_plus.exact.double_backward import only_rounding, operation_context, refuse_once_differentiable, tried
 from curvlinops_plus.exact.kept import KeptLinearizations
 from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
 from curvlinops_plus.exact.random_state import random_state, set_random_state
-from curvlinops_plus.exact.tangent_graphs import TangentNeeded, is_about_hooks, without_tangent_graphs
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import raise_unreached
 from curvlinops_plus.risk.process_state import quiet
@@ -67,7 +74,6 @@ class Linearizer:
         self._replaced = False  # whether operations were replaced
         self._forward: bool | None = None  # whether forward mode is right; None before it was tried
         self._shared = True  # whether the graph of a forward pass with tangents serves the backward pass
-        self._drops = True  # whether the tangents' own graph is left out
         self._why: str | None = None  # the reason why forward mode is not used
 
     # ------------------------------------------------------------------------------------------------------ products
@@ -88,7 +94,7 @@ class Linearizer:
 
             def by_double_backward(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
                 product = output_map([f.detach() for f in F], extra)
-                return torch.cat([product(self._jvp_double_backward(F, free, piece)) for piece in pieces])
+                return torch.cat([product(_jvp_double_backward(F, free, piece, self._why)) for piece in pieces])
 
             return self._at(batch, by_double_backward)
         with torch.no_grad():
@@ -156,7 +162,11 @@ class Linearizer:
             product, found = output_product(F, extra), []
             for piece in pieces:
                 forward = self._forward
-                JV = self._jvp_forward(batch, piece, state) if forward else self._jvp_double_backward(F, free, piece)
+                JV = (
+                    self._jvp_forward(batch, piece, state)
+                    if forward
+                    else _jvp_double_backward(F, free, piece, self._why)
+                )
                 found.append(self._vjp(F, free, product(JV), len(piece)))
             return torch.cat(found)
 
@@ -240,20 +250,6 @@ class Linearizer:
 
     def _at_tangent(self, batch: Batch, row: Tensor, function: Callable[..., T]) -> T:  # row [1, n]
         """`function(F, extra, J v, parameters)`: one forward pass, whose graph is there for the backward pass."""
-        if self._drops:
-            state = random_state(self.risk.device)
-            try:
-                return self._with_tangents(batch, row, function, without_tangent_graphs)
-            except (TangentNeeded, RuntimeError) as error:
-                if not is_about_hooks(error):
-                    raise
-            self._drops = False
-            set_random_state(self.risk.device, state)
-        return self._with_tangents(batch, row, function, nullcontext)
-
-    def _with_tangents(
-        self, batch: Batch, row: Tensor, function: Callable[..., T], context: Callable[[], Any]
-    ) -> T:
         free = [p.detach().requires_grad_() for p in self.params]
 
         with ExitStack() as level:
@@ -263,8 +259,7 @@ class Linearizer:
             def inside(model: nn.Module) -> T:
                 with nullcontext() if self._is_watched_enough else replaced_again(model):
                     with level:  # left before the backward pass, which would propagate the tangents, too
-                        with context():
-                            F, extra = self._run(model, batch)
+                        F, extra = self._run(model, batch)
                         JV = [t.detach()[None] for t in _tangents(F)]
                     return function(F, extra, JV, free)
 
@@ -315,7 +310,7 @@ class Linearizer:
         v = normal(1, self.risk.space.dim)
 
         def agrees(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> bool:
-            return self._agrees(F, free, v, [t.to(v.dtype) for t in JV], normal)
+            return _agrees(lambda u: self._vjp(F, free, u, 1), F, free, v, [t.to(v.dtype) for t in JV], normal)
 
         try:
             self._largest = 0
@@ -339,7 +334,7 @@ class Linearizer:
         def twice(F: Outputs, extra: Any, free: list[Tensor]) -> bool:
             for f in F:
                 refuse_once_differentiable(f)
-            return agrees(F, extra, self._jvp_double_backward(F, free, v), free)
+            return agrees(F, extra, _jvp_double_backward(F, free, v, self._why), free)
 
         if not self._at(batch, twice):
             raise UnsupportedError(
@@ -348,25 +343,6 @@ class Linearizer:
             )
         self._forward = False
         set_random_state(device, state)
-
-    def _agrees(
-        self, F: Outputs, free: list[Tensor], v: Tensor, JV: list[Tensor], normal: Callable[..., Tensor]
-    ) -> bool:
-        """Whether `<u, J v>` is the same from both sides, with a `u` along `J v`."""
-        norm = torch.stack([t.norm() for t in JV]).norm()
-        if norm > 0 and not any(f.requires_grad for f in F):
-            raise_unreached()
-        u = [t / norm for t in JV] if bool((norm > 0) & norm.isfinite()) else [normal(*t.shape) for t in JV]
-        back = self._vjp(F, free, u, 1)
-        if not bool(back.isfinite().all()):
-            return True  # nothing to compare, whichever way
-        # As v is random, rounding errors hardly add up; where they do, two backward passes are slower, and right.
-        size, eps = torch.maximum(norm, back.norm()), max(torch.finfo(t.dtype).eps for t in (*F, *free))
-        if bool(((back * v).sum() - norm).abs() <= min(10 * eps**0.5, 0.1) * size):
-            return True
-        # Or the derivative is zero, as that of a bias in front of a norm, and rounding is all that is left.
-        small = bool(size <= eps**0.5 * torch.stack([f.norm() for f in F]).norm())
-        return small and only_rounding(back, lambda: self._vjp(F, free, [3 * t for t in u], 1) / 3)
 
     def _jvp_forward(self, batch: Batch, rows: Tensor, state: Any) -> list[Tensor]:
         """`J v` without a graph, [K, n] -> [K, *output]; random numbers are those of the forward pass at `state`."""
@@ -399,19 +375,6 @@ class Linearizer:
             set_random_state(self.risk.device, after)
 
     # ------------------------------------------------------------------------------------------------- reverse mode
-    def _jvp_double_backward(self, F: Outputs, free: list[Tensor], rows: Tensor) -> list[Tensor]:
-        """`J v` as the derivative of `wᵀ J` with respect to `w`, [K, n] -> [K, *output]."""
-        JV = {id(f): f.new_zeros(len(rows), *f.shape) for f in F}
-        reached = [f for f in F if f.requires_grad]
-        w = [torch.zeros_like(f, requires_grad=True) for f in reached]
-        with operation_context(self._why):
-            back = torch.autograd.grad(reached, free, w, create_graph=True, allow_unused=True) if reached else ()
-            used = [(g, v) for g, v in zip(back, split_rows(rows, self.params)) if g is not None and g.requires_grad]
-            if used:
-                found = vjp([g for g, _ in used], w, [v for _, v in used])
-                JV |= {id(f): t.detach() for f, t in zip(reached, found, strict=True) if t is not None}
-        return [JV[id(f)] for f in F]
-
     def _vjp(
         self,
         F: Outputs,
@@ -448,6 +411,45 @@ def _once(output_product: OutputMap[T]) -> OutputMap[T]:
         return made[0]
 
     return product
+
+
+def _agrees(
+    back_of: Callable[[list[Tensor]], Tensor],
+    F: Outputs,
+    free: list[Tensor],
+    v: Tensor,
+    JV: list[Tensor],
+    normal: Callable[..., Tensor],
+) -> bool:
+    """Whether `<u, J v>` is the same from both sides, with a `u` along `J v`; `back_of(u)` is `Jᵀ u`."""
+    norm = torch.stack([t.norm() for t in JV]).norm()
+    if norm > 0 and not any(f.requires_grad for f in F):
+        raise_unreached()
+    u = [t / norm for t in JV] if bool((norm > 0) & norm.isfinite()) else [normal(*t.shape) for t in JV]
+    back = back_of(u)
+    if not bool(back.isfinite().all()):
+        return True  # nothing to compare, whichever way
+    # As v is random, rounding errors hardly add up; where they do, two backward passes are slower, and right.
+    size, eps = torch.maximum(norm, back.norm()), max(torch.finfo(t.dtype).eps for t in (*F, *free))
+    if bool(((back * v).sum() - norm).abs() <= min(10 * eps**0.5, 0.1) * size):
+        return True
+    # Or the derivative is zero, as that of a bias in front of a norm, and rounding is all that is left.
+    small = bool(size <= eps**0.5 * torch.stack([f.norm() for f in F]).norm())
+    return small and only_rounding(back, lambda: back_of([3 * t for t in u]) / 3)
+
+
+def _jvp_double_backward(F: Outputs, free: list[Tensor], rows: Tensor, why: str | None) -> list[Tensor]:
+    """`J v` as the derivative of `wᵀ J` with respect to `w`, [K, n] -> [K, *output]."""
+    JV = {id(f): f.new_zeros(len(rows), *f.shape) for f in F}
+    reached = [f for f in F if f.requires_grad]
+    w = [torch.zeros_like(f, requires_grad=True) for f in reached]
+    with operation_context(why):
+        back = torch.autograd.grad(reached, free, w, create_graph=True, allow_unused=True) if reached else ()
+        used = [(g, v) for g, v in zip(back, split_rows(rows, free)) if g is not None and g.requires_grad]
+        if used:
+            found = vjp([g for g, _ in used], w, [v for _, v in used])
+            JV |= {id(f): t.detach() for f, t in zip(reached, found, strict=True) if t is not None}
+    return [JV[id(f)] for f in F]
 
 
 def _tangents(outputs: Outputs) -> list[Tensor]:
