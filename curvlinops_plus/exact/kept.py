@@ -128,10 +128,12 @@ class KeptLinearizations:
             if _equal(kept.batch, batch):
                 return self._at(kept.free, lambda model: kept.product(rows, output_product, total)[0])
             self._changed()
-        if self._same <= self._patience or kept is not None or not is_generic(rows[0], self._params):
+        if self._same <= self._patience or kept is not None:
             return None
-        item = self.risk.dtype.itemsize
-        if self.max_bytes - self._used() < numbers * batch.num_examples * item:
+        if self.max_bytes - self._used() < numbers * batch.num_examples * self.risk.dtype.itemsize:
+            self._off = not self._kept and not index  # not even the first one fits
+            return None
+        if not is_generic(rows[0], self._params):
             return None
         found = self._keep(index, batch, rows, output_product)
         return found if found is None or total is None else total.add_(found)
