@@ -5,10 +5,14 @@ Problems and their exact twin are in `cases.py` and `reference.py`.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Generator, Tensor
+
+from curvlinops_plus import UnsupportedError
 
 F64 = torch.float64
 
@@ -47,3 +51,14 @@ def check_fast_paths(
     torch.testing.assert_close(rule.mean_inputs(module, x), a.mean(1), **close)
     torch.testing.assert_close(rule.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", b, b), **close)
     torch.testing.assert_close(rule.sum_grads(module, g), b.sum(2), **close)
+
+
+def refuses_cdist(words: str) -> AbstractContextManager[object]:
+    """`pytest.raises` where `torch.cdist` has no second derivative; it has one since PyTorch 2.15."""
+    x = torch.rand(2, 3, 2, dtype=torch.float64, requires_grad=True)
+    (g,) = torch.autograd.grad(torch.cdist(x, x + 1).sum(), x, create_graph=True)
+    try:
+        torch.autograd.grad(g.sum(), x)
+    except RuntimeError:
+        return pytest.raises(UnsupportedError, match=words)
+    return nullcontext()

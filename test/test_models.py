@@ -37,6 +37,7 @@ from curvlinops_plus import (
     Exact,
     KFACLinearOperator,
     MonteCarlo,
+    UnsupportedError,
     curvature,
     load,
     save,
@@ -899,3 +900,35 @@ def test_a_pretrained_network_passes_its_checks(all_cores: None) -> None:
     given = minilm()
     found = curvature(given.risk, EKFAC, vectors=MonteCarlo(1, seed=0)).verify(num_examples=2)
     assert {layer for layer, _, _ in found.rows} >= {"encoder.embeddings.word_embeddings", "head"}
+
+
+@pytest.mark.slow
+def test_what_models_do_with_labels() -> None:
+    """A causal model with prompts alone in front, and models that make inputs of their decoder from labels."""
+    transformers = quiet_transformers()
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    ids = torch.randint(3, 11, (8, 6), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:4] = -100
+    causal = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=11, n_layer=1, n_head=1, n_embd=4, n_positions=8)
+    )
+    causal, loss = lived_in(causal).double(), nn.CrossEntropyLoss()
+    for batch in ({"input_ids": ids, "labels": labels}, {"input_ids": ids.flip(0), "labels": labels.flip(0)}):
+        risk = EmpiricalRisk(causal, loss, [batch])
+        assert abs(risk.loss() - causal(**batch).loss) < 1e-6  # its own takes logits in single precision
+        assert curvature(risk, KFAC, vectors=MonteCarlo(1, seed=0)).verify().rows
+    sizes = {"d_model": 4, "encoder_ffn_dim": 4, "decoder_ffn_dim": 4, "max_position_embeddings": 8, "init_std": 0.5}
+    sizes |= dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
+    sizes |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 1)
+    bart = transformers.BartForConditionalGeneration(transformers.BartConfig(vocab_size=11, **sizes, **special))
+    sizes = {"d_model": 4, "d_kv": 4, "d_ff": 4, "num_layers": 1, "num_heads": 1}
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=11, **sizes, **special))
+    for model, words in ((bart, "BartFor.* depend on `labels`"), (t5, "T5For.* fails without `labels`")):
+        model.double().eval()
+        for targets in (ids.flip(1), ids[:, :4].clone()):
+            batch = {"input_ids": ids, "labels": targets}
+            with pytest.raises(UnsupportedError, match=words + ".*decoder_input_ids"):
+                EmpiricalRisk(model, loss, [batch]).loss()
+            batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(targets)
+            assert abs(EmpiricalRisk(model, loss, [batch]).loss() - model(**batch).loss) < 1e-6

@@ -10,19 +10,63 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
+from curvlinops_plus.risk.constant_statistics import batch_norms
+from curvlinops_plus.risk.gradient_check import TOLERANCE
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.model_calls import tensors_of
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import exclusive, own_calls
 from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.repeatable import relative_difference
 from curvlinops_plus.risk.sweep import RecordedPasses
 
-__all__ = ["BatchPass", "Show"]
+__all__ = ["BatchPass", "PassStart", "Show"]
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often as it is called.
 Show = Callable[[Consumer, Draws], Totals]
+
+
+@dataclass(frozen=True)
+class PassStart:
+    """What a forward pass begins with, so that another one can begin with the same.
+
+    Attributes:
+        random: State of the global random numbers.
+        cuda: The same of each GPU, if they are in use.
+        buffers: Modules, and names and copies of buffers in them.
+    """
+
+    random: Tensor
+    cuda: Sequence[Tensor] = ()
+    buffers: Sequence[tuple[nn.Module, str, Tensor]] = ()
+
+    @classmethod
+    def now(cls, model: nn.Module | None = None) -> PassStart:
+        """The state of now, with the buffers of a model if one is given."""
+        held = () if model is None else model.modules()
+        buffers = [(m, name, b.detach().clone()) for m in held for name, b in m._buffers.items() if b is not None]
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state_all() if in_use else (), buffers)
+
+    def restore(self) -> None:
+        """Begin with the same; inside `preserve_state`, which brings the model's own buffers back."""
+        torch.set_rng_state(self.random)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(list(self.cuda))
+        for module, name, buffer in self.buffers:
+            module._buffers[name] = buffer.clone()
+
+
+@dataclass(frozen=True)
+class _UserPass:
+    """A call of the user's that has to be run again: its start, versions of the parameters, and its precision."""
+
+    start: PassStart
+    versions: list[int]
+    autocast: bool
 
 
 @dataclass(frozen=True)
@@ -43,19 +87,26 @@ class BatchPass:
     weights: LossWeights
     batch: Batch
 
-    def run(self, random: Tensor, add: Callable[[Show], None]) -> None:
+    def run(
+        self, start: PassStart, add: Callable[[Show], None], check: Callable[[Sequence[Tensor]], None] | None = None
+    ) -> None:
         """Call `add` in a pass that leaves the model, its buffers and random state unchanged.
 
         Args:
-            random: The state of the global random numbers in each forward pass.
+            start: What each forward pass begins with.
             add: Called once.
+            check: Called with what the losses read.
         """
         passes = RecordedPasses(self.risk, self.layers, self.vectors, self.weights, repeatable=False)
         with preserve_state(self.risk.model, self.risk.data), passes:
 
             def show(consume: Consumer, draws: Draws) -> Totals:
-                torch.set_rng_state(random)  # a batch that is shown twice has the same dropout
-                return passes.observe(self.batch, draws, consume)
+                start.restore()  # a batch that is shown twice has the same dropout
+                with passes.recording(self.batch):
+                    read = self.risk.run(self.batch)
+                if check is not None:
+                    check(read[0])
+                return passes.send_back(self.batch, read, draws, consume)
 
             add(show)
 
@@ -63,21 +114,27 @@ class BatchPass:
     def listen(self, add: Callable[[Show], None]) -> Iterator[None]:
         """The user calls the model once in here; at the end `add` is called, and vectors go through the model's graph.
 
+        If the model has batch norm in training mode, which has other derivatives there, vectors go through a pass of
+        its own that begins as the user's did.
+
         Args:
             add: Called once, unless the block raises.
 
         Raises:
             ValueError: If the model was not called exactly once, or its graph is gone.
+            UnsupportedError: If a pass of its own is needed, and does something else.
         """
-        outputs: list[Any] = []
+        model, outputs, begun = self.risk.model, list[Any](), list[_UserPass]()
 
-        def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             if not outputs:  # how many calls there were is asked at the end
                 self._require_input((args, kwargs))
+                if batch_norms(model):
+                    autocast = torch.is_autocast_enabled(self.risk.device.type)
+                    begun.append(_UserPass(PassStart.now(model), self._versions(), autocast))
 
-        model = self.risk.model
         handles = [
-            model.register_forward_pre_hook(own_calls(check), with_kwargs=True),
+            model.register_forward_pre_hook(own_calls(begin), with_kwargs=True),
             model.register_forward_hook(own_calls(lambda module, args, out: outputs.append(out))),
         ]
         try:
@@ -89,23 +146,41 @@ class BatchPass:
                 for handle in handles:
                     handle.remove()
                 read = self._read_output(outputs)
-
-                def show(consume: Consumer, draws: Draws) -> Totals:
-                    try:
-                        return passes.send_back(self.batch, read, draws, consume, keep_graph=True)
-                    except RuntimeError as error:
-                        if "backward through the graph a second time" not in str(error):
-                            raise
-                        raise ValueError(
-                            "The graph of the model's output is gone. Call `loss.backward()` after the block, not "
-                            "inside."
-                        ) from error
-
-                with exclusive(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes at its end
-                    add(show)
+                if not begun:
+                    self._send_through(passes, read, add)
+            if begun:
+                self._run_again(begun[0], [f.detach() for f in read[0]], add)
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _send_through(self, passes: RecordedPasses, read: tuple[Any, Any, Any], add: Callable[[Show], None]) -> None:
+        """Call `add` with vectors that go through the graph of the user's pass."""
+
+        def show(consume: Consumer, draws: Draws) -> Totals:
+            try:
+                return passes.send_back(self.batch, read, draws, consume, keep_graph=True)
+            except RuntimeError as error:
+                if "backward through the graph a second time" not in str(error):
+                    raise
+                raise ValueError(
+                    "The graph of the model's output is gone. Call `loss.backward()` after the block, not inside."
+                ) from error
+
+        with exclusive(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes at its end
+            add(show)
+
+    def _run_again(self, theirs: _UserPass, outputs: Sequence[Tensor], add: Callable[[Show], None]) -> None:
+        """Call `add` with vectors that go through a pass that begins as the user's did."""
+        if theirs.versions != self._versions():
+            raise ValueError(
+                "Parameters were written to inside `listen`, after the model was called. Call `optimizer.step()` after "
+                "the block: with batch norm in training mode the model is run once more at its end."
+            )
+        self.run(theirs.start, add, lambda own: _require_same(outputs, own, theirs.autocast))
+
+    def _versions(self) -> list[int]:
+        return [p._version for p in self.risk.params.values() if not p.is_inference()]
 
     def _require_input(self, called: Any) -> None:
         """Refuse a call on other tensors than those of the batch: its targets belong to these."""
@@ -140,3 +215,17 @@ def _equal(mine: Tensor, theirs: Tensor) -> bool:
     if mine.layout != torch.strided or mine.is_nested or mine.data_ptr() == theirs.data_ptr():
         return True
     return torch.equal(mine.to(theirs.dtype), theirs) or bool(mine.is_floating_point() and mine.isnan().any())
+
+
+def _require_same(theirs: Sequence[Tensor], ours: Sequence[Tensor], autocast: bool) -> None:
+    """Refuse a model that does something else when it is run once more; by itself it runs without autocast."""
+    for f, own in zip(theirs, ours, strict=True):
+        away = relative_difference(own.detach(), f) if f.shape == own.shape else float("inf")
+        if not away <= TOLERANCE[2 if autocast else f.element_size()]:
+            raise UnsupportedError(
+                "With batch norm in training mode `listen` runs the model once more, on the batch that it was given, "
+                "with the statistics of the batch as constants. There the model's output differs from that in the "
+                f"block, by {away:.1e} of the norm. Does the model draw random numbers that are not PyTorch's, was it "
+                "called with more than the batch, or has it a state that is no buffer? Call model.eval() before, or "
+                "the batch norms' eval()."
+            )

@@ -10,11 +10,10 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulation import refuse_unread
-from curvlinops_plus.blocks.batch_pass import BatchPass, Show
+from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
@@ -75,9 +74,9 @@ class CurvatureEstimator:
     section 3.2 (EKFAC with running averages).
 
     Example:
-        >>> from torch import nn
+        >>> import torch
         >>> _ = torch.manual_seed(0)
-        >>> model, loss = nn.Linear(3, 2), nn.MSELoss()
+        >>> model, loss = torch.nn.Linear(3, 2), torch.nn.MSELoss()
         >>> estimator = CurvatureEstimator(EmpiricalRisk(model, loss, ()), decay=0.95, damping=1e-3)
         >>> for step in range(4):
         ...     X, y = torch.rand(8, 3), torch.rand(8, 2)
@@ -134,6 +133,7 @@ class CurvatureEstimator:
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batch: Any, decay: float | None = None) -> None:
         """Add one batch, with a separate forward pass that leaves the model, its buffers and random state unchanged.
+        The statistics of batch norm in training mode are taken as constants.
 
         Args:
             batch: An item of the risk's data: `(X, y)`, or a mapping with "labels".
@@ -145,12 +145,12 @@ class CurvatureEstimator:
             NumericsError: If one of its statistics is NaN or infinite; names layer and statistic. Nothing has changed
                 then.
         """
-        self._update(self._read(batch), torch.get_rng_state(), partial(self._add, decay=decay))
+        self._update(self._read(batch), PassStart.now(), partial(self._add, decay=decay))
 
-    def _update(self, found: Batch, random: Tensor, add: Callable[[Show], None]) -> None:
+    def _update(self, found: Batch, start: PassStart, add: Callable[[Show], None]) -> None:
         while True:
             try:
-                return self._pass(found).run(random, add)
+                return self._pass(found).run(start, add)
             except OutsideReads as error:
                 self._look(found, error)  # raises it again if it finds no more than was known
 
@@ -161,6 +161,9 @@ class CurvatureEstimator:
         Vectors are sent through the model's own graph when the context ends, which keeps it for the loss's backward
         pass. Nothing is added if the block raises.
 
+        With batch norm in training mode the model is run once more at the end of the block, as by `update`, from the
+        random state in which your pass began, and vectors are sent through that pass.
+
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
             decay: As for `update`.
@@ -168,8 +171,9 @@ class CurvatureEstimator:
         Raises:
             ValueError: If the model was not called exactly once, or its graph is gone.
             NumericsError: As for `update`.
+            UnsupportedError: If the model has batch norm in training mode, and another output when it is run once more.
 
-        Cost: a backward pass per vector to the layers' outputs.
+        Cost: a backward pass per vector to the layers' outputs; with batch norm in training mode a forward pass more.
         """
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)
@@ -178,7 +182,7 @@ class CurvatureEstimator:
                 yield
         except OutsideReads as error:  # functions read parameters: the first batch is added by a pass of its own
             self._look(found, error)
-            self._update(found, torch.get_rng_state(), add)
+            self._update(found, PassStart.now(), add)
 
     def _pass(self, batch: Batch) -> BatchPass:
         return BatchPass(self.risk, self._layers, self.vectors, self._weights, batch)
@@ -319,9 +323,9 @@ class CurvatureEstimator:
             ValueError: If the two approximate differently.
 
         Example:
-            >>> from torch import nn
+            >>> import torch
             >>> from curvlinops_plus import EKFAC
-            >>> risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), ())
+            >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), ())
             >>> one, two = CurvatureEstimator(risk, EKFAC), CurvatureEstimator(risk, EKFAC)
             >>> one.update((torch.rand(4, 3), torch.rand(4, 2)))
             >>> two.adopt_bases(one)

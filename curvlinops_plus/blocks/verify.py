@@ -195,6 +195,7 @@ def _recorded(
 
     single, vectors = risk.with_data([]), Once(1, 0)
     single.options = replace(risk.options, mask=None, check=False)  # verify() itself compares, number by number
+    single.checked.shift = risk.checked.shift
     # Any weights will do, and a few examples may have no term of some loss.
     weights = LossWeights.plain(risk.losses)
     with RecordedPasses(single, layers, vectors, weights) as passes:

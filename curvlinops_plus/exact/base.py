@@ -32,7 +32,7 @@ class RiskOperator(LinearOperator):
 
     Args:
         risk: Model, loss, data and parameters.
-        check_deterministic: None: two evaluations of the model on a few examples have to agree.
+        check_deterministic: False: two evaluations of the model on a few examples need not agree.
     """
 
     # Set in `__init__`, or computed by a subclass when they are needed.
@@ -44,7 +44,7 @@ class RiskOperator(LinearOperator):
 
     @takes_risk
     def __init__(self, risk: EmpiricalRisk, check_deterministic: bool | None = None) -> None:
-        self.risk, self._compares_few = risk, check_deterministic is None
+        self.risk, self._compares_few = risk, check_deterministic is not False
         self.dtype, self.device = risk.dtype, risk.device
 
     def _batches(self, what: str = "") -> Iterator[Batch]:

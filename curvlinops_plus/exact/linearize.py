@@ -97,9 +97,14 @@ class Linearizer:
                 return torch.cat([product(_jvp_double_backward(F, free, piece, self._why)) for piece in pieces])
 
             return self._at(batch, by_double_backward)
+        if len(rows) == 1:
+            return _with_least_graph(
+                self.risk.device,
+                lambda: self._at_tangent(
+                    batch, rows, lambda F, extra, JV, _: output_map([f.detach() for f in F], extra)(JV)
+                ),
+            )
         with torch.no_grad():
-            if len(rows) == 1:
-                return self._at_tangent(batch, rows, lambda F, extra, JV, _: output_map(F, extra)(JV))
             state = random_state(self.risk.device)
             product = self._at(batch, lambda F, extra, _: output_map(F, extra))
             return torch.cat([product(self._jvp_forward(batch, piece, state)) for piece in pieces])
@@ -358,19 +363,21 @@ class Linearizer:
 
         def alone(k: int) -> list[Tensor]:
             set_random_state(self.risk.device, state)
+            leaves = [p.detach().requires_grad_(torch.is_grad_enabled()) for p in values]
             with forward_ad.dual_level():
-                return _tangents(function(*(forward_ad.make_dual(p, v[k]) for p, v in zip(values, V, strict=True))))
+                made = _tangents(function(*(forward_ad.make_dual(p, v[k]) for p, v in zip(leaves, V, strict=True))))
+            return [t.detach() for t in made]
 
         try:
-            with torch.no_grad():
-                if len(rows) > 1:
-                    try:
-                        set_random_state(self.risk.device, state)
-                        with quiet():
-                            return list(torch.func.vmap(one, randomness="same")(*V))
-                    except RuntimeError:  # an operation that can't be vectorised; all else fails again
-                        pass
-                return [torch.stack(ts) for ts in zip(*(alone(k) for k in range(len(rows))), strict=True)]
+            if len(rows) > 1:
+                try:
+                    set_random_state(self.risk.device, state)
+                    with quiet(), torch.no_grad():
+                        return list(torch.func.vmap(one, randomness="same")(*V))
+                except RuntimeError:  # an operation that can't be vectorised; all else fails again
+                    pass
+            columns = _with_least_graph(self.risk.device, lambda: [alone(k) for k in range(len(rows))])
+            return [torch.stack(ts) for ts in zip(*columns, strict=True)]
         finally:
             set_random_state(self.risk.device, after)
 
@@ -450,6 +457,20 @@ def _jvp_double_backward(F: Outputs, free: list[Tensor], rows: Tensor, why: str 
             found = vjp([g for g, _ in used], w, [v for _, v in used])
             JV |= {id(f): t.detach() for f, t in zip(reached, found, strict=True) if t is not None}
     return [JV[id(f)] for f in F]
+
+
+def _with_least_graph(device: torch.device, run: Callable[[], T]) -> T:
+    """`run()` without a graph, unless the model differentiates in its forward pass."""
+    state = random_state(device)
+    try:
+        with torch.no_grad():
+            return run()
+    except (UnsupportedError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError:
+        set_random_state(device, state)
+        with torch.enable_grad():
+            return run()
 
 
 def _tangents(outputs: Outputs) -> list[Tensor]:

@@ -19,6 +19,7 @@ _SYRK: dict[torch.dtype, Any] = {
     torch.float64: scipy.linalg.get_blas_funcs("syrk", dtype="float64"),
 }
 _BLOCK = 256  # a tile and its transpose fit the cache
+_WAITING = 128  # rows; products with half as many cost what one with all does
 
 
 def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
@@ -31,22 +32,22 @@ def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
         tensor([[1., 2.],
                 [2., 5.]])
     """
-    if rows.dtype in (torch.float16, torch.bfloat16):
-        rows = rows.float()
+    rows = _single_at_least(rows)
     if rows.ndim == 3:
         items = rows.transpose(0, 1)
         return items.mT @ items
-    if not _half_pays(rows):
+    M, d = rows.shape
+    # Half of the work, M d² operations, must pay for mirroring d² entries; what is written in place has no derivative.
+    if M < 192 or not _half_pays(rows) or rows.requires_grad:
         return rows.T @ rows
-    return mirror(_rank_k_update(rows)) if _by_rank_k(rows) else _by_halves(rows)
+    return mirror(_add_triangle(rows, rows.new_zeros(d, d)))
 
 
 class GramSum:
     """`Σ rowsᵀ rows` over many pieces of rows, if wanted as if each row had a 1 at its end.
 
-    Pieces of few rows are copied and wait until there are as many as columns, and of a large sum only one triangle is
-    kept until somebody asks for it: a product with few rows costs less than mirroring its result and adding it up.
-    Memory: two times `d²` numbers.
+    Of a large sum only one triangle is kept until somebody asks for it. Pieces of few rows are copied and wait for
+    more: a product with few rows costs less than adding up its result. Memory: `d²` numbers, and 128 rows.
 
     Args:
         ones: Whether there is a 1 at the end of each row.
@@ -62,10 +63,9 @@ class GramSum:
 
     def __init__(self, ones: bool) -> None:
         self.ones = ones
-        self._rows: Tensor | None = None  # [d, d], of which the first `_number` wait
+        self._rows: Tensor | None = None  # of which the first `_number` wait
         self._number = 0
-        self._triangle: Tensor | None = None
-        self._rest: Tensor | None = None  # of products that were not made by halves
+        self._triangle: Tensor | None = None  # the lower one; what is above may be anything
         self._sum: Tensor | None = None
         self._count = 0
         self._device = "cpu"
@@ -78,12 +78,13 @@ class GramSum:
             total = rows.sum(0)
             self._sum = total if self._sum is None else self._sum.add_(total)
             self._count += M
-        if d <= M:
+        limit = min(d, _WAITING)
+        if limit <= 2 * M:
             return self._multiply(rows)
-        if self._number + M > d:
+        if self._number + M > limit:
             self._flush()
         if self._rows is None:
-            self._rows = rows.new_empty(d, d)
+            self._rows = rows.new_empty(limit, d)
         self._rows[self._number : self._number + M] = rows
         self._number += M
 
@@ -97,9 +98,9 @@ class GramSum:
 
     def _total(self) -> Tensor:
         self._flush()
-        parts = [] if self._triangle is None else [mirror(self._triangle)]
-        parts += [] if self._rest is None else [self._rest]
-        total = sum(parts[1:], parts[0])
+        self._rows = None
+        assert self._triangle is not None  # something was added
+        total = mirror(self._triangle)
         if self._sum is None:
             return total
         framed = total.new_empty(len(total) + 1, len(total) + 1)
@@ -107,17 +108,15 @@ class GramSum:
         return framed
 
     def _flush(self) -> None:
-        nothing = self._triangle is None and self._rest is None
-        if self._rows is not None and (self._number or nothing):
+        if self._rows is not None and (self._number or self._triangle is None):
             self._multiply(self._rows[: self._number])
             self._number = 0
 
     def _multiply(self, rows: Tensor) -> None:
-        if _by_rank_k(rows):
-            self._triangle = _rank_k_update(rows, self._triangle)
-        else:
-            part = gram(rows)
-            self._rest = part if self._rest is None else self._rest.add_(part)
+        rows = _single_at_least(rows)
+        if self._triangle is None:
+            self._triangle = rows.new_zeros(rows.shape[1], rows.shape[1])
+        _add_triangle(rows, self._triangle)
 
 
 def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
@@ -136,39 +135,42 @@ def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
     return C
 
 
+def _single_at_least(rows: Tensor) -> Tensor:
+    return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+
+
 def _half_pays(rows: Tensor) -> bool:
-    """Whether half of the work, M d² operations, pays for mirroring d² entries; SciPy has no derivative."""
-    M, d = rows.shape
-    return d >= 128 and M >= 192 and rows.device.type == "cpu" and not rows.requires_grad and rows.dtype in _SYRK
+    """Whether one triangle is computed faster than all."""
+    return rows.shape[1] >= 128 and rows.device.type == "cpu" and rows.dtype in _SYRK
 
 
-def _by_rank_k(rows: Tensor) -> bool:
-    return _half_pays(rows) and torch.get_num_threads() == 1 and _openblas() is not None
+def _add_triangle(rows: Tensor, total: Tensor) -> Tensor:
+    """Add `rowsᵀ rows` to the lower triangle of `total`, in place; above it may stand anything afterwards."""
+    if not _half_pays(rows):
+        return total.add_(rows.T @ rows)
+    if torch.get_num_threads() == 1 and _openblas() is not None:
+        return _add_rank_k(rows, total)
+    return _add_quarters(rows, total)
 
 
-def _rank_k_update(rows: Tensor, total: Tensor | None = None) -> Tensor:
-    """The lower triangle by BLAS `syrk`, which reads the rows where they are; added to `total`, in place, if given."""
+def _add_rank_k(rows: Tensor, total: Tensor) -> Tensor:
+    """The same by BLAS `syrk`, which reads the rows where they are."""
     transposed = rows.T.is_contiguous()
-    array = rows.numpy() if transposed else rows.contiguous().numpy().T  # BLAS stores column by column
+    array = rows.detach().numpy() if transposed else rows.detach().contiguous().numpy().T  # BLAS stores by columns
     with _as_many_threads_as_torch():
-        # BLAS's upper triangle is our lower one.
-        if total is None:
-            C = _SYRK[rows.dtype](1.0, array, trans=int(transposed), lower=0)
-        else:
-            C = _SYRK[rows.dtype](1.0, array, 1.0, total.numpy().T, trans=int(transposed), lower=0, overwrite_c=True)
-    return torch.from_numpy(C.T)
+        # BLAS's upper triangle is our lower one. It writes to `total`; a tensor made of what it returns would keep it.
+        _SYRK[rows.dtype](1.0, array, 1.0, total.numpy().T, trans=int(transposed), lower=0, overwrite_c=True)
+    return total
 
 
-def _by_halves(rows: Tensor) -> Tensor:
-    """Three of the four quarters; PyTorch has no `syrk`."""
-    d = rows.shape[1]
-    a, b = rows[:, : d // 2], rows[:, d // 2 :]
-    C = rows.new_empty(d, d)
-    torch.mm(a.T, a, out=C[: d // 2, : d // 2])
-    torch.mm(b.T, b, out=C[d // 2 :, d // 2 :])
-    torch.mm(b.T, a, out=C[d // 2 :, : d // 2])
-    C[: d // 2, d // 2 :] = C[d // 2 :, : d // 2].T
-    return C
+def _add_quarters(rows: Tensor, total: Tensor) -> Tensor:
+    """The same by three of the four quarters; PyTorch has no `syrk`."""
+    h = rows.shape[1] // 2
+    a, b = rows[:, :h], rows[:, h:]
+    total[:h, :h].addmm_(a.T, a)
+    total[h:, h:].addmm_(b.T, b)
+    total[h:, :h].addmm_(b.T, a)
+    return total
 
 
 @cache

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from curvlinops_plus.risk.process_state import own_calls
+from curvlinops_plus.risk.process_state import hookable_modules, own_calls
 
-__all__ = ["constant_statistics"]
+__all__ = ["batch_norms", "constant_statistics"]
+
+# Of modules with a forward of their own it is not known what they return.
+_FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
+
+
+def batch_norms(model: nn.Module) -> dict[str, Any]:
+    """The batch norms of a model that are in training mode, by name."""
+    found = {name: m for name, m in hookable_modules(model) if isinstance(m, _BatchNorm) and m.training}
+    return {name: m for name, m in found.items() if _is_known(m)}
+
+
+def _is_known(module: nn.Module) -> bool:
+    if isinstance(module, nn.SyncBatchNorm) and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size() == 1  # else the statistics are those of several batches
+    return getattr(module.forward, "__func__", None) in _FORWARDS
 
 
 @contextmanager
-def constant_statistics(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+def constant_statistics(model: nn.Module) -> Iterator[None]:
     """Context in which batch norms in training mode return the same numbers, and derivatives leave the statistics out.
 
+    Running statistics change as without it. Batch norms with a forward of their own are left as they are.
+
     Args:
-        modules: The batch norms, by name.
+        model: The model.
     """
     with ExitStack() as hooks:
-        for module in modules.values():
+        for module in batch_norms(model).values():
             handle = module.register_forward_hook(own_calls(_at_constants), prepend=True, with_kwargs=True)
             hooks.callback(handle.remove)
         yield
@@ -31,6 +50,7 @@ def constant_statistics(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 def _at_constants(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
     x: Tensor = next(iter([*args, *kwargs.values()]))
     others = [axis for axis in range(x.ndim) if axis != 1]
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))  # as PyTorch sums in half precision
     held = next((t for t in (module.running_mean, module.weight) if t is not None), x)
-    mean, variance = x.detach().mean(others).to(held.dtype), x.detach().var(others, correction=0).to(held.dtype)
+    mean, variance = (t.to(held.dtype) for t in (wide.mean(others), wide.var(others, correction=0)))
     return F.batch_norm(x, mean, variance, module.weight, module.bias, False, 0.0, module.eps)

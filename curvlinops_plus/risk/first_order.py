@@ -45,8 +45,9 @@ def gradient_pass(risk: Differentiated, weights: LossWeights) -> tuple[dict[str,
 
     Random state is not restored.
     """
-    free = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
-    totals, grads = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}
+    with torch.inference_mode(False):
+        free = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
+        totals, grads = Totals(), {key: torch.zeros_like(p) for key, p in free.items()}
 
     def add_batches(model: nn.Module) -> None:
         looked_at = risk.losses.known  # a loss that we know reads nothing but output and target

@@ -19,13 +19,11 @@ from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import RecordedCall
 from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_one_row
 
-__all__ = ["TOLERANCE", "SentVectors", "send_single"]
+__all__ = ["TOLERANCE", "SentVectors", "compare_all_rows", "send_single"]
 
-#: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that compute
-#: in float32 whatever they get.
-TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}
-# Taking one of so many examples costs more than all of them.
-_FEW = 3
+#: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
+#: compute in float32 whatever they get.
+TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-8}
 
 _OTHER_THAN_RECORDED = (
     "Does something else read the parameter, does the module compute something else when it is run again (attributes "
@@ -62,6 +60,12 @@ class SentVectors:
         N, whole = self.num_examples, self.batch_size
         return f"in a check of all {N} examples of a batch" if whole == N else f"in a check of {N} of {whole} examples"
 
+    @property
+    def finite(self) -> bool:
+        """Whether the sums of all gradients are finite."""
+        sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in self.grads.values()]
+        return not sums or bool(torch.stack(sums).isfinite().all())
+
     def compare(self, layers: Sequence[Layer]) -> set[int]:
         """Compare rows and rules.
 
@@ -71,13 +75,12 @@ class SentVectors:
         Raises:
             UnsupportedError: Naming the layer.
         """
-        sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in self.grads.values()]
-        if sums and not bool(torch.stack(sums).isfinite().all()):
+        if not self.finite:
             return set()  # statistics that are not finite name layer and batch
         if self.num_examples > 1:
-            _compare_rows(self, self.first, 0)
+            _compare_rows(self, self.first, [0])
             if not self.every:
-                _compare_rows(self, self.grads, self.num_examples // 2)
+                _compare_rows(self, self.grads, [self.num_examples // 2])
         return _compare_rules(self, layers)
 
 
@@ -112,8 +115,41 @@ def send_single(
     return SentVectors(recorder.calls, before, grads, expected, N, batch_size, every)
 
 
-def _compare_rows(sent: SentVectors, grads: Mapping[int, Tensor], n: int) -> None:
-    """Refuse layers in which a vector for example `n`, which left these gradients, reaches rows of other examples."""
+def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor]) -> None:
+    """Refuse layers in which vectors for half of the examples reach rows of the other half, in a whole batch.
+
+    Halves are every other example, which finds rows that moved on by one, and random ones.
+
+    Args:
+        recorder: Which recorded the forward pass; its graph is kept.
+        outputs: What it returned, with a graph.
+
+    Raises:
+        UnsupportedError: Naming the layer.
+
+    Cost: four backward passes to the layers' outputs.
+    """
+    N, outputs = recorder.num_examples, [f for f in outputs if f.requires_grad]
+    slots = [slot for recorded in recorder.calls for slot in recorded.slots]
+    if N < 2 or not outputs or not slots:
+        return
+    recorder.require_unchanged()
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(N))
+    for part in (torch.arange(N) % 2, order % 2):
+        for side in (0, 1):
+            chosen = (part == side).nonzero()[:, 0].tolist()
+            vectors = [_vector_for(f, chosen, N) for f in outputs]
+            found = torch.autograd.grad(
+                outputs, [slot.edge for slot in slots], vectors, retain_graph=True, allow_unused=True
+            )
+            grads = {id(slot): g.detach() for slot, g in zip(slots, found) if g is not None}
+            sent = SentVectors(recorder.calls, {}, grads, {}, N, N)
+            if sent.finite:
+                _compare_rows(sent, grads, chosen)
+
+
+def _compare_rows(sent: SentVectors, grads: Mapping[int, Tensor], examples: Sequence[int]) -> None:
+    """Refuse layers in which a vector for some examples, which left these gradients, reaches rows of other ones."""
     N, found = sent.num_examples, []
     for recorded in sent.calls:
         for slot in recorded.slots:
@@ -121,11 +157,11 @@ def _compare_rows(sent: SentVectors, grads: Mapping[int, Tensor], n: int) -> Non
                 found.append((recorded, slot, slot.arrange(g).unflatten(0, (N, -1))))
     if not found:
         return
-    others = torch.stack([(_others(rows, n).count_nonzero()) for _, _, rows in found]).tolist()
+    others = torch.stack([(_others(rows, examples).count_nonzero()) for _, _, rows in found]).tolist()
     for (recorded, slot, rows), reached in zip(found, others):
         if not reached:
             continue
-        use = recorded.call.use
+        use, who = recorded.call.use, f"example {examples[0]}" if len(examples) == 1 else f"{len(examples)} examples"
         if recorded.expanded:
             raise refusal_of_one_row(use, N, MORE_THAN_BROADCAST)
         raise not_by_example(
@@ -134,8 +170,8 @@ def _compare_rows(sent: SentVectors, grads: Mapping[int, Tensor], n: int) -> Non
             N,
             f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} {sent.where}, but "
             f"axis {slot.axis} does not carry the examples (is it a position embedding, or time-major?), or the model "
-            f"mixes examples: a vector for example {n} has a gradient of norm {float(rows[n].norm()):.3g} in its rows, "
-            f"and of {float(_others(rows, n).norm()):.3g} in others. Say "
+            f"mixes examples: a vector for {who} has a gradient of norm {float(rows[examples].norm()):.3g} in "
+            f"its rows, and of {float(_others(rows, examples).norm()):.3g} in others. Say "
             f"EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand the layer's input to the batch in the "
             "model, or leave its parameters out of `params`.",
         )
@@ -242,10 +278,10 @@ def _both_undefined(one: Tensor, other: Tensor) -> bool:
 
 
 def _batch(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall]) -> LayerBatch:
-    """The calls of a layer, for the examples that a vector was sent for; rows of a few others are zero."""
+    """The calls of a layer, for the examples that a vector was sent for alone: a rule may forget the last one, say."""
     N, n = sent.num_examples, sent.num_examples // 2
     batch = LayerBatch(layer, [recorded.call for recorded in calls], N)
-    return batch if sent.every or N <= _FEW else batch.examples(n, n + 1)
+    return batch if sent.every else batch.examples(n, n + 1)
 
 
 def _coarsest(layer: Layer, key: str, calls: Sequence[RecordedCall]) -> torch.dtype:
@@ -296,8 +332,10 @@ def _vector_for(f: Tensor, examples: Sequence[int], N: int) -> Tensor:
     return v
 
 
-def _others(rows: Tensor, n: int) -> Tensor:
-    return torch.cat([rows[:n], rows[n + 1 :]]) if n else rows[1:]
+def _others(rows: Tensor, examples: Sequence[int]) -> Tensor:
+    others = torch.ones(len(rows), dtype=torch.bool)
+    others[examples] = False
+    return rows[others.nonzero()[:, 0].to(rows.device)]
 
 
 def _norm(tree: Any) -> float:

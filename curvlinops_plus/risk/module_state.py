@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -77,7 +77,36 @@ def _value(value: Any) -> Any:
         return tuple(value) if _PLAIN.issuperset(map(type, value)) else tuple(map(_value, value))
     if isinstance(value, Mapping):
         return len(value) if len(value) > _LONG else tuple((_value(key), _value(held)) for key, held in value.items())
-    return value if type(value) in _PLAIN else _code(value)
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    return value if type(value) in _PLAIN else _object(value)
+
+
+def _object(value: Any) -> Any:
+    """An array or number of NumPy, an object with its attributes, or code."""
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return value.tobytes() if value.nbytes <= 8 * _LONG else (value.shape, id(value))
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict) and not isinstance(value, (type, nn.Module, FunctionType, partial)):
+        plain = held.items() if len(held) <= _LONG else ()
+        return type(value), tuple((name, _plain(attribute)) for name, attribute in plain)
+    return _code(value)
+
+
+def _plain(value: Any) -> Any:
+    """An attribute of an object that a module holds: of objects in it, the type."""
+    return _tensor(value) if isinstance(value, Tensor) else value if type(value) in _PLAIN else type(value)
+
+
+def _tensor(t: Tensor) -> Any:
+    """Up to 16 of its numbers, or which tensor it is: without waiting for a GPU."""
+    if t.grad_fn is not None or type(t) not in (Tensor, nn.Parameter):
+        return type(t)  # a result of this pass
+    place = t.shape[1:], None if t.is_inference() else t._version
+    if t.device.type == "cpu" and t.layout == torch.strided and t.is_contiguous():
+        # Identities and addresses come again; NaN is not equal to itself.
+        return *place, str(t.detach().view(-1)[:: max(1, t.numel() // _LONG)][:_LONG].tolist())
+    return *place, id(t), 0 if t.layout != torch.strided else t.data_ptr()
 
 
 def _code(function: Any) -> Any:

@@ -42,13 +42,19 @@ class ParameterReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        found = {id(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)} & self.counts.keys()
-        if found:
+        if self.counts and (found := self._among((*args, *kwargs.values()))):
             with torch._C.DisableTorchFunction():  # looking at the result is no call that other modes should see
                 made = any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves(out))
             for read in found if made else ():
                 self.counts[read] += 1
         return out
+
+    def _among(self, given: tuple[Any, ...]) -> set[int]:
+        """The parameters among the arguments of a function, most of which are no containers."""
+        found = {id(t) for t in given}
+        if containers := [t for t in given if isinstance(t, (tuple, list, dict))]:
+            found |= {id(t) for t in tree_leaves(containers)}
+        return found & self.counts.keys()
 
 
 class KeptParameters(ParameterReads):

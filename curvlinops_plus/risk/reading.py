@@ -112,7 +112,10 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 def _usable(t: Tensor) -> Tensor:
     """Tensors made in inference mode can't take part in differentiation; a copy can."""
-    return t.clone() if t.is_inference() else t
+    if not t.is_inference():
+        return t
+    with torch.inference_mode(False):
+        return t.clone()
 
 
 def read_batch(item: Any, index: int, device: torch.device, batch_size_fn: Callable[[Any], int] | None) -> Batch:

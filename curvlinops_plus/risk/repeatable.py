@@ -22,6 +22,7 @@ from curvlinops_plus.risk.risk import EmpiricalRisk, RiskOptions
 __all__ = [
     "are_examples_clear",
     "first_different",
+    "generator_state",
     "not_repeatable",
     "outputs_of_modules",
     "relative_difference",
@@ -30,6 +31,8 @@ __all__ = [
 
 # How many examples are looked at.
 _FEW = 3
+# So many evaluations of a model that draws numbers have to agree.
+_DRAWS = 32
 
 
 def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
@@ -40,9 +43,11 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
         batch: The batch.
 
     Raises:
-        RuntimeError: If they differ; names the first module whose outputs do, and modules in training mode.
+        RuntimeError: If they differ; names the first module whose outputs do, and modules in training mode. Also if a
+            model in training mode draws from PyTorch's generator at all: it may differ rarely (stochastic depth).
 
-    Cost: once, two forward passes over three examples, or over the batch where its examples can't be told apart.
+    Cost: once, two forward passes over three examples, or over the batch where its examples can't be told apart. More
+    if a model draws numbers in evaluation mode, which need not change its output.
     """
     if not risk.options.check:
         return
@@ -55,6 +60,7 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
     devices = [risk.device] if risk.device.type == "cuda" else []
     with torch.random.fork_rng(devices), eager(), copied_buffers(risk.model), torch.no_grad():
         error = _compare(risk, batch if few is None else few, batch)
+    torch.clear_autocast_cache()  # before PyTorch 2.7 it gives weights that were cast without gradients to later passes
     if error is not None:
         raise error
     risk.checked.modes.add(modes)
@@ -75,18 +81,59 @@ def are_examples_clear(batch: Batch, options: RiskOptions) -> bool:
 
 
 def _compare(risk: EmpiricalRisk, few: Batch, batch: Batch) -> RuntimeError | None:
+    state = generator_state(risk.device)
     try:
-        first, second = risk.run(few)[0], risk.run(few)[0]
+        first = risk.run(few)[0]
     except Exception:
         if few is batch:
             raise
         return _compare(risk, batch, batch)  # the model needs the whole batch, as the nodes of a graph do
-    for f, again in zip(first, second, strict=True):
-        away = relative_difference(again, f) if again.shape == f.shape else 1.0
-        if away > TOLERANCE[f.element_size()]:
-            where = first_different(risk.model, *_twice(risk, few))
-            return not_repeatable(risk.model, away, where)
+    drew = generator_state(risk.device) != state
+    for _ in range(_DRAWS if drew else 1):
+        for f, again in zip(first, risk.run(few)[0], strict=True):
+            away = relative_difference(again, f) if again.shape == f.shape else 1.0
+            if away > TOLERANCE[f.element_size()]:
+                where = first_different(risk.model, *_twice(risk, few))
+                return not_repeatable(risk.model, away, where)
+        if drew and (names := _training_modules_that_draw(risk, few)):
+            return RuntimeError(
+                f"The model draws random numbers in training mode, in {names}, so evaluations may differ, if rarely: "
+                "call model.eval(). check_deterministic=False takes them as they come."
+            )
     return None
+
+
+def generator_state(device: torch.device) -> bytes:
+    """The state of PyTorch's generators that a model may draw from."""
+    own = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
+    return torch.get_rng_state().numpy().tobytes() + own
+
+
+def _training_modules_that_draw(risk: EmpiricalRisk, batch: Batch) -> str:
+    """The innermost modules in training mode that draw numbers in a forward pass."""
+    running: list[bytes] = []
+    found: dict[str, str] = {}
+    handles = []
+    for name, module in hookable_modules(risk.model):
+
+        def enter(module: nn.Module, args: Any) -> None:
+            running.append(generator_state(risk.device))
+
+        def leave(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
+            inside = any(known.startswith(f"{name}.") or not name for known in found)
+            if running.pop() != generator_state(risk.device) and module.training and not inside:
+                found.setdefault(name, f"{name!r} ({type(module).__name__})")
+
+        handles += [
+            module.register_forward_pre_hook(own_calls(enter)),
+            module.register_forward_hook(own_calls(leave)),
+        ]
+    try:
+        risk.run(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ", ".join(found.values())
 
 
 def _twice(risk: EmpiricalRisk, batch: Batch) -> list[list[tuple[str, list[Tensor]]]]:

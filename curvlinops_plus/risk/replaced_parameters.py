@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from curvlinops_plus.layer.run_again import as_parameters
 from curvlinops_plus.risk.process_state import OwnThread
 
-__all__ = ["Places", "copied_buffers", "parameter_places", "replaced_parameters"]
+__all__ = ["Places", "copied_buffers", "parameter_places", "paths_to", "replaced_parameters", "require_places"]
 
 #: Every module that holds a parameter, and the keys of those it holds, by their names in it.
 Places = Sequence[tuple[nn.Module, Mapping[str, str]]]
+#: Parents, names and children of modules.
+Paths = Sequence[tuple[nn.Module, str, nn.Module]]
 
 
 class _Replaced(dict[str, Any]):
@@ -45,6 +47,47 @@ def parameter_places(model: nn.Module, params: Mapping[str, Tensor]) -> Places:
         for module in model.modules()
     }
     return [(module, names) for module, names in held.items() if names]
+
+
+def paths_to(model: nn.Module, places: Places) -> Paths:
+    """Parent, name and child of each module on the way to one that holds a parameter."""
+    holders = {module for module, _ in places}
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None and not holders.isdisjoint(child.modules())
+    ]
+
+
+def require_places(
+    places: Places, paths: Sequence[tuple[nn.Module, str, nn.Module]], own: Mapping[str, Tensor]
+) -> None:
+    """Refuse a model that holds other tensors by now than it did.
+
+    Args:
+        places: Where the parameters were.
+        paths: The modules on the way to these.
+        own: The parameters.
+
+    Raises:
+        ValueError: Naming some parameters.
+    """
+    gone = {child for parent, name, child in paths if parent._modules.get(name) is not child}
+    inside = {module for child in gone for module in child.modules()}
+    other = [
+        key
+        for module, names in places
+        if not isinstance(held := module._parameters, _Replaced)
+        for name, key in names.items()
+        if held.get(name) is not own[key] or module in inside
+    ]
+    if other:
+        raise ValueError(
+            f"The model has other tensors in place of its parameters {other[:5]}{' …' if other[5:] else ''} than when "
+            "this risk was made (load_state_dict(..., assign=True), a new nn.Parameter, or another module). Make a new "
+            "EmpiricalRisk."
+        )
 
 
 @contextmanager

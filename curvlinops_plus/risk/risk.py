@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -36,7 +35,7 @@ from curvlinops_plus.risk.reading import (
     read_batch,
     require_numbers,
 )
-from curvlinops_plus.risk.replaced_parameters import Places, parameter_places, replaced_parameters
+from curvlinops_plus.risk.replaced_parameters import parameter_places, paths_to, replaced_parameters, require_places
 from curvlinops_plus.risk.totals import Number, Totals
 from curvlinops_plus.risk.usable_model import refuse_parameters, require_module
 
@@ -193,6 +192,9 @@ class EmpiricalRisk:
         self.losses = Losses(loss, reduction)
         self._own = named_params(model, params)
         self.params = {key: value_of(params, key, p) for key, p in self._own.items()}
+        # Found before any parameter is replaced, because replacements may be nested.
+        self._places = parameter_places(model, self._own)
+        self._paths = paths_to(model, self._places)
         refuse_parameters(model, self._own)
         self._calls = ModelCalls()
         self.space = Space.of(self.params)
@@ -234,7 +236,9 @@ class EmpiricalRisk:
         other.params = {key: p for key, p in self.params.items() if key in chosen}
         other.space = Space.of(other.params)
         other._own = {key: p for key, p in self._own.items() if key in chosen}
-        vars(other).pop("_places", None)  # they belong to the parameters
+        other._places = [
+            (module, {n: key for n, key in names.items() if key in chosen}) for module, names in self._places
+        ]
         return other
 
     # ------------------------------------------------------------------------------------------------- one batch
@@ -265,12 +269,14 @@ class EmpiricalRisk:
 
         Raises:
             ValueError: If it is no batch, or its examples can't be counted.
-            UnsupportedError: If the loss that the model computes from the labels is not this one.
+            UnsupportedError: If the loss that the model computes from the labels is not this one, or its outputs depend
+                on them.
         """
         options = self.options
         batch = read_batch(item, index, self.device, options.batch_size_fn)
-        if batch.unpack and options.check and options.shift_labels is None and self.checked.shift is None:
-            self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch)
+        if batch.unpack and options.check and self.checked.shift is None:
+            said = options.shift_labels
+            self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch, said)
         return batch
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
@@ -325,12 +331,14 @@ class EmpiricalRisk:
 
         Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
         """
+        require_places(self._places, self._paths, self._own)
         with replaced_parameters(self._places, values):
             return function(self.model)
 
     @contextmanager
     def placed(self) -> Iterator[None]:
         """The model has the values of `params` in here, where these are not its own tensors."""
+        require_places(self._places, self._paths, self._own)
         own = all(self.params[key] is p for key, p in self._own.items())
         with nullcontext() if own else replaced_parameters(self._places, self.params):
             yield
@@ -346,11 +354,6 @@ class EmpiricalRisk:
                 f"{what} watches the model at its own parameters, and `params` holds other values of {other[:3]}. Use "
                 "`update`, which runs the model at these."
             )
-
-    @cached_property
-    def _places(self) -> Places:
-        """Found before any parameter is replaced, because replacements may be nested."""
-        return parameter_places(self.model, self._own)
 
     # ---------------------------------------------------------------------------------------------- all the data
     @untraced

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
-from curvlinops_plus.risk.call_kinds import batch_kind
-from curvlinops_plus.risk.constant_statistics import constant_statistics
+from curvlinops_plus.risk.call_kinds import are_rows_unclear, batch_kind, rows_per_example
+from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.examples import take_examples
-from curvlinops_plus.risk.gradient_check import TOLERANCE, SentVectors, send_single
-from curvlinops_plus.risk.process_state import eager, hookable_modules
+from curvlinops_plus.risk.gradient_check import TOLERANCE, SentVectors, compare_all_rows, send_single
+from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import RecordedCall
@@ -26,9 +26,11 @@ from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_o
 from curvlinops_plus.risk.repeatable import (
     are_examples_clear,
     first_different,
+    generator_state,
     not_repeatable,
     outputs_of_modules,
     relative_difference,
+    require_repeatable,
 )
 from curvlinops_plus.risk.replaced_parameters import copied_buffers
 from curvlinops_plus.risk.risk import Checked, EmpiricalRisk
@@ -54,17 +56,26 @@ def check_batch(
     * a vector for one example reaches no other example's rows in any layer;
     * the gradient that each layer's rule makes of its recorded calls is autograd's gradient of the parameters.
 
-    The whole batch stands in for the few examples where they can't be told apart in its input. Batch norm in training
-    mode, which mixes examples, takes the statistics of the few as constants meanwhile.
+    The whole batch stands in for the few examples where they can't be told apart in its input. The statistics of batch
+    norm in training mode are constants in all of these passes.
 
     Whether layers are called as before is seen from what is recorded of each batch, see `batch_kind`: which modules are
-    called in which order, their attributes, hooks and tensors at that moment, and how many operations autograd notes
-    between them. So these stay unnoticed:
+    called in which order, their attributes, hooks and tensors at that moment, their rows per example, and how many
+    operations autograd notes between them. Vectors for half of the examples are sent back through the whole batch:
+
+    * in training loops, for each of the first eight numbers of examples;
+    * in every batch where rows per example are no axis of the input, which has masks, indices or other integers.
+
+    So these stay unnoticed:
 
     * a module that reads something outside of itself (a global variable, an attribute of its parent, or of an object
       that it holds) which is changed in a later batch for the time of the call;
     * a difference that the examples looked at don't show: one in three of them only, or one that is within rounding;
-    * after the first eight kinds of batches, those between the 2ᵏth ones.
+    * after the first eight kinds of batches, those between the 2ᵏth ones;
+    * rows that belong to other examples in a later batch only, if there are as many as an axis of the input has for
+      each example, or as before and all of the input is floating-point numbers (as zeros for padding);
+    * in training loops, a function that reads a parameter in batches of more than three examples only, if it does so
+      from the first batch on.
 
     Args:
         risk: Model, losses and options.
@@ -80,28 +91,47 @@ def check_batch(
     Warns:
         CurvatureWarning: In training loops, if there is batch norm in training mode, which mixes examples.
 
-    Cost: a forward and two backward passes over three examples, and the gradients of the parameters for one of them. In
-    batches that are not looked at, a few microseconds per call of a layer.
+    Cost: a forward and two backward passes over three examples, and the gradients of the parameters for one of them;
+    where all rows are compared, four backward passes to the layers' outputs. In batches that are not looked at, a few
+    microseconds per call of a layer.
     """
     if not risk.options.check:
         return
     N, checked = batch.num_examples, risk.checked
-    kind = batch_kind(recorder.calls, outputs) if recorder.backward else ()
+    rows = rows_per_example(recorder.calls, batch)
+    kind = batch_kind(recorder.calls, outputs, rows) if recorder.backward else ()
     unchecked = _unchecked(checked, recorder, kind)
-    shape = (N, *(t.shape for t in tree_leaves(batch.X) if isinstance(t, Tensor))) if repeatable else None
+    shape, is_new = _shape(checked, batch, repeatable)
     # All of a small batch would be a few examples of itself, which tells nothing but that the model is not random.
-    new_shape = repeatable and shape not in checked.shapes and len(checked.shapes) < _SHAPES
-    new_shape = new_shape and (N > _FEW or not checked.shapes)
-    if not unchecked and not new_shape:
+    new_outputs = repeatable and is_new and (N > _FEW or not checked.shapes)
+    # Where outputs can't be compared, random modules being allowed, all rows are, for each number of examples.
+    all_rows = recorder.backward and ((is_new and not repeatable) or are_rows_unclear(rows, batch))
+    if not (unchecked or new_outputs or all_rows):
         return
+    reached: set[int] = set()
     check = _Check(risk, recorder, batch, outputs, repeatable)
     with torch.random.fork_rng(check.devices), eager():
-        reached = check.run(bool(unchecked))
+        if unchecked or new_outputs:
+            reached = check.run(bool(unchecked))
+        if all_rows:
+            compare_all_rows(recorder, outputs)
+    _looked_at(checked, recorder, kind, unchecked, reached)
+    checked.shapes.add(shape)
+
+
+def _shape(checked: Checked, batch: Batch, repeatable: bool) -> tuple[Any, bool]:
+    """The shape of a batch, only its number of examples in training loops, and whether it is one of the first ones."""
+    shapes = (t.shape for t in tree_leaves(batch.X) if isinstance(t, Tensor)) if repeatable else ()
+    shape = (batch.num_examples, *shapes)
+    return shape, shape not in checked.shapes and len(checked.shapes) < _SHAPES
+
+
+def _looked_at(checked: Checked, recorder: Recorder, kind: Any, unchecked: set[Any], reached: set[int]) -> None:
+    """Note what need not be looked at again."""
     if unchecked:
         checked.kinds.add(kind)
         checked.tried |= unchecked
-        checked.layers |= {_name(c, N) for c in recorder.calls if c.layer in reached}
-    checked.shapes.add(shape)
+        checked.layers |= {_name(c, recorder.num_examples) for c in recorder.calls if c.layer in reached}
 
 
 def _unchecked(checked: Checked, recorder: Recorder, kind: Any) -> set[Any]:
@@ -133,9 +163,6 @@ class _Check:
         self.outputs = [f.detach() for f in outputs]
         self.axes = risk.options.example_axis or {}
         self.devices = [risk.device] if risk.device.type == "cuda" else []
-        kind = nn.modules.batchnorm._BatchNorm
-        #: Modules that mix examples, and are known for it.
-        self.mixing = {name: m for name, m in hookable_modules(risk.model) if isinstance(m, kind) and m.training}
 
     def run(self, backward: bool) -> set[int]:
         """Compare a few examples, or all if the model can't run a few, or if some layers got no gradient from them.
@@ -146,8 +173,8 @@ class _Check:
         Returns:
             Indices of the layers that got one.
         """
-        if self.mixing:
-            self._report_batch_norm()
+        if norms := [*batch_norms(self.risk.model)]:
+            self._report(norms)
         N, called = self.batch.num_examples, {recorded.layer for recorded in self.recorder.calls}
         if N > _FEW and are_examples_clear(self.batch, self.risk.options):
             # Any three: what depends on each other may be next to each other, or not.
@@ -163,10 +190,11 @@ class _Check:
                 return reached
         return self._look(self.batch, list(range(N)), backward, every=True) or set()
 
-    def _report_batch_norm(self) -> None:
+    def _report(self, norms: list[str]) -> None:
+        """Say what is left out if there is batch norm in training mode."""
         said = (
-            f"{[*self.mixing]} are batch norm in training mode: the examples of a batch depend on each other, and what "
-            "layers before them contribute through the batch's statistics"
+            f"{norms} are batch norm in training mode: the examples of a batch depend on each other. The statistics of "
+            "a batch are taken as constants; what layers before them contribute through these"
         )
         if self.repeatable:
             raise UnsupportedError(
@@ -196,7 +224,7 @@ class _Check:
             # Parameters, as modules may ask for them by that type.
             free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
             with Recorder(whole.layers, self.axes, True, whole.intercept, free, risk.options.example_of_row) as own:
-                with torch.enable_grad(), copied_buffers(risk.model), constant_statistics(self.mixing):
+                with torch.enable_grad(), copied_buffers(risk.model):
                     found = risk.at(free, lambda model: self._send(own, few, model, free, every))
                 if found is None or not self._compare_outputs(found[0], few, examples):
                     return None
@@ -210,9 +238,14 @@ class _Check:
         """Run the model, and send vectors back; None if it can't run these examples."""
         # Left again at once, so that a second run draws the same numbers.
         with torch.random.fork_rng(self.devices), own.recording(few.num_examples, (few.X, few.y)):
+            before = generator_state(self.risk.device)
             found = self._outputs_of(few, model)
+            drew = generator_state(self.risk.device) != before
         if found is None:
             return None
+        if drew and self.repeatable:
+            with own.disabled():
+                require_repeatable(self.risk, self.batch)
         if expanded := [recorded for recorded in own.calls if recorded.expanded]:
             with own.disabled(), torch.no_grad():
                 _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorGroup, vector_groups
+from curvlinops_plus.risk.constant_statistics import constant_statistics
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.process_state import eager
@@ -75,7 +76,8 @@ def sweep(
 class RecordedPasses:
     """Forward passes of a risk's model under hooks on its layers, and the vectors that are sent back through them.
 
-    A context manager: the hooks are on the modules for as long as it lasts.
+    A context manager: the hooks are on the modules for as long as it lasts. In passes that nobody else makes, the
+    statistics of batch norm in training mode are constants: each example has gradients of its own then.
 
     Args:
         risk: Model, losses and options.
@@ -109,7 +111,8 @@ class RecordedPasses:
             example_of_row=options.example_of_row,
         )
         grad_mode = torch.enable_grad if vectors.backward else torch.no_grad
-        self._modes = (partial(torch.inference_mode, False), grad_mode) if own_pass else ()
+        statistics = partial(constant_statistics, risk.model)
+        self._modes = (partial(torch.inference_mode, False), grad_mode, statistics) if own_pass else ()
         self._contexts = ExitStack()
 
     def __enter__(self) -> RecordedPasses:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cases import FEW, NETS, PROBLEMS, Problem, close, problem, unchanged
+from helpers import refuses_cdist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from middles import MIDDLES, Net, clipped
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvlinops_plus
 from curvlinops_plus import (
+    GGN,
     EmpiricalRisk,
     FisherMCLinearOperator,
     GGNFactorLinearOperator,
@@ -464,8 +466,34 @@ def test_operations_without_second_derivative_are_named() -> None:
     with pytest.raises(UnsupportedError, match=r"is not linear in the gradient\. Forward mode was tried first"):
         JacobianLinearOperator(net, list(net.parameters()), _loader(shuffle=False))
     net = Net(lambda net, h: torch.cdist(h[:, None], h[:, None] + 1).flatten(1) * h).double()
-    with pytest.raises(UnsupportedError, match=r"uses cdist, which PyTorch can't differentiate twice. Write it"):
+    with refuses_cdist("uses cdist, which PyTorch can't differentiate twice. Write it"):
         JacobianLinearOperator(net, list(net.parameters()), _loader(shuffle=False))
+
+
+class _Steps(nn.Module):
+    """A linear map after a step along the gradient of a penalty, which forward takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.randn(3, 4).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        (g,) = torch.autograd.grad((self.w**4).sum(), self.w, create_graph=True)
+        return nn.functional.linear(x, self.w - 0.05 * g)
+
+
+def test_models_that_differentiate_their_parameters_in_forward() -> None:
+    model, (X, y) = _Steps(), (torch.rand(5, 4).double(), torch.arange(5) % 3)
+    J = torch.stack([torch.autograd.grad(f, model.w, retain_graph=True)[0].flatten() for f in model(X).flatten()])
+    p = model(X).softmax(-1).detach()
+    H = torch.block_diag(*(q.diag() - q.outer(q) for q in p)) / 5
+    for columns in (torch.eye(12).double(), torch.arange(12).double() / 12):
+        risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, y)])
+        close(Jacobian(risk) @ columns, J @ columns)
+        close(GGN(risk) @ columns, J.T @ H @ J @ columns)
+    close(GGN(risk).to_dense(), J.T @ H @ J)
+    close(Jacobian(risk).to_dense(), J)
 
 
 def test_errors_of_the_model_stay_what_they_are() -> None:

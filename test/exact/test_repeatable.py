@@ -11,7 +11,7 @@ from cases import close, unchanged
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from curvlinops_plus import EmpiricalRisk, Jacobian
+from curvlinops_plus import EKFAC, EmpiricalRisk, GGNLinearOperator, Jacobian, KFACLinearOperator, curvature
 from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian
 from curvlinops_plus.linalg import LinearOperator
 
@@ -81,6 +81,45 @@ def test_each_product_is_refused_also_after_others_in_another_mode(make: Make) -
 def test_random_modules_are_named_also_in_evaluation_mode(make: Make) -> None:
     with pytest.raises(RuntimeError, match=r"first in layer '1' \(Noise\). Does it draw random numbers"):
         make(_risk(Noise())).to_dense()
+
+
+class Rarely(nn.Module):
+    """Random in training mode, with a probability; draws a number in evaluation mode, too, perhaps for nothing."""
+
+    def __init__(self, probability: float, always: float = 0.0) -> None:
+        super().__init__()
+        self.probability, self.always = probability, always
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = float(torch.rand(()))
+        return 2 * x if drawn < (self.probability if self.training else self.always) else x
+
+
+BLOCKS: dict[str, Callable[..., Any]] = {
+    **OPERATORS,
+    "EKFAC": lambda risk: curvature(risk, EKFAC),
+    "KFACLinearOperator": lambda risk: KFACLinearOperator(
+        risk.model, nn.CrossEntropyLoss(), [*risk.params.values()], risk.data
+    ),
+    "GGNLinearOperator": lambda risk: GGNLinearOperator(
+        risk.model, nn.CrossEntropyLoss(), [*risk.params.values()], risk.data
+    ),
+}
+
+
+@pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
+def test_modules_that_are_random_rarely(make: Callable[..., Any]) -> None:
+    """Stochastic depth: two evaluations agree nearly always, so drawing numbers in training mode is refused."""
+    risk = _risk(Rarely(1e-6))
+    words = r"draws random numbers in training mode, in '1' \(Rarely\), .*call model.eval"
+    with unchanged(risk.model), pytest.raises(RuntimeError, match=words):
+        make(risk).to_dense()
+    risk.model.eval()
+    make(risk).to_dense()
+    risk = _risk(Rarely(0.0, always=0.3))
+    risk.model.eval()
+    with pytest.raises(RuntimeError, match="Two evaluations of the model"):
+        make(risk).to_dense()
 
 
 @operators

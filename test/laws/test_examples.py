@@ -182,3 +182,20 @@ def test_a_state_without_its_blocks_is_refused_whole(missing: str) -> None:
     del state[missing]
     with pytest.raises(ValueError, match=f"lacks.*{missing}"):
         K.load_state_dict(state)
+
+
+def test_everything_in_inference_mode() -> None:
+    """Data, model calls and operators: none of it takes part in the caller's mode."""
+    p = problem("mlp")
+    (X, y), *_ = p.data
+    expected = CurvatureEstimator(EmpiricalRisk(p.model, p.loss, ()), KFAC)
+    expected.update((X, y))
+    gradient = EmpiricalRisk(p.model, p.loss, [(X, y)]).gradient()
+    with torch.inference_mode():
+        data = [(X.clone(), y.clone())]
+        running = CurvatureEstimator(EmpiricalRisk(p.model, p.loss, ()), KFAC)
+        running.update(data[0])
+        found = EmpiricalRisk(p.model, p.loss, data).gradient()
+    close(running.operator.to_dense(), expected.operator.to_dense())
+    for key, g in gradient.items():
+        close(found[key], g)

@@ -14,10 +14,10 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatr
 from curvlinops_plus.linalg import cholesky_inverse, eigh, gram, numerics, psd_clip
 from curvlinops_plus.linalg.gram_sum import (
     GramSum,
+    _add_quarters,
+    _add_rank_k,
     _as_many_threads_as_torch,
-    _by_halves,
     _openblas,
-    _rank_k_update,
     mirror,
 )
 
@@ -45,12 +45,11 @@ def test_both_ways_to_a_large_gram(dtype: torch.dtype) -> None:
     rows = normal(40, 301).to(dtype)
     tolerance: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12} if dtype == F64 else {"rtol": 1e-4, "atol": 1e-4}
     for memory in (rows, rows.T.contiguous().T):
-        found = [_by_halves(memory)]
-        if _openblas() is not None:
-            found += [mirror(_rank_k_update(memory))]
-            total = _rank_k_update(memory)
-            assert _rank_k_update(memory, total).data_ptr() == total.data_ptr()
-            found += [mirror(total) / 2]
+        found = []
+        for add in [_add_quarters] if _openblas() is None else [_add_quarters, _add_rank_k]:
+            total = torch.zeros(301, 301, dtype=dtype)
+            assert add(memory, add(memory, total)) is total  # in place
+            found.append(mirror(total) / 2)
         for G in found:
             torch.testing.assert_close(G, rows.T @ rows, **tolerance)
             torch.testing.assert_close(G, G.T, **tolerance)
@@ -59,7 +58,7 @@ def test_both_ways_to_a_large_gram(dtype: torch.dtype) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     d=st.sampled_from([1, 3, 130]),
-    numbers=st.lists(st.integers(0, 400), min_size=1, max_size=6),
+    numbers=st.lists(st.integers(0, 400) | st.integers(0, 1) | st.integers(30, 63), min_size=1, max_size=8),
     ones=st.booleans(),
     dtype=st.sampled_from([F64, F32]),
 )
@@ -81,6 +80,14 @@ def test_sums_of_gram_matrices(d: int, numbers: list[int], ones: bool, dtype: to
         rtol=1e-12 if dtype == F64 else 1e-4,
         atol=1e-10 if dtype == F64 else 1e-3,
     )
+
+
+def test_rows_that_wait_count_once() -> None:
+    for d, M in ((3, 1), (200, 50)):
+        total, pieces = GramSum(ones=False), [normal(M, d, seed=seed) for seed in range(9)]
+        for rows in pieces:
+            total.add(rows)
+        torch.testing.assert_close(total.value(), torch.cat(pieces).T @ torch.cat(pieces))
 
 
 def test_gram_leaves_the_threads_of_blas_as_they_were() -> None:

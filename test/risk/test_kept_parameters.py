@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from cases import close
 from torch import Tensor, nn
 
-from curvlinops_plus import EKFAC, EmpiricalRisk, FullBlock, Jacobian, curvature
+from curvlinops_plus import EKFAC, CurvatureEstimator, EmpiricalRisk, FullBlock, Jacobian, curvature
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact import GGN, GGNFactor, Hessian
 
@@ -128,8 +128,13 @@ def test_parameters_kept_elsewhere_are_refused_by_name(keep: Any, use: Callable[
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_so_are_frozen_ones(use: Callable[[EmpiricalRisk], Any]) -> None:
-    model = Asks(lambda m: m.kept[0], lambda w: [w])
+@pytest.mark.parametrize(
+    "ask",
+    [lambda m: m.kept[0], lambda m: torch.clone(input=m.kept[0]), lambda m: torch.cat([m.kept[0], m.w])[:2]],
+    ids=["as it is", "by keyword", "in a list"],
+)
+def test_so_are_frozen_ones(ask: Callable[[Any], Tensor], use: Callable[[EmpiricalRisk], Any]) -> None:
+    model = Asks(ask, lambda w: [w])
     model.requires_grad_(False)
     with pytest.raises(UnsupportedError, match=r"reads the parameters \['w'\] from elsewhere"):
         use(_risk(model, list(model.parameters())))
@@ -152,3 +157,42 @@ def test_parameters_that_are_not_asked_for_may_be_kept_anywhere() -> None:
     model = Asks(lambda m: m.kept[0], lambda w: [w])
     X = _risk(model).data[0][0]  # type: ignore[index]
     close(Jacobian(_risk(model, [model.inner.weight])).to_dense(), _jacobian(model, X)[:, 6:])
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "assigned": lambda m: m.load_state_dict({k: 2 * v for k, v in m.state_dict().items()}, assign=True),
+    "a new parameter": lambda m: setattr(m, "w", nn.Parameter(2 * m.w)),
+    "a new module": lambda m: setattr(m, "inner", nn.Linear(3, 3, bias=False).double()),
+    "parametrized": lambda m: nn.utils.parametrizations.orthogonal(m.inner),
+}
+LATER: dict[str, Callable[[EmpiricalRisk], Any]] = {
+    **USES,
+    "loss": lambda risk: risk.loss(),
+    "update": lambda risk: CurvatureEstimator(risk, EKFAC).update(risk.data[0]),  # type: ignore[index]
+    "listen": lambda risk: _listen(CurvatureEstimator(risk, EKFAC), risk),
+}
+
+
+def _listen(running: CurvatureEstimator, risk: EmpiricalRisk) -> None:
+    ((X, y),) = risk.data  # type: ignore[misc]
+    with running.listen((X, y)):
+        nn.functional.mse_loss(risk.model(X), y)
+
+
+@pytest.mark.parametrize("use", LATER.values(), ids=LATER)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_models_with_other_tensors_than_when_the_risk_was_made(
+    change: Any, use: Callable[[EmpiricalRisk], Any]
+) -> None:
+    risk = _risk(Asks(lambda m: m.w))
+    use(risk)
+    change(risk.model)
+    with pytest.raises(ValueError, match=r"has other tensors in place of its parameters \['.*Make a new EmpiricalRisk"):
+        use(risk)
+
+
+def test_modules_without_parameters_may_be_replaced() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    risk = _risk(model)
+    model[1] = nn.ReLU()
+    close(GGN(risk).to_dense(), GGN(_risk(model)).to_dense())

@@ -234,7 +234,36 @@ class Stopped(Net):
         return nn.functional.linear(h, weight, bias) + self.middle(h).detach()
 
 
-NETS = [Padding, Dilation, Epsilon, Function, Options, Buffer, Data, OtherWeights, Twice, Forces, Hooked, Stopped]
+class HookedOtherwise(Net):
+    """A hook that makes as many operations as another one does that is always there."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 6))
+        self.factor: Any = self.middle.register_forward_hook(lambda module, args, out: 1 * out)
+
+    def strange(self, h: Tensor, x: Tensor) -> Tensor:
+        self.factor.remove()
+        with self.middle.register_forward_hook(lambda module, args, out: 2 * out):
+            out = self.middle(h)
+        self.factor = self.middle.register_forward_hook(lambda module, args, out: 1 * out)
+        return out
+
+
+NETS = [
+    HookedOtherwise,
+    Padding,
+    Dilation,
+    Epsilon,
+    Function,
+    Options,
+    Buffer,
+    Data,
+    OtherWeights,
+    Twice,
+    Forces,
+    Hooked,
+    Stopped,
+]
 
 
 @pytest.mark.parametrize("order", ["plain first", "strange first"])
