@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops_plus.exact.base import ParameterCurvature
 from curvlinops_plus.exact.double_backward import loss_hessian_product
-from curvlinops_plus.exact.kept import KeptLinearizations
+from curvlinops_plus.exact.kept import KEPT_BYTES, KeptLinearizations
 from curvlinops_plus.exact.linearize import Linearizer, Outputs
 from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, loss_roots, run_losses
 from curvlinops_plus.linalg import Structure
@@ -88,7 +88,7 @@ class GGN(ParameterCurvature):
         *,
         check_deterministic: bool | None = None,
         chunk_size: int | None = None,
-        max_kept_bytes: int = 2**26,
+        max_kept_bytes: int = KEPT_BYTES,
     ) -> None:
         super().__init__(risk, check_deterministic)
         self.vectors = as_vectors(vectors)

@@ -8,7 +8,6 @@ unless model and data are proved to be the same.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,25 +15,43 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from curvlinops_plus.exact.batched import agree, is_generic, join_rows, split_rows, vjp
+from curvlinops_plus.exact.program import Fingerprints, Program, Unclear
 from curvlinops_plus.exact.random_state import random_state, set_random_state
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import postorder
-from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.repeatable import are_examples_clear
 
-__all__ = ["KeptLinearizations"]
+__all__ = ["KEPT_BYTES", "KeptLinearizations"]
 
-Outputs = Sequence[Tensor]
+#: Memory in which linearisations stay by default.
+KEPT_BYTES = 2**28
+
+# From so many columns on a linearisation pays within one product.
+_SEVERAL = 4
 _SIMPLE = (bool, int, float, str, type(None))
+Outputs = Sequence[Tensor]
 OutputProduct = Callable[[Outputs, Any], Callable[[list[Tensor]], Sequence[Tensor | None]]]
 
 
+def _checked(max_kept_bytes: int) -> int:
+    """`max_kept_bytes`, checked.
+
+    Raises:
+        ValueError: If it is no integer of at least 0.
+    """
+    if isinstance(max_kept_bytes, bool) or not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
+        raise ValueError(
+            f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0, the memory for what stays between "
+            "products; 0 keeps nothing."
+        )
+    return max_kept_bytes
+
+
 @dataclass(eq=False)
-class _Kept:
+class _Linearization:
     """The linearisation of one batch.
 
     Attributes:
@@ -44,7 +61,7 @@ class _Kept:
         free: The parameters in that graph.
         w: Vectors of the outputs' shapes.
         back: Where `Jᵀ w` is in the graph, which is linear in `w`; None for parameters that no output depends on.
-        bytes: What it holds.
+        program: What the forward pass did, if it may stay.
     """
 
     batch: Batch
@@ -53,45 +70,65 @@ class _Kept:
     free: list[Tensor]
     w: list[Tensor]
     back: list[GradientEdge | None]
-    bytes: int
+    program: Program | None
 
     def product(
-        self, rows: Tensor, output_product: OutputProduct, total: Tensor | None = None
+        self, row: Tensor, output_product: OutputProduct, total: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor], Sequence[Tensor | None]]:
-        """`Jᵀ M J v` for `rows` [1, n], added to `total` if there is one; and `J v` and `M J v` on the way."""
-        used = [(g, v) for g, v in zip(self.back, split_rows(rows, self.free), strict=True) if g is not None]
+        """`Jᵀ M J v` for one vector [1, n], added to `total` if there is one; and `J v` and `M J v` on the way."""
+        used = [(g, v) for g, v in zip(self.back, split_rows(row, self.free), strict=True) if g is not None]
         found = vjp([g for g, _ in used], self.w, [v for _, v in used])
         JV = [torch.zeros_like(f)[None] if t is None else t.detach() for f, t in zip(self.F, found, strict=True)]
         MJV = output_product(self.F, self.extra)(JV)
         sent = [(f, u.to(f.dtype)) for f, u in zip(self.F, MJV, strict=True) if u is not None]
         parts = vjp([f for f, _ in sent], self.free, [u for _, u in sent])
-        return join_rows(parts, self.free, 1, rows.dtype, total), JV, MJV
+        return join_rows(parts, self.free, 1, row.dtype, total), JV, MJV
+
+    def products(self, rows: Tensor, output_product: OutputProduct, total: Tensor | None) -> Tensor:
+        """`Jᵀ M J v` for several vectors [K, n], one after the other."""
+        sums = [None] * len(rows) if total is None else total.split(1)
+        found = [self.product(row, output_product, own)[0] for row, own in zip(rows.split(1), sums, strict=True)]
+        return torch.cat(found) if total is None else total
+
+    def bytes(self, model: nn.Module) -> int:
+        """What it holds, without the model's parameters and buffers."""
+        graph = postorder([*(f.grad_fn for f in self.F), *(edge.node for edge in self.back if edge is not None)])
+        tensors = [*_saved(node for node, _ in graph), *self.F, *self.w, *_tensors(self.batch)]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        for p in (*self.free, *model.parameters(), *model.buffers()):
+            held.pop(p.untyped_storage().data_ptr(), None)
+        return sum(held.values())
 
 
 class KeptLinearizations:
-    """The linearisations of some batches of a data set, in the order in which they come.
+    """Products from linearisations, which stay for later products with the same model and data.
 
-    They are made in the second of two products with the same model, and dropped as soon as something of it changes:
-    parameters and buffers (by identity, version and bits), modes, hooks and simple attributes of modules; or the
-    outputs of an example of the first batch in a single bit. A batch has to be equal to the one that is kept.
+    They are made in the second of two products with the same parameters, or for several columns at once. One that
+    stayed is used only if the parameters hold the same numbers, the batch is equal, and the forward pass is proved to
+    compute the same, see `Program`; else all are dropped.
 
     Args:
         risk: Model, parameters and data; the matrix of every loss is known from the output.
         read: As in `Linearizer`.
-        max_bytes: The largest memory that all of them may hold.
+        max_bytes: The largest memory that all that stay may hold.
+
+    Raises:
+        ValueError: If `max_bytes` is no integer of at least 0.
     """
 
     def __init__(self, risk: EmpiricalRisk, read: Callable[[nn.Module, Batch], Any], max_bytes: int) -> None:
-        self.risk, self.read, self.max_bytes = risk, read, max_bytes
+        self.risk, self.read, self.max_bytes = risk, read, _checked(max_bytes)
         self._forget()
 
     def _forget(self) -> None:
-        self._kept: dict[int, _Kept] = {}
-        self._marks: Any = None  # of the model in the product before
-        self._same = 0  # products since the model changed, which were as good as a kept linearisation allows
-        self._patience = 1  # products that it must not change in, before something is kept
-        self._sample: tuple[Batch, list[Tensor]] | None = None  # an example, and the model's outputs
-        self._off = self.max_bytes <= 0
+        self._kept: dict[int, _Linearization] = {}
+        self._held = 0  # bytes
+        self._numbers: list[Any] | None = None  # fingerprints of the parameters in the product before
+        self._prints = Fingerprints()  # of this product
+        self._products = 1  # with these parameters, with that which found out how to differentiate
+        self._patience = 1  # products before something stays
+        self._useful = True  # whether linearisations are fast, and right
+        self._stay = self.max_bytes > 0  # whether they may stay
 
     def __getstate__(self) -> dict[str, Any]:  # graphs can't be copied or stored
         return {"risk": self.risk, "read": self.read, "max_bytes": self.max_bytes}
@@ -104,7 +141,7 @@ class KeptLinearizations:
         self,
         index: int,
         batch: Batch,
-        rows: Tensor,  # [1, n]
+        rows: Tensor,  # [K, n]
         output_product: OutputProduct,
         numbers: int,
         total: Tensor | None = None,
@@ -114,28 +151,28 @@ class KeptLinearizations:
         Args:
             index: Number of the batch in this pass; they come in order.
             batch: The batch.
-            rows: The vector.
+            rows: The vectors.
             output_product: As in `Linearizer.ggn_product`, but that of a batch may be asked for twice.
             numbers: How many numbers operations of a forward pass return per example, about.
             total: What the product is added to, if it is not the first one; it is returned then.
         """
-        if self._off:
+        several = len(rows) >= _SEVERAL
+        if not (self._useful and (self._stay or several)):
             return None
         if not index:
-            self._look()
+            self._begin()
         kept = self._kept.get(index)
+        if kept is not None and not self._is_same(kept, batch):
+            self._drop()
+            kept = None
         if kept is not None:
-            if _equal(kept.batch, batch):
-                return self._at(kept.free, lambda model: kept.product(rows, output_product, total)[0])
-            self._changed()
-        if self._same <= self._patience or kept is not None:
+            return self._at(kept.free, lambda model: kept.products(rows, output_product, total))
+        stays = self._stay and self._products > self._patience
+        if stays and self._held + numbers * batch.num_examples * self.risk.dtype.itemsize > self.max_bytes:
+            stays, self._stay = False, bool(self._kept)  # not even the first one fits
+        if not several and not (stays and is_generic(rows[0], self._params)):
             return None
-        if self.max_bytes - self._used() < numbers * batch.num_examples * self.risk.dtype.itemsize:
-            self._off = not self._kept and not index  # not even the first one fits
-            return None
-        if not is_generic(rows[0], self._params):
-            return None
-        found = self._keep(index, batch, rows, output_product)
+        found = self._make(index, batch, rows, output_product, stays)
         return found if found is None or total is None else total.add_(found)
 
     @property
@@ -146,91 +183,116 @@ class KeptLinearizations:
         return self.risk.at(dict(zip(self.risk.params, free, strict=True)), function)
 
     # --------------------------------------------------------------------------------------------------- is it the same
-    def _look(self) -> None:
-        """At the beginning of a product: is the model the one that it was?"""
-        marks = _marks([self.risk.model, *(one.loss for one in self.risk.losses)], self._params)
-        if self._marks is None:
-            self._same = 1  # there was a product before, which found out how to differentiate
-        elif marks != self._marks or (self._sample is not None and not self._repeats(*self._sample)):
-            self._changed()
-        self._marks, self._same = marks, self._same + 1
+    def _begin(self) -> None:
+        """At the beginning of a product: are the parameters those of the product before?"""
+        self._prints = Fingerprints()
+        numbers = [self._prints(p.detach()) for p in self._params] if self._stay else None
+        changed = self._numbers is not None and numbers != self._numbers
+        if changed or _has_hooks(self.risk.model):  # hooks, which may only watch, want to be called
+            self._drop()
+        self._numbers, self._products = numbers, self._products + 1
 
-    def _changed(self) -> None:
-        if self._kept and self._same < self._patience + 3:
+    def _drop(self) -> None:
+        if self._kept and self._products < self._patience + 3:
             self._patience *= 2  # making them took more than they saved
-        self._kept, self._sample, self._same = {}, None, 0
+        self._kept, self._held, self._products = {}, 0, 0
 
-    def _repeats(self, batch: Batch, before: list[Tensor]) -> bool:
-        now = self._evaluate(batch)
-        return now is not None and len(now) == len(before) and all(map(torch.equal, now, before))
+    def _is_same(self, kept: _Linearization, batch: Batch) -> bool:
+        def follows(model: nn.Module) -> bool:
+            assert kept.program is not None
+            inputs = [*kept.free, *_tensors(kept.batch)]
+            return kept.program.is_repeated_by(lambda: self.read(model, kept.batch)[0], inputs, self._prints)
 
-    def _evaluate(self, batch: Batch) -> list[Tensor] | None:
-        """The model's outputs; None if it fails, as one that needs its whole batch does."""
-        try:
-            with torch.no_grad():
-                found = self._at([p.detach() for p in self._params], lambda model: self.read(model, batch)[0])
-        except Exception:
-            return None
-        return [f.clone() for f in found]
+        return _equal(kept.batch, batch) and self._at(kept.free, follows)
 
     # ------------------------------------------------------------------------------------------------------ making one
-    def _keep(self, index: int, batch: Batch, rows: Tensor, output_product: OutputProduct) -> Tensor | None:
-        """The product with a linearisation that is made, if it is right and fits; it is kept then."""
+    def _make(
+        self, index: int, batch: Batch, rows: Tensor, output_product: OutputProduct, stays: bool
+    ) -> Tensor | None:
+        """The products with a new linearisation, None if it is slow or not right, or can't stay as it should."""
         state = random_state(self.risk.device)
         try:
-            made = self._linearize(batch)
-            if made is not None and self._take_sample(made) and _same_states(state, random_state(self.risk.device)):
-                if self._used() + made.bytes > self.max_bytes:
-                    self._off = not self._kept
-                    return None
-                found, JV, MJV = self._at(made.free, lambda model: made.product(rows, output_product))
-                u = [Mv for Mv in MJV if Mv is not None]
-                if len(u) == len(JV) and agree(rows, JV, u, found, made.F):
-                    self._kept[index] = made
-                    return found
+            made = self._linearize(batch, stays)
+            if made is not None:
+                return self._products_of_new(made, index, rows, output_product)
+            self._useful = False
+        except Unclear:
+            self._stay = False
         except RuntimeError:  # an operation that can't be differentiated twice; all else fails again
-            pass
-        self._off, self._kept, self._sample = True, {}, None
+            self._useful = False
         set_random_state(self.risk.device, state)
         return None
 
-    def _used(self) -> int:
-        return sum(kept.bytes for kept in self._kept.values())
+    def _products_of_new(
+        self, made: _Linearization, index: int, rows: Tensor, output_product: OutputProduct
+    ) -> Tensor | None:
+        generic = is_generic(rows[0], self._params)
+        v = rows[:1] if generic else torch.randn_like(rows[:1])
+        first, JV, MJV = self._at(made.free, lambda model: made.product(v, output_product))
+        u = [Mv for Mv in MJV if Mv is not None]
+        if len(u) < len(JV) or not agree(v, JV, u, first, made.F):
+            raise RuntimeError("The derivative by two backward passes is not that by one.")
+        if made.program is not None and self._held + (size := made.bytes(self.risk.model)) <= self.max_bytes:
+            self._kept[index], self._held = made, self._held + size
+        if generic and len(rows) == 1:
+            return first
+        rest = rows[1:] if generic else rows
+        found = self._at(made.free, lambda model: made.products(rest, output_product, None))
+        return torch.cat([first, found]) if generic else found
 
-    def _take_sample(self, made: _Kept) -> bool:
-        """Whether there is an example whose outputs tell that the model is the same."""
-        if self._sample is None and are_examples_clear(made.batch, self.risk.options):
-            few = take_examples(made.batch, [0])
-            outputs = None if few is None else self._evaluate(few)
-            self._sample = None if few is None or outputs is None else (few, outputs)
-        return self._sample is not None
+    def _linearize(self, batch: Batch, stays: bool) -> _Linearization | None:
+        """The linearisation of a batch, None where products from it would be slow.
 
-    def _linearize(self, batch: Batch) -> _Kept | None:
-        """The linearisation of a batch, None where products from it would be slow, or not right."""
-        batch = Batch(_copies(batch.X), _copies(batch.y), batch.num_examples, batch.unpack)
-        free = [p.detach().requires_grad_() for p in self._params]
-        F, extra = self._at(free, lambda model: self.read(model, batch))
-        if not all(f.requires_grad for f in F) or any(_is_slow(node) for node, _ in postorder([f.grad_fn for f in F])):
+        Raises:
+            Unclear: If it is to stay, and can't.
+        """
+        batch = Batch(_copies(batch.X), _copies(batch.y), batch.num_examples, batch.unpack) if stays else batch
+        free, read = [p.detach().requires_grad_() for p in self._params], []
+
+        def run(model: nn.Module) -> Program | None:
+            def forward() -> Outputs:
+                read.append(self.read(model, batch))
+                return read[0][0]
+
+            if stays:
+                return Program(forward, [*free, *_tensors(batch)], self._prints)
+            forward()
+            return None
+
+        state, held = random_state(self.risk.device), _held_tensors(self.risk.model)
+        program = self._at(free, run)
+        ((F, extra),) = read
+        nodes = [node for node, _ in postorder([f.grad_fn for f in F])]
+        if stays and (
+            any(map(_is_of_users, nodes))
+            or not all(a is b or torch.equal(a, b) for a, b in zip(state, random_state(self.risk.device)))
+            or [*map(id, held)] != [*map(id, _held_tensors(self.risk.model))]
+        ):
+            raise Unclear
+        if not all(f.requires_grad for f in F) or any(map(_is_slow, nodes)):
             return None
         w = [torch.zeros_like(f, requires_grad=True) for f in F]
         back = self._at(free, lambda model: torch.autograd.grad(F, free, w, create_graph=True, allow_unused=True))
         # The gradients themselves are zero.
         edges = [get_gradient_edge(g) if g is not None and g.requires_grad else None for g in back]
-        return _Kept(batch, F, extra, free, w, edges, self._bytes(F, edges, [*F, *w, *_tensors(batch)]))
-
-    def _bytes(self, F: Outputs, edges: Sequence[GradientEdge | None], more: Sequence[Tensor]) -> int:
-        """What graphs hold, and some tensors, without parameters and buffers."""
-        graph = postorder([*(f.grad_fn for f in F), *(edge.node for edge in edges if edge is not None)])
-        tensors = [*_saved(node for node, _ in graph), *more]
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        for p in (*self._params, *self.risk.model.buffers()):
-            held.pop(p.untyped_storage().data_ptr(), None)
-        return sum(held.values())
+        return _Linearization(batch, F, extra, free, w, edges, program)
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
-def _same_states(one: Any, other: Any) -> bool:
-    return all(a is b or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def _has_hooks(model: nn.Module) -> bool:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    everywhere = nn.modules.module._has_any_global_hook()
+    return everywhere or any(getattr(m, kind, None) for m in model.modules() for kind in kinds)
+
+
+def _held_tensors(model: nn.Module) -> list[Tensor]:
+    """The tensors in attributes of modules: one that a forward pass leaves there has to be computed."""
+    return [t for m in model.modules() for t in tree_leaves(list(vars(m).values())) if isinstance(t, Tensor)]
+
+
+def _is_of_users(node: Any) -> bool:
+    """Whether the backward pass of a node is code of its own, which may read anything."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _is_slow(node: Any) -> bool:
@@ -266,27 +328,3 @@ def _equal(one: Batch, other: Batch) -> bool:
         elif not (isinstance(s, _SIMPLE) and type(s) is type(t) and s == t):
             return False
     return True
-
-
-def _marks(roots: Sequence[Any], params: Sequence[Tensor]) -> list[Any]:
-    """What changes when parameters, buffers, modes, hooks or simple attributes of modules do."""
-    modules = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
-    held = [[*m._parameters.values(), *m._buffers.values()] for m in modules]
-    different = list({id(t): t for t in itertools.chain(params, *held) if t is not None}.values())
-    bits = torch.stack([_bits(t).to(different[0].device) for t in different]).tolist()
-    tensors = [(id(t), None if t.is_inference() else t._version, t.data_ptr(), t.shape, t.dtype) for t in different]
-    return [[_mark(m) for m in modules], [[*map(id, own)] for own in held], tensors, bits]
-
-
-def _mark(m: nn.Module) -> tuple[Any, ...]:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooks = [tuple(getattr(m, kind, ())) for kind in kinds]
-    return id(m), type(m), hooks, {name: value for name, value in vars(m).items() if isinstance(value, _SIMPLE)}
-
-
-def _bits(t: Tensor) -> Tensor:
-    """The sum of the bits of a tensor, taken for integers: a write to `t.data` tells no version counter."""
-    flat, size = t.detach().flatten(), t.element_size()
-    if (flat.storage_offset() * size) % 8 == 0 and (flat.numel() * size) % 8 == 0:
-        return flat.view(torch.int64).sum()  # four times as fast
-    return flat.view(torch.uint8).sum(dtype=torch.int64)

@@ -153,11 +153,11 @@ class Linearizer:
             if found is not None:
                 return found if total is None else total.add_(found)
             self._choose_mode(batch)
+        if self._forward and self._shared and self.kept is not None and self._is_watched_enough:
+            found = self.kept.product(index, batch, rows, output_product, self._numbers, total)
+            if found is not None:
+                return found
         if self._forward and self._shared and len(rows) == 1:
-            if self.kept is not None and self._is_watched_enough:
-                found = self.kept.product(index, batch, rows, output_product, self._numbers, total)
-                if found is not None:
-                    return found
             return self._at_tangent(
                 batch, rows, lambda F, extra, JV, free: self._vjp(F, free, output_product(F, extra)(JV), 1, total)
             )

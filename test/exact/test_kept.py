@@ -13,6 +13,7 @@ import torch
 from cases import FEW, close, problem, unchanged
 from helpers import F64, normal
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,13 +69,28 @@ def test_products_stay_the_same(name: str) -> None:
         close(G.to_dense(), dense)
 
 
-def test_no_forward_pass_but_one_example() -> None:
-    model, sizes = net(), []
-    model.register_forward_hook(lambda m, args, out: sizes.append(len(args[0])))
-    G, v = prepared(model, batches())
-    sizes.clear()
-    _ = G @ v
-    assert (held(G), sizes) == (3, [1])
+class _Watch(TorchDispatchMode):
+    """Notes every operation that computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_forward_pass() -> None:
+    G, v = prepared(net(), batches())
+    norm = torch.ops.aten.native_layer_norm.default
+    with _Watch() as kept:
+        _ = G @ v
+    with _Watch() as plain:
+        _ = without(G, v)
+    assert held(G) == 3
+    assert norm in plain.seen
+    assert norm not in kept.seen
 
 
 def test_draws_are_those_of_other_products() -> None:
@@ -87,12 +103,28 @@ class _Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.scale, self.options, self.table = net(), 2.0, {"power": 1}, torch.ones(3, dtype=F64)
+        self.layer, self.scale, self.table = net(), 2.0, torch.ones(3, dtype=F64)
+        self.options = {"power": 1, "limit": 1.5, "many": 9, "top": 1e3}
         self.register_buffer("shift", torch.zeros(3, dtype=F64))
+        self.register_buffer("mixing", torch.eye(3, dtype=F64))
 
     def forward(self, x: Tensor) -> Tensor:
         f = self.layer(x) * self.scale * self.table + self.shift  # type: ignore[operator]
-        return f.sinh() ** self.options["power"]
+        f = torch.where(x[:, :1] > self.options["limit"], f * f.cos(), f)
+        if len(x) > self.options["many"]:
+            f = f.tanh()
+        if float(f.detach().max()) > self.options["top"]:
+            f = f / 2
+        if self.layer[0].weight.requires_grad:
+            f = f + f.square()
+        with torch.set_grad_enabled(SWITCHES["graph"]):
+            gate = f.sigmoid()
+        mixed = f @ self.mixing
+        f = f * gate + (f.detach() if SWITCHES["detach"] else f) + mixed + torch.tensor([0.1, 0.2, 0.3])
+        return f.tanh() ** self.options["power"]
+
+
+SWITCHES = {"graph": True, "detach": False}
 
 
 def _halve(t: Tensor) -> None:
@@ -116,6 +148,10 @@ def _replace(model: Any) -> None:
     model.layer[0].bias = nn.Parameter(model.layer[0].bias.detach() + 1)
 
 
+def _perturbed(model: nn.Module) -> dict[str, Tensor]:
+    return {name: 1.1 * t for name, t in model.state_dict().items() if name.startswith("layer.0")}
+
+
 CHANGES: dict[str, Callable[[Any, list[Any], Any], object]] = {
     "parameter": lambda model, data, loss: _halve(model.layer[0].weight),
     "parameter through data": lambda model, data, loss: _halve(model.layer[3].bias.data),
@@ -126,6 +162,15 @@ CHANGES: dict[str, Callable[[Any, list[Any], Any], object]] = {
     "buffer through data": lambda model, data, loss: model.shift.data.add_(1),
     "attribute": lambda model, data, loss: setattr(model, "scale", 3.0),
     "entry of a dict": lambda model, data, loss: model.options.update(power=2),
+    "order within a buffer": lambda model, data, loss: model.mixing.data.copy_(model.mixing.roll(1, 0)),
+    "limit that one example passes": lambda model, data, loss: model.options.update(limit=1.0),
+    "limit of the number of examples": lambda model, data, loss: model.options.update(many=5),
+    "limit of a computed number": lambda model, data, loss: model.options.update(top=0.5),
+    "requires_grad": lambda model, data, loss: model.layer[0].weight.requires_grad_(False),
+    "part without a graph": lambda model, data, loss: SWITCHES.update(graph=False),
+    "detached part": lambda model, data, loss: SWITCHES.update(detach=True),
+    "default dtype": lambda model, data, loss: torch.set_default_dtype(torch.float64),
+    "other parameters": lambda model, data, loss: model.load_state_dict(_Scaled().state_dict() | _perturbed(model)),
     "tensor that is no buffer": lambda model, data, loss: _halve(model.table),
     "module": lambda model, data, loss: model.layer.__setitem__(1, nn.Sigmoid()),
     "hook": lambda model, data, loss: model.layer[1].register_forward_hook(lambda m, args, out: out * 2),
@@ -149,12 +194,19 @@ CHANGES: dict[str, Callable[[Any, list[Any], Any], object]] = {
 def test_what_changes_between_products(name: str) -> None:
     model, data, loss = _Scaled().double(), batches(), nn.CrossEntropyLoss(weight=normal(3).abs())
     G, v = prepared(model, data, loss)
-    before = G @ v
-    CHANGES[name](model, data, loss)
-    expected = GGN(EmpiricalRisk(model, loss, data), max_kept_bytes=0) @ v
-    for _ in range(4):
-        close(G @ v, expected, 1e-13 if "1e-12" in name or "last bit" in name else 1e-9)
-    if name not in ("last bit of a parameter", "input through data", "order of batches"):
+    before, switches, dtype = G @ v, dict(SWITCHES), torch.get_default_dtype()
+    try:
+        CHANGES[name](model, data, loss)
+        risk = EmpiricalRisk(model, loss, data, params=list(model.parameters()))
+        expected = GGN(risk, max_kept_bytes=0) @ v
+        for _ in range(4):
+            close(G @ v, expected, 1e-13)
+    finally:
+        SWITCHES.update(switches)
+        torch.set_default_dtype(dtype)
+    if name == "default dtype":
+        assert float((before - expected).norm() / before.norm()) > 1e-9
+    elif name not in ("last bit of a parameter", "input through data", "order of batches", "requires_grad"):
         assert float((before - expected).norm() / before.norm()) > 1e-4
 
 
@@ -282,13 +334,13 @@ def test_memory_is_bounded() -> None:
     model = net()
     data = batches() * 10
     G, v = prepared(model, data)
-    whole = sum(entry.bytes for entry in G._linear.kept._kept.values())  # type: ignore[union-attr]
+    whole = G._linear.kept._held  # type: ignore[union-attr]
     assert held(G) == 30
     for share in (0.5, 0.2, 0.01):
         G = operator(model, data, max_kept_bytes=int(share * whole))
         for _ in range(4):
             close(G @ v, without(G, v))
-        assert sum(entry.bytes for entry in G._linear.kept._kept.values()) <= share * whole  # type: ignore[union-attr]
+        assert G._linear.kept._held <= share * whole  # type: ignore[union-attr]
         assert (held(G) > 0) == (share > 0.1)
 
 
@@ -302,7 +354,7 @@ def test_what_is_held_is_counted() -> None:
     before = _resident()
     _ = G @ v
     gc.collect()
-    said = sum(entry.bytes for entry in G._linear.kept._kept.values())  # type: ignore[union-attr]
+    said = G._linear.kept._held  # type: ignore[union-attr]
     assert said > 200 * 64 * 4 * 8
     assert _resident() - before < 3 * said + 2**24
 
