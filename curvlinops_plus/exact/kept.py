@@ -280,9 +280,9 @@ class KeptLinearizations:
 
 # ------------------------------------------------------------------------------------------------------------- helpers
 def _has_hooks(model: nn.Module) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    everywhere = nn.modules.module._has_any_global_hook()
-    return everywhere or any(getattr(m, kind, None) for m in model.modules() for kind in kinds)
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    everywhere = any(getattr(nn.modules.module, f"_global_{kind}") for kind in kinds)
+    return everywhere or any(getattr(m, f"_{kind}", None) for m in model.modules() for kind in kinds)
 
 
 def _held_tensors(model: nn.Module) -> list[Tensor]:

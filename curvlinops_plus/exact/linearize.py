@@ -34,7 +34,7 @@ from curvlinops_plus.exact.kept import KeptLinearizations
 from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
 from curvlinops_plus.exact.random_state import random_state, set_random_state
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.autograd_graph import raise_unreached
+from curvlinops_plus.risk.autograd_graph import postorder, raise_unreached
 from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.reading import Batch
 
@@ -74,6 +74,7 @@ class Linearizer:
         self._replaced = False  # whether operations were replaced
         self._forward: bool | None = None  # whether forward mode is right; None before it was tried
         self._shared = True  # whether the graph of a forward pass with tangents serves the backward pass
+        self._graphs: set[int] = set()  # of forward passes for which it was tried
         self._why: str | None = None  # the reason why forward mode is not used
 
     # ------------------------------------------------------------------------------------------------------ products
@@ -157,13 +158,31 @@ class Linearizer:
             found = self.kept.product(index, batch, rows, output_product, self._numbers, total)
             if found is not None:
                 return found
+        state = random_state(self.risk.device)
+        for _ in range(2):
+            try:
+                return self._ggn_product(batch, rows, output_product, total)
+            except _OtherGraph as other:  # a branch of the model that was not tried
+                set_random_state(self.risk.device, state)
+                self._choose_mode(batch)
+                self._graphs.add(other.graph)
+        self._forward, self._why = False, "the model takes another way each time it is called."
+        return self._ggn_product(batch, rows, output_product, total)
+
+    def _ggn_product(
+        self, batch: Batch, rows: Tensor, output_product: OutputMap[Sequence[Tensor | None]], total: Tensor | None
+    ) -> Tensor:
         if self._forward and self._shared and len(rows) == 1:
-            return self._at_tangent(
-                batch, rows, lambda F, extra, JV, free: self._vjp(F, free, output_product(F, extra)(JV), 1, total)
-            )
+
+            def with_tangents(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> Tensor:
+                self._require_tried(F)
+                return self._vjp(F, free, output_product(F, extra)(JV), 1, total)
+
+            return self._at_tangent(batch, rows, with_tangents)
         state, pieces = random_state(self.risk.device), rows.split(self._columns())
 
         def inside(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
+            self._require_tried(F)
             product, found = output_product(F, extra), []
             for piece in pieces:
                 forward = self._forward
@@ -271,6 +290,15 @@ class Linearizer:
             return self.risk.at(dict(zip(self.keys, duals)), inside)
 
     # ------------------------------------------------------------------------------------------------- forward mode
+    def _require_tried(self, F: Outputs) -> None:
+        """Refuse forward mode where the model takes another way than when it was tried: parts may have no graph there.
+
+        Raises:
+            _OtherGraph: If the graph was not seen.
+        """
+        if self._forward and (graph := _graph(F)) not in self._graphs:
+            raise _OtherGraph(graph)
+
     def _product_that_tells(
         self, batch: Batch, rows: Tensor, output_product: OutputMap[Sequence[Tensor | None]]
     ) -> Tensor | None:
@@ -289,7 +317,10 @@ class Linearizer:
             if len(MJV) < len(JV):
                 return None
             back = self._vjp(F, free, MJV, 1)
-            return back if agree(rows, JV, MJV, back, [*F, *free]) else None
+            if not agree(rows, JV, MJV, back, [*F, *free]):
+                return None
+            self._graphs.add(_graph(F))
+            return back
 
         try:
             with _first_use_of_forward_mode():
@@ -315,6 +346,7 @@ class Linearizer:
         v = normal(1, self.risk.space.dim)
 
         def agrees(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> bool:
+            self._graphs.add(_graph(F))
             return _agrees(lambda u: self._vjp(F, free, u, 1), F, free, v, [t.to(v.dtype) for t in JV], normal)
 
         try:
@@ -398,6 +430,23 @@ class Linearizer:
     def _columns(self) -> int:
         # Forward mode and backward pass hold a few results of each column at a time.
         return columns_at_once(self.chunk_size, self.risk.space.dim + 4 * self._largest)
+
+
+class _OtherGraph(Exception):
+    """A forward pass took another way than those for which forward mode was tried."""
+
+    def __init__(self, graph: int) -> None:
+        self.graph = graph
+
+
+def _graph(F: Outputs) -> int:
+    """What a graph is like, whether or not its parameters carry tangents, of which they are a view then."""
+    names = []
+    for node, below in postorder([f.grad_fn for f in F]):
+        of_parameter = len(below) == 1 and not below[0].next_functions
+        if not (of_parameter and node.name() in ("ViewBackward0", "AliasBackward0")):
+            names.append(node.name())
+    return hash(tuple(names))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from curvlinops_plus import EmpiricalRisk, MonteCarlo
+from curvlinops_plus import (
+    EFLinearOperator,
+    EmpiricalRisk,
+    FisherMCLinearOperator,
+    GGNLinearOperator,
+    MonteCarlo,
+)
 from curvlinops_plus.exact import GGN
 
 
@@ -383,3 +390,140 @@ def test_nothing_is_kept_on_request() -> None:
     for _ in range(4):
         _ = G @ normal(G.shape[1])
     assert not held(G)
+
+
+@pytest.mark.parametrize(
+    "how", ["attribute", "hook", "hook everywhere", "own backward pass", "hook of a tensor", "data"]
+)
+def test_what_calls_do_not_tell_is_not_kept(how: str) -> None:
+    """What is left in the model, or done in a backward pass, may be anything."""
+    model = _Silent(how).double()
+    G = operator(model, batches())
+    v = normal(G.shape[1])
+    handle = model.inner[0].register_forward_hook(lambda m, args, out: None) if how == "hook" else None
+    if how == "hook everywhere":
+        handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: None)
+    for _ in range(4):
+        close(G @ v, without(G, v))
+    assert not held(G)
+    if handle is not None:
+        handle.remove()
+        _ = G @ v, G @ v
+        assert held(G)
+
+
+class _Silent(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = net(), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = self.inner(x)
+        if self.how == "attribute":
+            self.last = [f]
+        if self.how == "own backward pass":
+            f = _Identity.apply(f)
+        if self.how == "hook of a tensor" and f.requires_grad:
+            f.register_hook(lambda g: g)
+        return f + 0 * f.data if self.how == "data" else f
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Tensor:
+        return g[0]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        return tangents[0].clone()
+
+
+def test_a_part_that_loses_its_graph_between_products() -> None:
+    """Tangents pass through `no_grad`, so forward mode is right for a model only as long as it has the same graph."""
+
+    class Gated(_Checkpointed):
+        open = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            f = self.inner(x)
+            with torch.set_grad_enabled(self.open):
+                gate = f.sigmoid()
+            return f * gate
+
+    model = Gated().double()
+    for V in (normal(53), normal(53, 2), torch.ones(53, dtype=F64)):
+        model.open = True
+        G = operator(model, batches(), max_kept_bytes=0)
+        for model.open in (True, False, True):
+            close(G @ V, operator(model, batches()).to_dense() @ V)
+
+
+def test_modes_of_the_caller_and_other_threads() -> None:
+    G, v = prepared(net(), batches())
+    expected, found = without(G, v), []
+    with torch.inference_mode():
+        close(G @ v, expected)
+    with torch.no_grad():
+        close(G @ v, expected)
+    threads = [threading.Thread(target=lambda: found.append(G @ v)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for product in found:
+        close(product, expected)
+    assert len(found) == held(G) == 3
+
+
+def test_autocast_and_precision_of_the_model() -> None:
+    class Cast(nn.Module):
+        enabled = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net().float()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+                return self.inner(x).float()
+
+    model = Cast()
+    G = operator(model, [(X.float(), y) for X, y in batches()])
+    v = torch.randn(53)
+    for _ in range(3):
+        _ = G @ v
+    assert held(G)
+    before, model.enabled = G @ v, True
+    after = G @ v
+    assert not held(G)
+    assert float((after - before).norm() / before.norm()) > 1e-4
+
+
+@pytest.mark.parametrize("given", [-1, 1.5, True, "64 MiB", None])
+def test_a_budget_that_is_none(given: Any) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r"max_kept_bytes=.* must be an integer of at least 0"):
+        operator(model, batches(), max_kept_bytes=given)
+    for kind in (GGNLinearOperator, EFLinearOperator, FisherMCLinearOperator):
+        params = list(model.parameters())
+        with pytest.raises(ValueError, match="max_kept_bytes"):
+            kind(model, nn.CrossEntropyLoss(), params, batches(), max_kept_bytes=given)
+        assert kind(model, nn.CrossEntropyLoss(), params, batches(), max_kept_bytes=5)._linear.kept.max_bytes == 5
+
+
+@pytest.mark.parametrize("columns", [2, 5])
+@pytest.mark.parametrize("budget", [0, 2**28])
+def test_several_columns(columns: int, budget: int) -> None:
+    G = operator(net(), batches(), max_kept_bytes=budget)
+    dense, V = G.to_dense(), normal(G.shape[1], columns)
+    for X in (V, V, torch.eye(len(V), dtype=F64), V[:, 0], V):
+        close(G @ X, dense @ X)
+    assert held(G) == (3 if budget else 0)
