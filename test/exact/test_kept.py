@@ -333,7 +333,7 @@ def test_a_backward_pass_without_a_derivative_is_not_kept() -> None:
     v = normal(G.shape[1])
     for _ in range(4):
         close(G @ v, without(G, v))
-    assert G._linear._forward
+    assert G._linear.mode.right
     assert not held(G)
 
 
