@@ -20,7 +20,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.batched import agree, is_generic
 from curvlinops_plus.exact.double_backward import only_rounding, refuse_once_differentiable, tried
 from curvlinops_plus.exact.model_passes import ModelPasses, Outputs, jvp_double_backward
-from curvlinops_plus.exact.random_state import random_state, set_random_state
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.autograd_graph import postorder, raise_unreached
 from curvlinops_plus.risk.reading import Batch
 
@@ -75,7 +75,7 @@ class ForwardMode:
         """
         if len(rows) > 1 or not is_generic(rows[0], self.passes.params):
             return None
-        state, self.passes.largest = random_state(self.passes.risk.device), 0
+        state, self.passes.largest = RandomState.now(self.passes.risk.device), 0
 
         def product(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> Tensor | None:
             MJV = [Mv for Mv in output_product(F, extra)(JV) if Mv is not None]
@@ -97,13 +97,13 @@ class ForwardMode:
         if found is not None and not self.passes.stopped:
             self.right = True
             return found
-        set_random_state(self.passes.risk.device, state)
+        state.restore()
         return None
 
     def choose(self, batch: Batch) -> None:
         """Determine whether forward mode is possible and right: does it agree with a backward pass?"""
         device = self.passes.risk.device
-        generator, state = torch.Generator().manual_seed(0), random_state(device)
+        generator, state = torch.Generator().manual_seed(0), RandomState.now(device)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=self.passes.risk.dtype).to(device)
@@ -120,7 +120,7 @@ class ForwardMode:
                 right = self.passes.at_tangent(batch, v, agrees)
         except CheckpointError:  # the forward pass that it repeats has no tangents
             self.shared = False
-            set_random_state(device, state)
+            state.restore()
             right = self.passes.at(
                 batch, lambda F, extra, free: agrees(F, extra, self.passes.jvp_forward(batch, v, state), free)
             )
@@ -129,7 +129,7 @@ class ForwardMode:
         except RuntimeError as error:
             right, self.why = False, str(error).splitlines()[0]
         finally:
-            set_random_state(device, state)
+            state.restore()
         if right and not self.passes.stopped:
             self.right = True
             return
@@ -146,7 +146,7 @@ class ForwardMode:
                 f"a backward pass written by hand is not linear in the gradient.{tried(self.why)}"
             )
         self.right = False
-        set_random_state(device, state)
+        state.restore()
 
 
 def _graph(F: Outputs) -> int:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from curvlinops_plus.exact.batched import agree, is_generic, join_rows, split_rows, vjp
 from curvlinops_plus.exact.program import Fingerprints, Program, Unclear
-from curvlinops_plus.exact.random_state import random_state, set_random_state
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.reading import Batch
@@ -210,7 +210,7 @@ class KeptLinearizations:
         self, index: int, batch: Batch, rows: Tensor, output_product: OutputProduct, stays: bool
     ) -> Tensor | None:
         """The products with a new linearisation, None if it is slow or not right, or can't stay as it should."""
-        state = random_state(self.risk.device)
+        state = RandomState.now(self.risk.device)
         try:
             made = self._linearize(batch, stays)
             if made is not None:
@@ -220,7 +220,7 @@ class KeptLinearizations:
             self._stay = False
         except RuntimeError:  # an operation that can't be differentiated twice; all else fails again
             self._useful = False
-        set_random_state(self.risk.device, state)
+        state.restore()
         return None
 
     def _products_of_new(
@@ -259,13 +259,13 @@ class KeptLinearizations:
             forward()
             return None
 
-        state, held = random_state(self.risk.device), _held_tensors(self.risk.model)
+        state, held = RandomState.now(self.risk.device), _held_tensors(self.risk.model)
         program = self._at(free, run)
         ((F, extra),) = read
         nodes = [node for node, _ in postorder([f.grad_fn for f in F])]
         if stays and (
             any(map(_is_of_users, nodes))
-            or not all(a is b or torch.equal(a, b) for a, b in zip(state, random_state(self.risk.device)))
+            or state != RandomState.now(self.risk.device)
             or [*map(id, held)] != [*map(id, _held_tensors(self.risk.model))]
         ):
             raise Unclear

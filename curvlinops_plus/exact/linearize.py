@@ -16,7 +16,7 @@ from torch import Tensor
 from curvlinops_plus.exact.forward_mode import ForwardMode, OtherGraph
 from curvlinops_plus.exact.kept import KeptLinearizations
 from curvlinops_plus.exact.model_passes import ModelPasses, Outputs, Read, jvp_double_backward, with_least_graph
-from curvlinops_plus.exact.random_state import random_state, set_random_state
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.reading import Batch
 
@@ -76,7 +76,7 @@ class Linearizer:
                 ),
             )
         with torch.no_grad():
-            state = random_state(self.risk.device)
+            state = RandomState.now(self.risk.device)
             product = self._at(batch, lambda F, extra, _: output_map(F, extra))
             return torch.cat([product(self.passes.jvp_forward(batch, piece, state)) for piece in pieces])
 
@@ -128,12 +128,12 @@ class Linearizer:
             found = self.kept.product(index, batch, rows, output_product, self.passes.numbers, total)
             if found is not None:
                 return found
-        state = random_state(self.risk.device)
+        state = RandomState.now(self.risk.device)
         for _ in range(2):
             try:
                 return self._ggn_product(batch, rows, output_product, total)
             except OtherGraph as other:  # a branch of the model that was not tried
-                set_random_state(self.risk.device, state)
+                state.restore()
                 self.mode.choose(batch)
                 self.mode.graphs.add(other.graph)
         self.mode.right, self.mode.why = False, "the model takes another way each time it is called."
@@ -149,7 +149,7 @@ class Linearizer:
                 return self.passes.vjp(F, free, output_product(F, extra)(JV), 1, total)
 
             return self.passes.at_tangent(batch, rows, with_tangents)
-        state, pieces = random_state(self.risk.device), rows.split(self.passes.columns())
+        state, pieces = RandomState.now(self.risk.device), rows.split(self.passes.columns())
 
         def inside(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
             self.mode.require_tried(F)
@@ -192,19 +192,19 @@ class Linearizer:
             MV = [torch.zeros_like(v) if Mv is None else Mv for v, Mv in zip(V, product(V), strict=True)]
             return torch.cat([Mv.flatten(1).to(J.dtype) for Mv in MV], 1) @ J
 
-        state = random_state(self.risk.device)
+        state = RandomState.now(self.risk.device)
         found = self._at(batch, inside)
         if found is not None:
             return found
-        set_random_state(self.risk.device, state)
+        state.restore()
         return self.ggn_product(batch, torch.eye(n, dtype=self.risk.dtype, device=self.risk.device), output_product)
 
     def outputs(self, batch: Batch) -> tuple[Outputs, Any]:
         """What `read` returns, without a graph; random states are as before."""
-        state = random_state(self.risk.device)
+        state = RandomState.now(self.risk.device)
         with torch.no_grad():
             found = self.passes.read(self.risk.model, batch)
-        set_random_state(self.risk.device, state)
+        state.restore()
         return found
 
     def _at(self, batch: Batch, function: Callable[[Outputs, Any, list[Tensor]], T]) -> T:

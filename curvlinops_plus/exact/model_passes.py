@@ -14,7 +14,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
 from curvlinops_plus.exact.double_backward import operation_context
 from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
-from curvlinops_plus.exact.random_state import random_state, set_random_state
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.reading import Batch
@@ -96,9 +96,9 @@ class ModelPasses:
 
             return self.risk.at(dict(zip(self.keys, duals)), inside)
 
-    def jvp_forward(self, batch: Batch, rows: Tensor, state: Any) -> list[Tensor]:
+    def jvp_forward(self, batch: Batch, rows: Tensor, state: RandomState) -> list[Tensor]:
         """`J v` without a graph, [K, n] -> [K, *output]; random numbers are those of the forward pass at `state`."""
-        after = random_state(self.risk.device)
+        after = RandomState.now(self.risk.device)
         values, V = tuple(p.detach() for p in self.params), split_rows(rows, self.params)
 
         def function(*parameters: Tensor) -> tuple[Tensor, ...]:
@@ -109,7 +109,7 @@ class ModelPasses:
             return torch.func.jvp(function, values, tangents)[1]
 
         def alone(k: int) -> list[Tensor]:
-            set_random_state(self.risk.device, state)
+            state.restore()
             leaves = [p.detach().requires_grad_(torch.is_grad_enabled()) for p in values]
             with forward_ad.dual_level():
                 made = _tangents(function(*(forward_ad.make_dual(p, v[k]) for p, v in zip(leaves, V, strict=True))))
@@ -118,7 +118,7 @@ class ModelPasses:
         try:
             if len(rows) > 1:
                 try:
-                    set_random_state(self.risk.device, state)
+                    state.restore()
                     with quiet(), torch.no_grad():
                         return list(torch.func.vmap(one, randomness="same")(*V))
                 except RuntimeError:  # an operation that can't be vectorised; all else fails again
@@ -126,7 +126,7 @@ class ModelPasses:
             columns = with_least_graph(self.risk.device, lambda: [alone(k) for k in range(len(rows))])
             return [torch.stack(ts) for ts in zip(*columns, strict=True)]
         finally:
-            set_random_state(self.risk.device, after)
+            after.restore()
 
     def vjp(
         self,
@@ -162,14 +162,14 @@ def jvp_double_backward(F: Outputs, free: list[Tensor], rows: Tensor, why: str |
 
 def with_least_graph(device: torch.device, run: Callable[[], T]) -> T:
     """`run()` without a graph, unless the model differentiates in its forward pass."""
-    state = random_state(device)
+    state = RandomState.now(device)
     try:
         with torch.no_grad():
             return run()
     except (UnsupportedError, torch.OutOfMemoryError):
         raise
     except RuntimeError:
-        set_random_state(device, state)
+        state.restore()
         with torch.enable_grad():
             return run()
 

@@ -37,7 +37,7 @@ class Fingerprints:
     """Which numbers tensors hold: computed once for each, while nothing is written behind PyTorch's back."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, Any]] = {}
+        self._known: dict[int, tuple[weakref.ref[Tensor], int | None, Any]] = {}
 
     def __call__(self, t: Tensor) -> Any:
         """Equal for two tensors of the same numbers and form.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.call_kinds import are_rows_unclear, batch_kind, rows_per_example
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.examples import take_examples
@@ -26,7 +27,6 @@ from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_o
 from curvlinops_plus.risk.repeatable import (
     are_examples_clear,
     first_different,
-    generator_state,
     not_repeatable,
     outputs_of_modules,
     relative_difference,
@@ -238,9 +238,9 @@ class _Check:
         """Run the model, and send vectors back; None if it can't run these examples."""
         # Left again at once, so that a second run draws the same numbers.
         with torch.random.fork_rng(self.devices), own.recording(few.num_examples, (few.X, few.y)):
-            before = generator_state(self.risk.device)
+            before = RandomState.now(self.risk.device)
             found = self._outputs_of(few, model)
-            drew = generator_state(self.risk.device) != before
+            drew = RandomState.now(self.risk.device) != before
         if found is None:
             return None
         if drew and self.repeatable:

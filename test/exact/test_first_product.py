@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from curvlinops_plus import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
-from curvlinops_plus.exact import GGN, Hessian, hessian, linearize
+from curvlinops_plus.exact import GGN, Hessian, hessian
 from curvlinops_plus.exact.batched import is_generic
 
 
@@ -109,7 +109,7 @@ def test_vectors_that_would_hide_a_wrong_derivative_are_not_asked(form: str, mon
     close(G @ v, dense @ v)
     close(G @ w, dense @ w)
     assert G._linear.mode.right is False
-    monkeypatch.setattr(linearize, "is_generic", lambda v, params: True)
+    monkeypatch.setattr(forward_mode, "is_generic", lambda v, params: True)
     G = GGN(risk)
     _ = G @ v
     if form != "sparse":  # what the test is about
