@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.constant_statistics import batch_norms
@@ -37,12 +38,10 @@ class PassStart:
 
     Attributes:
         random: State of the global random numbers.
-        cuda: The same of each GPU, if they are in use.
         buffers: Modules, and names and copies of buffers in them.
     """
 
-    random: Tensor
-    cuda: Sequence[Tensor] = ()
+    random: RandomState
     buffers: Sequence[tuple[nn.Module, str, Tensor]] = ()
 
     @classmethod
@@ -50,14 +49,11 @@ class PassStart:
         """The state of now, with the buffers of a model if one is given."""
         held = () if model is None else model.modules()
         buffers = [(m, name, b.detach().clone()) for m in held for name, b in m._buffers.items() if b is not None]
-        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state_all() if in_use else (), buffers)
+        return cls(RandomState.now(), buffers)
 
     def restore(self) -> None:
         """Begin with the same; inside `preserve_state`, which brings the model's own buffers back."""
-        torch.set_rng_state(self.random)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(list(self.cuda))
+        self.random.restore()
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.call_kinds import are_rows_unclear, batch_kind, rows_per_example
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.examples import take_examples
@@ -33,7 +34,6 @@ from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_o
 from curvlinops_plus.risk.repeatable import (
     are_examples_clear,
     first_different,
-    generator_state,
     not_repeatable,
     outputs_of_modules,
     relative_difference,
@@ -311,14 +311,14 @@ class _Check:
         """What the losses read; None if the model needs the whole batch, as the nodes of a graph do."""
         # The state is as before at once, so that a second run draws the same numbers.
         with torch.random.fork_rng(self.devices):
-            before = generator_state(self.risk.device)
+            before = RandomState.now(self.risk.device)
             try:
                 found = self.risk.run(few, model)[0]
             except Exception:
                 if few is self.batch:
                     raise
                 return None
-            self.drew = generator_state(self.risk.device) != before
+            self.drew = RandomState.now(self.risk.device) != before
         return found
 
     def _refuse_draws(self) -> None:
