@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "curvlinops_plus"
 
 FLOORS = {
     "errors": 0,
+    "random_state": 0,
     "version": 0,
     "linalg": 1,
     "distributed": 1,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import importlib
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -144,6 +146,16 @@ def taken() -> set[str]:
 def test_star_import_shadows_nothing() -> None:
     assert not taken() & set(curvlinops_plus.__all__)
     assert set(NAMES) & taken() == NOT_BY_STAR
+
+
+def test_import_leaves_parts_of_scipy_for_later() -> None:
+    """What takes long to import, and is seldom needed, is imported at its first use."""
+    code = (
+        "import sys, einops, numpy, scipy, torch, tqdm; before = set(sys.modules); import curvlinops_plus; "
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == ["curvlinops_plus"]
 
 
 def test_nothing_is_defined_at_the_top() -> None:

@@ -82,7 +82,8 @@ class Accumulator(metaclass=AccumulatorType):
     def __init__(self, layer: Layer, group: Group | None, scale: LossScale) -> None:
         self.layer, self.group, self.scale = layer, group, scale
         self._sums: dict[str, Tensor] = {}
-        self._rows: dict[str, GramSum] = {}  # rows that are not multiplied together yet
+        self._rows: dict[str, GramSum] = {}  # sums of rows, of which some wait for more
+        self._short = False  # whether these are the sums of one batch, see `of_batch`
         self.counts: dict[str, Tensor | float] = {}
         self.totals = Totals()
 
@@ -93,7 +94,7 @@ class Accumulator(metaclass=AccumulatorType):
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """The running sums by name."""
+        """The running sums by name; rows that wait are added."""
         while self._rows:
             name, rows = self._rows.popitem()
             total = rows.value()
@@ -140,9 +141,15 @@ class Accumulator(metaclass=AccumulatorType):
             ones: Whether each row is extended by a 1 at its end, the same in every call.
             count: As for `add`.
         """
-        self._rows.setdefault(name, GramSum(ones)).add(rows)
+        self._row_sum(name, ones).add(rows)
         if count is not None:
             self.counts[name] = self.counts.get(name, 0.0) + count
+
+    def _row_sum(self, name: str, ones: bool) -> GramSum:
+        """The sum of that name, as one to which rows are added."""
+        if name not in self._rows:
+            self._rows[name] = GramSum(ones, self._sums.pop(name, None), refer=self._short)
+        return self._rows[name]
 
     def value(self, name: str) -> Tensor:
         """The sum over its own count, or times the loss's factor `c`.
@@ -175,7 +182,9 @@ class Accumulator(metaclass=AccumulatorType):
 
     def decay(self, factor: float) -> None:
         """Multiply all sums and divisors: calling it before each batch makes values exponential moving averages."""
-        for total in self.sums.values():
+        for rows in self._rows.values():
+            rows.decay(factor)
+        for total in self._sums.values():
             total *= factor
         self.counts = {name: count * factor for name, count in self.counts.items()}
         self.totals.loss_count = self.totals.loss_count * factor
@@ -184,12 +193,42 @@ class Accumulator(metaclass=AccumulatorType):
     def share_sums(self, other: Accumulator) -> None:
         """Add to the sums of another accumulator from now on."""
         self._sums, self._rows, self.counts, self.totals = other._sums, other._rows, other.counts, other.totals
+        self._short = other._short
 
     def empty(self) -> Self:
         """The same without anything added to it."""
         other = copy.copy(self)
-        other.sums, other.counts, other.totals = {}, {}, Totals()
+        other.sums, other.counts, other.totals, other._short = {}, {}, Totals(), False
         return other
+
+    def of_batch(self) -> Self:
+        """The same without anything added to it, for one batch that is merged while its tensors exist.
+
+        Cost: rows are referred to, which takes at most twice the memory of their sums.
+        """
+        other = self.empty()
+        other._short = True
+        return other
+
+    def traces(self) -> list[Tensor]:
+        """0-d tensors that are finite if all entries of sums are, unless they overflow."""
+        return [total.sum() for total in self._sums.values() if total.numel()] + [
+            rows.trace() for rows in self._rows.values()
+        ]
+
+    def require_unchanged(self) -> None:
+        """Refuse rows that were written to after they were added.
+
+        Raises:
+            UnsupportedError: Naming the layer and the sum.
+        """
+        for name, rows in self._rows.items():
+            if rows.changed:
+                raise UnsupportedError(
+                    f"{self.layer.title}: the rows of the statistic {name!r} were written to during the backward pass. "
+                    "Does a hook, or the backward of an autograd function, change gradients in place? Let it return "
+                    "new ones."
+                )
 
     def change_basis(self, before: Accumulator) -> None:
         """Take over the sums of an accumulator of the same sweep, for streaming (see `CurvatureEstimator.refresh`).
@@ -218,13 +257,24 @@ class Accumulator(metaclass=AccumulatorType):
         """
         if problem := self.mismatch(other) or self.totals.mismatch(other.totals):
             raise ValueError(f"{self.layer.title}: {problem}")
-        mine = (type(self), self.layer.name, {n: s.shape for n, s in self.sums.items()})
-        theirs = (type(other), other.layer.name, {n: s.shape for n, s in other.sums.items()})
-        if mine[:2] != theirs[:2] or (self.sums and other.sums and mine[2] != theirs[2]):
-            raise ValueError(f"Can't merge accumulators of different kind: {_kind(*mine)} and {_kind(*theirs)}.")
-        for name, total in other.sums.items():
-            self.add(name, total, other.counts.get(name))
+        mine, theirs = self._kind(), other._kind()
+        if mine[:2] != theirs[:2] or (mine[2] and theirs[2] and mine[2] != theirs[2]):
+            raise ValueError(f"Can't merge accumulators of different kind: {_words(*mine)} and {_words(*theirs)}.")
+        self.add_sums(other)
+
+    def add_sums(self, other: Accumulator) -> None:
+        """Add the sums of another accumulator that is known to be of the same kind, in `plain_mode`."""
+        for name, rows in other._rows.items():
+            self._row_sum(name, rows.ones).merge(rows)
+        for name, total in other._sums.items():
+            self.add(name, total)
+        for name, count in other.counts.items():
+            self.counts[name] = self.counts.get(name, 0.0) + count
         self.totals.add(other.totals)
+
+    def _kind(self) -> tuple[type, str, dict[str, torch.Size]]:
+        """Class, name of the layer, and shapes of sums."""
+        return type(self), self.layer.name, {n: s.shape for n, s in [*self._sums.items(), *self._rows.items()]}
 
     def mismatch(self, other: Accumulator) -> str | None:
         """Why the sums of another accumulator of this class must not be added, None if they may."""
@@ -312,5 +362,5 @@ def _plain(count: Tensor | float) -> Tensor | float:
     return count.detach().clone() if isinstance(count, Tensor) and count.ndim else float(count)
 
 
-def _kind(cls: type, name: str, shapes: Mapping[str, torch.Size]) -> str:
+def _words(cls: type, name: str, shapes: Mapping[str, torch.Size]) -> str:
     return f"{cls.__name__} of layer {name!r} with { {n: list(s) for n, s in shapes.items()} }"

@@ -1,30 +1,21 @@
-"""Showing one batch to accumulators: by a forward pass of its own, or through the one that the user makes."""
+"""Showing one batch to accumulators by a forward pass of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
-from curvlinops_plus.risk.constant_statistics import batch_norms
-from curvlinops_plus.risk.gradient_check import TOLERANCE
 from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.model_calls import tensors_of
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.preserve import preserve_state
-from curvlinops_plus.risk.process_state import exclusive, own_calls, own_passes
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.repeatable import relative_difference
 from curvlinops_plus.risk.sweep import RecordedPasses
 
-__all__ = ["BatchPass", "HeardBatch", "HeardPass", "PassStart", "Show"]
+__all__ = ["BatchPass", "PassStart", "Show"]
 
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often as it is called.
 Show = Callable[[Consumer, Draws], Totals]
@@ -36,12 +27,10 @@ class PassStart:
 
     Attributes:
         random: State of the global random numbers.
-        cuda: The same of each GPU, if they are in use.
         buffers: Modules, and names and copies of buffers in them.
     """
 
-    random: Tensor
-    cuda: Sequence[Tensor] = ()
+    random: RandomState
     buffers: Sequence[tuple[nn.Module, str, Tensor]] = ()
 
     @classmethod
@@ -49,25 +38,13 @@ class PassStart:
         """The state of now, with the buffers of a model if one is given."""
         held = () if model is None else model.modules()
         buffers = [(m, name, b.detach().clone()) for m in held for name, b in m._buffers.items() if b is not None]
-        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state_all() if in_use else (), buffers)
+        return cls(RandomState.now(), buffers)
 
     def restore(self) -> None:
         """Begin with the same; inside `preserve_state`, which brings the model's own buffers back."""
-        torch.set_rng_state(self.random)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(list(self.cuda))
+        self.random.restore()
         for module, name, buffer in self.buffers:
             module._buffers[name] = buffer.clone()
-
-
-@dataclass(frozen=True)
-class _UserPass:
-    """A call of the user's that has to be run again: its start, versions of the parameters, and its precision."""
-
-    start: PassStart
-    versions: list[int]
-    autocast: bool
 
 
 @dataclass(frozen=True)
@@ -110,230 +87,3 @@ class BatchPass:
                 return passes.send_back(self.batch, read, draws, consume)
 
             add(show)
-
-    @contextmanager
-    def listen(self, add: Callable[[Show], None]) -> Iterator[None]:
-        """The user calls the model once in here; at the end `add` is called, and vectors go through the model's graph.
-
-        Args:
-            add: Called once, unless the block raises.
-
-        Raises:
-            ValueError: If the model was not called exactly once, or its graph is gone.
-            UnsupportedError: If a pass of its own is needed, and does something else.
-        """
-        model, outputs, heard = self.risk.model, list[Any](), HeardPass(self)
-
-        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not outputs:  # how many calls there were is asked at the end
-                heard.note_call((args, kwargs))
-
-        handles = [
-            model.register_forward_pre_hook(own_calls(begin), with_kwargs=True),
-            model.register_forward_hook(own_calls(lambda module, args, out: outputs.append(out))),
-        ]
-        try:
-            with heard.recording():
-                yield
-            if len(outputs) != 1:
-                raise ValueError(
-                    f"The model was called {len(outputs)} times inside `listen`, expected once, on the batch that "
-                    "`listen` was given. Call it once there; evaluate outside."
-                )
-            for handle in handles:
-                handle.remove()
-            heard.add(self.batch, outputs[0], add)
-        finally:
-            for handle in handles:
-                handle.remove()
-            heard.close()
-
-
-class HeardPass:
-    """A call of the model by the user, which is recorded, and through whose graph vectors are sent afterwards.
-
-    If the model has batch norm in training mode, which has other derivatives there, vectors go through a pass of its
-    own that begins as the user's did.
-
-    Args:
-        owner: The batch, of which targets need not be known yet.
-    """
-
-    def __init__(self, owner: BatchPass) -> None:
-        self._owner, self._begun = owner, list[_UserPass]()
-        self._passes = RecordedPasses(
-            owner.risk, owner.layers, owner.vectors, owner.weights, own_pass=False, repeatable=False
-        )
-        self._passes.__enter__()
-
-    def close(self) -> None:
-        """Remove all hooks."""
-        self._passes.__exit__(None, None, None)
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """The call happens in here."""
-        with self._passes.recording(self._owner.batch):
-            yield
-
-    def note_call(self, called: Any) -> None:
-        """The call begins.
-
-        Args:
-            called: What the model is called with.
-
-        Raises:
-            ValueError: If these are other tensors than those of the batch: its targets belong to these.
-        """
-        risk = self._owner.risk
-        self._require_input(called)
-        if batch_norms(risk.model):
-            autocast = torch.is_autocast_enabled(risk.device.type)
-            self._begun.append(_UserPass(PassStart.now(risk.model), self._versions(), autocast))
-
-    def add(self, batch: Batch, output: Any, add: Callable[[Show], None]) -> None:
-        """Call `add`, for what the model returned.
-
-        Args:
-            batch: The batch, with targets.
-            output: What the model returned.
-            add: Called once.
-        """
-        read = self._read_output(output, batch)
-        if not self._begun:
-            self._send_through(batch, read, add)
-        else:
-            self.close()
-            self._run_again(batch, self._begun[0], [f.detach() for f in read[0]], add)
-
-    def _send_through(self, batch: Batch, read: tuple[Any, Any, Any], add: Callable[[Show], None]) -> None:
-        """Call `add` with vectors that go through the graph of the user's pass."""
-
-        def show(consume: Consumer, draws: Draws) -> Totals:
-            try:
-                return self._passes.send_back(batch, read, draws, consume, keep_graph=True)
-            except RuntimeError as error:
-                if "backward through the graph a second time" not in str(error):
-                    raise
-                raise ValueError(
-                    "The graph of the model's output is gone. Call `loss.backward()` after the block, not inside."
-                ) from error
-
-        # Whatever the modes at its end.
-        with exclusive(), own_passes(), torch.inference_mode(False), torch.enable_grad():
-            add(show)
-
-    def _run_again(
-        self, batch: Batch, theirs: _UserPass, outputs: Sequence[Tensor], add: Callable[[Show], None]
-    ) -> None:
-        """Call `add` with vectors that go through a pass that begins as the user's did."""
-        if theirs.versions != self._versions():
-            raise ValueError(
-                "Parameters were written to inside `listen`, after the model was called. Call `optimizer.step()` after "
-                "the block: with batch norm in training mode the model is run once more at its end."
-            )
-        whole = replace(self._owner, batch=batch)
-        whole.run(theirs.start, add, lambda own: _require_same(outputs, own, theirs.autocast))
-
-    def _versions(self) -> list[int]:
-        return [p._version for p in self._owner.risk.params.values() if not p.is_inference()]
-
-    def _require_input(self, called: Any) -> None:
-        """Refuse a call on other tensors than those of the batch: its targets belong to these."""
-        given, called = tensors_of(self._owner.batch.X), tensors_of(called)
-        if given and called and not any(_equal(mine, theirs) for mine in given for theirs in called):
-            raise ValueError(
-                f"Inside `listen` the model was called on other tensors, of shapes {[list(t.shape) for t in called]}, "
-                f"than `listen` was given, {[list(t.shape) for t in given]}. Give it what the model is called on, "
-                "after augmentation: listen((X, y)) around model(X)."
-            )
-
-    def _read_output(self, output: Any, batch: Batch) -> tuple[Any, Any, Any]:
-        """What the losses read of the model's output."""
-        risk = self._owner.risk
-        read = risk.read_output(output, batch)
-        trained = any(p.requires_grad for p in risk.params.values())
-        if self._owner.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
-            raise ValueError(
-                "The output of the model has no graph, so no gradient can be sent back from it. Is there a `.detach()` "
-                "in the model?"
-            )
-        return read
-
-
-class HeardBatch:
-    """A call of the model whose targets come later, see `CurvatureEstimator.begin`.
-
-    Args:
-        batch: The batch, without targets.
-        heard: The recording; None if a pass of its own will be needed in any case.
-        add: Called with batch, recording, output and decay.
-
-    Attributes:
-        output: What the model returned; None before `end`.
-    """
-
-    def __init__(
-        self, batch: Batch, heard: HeardPass | None = None, add: Callable[..., None] = lambda *_: None
-    ) -> None:
-        self.batch, self.output, self._heard, self._add = batch, None, heard, add
-        self._recording = ExitStack()
-        if heard is not None:
-            heard.note_call(batch.X)
-            self._recording.enter_context(heard.recording())
-
-    def end(self, output: Any) -> None:
-        """The model has returned."""
-        self.output = output
-        try:
-            self._recording.close()
-        except OutsideReads:
-            self._drop()
-
-    def add(self, y: Any, decay: float | None = None) -> None:
-        """Send vectors back, with these targets; the graph is kept for the loss's backward pass.
-
-        Args:
-            y: Targets.
-            decay: As for `CurvatureEstimator.update`.
-
-        Raises:
-            NumericsError: As for `CurvatureEstimator.update`.
-        """
-        try:
-            self._add(replace(self.batch, y=y), self._heard, self.output, decay)
-        finally:
-            self._drop()
-
-    def close(self) -> None:
-        """Leave it; nothing is added."""
-        with suppress(Exception):  # of what was recorded of a call that failed
-            self._recording.close()
-        self._drop()
-
-    def _drop(self) -> None:
-        if self._heard is not None:
-            self._heard.close()
-            self._heard = None
-
-
-def _equal(mine: Tensor, theirs: Tensor) -> bool:
-    if mine.shape != theirs.shape or mine.device != theirs.device:
-        return False
-    if mine.layout != torch.strided or mine.is_nested or mine.data_ptr() == theirs.data_ptr():
-        return True
-    return torch.equal(mine.to(theirs.dtype), theirs) or bool(mine.is_floating_point() and mine.isnan().any())
-
-
-def _require_same(theirs: Sequence[Tensor], ours: Sequence[Tensor], autocast: bool) -> None:
-    """Refuse a model that does something else when it is run once more; by itself it runs without autocast."""
-    for f, own in zip(theirs, ours, strict=True):
-        away = relative_difference(own.detach(), f) if f.shape == own.shape else float("inf")
-        if not away <= TOLERANCE[2 if autocast else f.element_size()]:
-            raise UnsupportedError(
-                "With batch norm in training mode `listen` runs the model once more, on the batch that it was given, "
-                "with the statistics of the batch as constants. There the model's output differs from that in the "
-                f"block, by {away:.1e} of the norm. Does the model draw random numbers that are not PyTorch's, was it "
-                "called with more than the batch, or has it a state that is no buffer? Call model.eval() before, or "
-                "the batch norms' eval()."
-            )

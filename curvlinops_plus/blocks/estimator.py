@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulation import refuse_unread
-from curvlinops_plus.blocks.batch_pass import BatchPass, HeardBatch, HeardPass, PassStart, Show
+from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.fingerprint import fingerprint
+from curvlinops_plus.blocks.heard_pass import HeardBatch, HeardPass, listen
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.running_sums import RunningSums
@@ -178,7 +179,7 @@ class CurvatureEstimator:
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)
         try:
-            with self._pass(found).listen(add):
+            with listen(self._pass(found), add):
                 yield
         except OutsideReads as error:  # functions read parameters: the first batch is added by a pass of its own
             self._look(found, error)
@@ -203,11 +204,11 @@ class CurvatureEstimator:
         heard = None if self._looks_first else HeardPass(self._pass(batch))
         return HeardBatch(batch, heard, self._add_heard)
 
-    def _add_heard(self, batch: Batch, heard: HeardPass | None, output: Any, decay: float | None) -> None:
+    def _add_heard(self, batch: Batch, heard: HeardPass | None, decay: float | None) -> None:
         add = partial(self._add, decay=decay)
         if heard is not None:
             try:
-                return heard.add(batch, output, add)
+                return heard.add(batch, add)
             except OutsideReads as error:
                 self._look(batch, error)
         elif self._looks_first:

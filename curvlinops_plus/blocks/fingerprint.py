@@ -29,8 +29,10 @@ def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
     """
     params, tracked = dict(risk.params), {id(p) for p in risk.params.values()}
     params |= {f"model.{name}": p for name, p in risk.model.named_parameters() if id(p) not in tracked}
-    sums = torch.stack([number.cpu() for p in params.values() for number in _sums(p.detach())]).view(-1, 2)
-    return dict(zip(params, sums.tolist(), strict=True))
+    sums = [number for p in params.values() for number in _sums(p.detach())]
+    # Read together: every answer of a GPU is waited for.
+    read = torch.stack([number.to(sums[0].device) for number in sums]).view(-1, 2).tolist() if sums else []
+    return dict(zip(params, read, strict=True))
 
 
 def changed_parameters(

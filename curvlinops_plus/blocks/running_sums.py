@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, add_batch, count_batch
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
 __all__ = ["RunningSums"]
@@ -48,7 +49,7 @@ class RunningSums:
                 the first time whose approximation needs several sweeps.
         """
         fresh = RunningSums(
-            {layer: [_map(stage, Accumulator.empty) for stage in stages] for layer, stages in self.stages.items()}
+            {layer: [_map(stage, Accumulator.of_batch) for stage in stages] for layer, stages in self.stages.items()}
         )
         totals = fresh._add(show)
         known = self.called
@@ -66,6 +67,8 @@ class RunningSums:
         }
         totals = show(lambda batch: add_batch(pending, batch) if batch.layer in pending else None)
         count_batch(pending, totals)
+        for accumulator in chain.from_iterable(stage.values() for stage in pending.values()):
+            accumulator.require_unchanged()
         return totals
 
     def add(self, batch: RunningSums, decay: float) -> None:
@@ -78,15 +81,16 @@ class RunningSums:
             for name, accumulator in stages[0].items():
                 if problem := self.stages[layer][0][name].totals.mismatch(accumulator.totals):
                     raise ValueError(problem)
-        for layer, stages in batch.stages.items():
-            mine = self.stages[layer]
-            for own, stage in zip(mine, stages):
-                for name, accumulator in stage.items():
-                    if decay != 1:
-                        own[name].decay(decay)
-                    own[name].merge(accumulator)
-            for stage in stages[len(mine) :]:  # the first batch of this layer; all batches before it count, too
-                mine.append(_with_totals(stage, mine))
+        with self._plain_mode():
+            for layer, stages in batch.stages.items():
+                mine = self.stages[layer]
+                for own, stage in zip(mine, stages):
+                    for name, accumulator in stage.items():
+                        if decay != 1:
+                            own[name].decay(decay)
+                        own[name].add_sums(accumulator)
+                for stage in stages[len(mine) :]:  # the first batch of this layer; all batches before it count, too
+                    mine.append(_with_totals(stage, mine))
 
     def merged(self, other: RunningSums) -> RunningSums:
         """The sums of both.
@@ -102,10 +106,14 @@ class RunningSums:
             return result
 
         merged: dict[Layer, list[Stage]] = {}
-        for (layer, stages), others in zip(self.stages.items(), other.stages.values(), strict=True):
-            pairs = zip(_padded(stages, others), _padded(others, stages), strict=True)
-            merged[layer] = [{name: total(a, theirs[name]) for name, a in mine.items()} for mine, theirs in pairs]
+        with self._plain_mode():
+            for (layer, stages), others in zip(self.stages.items(), other.stages.values(), strict=True):
+                pairs = zip(_padded(stages, others), _padded(others, stages), strict=True)
+                merged[layer] = [{name: total(a, theirs[name]) for name, a in mine.items()} for mine, theirs in pairs]
         return RunningSums(merged)
+
+    def _plain_mode(self) -> AbstractContextManager[None]:
+        return plain_mode(next(iter(self.stages)).device.type)
 
     # -------------------------------------------------------------------------------------------------------- reading
     @property
@@ -126,29 +134,24 @@ class RunningSums:
         return blocks
 
     def require_finite(self) -> None:
-        """Refuse sums with NaN or infinite entries.
+        """Refuse sums of a batch with NaN or infinite entries.
 
         Raises:
             NumericsError: Naming layer and statistic.
         """
-        sums = [(layer, name, total) for layer, name, total in self._named_sums() if total.numel()]
-        # A total is finite unless an entry is not, or it overflows: look at entries only then.
-        if not sums or bool(torch.stack([total.sum().double() for *_, total in sums]).isfinite().all()):
+        accumulators = [a for stages in self.stages.values() for stage in stages for a in stage.values()]
+        traces = [trace for accumulator in accumulators for trace in accumulator.traces()]
+        # Totals are finite unless an entry is not, or they overflow: look at entries only then.
+        if not traces or bool(torch.stack(traces).isfinite().all()):
             return
-        for layer, name, total in sums:
-            if not bool(total.isfinite().all()):
-                raise NumericsError(
-                    f"{layer.title}: the statistic {name!r} of this batch has NaN or infinite entries. The batch was "
-                    "not added, the estimator is as before it. Look for NaN in the batch, for an overflow, or for "
-                    "parameters that diverged."
-                )
-
-    def _named_sums(self) -> Iterator[tuple[Layer, str, Tensor]]:
-        for layer, stages in self.stages.items():
-            for stage in stages:
-                for accumulator in stage.values():
-                    for name, total in accumulator.sums.items():
-                        yield layer, name, total
+        for accumulator in accumulators:
+            for name, total in accumulator.sums.items():
+                if not bool(total.isfinite().all()):
+                    raise NumericsError(
+                        f"{accumulator.layer.title}: the statistic {name!r} of this batch has NaN or infinite entries. "
+                        "The batch was not added, the estimator is as before it. Look for NaN in the batch, for an "
+                        "overflow, or for parameters that diverged."
+                    )
 
     def in_new_bases(self) -> RunningSums:
         """The same sums, those of later sweeps expressed in the bases that follow from the first one now."""

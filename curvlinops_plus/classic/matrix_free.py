@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian, Jacobian
+from curvlinops_plus.exact.kept import KEPT_BYTES
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.operator import Adjoint
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, MonteCarlo, Vectors
@@ -42,10 +43,11 @@ class GGNLinearOperator(GGN):
         block_sizes: Not supported here (`HessianLinearOperator` does), kept for the order of arguments.
         batch_size_fn: Number of examples of an input that is no tensor.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
+        max_kept_bytes: Memory for linearisations that stay between products, see `GGN`.
         risk_options: Keyword options of `EmpiricalRisk`.
 
     Raises:
-        ValueError: If `chunk_size` is less than one, or `block_sizes` is given.
+        ValueError: If `chunk_size` is less than one, `max_kept_bytes` negative, or `block_sizes` is given.
 
     Example:
         >>> import torch
@@ -72,6 +74,7 @@ class GGNLinearOperator(GGN):
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
         chunk_size: int | None = None,
+        max_kept_bytes: int = KEPT_BYTES,
         **risk_options: Any,
     ) -> None:
         if isinstance(block_sizes, int):
@@ -88,7 +91,13 @@ class GGNLinearOperator(GGN):
             batch_size_fn=batch_size_fn,
             **risk_options,
         )
-        super().__init__(risk, self._VECTORS, check_deterministic=check_deterministic, chunk_size=chunk_size)
+        super().__init__(
+            risk,
+            self._VECTORS,
+            check_deterministic=check_deterministic,
+            chunk_size=chunk_size,
+            max_kept_bytes=max_kept_bytes,
+        )
 
 
 class EFLinearOperator(GGNLinearOperator):
@@ -121,7 +130,7 @@ class FisherMCLinearOperator(GGN):
             `GGNLinearOperator`; the loss needs a likelihood.
         seed: Where the draws start.
         mc_samples: Draws per example.
-        chunk_size: As for `GGNLinearOperator`.
+        chunk_size, max_kept_bytes: As for `GGNLinearOperator`.
         risk_options: Keyword options of `EmpiricalRisk`.
 
     Raises:
@@ -151,6 +160,7 @@ class FisherMCLinearOperator(GGN):
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
         chunk_size: int | None = None,
+        max_kept_bytes: int = KEPT_BYTES,
         **risk_options: Any,
     ) -> None:
         if isinstance(mc_samples, bool) or not isinstance(mc_samples, int) or mc_samples < 1:
@@ -166,8 +176,13 @@ class FisherMCLinearOperator(GGN):
             **risk_options,
         )
         self._seed, self._mc_samples = seed, mc_samples
-        vectors = MonteCarlo(mc_samples, seed)
-        super().__init__(risk, vectors, check_deterministic=check_deterministic, chunk_size=chunk_size)
+        super().__init__(
+            risk,
+            MonteCarlo(mc_samples, seed),
+            check_deterministic=check_deterministic,
+            chunk_size=chunk_size,
+            max_kept_bytes=max_kept_bytes,
+        )
 
 
 class HessianLinearOperator(Hessian):

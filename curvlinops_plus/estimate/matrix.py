@@ -9,9 +9,8 @@ from math import frexp
 from typing import Any, Protocol
 
 import numpy as np
+import scipy  # its modules are imported where they are first used
 import torch
-from scipy.sparse import issparse
-from scipy.sparse.linalg import aslinearoperator
 from torch import Tensor
 from tqdm import tqdm
 
@@ -144,7 +143,7 @@ def as_matrix(A: Any) -> Matrix:
         return as_matrix(torch.from_numpy(np.array(A, dtype=_real_numpy(A.dtype, A), order="C")))
     if isinstance(getattr(A, "dtype", None), torch.dtype) and hasattr(A, "device") and hasattr(A, "shape"):
         return _of_torch(A)
-    if issparse(A) or (hasattr(A, "shape") and (hasattr(A, "matmat") or hasattr(A, "matvec"))):
+    if scipy.sparse.issparse(A) or (hasattr(A, "shape") and (hasattr(A, "matmat") or hasattr(A, "matvec"))):
         return _of_scipy(A)
     raise TypeError(
         f"Expected a LinearOperator, a tensor, a NumPy array, or a SciPy operator or sparse matrix, got {_kind(A)}."
@@ -188,7 +187,7 @@ def _of_torch(A: Any) -> Matrix:
 
 
 def _of_scipy(A: Any) -> Matrix:
-    operator = aslinearoperator(A)
+    operator = scipy.sparse.linalg.aslinearoperator(A)
     dtype = _real_numpy(operator.dtype, A)
 
     def product(X: Tensor) -> Tensor:
@@ -205,7 +204,7 @@ def _of_scipy(A: Any) -> Matrix:
         return torch.from_numpy(np.array(Y, dtype=dtype, order="C"))
 
     def looks_symmetric() -> bool:
-        if not issparse(A) or A.shape[0] != A.shape[1]:
+        if not scipy.sparse.issparse(A) or A.shape[0] != A.shape[1]:
             return False
         return bool(abs(A - A.T).max() <= 10 * np.finfo(dtype).eps * abs(A).max())
 

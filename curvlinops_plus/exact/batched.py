@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvlinops_plus.risk.process_state import quiet
 
-__all__ = ["checked_chunk_size", "columns_at_once", "is_generic", "join_rows", "split_rows", "vjp"]
+__all__ = ["agree", "checked_chunk_size", "columns_at_once", "is_generic", "join_rows", "split_rows", "vjp"]
 
 # Columns are vectorised in pieces whose copies of intermediate results stay below this many bytes.
 CHUNK_BYTES = 2**28
@@ -43,9 +43,14 @@ def split_rows(rows: Tensor, params: Sequence[Tensor]) -> list[Tensor]:  # [K, n
 
 
 def join_rows(
-    parts: Sequence[Tensor | None], params: Sequence[Tensor], K: int, dtype: torch.dtype
+    parts: Sequence[Tensor | None], params: Sequence[Tensor], K: int, dtype: torch.dtype, total: Tensor | None = None
 ) -> Tensor:  # [K, *shape] for each parameter -> [K, n]
-    """Several vectors from their parts, of which None is zero."""
+    """Several vectors from their parts, of which None is zero; added to `total` if there is one."""
+    if total is not None:
+        for own, part in zip(total.split([p.numel() for p in params], 1), parts, strict=True):
+            if part is not None:
+                own += part.reshape(K, -1)
+        return total
     joined = [
         torch.zeros(K, p.numel(), dtype=dtype, device=p.device) if part is None else part.reshape(K, -1).to(dtype)
         for part, p in zip(parts, params, strict=True)
@@ -68,6 +73,26 @@ def is_generic(v: Tensor, params: Sequence[Tensor]) -> bool:  # v [n]
         told += [own > 0.01 * mean, (square > 0.01 * own).sum() > 0.5 * part.numel()]
         told += [part.mean(k).square().mean() < 0.99 * own for k, size in enumerate(p.shape) if size > 1]
     return bool(torch.stack(told).all())
+
+
+def agree(
+    v: Tensor, JV: Sequence[Tensor], MJV: Sequence[Tensor], back: Tensor, of: Sequence[Tensor]
+) -> bool:  # v, back [1, n]
+    """Whether `<M J v, J v> = <v, Jᵀ M J v>`, and rounding errors are too small to hide that it is not.
+
+    Args:
+        v: A vector like a random one.
+        JV: `J v`.
+        MJV: `M J v`.
+        back: `Jᵀ M J v`.
+        of: Tensors whose dtypes limit the digits.
+    """
+    eps = max(torch.finfo(t.dtype).eps for t in (v, *of))
+    V, U = (torch.cat([t.flatten().to(v.dtype) for t in ts]) for ts in (JV, MJV))
+    inner = U.dot(V)
+    enough = torch.maximum(1e-3 * U.norm() * V.norm(), 0.1 * back.norm() * v.norm() / v.numel() ** 0.5)
+    away = (v[0].dot(back[0]) - inner).abs()
+    return bool((inner.abs() > enough) & (away <= min(10 * eps**0.5, 0.1) * inner.abs()))
 
 
 def vjp(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor | None]:

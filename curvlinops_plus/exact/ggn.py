@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvlinops_plus.exact.base import ParameterCurvature
 from curvlinops_plus.exact.double_backward import loss_hessian_product
+from curvlinops_plus.exact.kept import KEPT_BYTES, KeptLinearizations
 from curvlinops_plus.exact.linearize import Linearizer, Outputs
 from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, loss_roots, run_losses
 from curvlinops_plus.linalg import Structure
@@ -50,6 +51,9 @@ class GGN(ParameterCurvature):
         check_deterministic: True compares the total loss of two passes over the data first, and two products if vectors
             are random. None: two evaluations of a few examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
+        max_kept_bytes: Memory in which linearisations of batches may stay between products with single vectors, 64 MiB
+            by default; 0 keeps none. They need no forward pass any more. What is kept is used only while model and data
+            are the same, and dropped else; with convolutions, checkpointing, or losses without likelihood nothing is.
 
     Raises:
         ValueError: If `vectors` sends nothing (`ForwardOnly()`), or `chunk_size` is less than one.
@@ -84,11 +88,14 @@ class GGN(ParameterCurvature):
         *,
         check_deterministic: bool | None = None,
         chunk_size: int | None = None,
+        max_kept_bytes: int = KEPT_BYTES,
     ) -> None:
         super().__init__(risk, check_deterministic)
         self.vectors = as_vectors(vectors)
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=True)
-        self._linear = Linearizer(risk, partial(run_losses, risk), chunk_size)
+        read = partial(run_losses, risk)
+        kept = KeptLinearizations(risk, read, max_kept_bytes) if risk.losses.known else None
+        self._linear = Linearizer(risk, read, chunk_size, kept)
         if check_deterministic:
             self._check_loss()
             if self.vectors.random:
@@ -109,12 +116,12 @@ class GGN(ParameterCurvature):
                 return loss_roots(self.risk, self.vectors, terms, factors, draws).outer_product
             return _hessian_product(terms, factors)
 
-        for batch in self._batches():
+        for index, batch in enumerate(self._batches()):
             if X is None:
                 found = self._linear.ggn_matrix(batch, output_product)
+                total = found if total is None else total.add_(found)
             else:
-                found = self._linear.ggn_product(batch, X.T, output_product)
-            total = found if total is None else total + found
+                total = self._linear.ggn_product(batch, X.T, output_product, index, total)
         assert total is not None  # without a batch `batches` raises
         return total.T, totals
 

@@ -41,7 +41,7 @@ class GGNFactor(DataRows):
 
     | vectors | R | K |
     | --- | --- | --- |
-    | `Exact()` | loss terms | that of the likelihood: C for cross-entropy, mean squared, binary cross-entropy |
+    | `Exact()` | loss terms | that of the likelihood: C, of cross-entropy C - 1 |
     | `MonteCarlo(samples, seed)` | loss terms | `samples` |
     | `Empirical(per_term=True)` | loss terms | 1 |
     | `Empirical()` | 1 | 1 |

@@ -36,6 +36,7 @@ class Operations(TorchFunctionMode):
 
     Attributes:
         largest: Numbers in the largest result.
+        numbers: Numbers in all results.
         replaced: Whether an operation was replaced: then all forward passes must be watched.
         stopped: Whether a tangent came out of an operation that keeps no gradient: forward mode ignores `no_grad`.
     """
@@ -43,7 +44,7 @@ class Operations(TorchFunctionMode):
     def __init__(self, twice: bool = False) -> None:
         super().__init__()
         self._table = _REPLACED | _REPLACED_TWICE if twice else _REPLACED
-        self.largest, self.replaced, self.stopped = 1, False, False
+        self.largest, self.numbers, self.replaced, self.stopped = 1, 0, False, False
 
     def __enter__(self) -> Operations:
         _watched.depth = getattr(_watched, "depth", 0) + 1
@@ -60,7 +61,7 @@ class Operations(TorchFunctionMode):
         out = func(*args, **kwargs) if found is None else found
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
-                self.largest = max(self.largest, t.numel())
+                self.largest, self.numbers = max(self.largest, t.numel()), self.numbers + t.numel()
                 if not torch.is_grad_enabled() and forward_ad.unpack_dual(t).tangent is not None:
                     self.stopped = True
         return out

@@ -32,6 +32,8 @@ _GROUP_BYTES = 2 * 2**20
 _LARGE_GROUP = 128
 # With fewer channels, lines of the image are longer runs of memory than channels are (up to 3x faster).
 _FEW_CHANNELS = 8
+# With so many channels, a product for each image of four times as many positions is faster than one for all (.3 to .9).
+_SMALL_PRODUCTS = range(16, 65)
 # Fewer patches, or fewer multiplications in their Gram matrix, do not repay the fixed costs of correlations.
 _MIN_PATCHES = 512
 _MIN_PRODUCTS = 1.5e8
@@ -57,6 +59,9 @@ def image_gram(images: Tensor) -> Tensor:  # [B, *g, c, S] -> [*g, c, c]
     if images.ndim == 4:
         columns = images.movedim(0, 2).flatten(2)
         return columns @ columns.mT
+    _, c, S = images.shape
+    if c in _SMALL_PRODUCTS and 4 * c <= S and images.is_contiguous() and images.device.type == "cpu":
+        return (images @ images.mT).sum(0)  # reads images where they are; measured, elsewhere it is slower
     return gram(images.transpose(0, 1).flatten(1).T)  # copies whole images, where rows `[B·S, c]` would copy numbers
 
 

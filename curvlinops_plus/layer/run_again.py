@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.random_state import RandomState
 
 __all__ = ["as_parameters", "attributes_restored", "check_repeatable", "no_random_numbers", "words_for_errors"]
 
@@ -117,15 +118,13 @@ def words_for_errors(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def no_random_numbers(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore the global random state, and refuse a module that draws from it: the draws of the first call are lost."""
-
-    def states() -> list[Tensor]:
-        return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        before = states()
+    before = RandomState.now(device)
+    try:
         yield
-        if not all(map(torch.equal, before, states())):
+        if before != RandomState.now(device):
             raise UnsupportedError(
                 f"{type(module).__name__} draws random numbers (dropout in training mode?), so running it again for "
                 "one example gives another result. Call `model.eval()` first, or leave out this layer's parameters."
             )
+    finally:
+        before.restore()

@@ -25,9 +25,11 @@ __all__ = ["NLL", "CrossEntropy"]
 class CrossEntropy(Likelihood):
     """Rules of `nn.CrossEntropyLoss`, with class indices [N, *d] or class probabilities [N, C, *d] as targets.
 
-    `H = h (diag p - p pᵀ)`, `B = √h (diag √p - p √pᵀ)`, draws `√h (p - ŷ)` with `ŷ` a one-hot draw from `p`. Here `h`
-    is `(1-ε) w_y + ε mean(w)` for a class index (0 where it is `ignore_index`), and `Σ_c w_c ((1-ε) y_c + ε/C)` for
-    probabilities.
+    `H = h (diag p - p pᵀ)`, draws `√h (p - ŷ)` with `ŷ` a one-hot draw from `p`. Here `h` is `(1-ε) w_y + ε mean(w)`
+    for a class index (0 where it is `ignore_index`), and `Σ_c w_c ((1-ε) y_c + ε/C)` for probabilities.
+
+    `B = √h L` with a column less than there are classes, as in a Cholesky decomposition: with `r_k = Σ_(c>k) p_c`,
+    `L_kk = √(p_k r_k / (p_k + r_k))` and `L_ck = -L_kk p_c / r_k` for `c > k`.
 
     Raises:
         UnsupportedError: For weights that are negative, where the Hessian has no root.
@@ -42,6 +44,7 @@ class CrossEntropy(Likelihood):
     loss_type = nn.CrossEntropyLoss
     class_axis = 1
     option_names = ("reduction", "weight", "ignore_index", "label_smoothing")
+    _looked = False  # whether class indices of one batch were in range
 
     def __init__(self, loss: Any) -> None:
         super().__init__(loss)
@@ -76,11 +79,14 @@ class CrossEntropy(Likelihood):
             )
         y = y.long()
         wrong = ((y < 0) | (y >= C)) & (y != self.loss.ignore_index)
-        if wrong.any():
+        if y.is_cuda and self._looked:  # the GPU asserts it, as in PyTorch's own loss: to read it is to wait for it
+            torch._assert_async(~wrong.any(), f"{self.name}: the target holds a class index that is no class")
+        elif wrong.any():
             raise ValueError(
                 f"{self.name}: the target holds the class index {y[wrong][0].item()}, but the output has C = {C} "
                 f"classes, 0 to {C - 1} (ignore_index is {self.loss.ignore_index})."
             )
+        self._looked = True
         return y.reshape(len(F), -1)
 
     def _checked_probabilities(self, y: Tensor) -> Tensor:
@@ -149,29 +155,30 @@ class CrossEntropy(Likelihood):
         hpV = self.scale(F, Y) * p * V
         return torch.addcmul(hpV, p, hpV.sum(-1, keepdim=True), value=-1)
 
+    def num_columns(self, F: Tensor) -> int:
+        """One less than there are classes: a constant is in the null space."""
+        return max(F.shape[-1] - 1, 1)
+
     def hessian_root(self, F: Tensor, Y: Tensor) -> Tensor:
-        p = F.softmax(-1)
-        q = self._root_scale(F, Y) * p.sqrt()  # [N, R, C]
-        B = -q.movedim(-1, 0)[..., None] * p
-        B.diagonal(dim1=0, dim2=3).add_(q)
-        return B
+        return torch.stack([*self.hessian_root_columns(F, Y)])
 
     def hessian_root_columns(self, F: Tensor, Y: Tensor) -> Iterator[Tensor]:
-        p, root_h = F.softmax(-1), self._root_scale(F, Y)
-        for k in range(F.shape[-1]):
-            q = root_h * p[..., k : k + 1].sqrt()  # [N, R, 1]
-            column = -q * p
-            column[..., k] += q[..., 0]
+        p, diagonal, rest = self._root_parts(F, Y)
+        for k in range(self.num_columns(F)):
+            column = torch.zeros_like(p)
+            column[..., k] = diagonal[..., k]
+            column[..., k + 1 :] = p[..., k + 1 :] / rest[..., k : k + 1] * -diagonal[..., k : k + 1]
             yield column
 
     def hessian_root_product(self, F: Tensor, Y: Tensor, U: Tensor) -> Tensor:
-        p = F.softmax(-1)
-        qU = self._root_scale(F, Y) * p.sqrt() * U
-        return torch.addcmul(qU, p, qU.sum(-1, keepdim=True), value=-1)
+        p, diagonal, rest = self._root_parts(F, Y)
+        above = functional.pad(_cumsum(diagonal / rest * U), (1, 0))[..., : p.shape[-1]]
+        return functional.pad(diagonal * U, (0, p.shape[-1] - U.shape[-1])) - p * above
 
     def hessian_root_transpose_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
-        p = F.softmax(-1)
-        return self._root_scale(F, Y) * p.sqrt() * (V - (p * V).sum(-1, keepdim=True))
+        p, diagonal, rest = self._root_parts(F, Y)
+        below = _cumsum((p * V)[..., 1:].flip(-1)).flip(-1) if p.shape[-1] > 1 else torch.zeros_like(p)
+        return diagonal * V[..., : diagonal.shape[-1]] - diagonal / rest * below
 
     def draw(self, F: Tensor, Y: Tensor, num: int, uniform: Uniform) -> Tensor:
         N, R, _ = F.shape
@@ -193,6 +200,20 @@ class CrossEntropy(Likelihood):
         index = Y.where(keep, 0)
         return index, keep.to(dtype) if weight is None else weight.detach().to(Y.device, dtype)[index] * keep, keep
 
+    def _root_parts(self, F: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Probabilities `p`, the diagonal of the root, and the probabilities `r_k` of all classes after `k`.
+
+        Where these are 0 they are 1, to be divided by: what is divided is 0.
+        """
+        p, K = F.softmax(-1), self.num_columns(F)
+        if p.shape[-1] == 1:
+            return p, torch.zeros_like(p), torch.ones_like(p)
+        rest = _cumsum(p[..., 1:].flip(-1)).flip(-1)  # adding up what is small first, nothing cancels
+        first = p[..., :K]
+        # Ratios before products: of a saturated output numbers are as small as numbers can be.
+        diagonal = self._root_scale(F, Y) * (first / (first + rest)).nan_to_num(0.0).sqrt() * rest.sqrt()
+        return p, diagonal, rest.where(rest > 0, 1.0)
+
     def _root_scale(self, F: Tensor, Y: Tensor) -> Tensor:
         """`√h [N, R, 1]`."""
         h = self.scale(F, Y)
@@ -202,6 +223,11 @@ class CrossEntropy(Likelihood):
                 "below 0 the loss is not convex and its Hessian has no root. Are these logits? Give probabilities."
             )
         return h.sqrt()
+
+
+def _cumsum(t: Tensor) -> Tensor:
+    """Running sums along the last axis, which may be thousands of classes long."""
+    return t.cumsum(-1, dtype=wide_dtype(t.device)).to(t.dtype)
 
 
 @register_likelihood(nn.NLLLoss)

@@ -62,6 +62,8 @@ class BlockDiagonal(LinearOperator):
         self.blocks, self.layouts = dict(blocks), {name: layouts[name] for name in blocks}
         self._check_spaces()
         self._check_blocks()
+        #: Where the parameters of each block are among the tensors of the space.
+        self._places = {name: [space.names.index(key) for key in layout.names] for name, layout in self.layouts.items()}
 
     def _check_spaces(self) -> None:
         listed = [parameter for layout in self.layouts.values() for parameter in layout.names]
@@ -105,18 +107,18 @@ class BlockDiagonal(LinearOperator):
     def _blockwise(self, product: str, X: Tensor) -> Tensor:
         """Multiply block by block, each result written straight to its place in `[n, K]`.
 
-        Columns are stored one after another, as `Kronecker` and `Layout.join` do: then a block's rows are moved in long
-        runs, and the whole is transposed once at most.
+        Columns are stored one after another, as `Kronecker` and `Layout.gather` do: then a block's rows are moved in
+        long runs, and the whole is transposed once at most.
         """
-        Y = X.new_empty(X.shape[1], X.shape[0]).T
-        parts = self.in_space.unflatten(X.T.contiguous().T)
+        given = X.T.contiguous().split_with_sizes(self.in_space.sizes, 1)
+        results: list[Any] = [None] * len(given)
         for name, block in self.blocks.items():
-            layout = self.layouts[name]
+            layout, places = self.layouts[name], self._places[name]
             with error_context(f'block "{name}"'):
-                y = getattr(block, product)(layout.join(parts))
-            for parameter, part in layout.split(y).items():
-                self.in_space.part(Y, parameter).copy_(part)
-        return Y
+                y = getattr(block, product)(layout.gather([given[place] for place in places]).T)
+            for place, part in zip(places, layout.scatter(y.T)):
+                results[place] = part
+        return torch.cat(results, 1).T
 
     def split(self, v: Any) -> dict[str, Tensor]:
         """A vector's parts, block by block: what each block is multiplied with.

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import scipy.linalg
+import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
-__all__ = ["GramSum", "gram", "mirror"]
+__all__ = ["GramSum", "gram", "mirror", "plain_mode"]
 
-_SYRK: dict[torch.dtype, Any] = {
-    torch.float32: scipy.linalg.get_blas_funcs("syrk", dtype="float32"),
-    torch.float64: scipy.linalg.get_blas_funcs("syrk", dtype="float64"),
-}
 _BLOCK = 256  # a tile and its transpose fit the cache
 _WAITING = 128  # rows; products with half as many cost what one with all does
 
@@ -51,6 +48,9 @@ class GramSum:
 
     Args:
         ones: Whether there is a 1 at the end of each row.
+        total: A sum to begin with, as `value` returns it; it is taken over.
+        refer: Whether all pieces wait, up to `2 d` rows, and none is copied: for a short-lived sum that is merged into
+            another one. Rows must not be written to before that, see `changed`.
 
     Example:
         >>> total = GramSum(ones=True)
@@ -61,23 +61,110 @@ class GramSum:
                 [1., 2., 1.]])
     """
 
-    def __init__(self, ones: bool) -> None:
+    def __init__(self, ones: bool, total: Tensor | None = None, refer: bool = False) -> None:
         self.ones = ones
+        self._refer = refer
+        self._pieces: list[tuple[Tensor, int]] = []  # that are referred to, and their versions
+        self._changed = False
         self._rows: Tensor | None = None  # of which the first `_number` wait
         self._number = 0
-        self._triangle: Tensor | None = None  # the lower one; what is above may be anything
+        self._triangle: Tensor | None = None  # the lower one, which `_factor` belongs to; what is above may be anything
+        self._factor = 1.0
         self._sum: Tensor | None = None
-        self._count = 0
-        self._device = "cpu"
+        self._count = 0.0
+        if total is not None:
+            self._triangle = (total[:-1, :-1] if ones else total).contiguous()
+            self._sum, self._count = (total[-1, :-1].clone(), float(total[-1, -1])) if ones else (None, 0.0)
 
     def add(self, rows: Tensor) -> None:
         """Add the product of rows [M, d]."""
-        M, d = rows.shape
-        self._device = rows.device.type
         if self.ones:
-            total = rows.sum(0)
-            self._sum = total if self._sum is None else self._sum.add_(total)
-            self._count += M
+            self._add_ones(rows.sum(0), float(rows.shape[0]))
+        self._add_piece(rows)
+
+    def merge(self, other: GramSum) -> None:
+        """Add another sum, which stays as it is; in `plain_mode`."""
+        if other._sum is not None:
+            self._add_ones(other._sum, other._count)
+        for rows, _ in other._pieces:
+            self._add_piece(rows)
+        if other._rows is not None:
+            self._add_piece(other._rows[: other._number])
+        if other._triangle is not None:
+            total = other._triangle * other._factor
+            if self._triangle is not None:
+                total.add_(self._triangle, alpha=self._factor)
+            self._triangle, self._factor = total, 1.0
+
+    def decay(self, factor: float) -> None:
+        """Multiply what was added until now. Cost: that of the rows that wait; a triangle is multiplied when the next
+        rows are added to it.
+        """
+        self._factor *= factor
+        if self._number:
+            assert self._rows is not None
+            self._rows[: self._number] *= math.sqrt(factor)
+        if self._sum is not None:
+            self._sum *= factor
+            self._count *= factor
+
+    @property
+    def changed(self) -> bool:
+        """Whether rows were written to before they were multiplied."""
+        return self._changed or any(rows._version != version for rows, version in self._pieces)
+
+    def trace(self) -> Tensor:
+        """The trace, 0-d, without that of the ones. If it is finite, so are all entries."""
+        waiting = [] if self._rows is None else [self._rows[: self._number]]
+        parts = [torch.linalg.vector_norm(rows).square() for rows in (*waiting, *(rows for rows, _ in self._pieces))]
+        if self._triangle is not None:
+            parts.append(self._triangle.diagonal().sum() * self._factor)
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of `value`."""
+        d = self._held.shape[1] + self.ones
+        return torch.Size((d, d))
+
+    @property
+    def _held(self) -> Tensor:
+        """Something of `d` columns."""
+        return next(t for t in (self._triangle, self._rows, *(rows for rows, _ in self._pieces)) if t is not None)
+
+    def value(self) -> Tensor:  # -> [d, d], or [d + 1, d + 1] with ones
+        """The sum, as in `plain_mode`. The object must not be used afterwards."""
+        with plain_mode(self._held.device.type):
+            return self._total()
+
+    def _total(self) -> Tensor:
+        self._flush()
+        self._rows = None
+        total = self._triangle
+        assert total is not None  # something was added
+        if self._factor != 1:
+            total *= self._factor
+        total = mirror(total)
+        if self._sum is None:
+            return total
+        framed = total.new_empty(len(total) + 1, len(total) + 1)
+        framed[:-1, :-1], framed[-1, :-1], framed[:-1, -1], framed[-1, -1] = total, self._sum, self._sum, self._count
+        return framed
+
+    def _add_ones(self, total: Tensor, count: float) -> None:
+        self._sum = total.clone() if self._sum is None else self._sum.add_(total)
+        self._count += count
+
+    def _add_piece(self, rows: Tensor) -> None:
+        M, d = rows.shape
+        if self._refer:
+            if self._number + M > 2 * d:
+                self._flush()
+            if 2 * d < M:
+                return self._multiply(rows)
+            self._pieces.append((rows, rows._version))
+            self._number += M
+            return
         limit = min(d, _WAITING)
         if limit <= 2 * M:
             return self._multiply(rows)
@@ -88,35 +175,31 @@ class GramSum:
         self._rows[self._number : self._number + M] = rows
         self._number += M
 
-    def value(self) -> Tensor:  # -> [d, d], or [d + 1, d + 1] with ones
-        """The sum. The object must not be used afterwards.
-
-        Wherever this is asked for, it is computed as if it had been when the rows were given: without autocast.
-        """
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device, enabled=False):
-            return self._total()
-
-    def _total(self) -> Tensor:
-        self._flush()
-        self._rows = None
-        assert self._triangle is not None  # something was added
-        total = mirror(self._triangle)
-        if self._sum is None:
-            return total
-        framed = total.new_empty(len(total) + 1, len(total) + 1)
-        framed[:-1, :-1], framed[-1, :-1], framed[:-1, -1], framed[-1, -1] = total, self._sum, self._sum, self._count
-        return framed
-
     def _flush(self) -> None:
+        self._changed = self.changed
+        for rows, _ in self._pieces:
+            self._multiply(rows)
         if self._rows is not None and (self._number or self._triangle is None):
             self._multiply(self._rows[: self._number])
-            self._number = 0
+        self._pieces, self._number = [], 0
 
     def _multiply(self, rows: Tensor) -> None:
         rows = _single_at_least(rows)
         if self._triangle is None:
             self._triangle = rows.new_zeros(rows.shape[1], rows.shape[1])
-        _add_triangle(rows, self._triangle)
+        _add_triangle(rows.to(self._triangle.dtype), self._triangle, self._factor)
+        self._factor = 1.0
+
+
+@contextmanager
+def plain_mode(device: str) -> Iterator[None]:
+    """Context without autograd and autocast, whatever the modes around it: sums are the same wherever they are made.
+
+    Args:
+        device: Type of the device.
+    """
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
+        yield
 
 
 def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
@@ -141,36 +224,42 @@ def _single_at_least(rows: Tensor) -> Tensor:
 
 def _half_pays(rows: Tensor) -> bool:
     """Whether one triangle is computed faster than all."""
-    return rows.shape[1] >= 128 and rows.device.type == "cpu" and rows.dtype in _SYRK
+    return rows.shape[1] >= 128 and rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64)
 
 
-def _add_triangle(rows: Tensor, total: Tensor) -> Tensor:
-    """Add `rowsᵀ rows` to the lower triangle of `total`, in place; above it may stand anything afterwards."""
+def _add_triangle(rows: Tensor, total: Tensor, factor: float = 1.0) -> Tensor:
+    """Add `rowsᵀ rows` to the lower triangle of `factor * total`, in place; above it may stand anything afterwards."""
     if not _half_pays(rows):
+        total = total if factor == 1 else total.mul_(factor)
         return total.add_(rows.T @ rows)
     if torch.get_num_threads() == 1 and _openblas() is not None:
-        return _add_rank_k(rows, total)
-    return _add_quarters(rows, total)
+        return _add_rank_k(rows, total, factor)
+    return _add_quarters(rows, total, factor)
 
 
-def _add_rank_k(rows: Tensor, total: Tensor) -> Tensor:
+def _add_rank_k(rows: Tensor, total: Tensor, factor: float = 1.0) -> Tensor:
     """The same by BLAS `syrk`, which reads the rows where they are."""
     transposed = rows.T.is_contiguous()
     array = rows.detach().numpy() if transposed else rows.detach().contiguous().numpy().T  # BLAS stores by columns
     with _as_many_threads_as_torch():
         # BLAS's upper triangle is our lower one. It writes to `total`; a tensor made of what it returns would keep it.
-        _SYRK[rows.dtype](1.0, array, 1.0, total.numpy().T, trans=int(transposed), lower=0, overwrite_c=True)
+        _syrk(rows.dtype)(1.0, array, factor, total.numpy().T, trans=int(transposed), lower=0, overwrite_c=True)
     return total
 
 
-def _add_quarters(rows: Tensor, total: Tensor) -> Tensor:
+def _add_quarters(rows: Tensor, total: Tensor, factor: float = 1.0) -> Tensor:
     """The same by three of the four quarters; PyTorch has no `syrk`."""
     h = rows.shape[1] // 2
     a, b = rows[:, :h], rows[:, h:]
-    total[:h, :h].addmm_(a.T, a)
-    total[h:, h:].addmm_(b.T, b)
-    total[h:, :h].addmm_(b.T, a)
+    total[:h, :h].addmm_(a.T, a, beta=factor)
+    total[h:, h:].addmm_(b.T, b, beta=factor)
+    total[h:, :h].addmm_(b.T, a, beta=factor)
     return total
+
+
+@cache
+def _syrk(dtype: torch.dtype) -> Any:
+    return scipy.linalg.get_blas_funcs("syrk", dtype=str(dtype).removeprefix("torch."))
 
 
 @cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -30,6 +31,18 @@ class _Steps:
     permutes: bool  # whether `order` changes anything
     ordered: tuple[int, ...]  # sizes of the elementary axes, in the order of the matrix
     back: tuple[int, ...]  # positions of the axes of the matrix in the order of the parameter; the last axis stays
+
+    def matrices(self, t: Tensor) -> Tensor:  # [K, *shape] or [K, size] -> [K, *matrix]
+        """Parameters as matrices, as views where strides allow."""
+        if self.permutes:
+            t = t.reshape(len(t), *self.atoms).permute(0, *(axis + 1 for axis in self.order))
+        return t.reshape(len(t), *self.matrix)
+
+    def vectors(self, M: Tensor) -> Tensor:  # [K, *matrix] -> [K, size]
+        """Parameters as vectors, as views where strides allow."""
+        if self.permutes:
+            M = M.reshape(len(M), *self.ordered).permute(0, *(axis + 1 for axis in self.back[:-1]))
+        return M.flatten(1)
 
 
 class Layout:
@@ -68,7 +81,8 @@ class Layout:
         self.shapes = {name: torch.Size(shapes[name]) for name in patterns}
         self.sizes = dict(sizes or {})
         self._steps = {
-            name: _parse(name, pattern, self.shapes[name], self.sizes) for name, pattern in self.patterns.items()
+            name: _parse(name, pattern, self.shapes[name], (*self.sizes.items(),))
+            for name, pattern in self.patterns.items()
         }
         matrices = {name: steps.matrix for name, steps in self._steps.items()}
         if len({matrix[:-1] for matrix in matrices.values()}) > 1:
@@ -76,9 +90,11 @@ class Layout:
                 f"Expected parameters of one layout to have the same rows, got matrices {matrices} "
                 f"from patterns {self.patterns}."
             )
+        self._permutes = any(steps.permutes for steps in self._steps.values())
         first = next(iter(matrices.values()))
+        self._widths = [matrix[-1] for matrix in matrices.values()]
         #: `(rows, cols)` or `(batch, rows, cols)`.
-        self.matrix_shape: tuple[int, ...] = (*first[:-1], sum(matrix[-1] for matrix in matrices.values()))
+        self.matrix_shape: tuple[int, ...] = (*first[:-1], sum(self._widths))
         #: The number of entries of the matrix.
         self.dim: int = prod(self.matrix_shape)
 
@@ -95,16 +111,21 @@ class Layout:
 
         A view if there is one parameter whose axes keep their order. Otherwise one copy, stored column by column.
         """
-        K = tree[next(iter(self._steps))].shape[-1]
-        parts = []
-        for name, steps in self._steps.items():
-            t = tree[name]
-            if not steps.permutes and len(self._steps) == 1:
-                return t.reshape(self.dim, K)
-            if steps.permutes or K > 1:
-                t = t.reshape(*steps.atoms, K).permute(len(steps.order), *steps.order)
-            parts.append(t.reshape(K, *steps.matrix))
-        return torch.cat(parts, dim=-1).reshape(K, self.dim).T  # parts that are channels-last make one that is
+        return self.gather([tree[name].movedim(-1, 0) for name in self._steps]).T
+
+    def gather(self, parts: Sequence[Tensor]) -> Tensor:  # each [K, *shape] or [K, size] -> [K, dim]
+        """As `join`, of the parameters in their order, and with the axis of columns first."""
+        if len(parts) == 1 and not self._permutes:
+            return parts[0].reshape(len(parts[0]), self.dim)
+        matrices = [steps.matrices(t) for steps, t in zip(self._steps.values(), parts, strict=True)]
+        return torch.cat(matrices, dim=-1).reshape(len(parts[0]), self.dim)  # channels-last parts make one that is
+
+    def scatter(self, rows: Tensor) -> list[Tensor]:  # [K, dim] -> each [K, size]
+        """The parameters of row-major vectors, in their order, with the axis of columns first: undoes `gather`."""
+        if len(self._steps) == 1 and not self._permutes:
+            return [rows]
+        M = rows.reshape(len(rows), *self.matrix_shape).split_with_sizes(self._widths, -1)
+        return [steps.vectors(part) for steps, part in zip(self._steps.values(), M, strict=True)]
 
     def columns(self, name: str, t: Tensor) -> Tensor:  # [*shape] -> [rows, cols] or [batch, rows, cols]
         """The columns of the matrix that one parameter fills, as a view where strides allow."""
@@ -134,7 +155,9 @@ class Layout:
 _TOKEN = re.compile(r"\(([^()]*)\)|([A-Za-z_]\w*|1)")
 
 
-def _parse(name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> _Steps:
+@lru_cache(4096)
+def _parse(name: str, pattern: str, shape: torch.Size, given: tuple[tuple[str, int], ...]) -> _Steps:
+    sizes = dict(given)
     where = f'Pattern "{pattern}" of parameter "{name}" with shape {list(shape)}'
     if pattern.count("->") != 1:
         raise ValueError(f'{where}: expected one "->" between the axes of the parameter and "rows cols".')

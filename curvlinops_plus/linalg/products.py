@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -19,18 +18,25 @@ from curvlinops_plus.linalg.structure import Structure
 __all__ = ["Products", "derived", "error_context", "outside_autocast"]
 
 
-def outside_autocast(device: torch.device) -> torch.autocast:
+def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Context in which matrix products keep their precision, whatever the caller's autocast says."""
-    return torch.autocast(device.type, enabled=False)
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
-@contextmanager
-def error_context(part: str) -> Iterator[None]:
+class error_context:
     """Errors of this package that are raised inside begin with the name of the part of the matrix they are about."""
-    try:
-        yield
-    except (NumericsError, NotImplementedError, TypeError, ValueError) as error:
-        raise type(error)(f"{part}: {error}") from error
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, (NumericsError, NotImplementedError, TypeError, ValueError)):
+            raise type(error)(f"{self.part}: {error}") from error
 
 
 class _Derived:

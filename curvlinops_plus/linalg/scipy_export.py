@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import scipy  # its modules are imported where they are first used
 import torch
-from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
 
 __all__ = ["to_scipy"]
 
@@ -30,22 +33,17 @@ class HasProducts(Protocol):
     def rmatmat(self, X: Any) -> Any: ...
 
 
-class _SciPyOperator(SciPyLinearOperator):
-    def __init__(self, A: HasProducts, dtype: np.dtype) -> None:
-        super().__init__(dtype, A.shape)
-        self.A = A
+class _ArrayProducts:
+    """Products with arrays."""
 
-    def _matmat(self, X: Any) -> Any:
+    def __init__(self, A: HasProducts, dtype: np.dtype) -> None:
+        self.A, self.dtype = A, dtype
+
+    def matmat(self, X: Any) -> Any:
         return np.asarray(self.A.matmat(X), dtype=self.dtype)
 
-    def _matvec(self, x: Any) -> Any:
-        return self._matmat(x)
-
-    def _rmatmat(self, X: Any) -> Any:
+    def rmatmat(self, X: Any) -> Any:
         return np.asarray(self.A.rmatmat(X), dtype=self.dtype)
-
-    def _rmatvec(self, x: Any) -> Any:
-        return self._rmatmat(x)
 
 
 def to_scipy(A: HasProducts, dtype: Any = None) -> SciPyLinearOperator:
@@ -82,4 +80,13 @@ def to_scipy(A: HasProducts, dtype: Any = None) -> SciPyLinearOperator:
         raise TypeError(
             f"Expected dtype to be a floating-point one of NumPy or PyTorch, got {dtype!r}; take 'float64'."
         )
-    return _SciPyOperator(A, wanted)
+    products = _ArrayProducts(A, wanted)
+    make: Any = scipy.sparse.linalg.LinearOperator  # whose arguments are those of the class that it returns
+    return make(
+        A.shape,
+        matvec=products.matmat,
+        rmatvec=products.rmatmat,
+        matmat=products.matmat,
+        rmatmat=products.rmatmat,
+        dtype=wanted,
+    )

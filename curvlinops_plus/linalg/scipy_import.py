@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import scipy  # its modules are imported where they are first used
 import torch
-from scipy.sparse import issparse
-from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
-from scipy.sparse.linalg import aslinearoperator
 from torch import Tensor
 
 from curvlinops_plus.linalg.implicit import linear_in
@@ -16,6 +14,9 @@ from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense
+
+if TYPE_CHECKING:
+    from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
 
 __all__ = ["from_scipy"]
 
@@ -94,16 +95,22 @@ def from_scipy(
     where = torch.empty(0, device="cpu" if device is None else device).device
     if isinstance(op, np.ndarray):
         return Dense(torch.tensor(op, dtype=dtype, device=where), structure)
-    wrapped = aslinearoperator(op) if issparse(op) or hasattr(op, "matvec") else _of_matmat(op)
+    wrapped = _as_scipy(op)
     if structure > Structure.GENERAL and wrapped.shape[0] != wrapped.shape[1]:
         raise ValueError(f"Expected a {structure.name} matrix to be square, got {list(wrapped.shape)}.")
     return _FromSciPy(wrapped, dtype, where, structure)
 
 
+def _as_scipy(op: Any) -> SciPyLinearOperator:
+    if scipy.sparse.issparse(op) or hasattr(op, "matvec"):
+        return scipy.sparse.linalg.aslinearoperator(op)
+    return _of_matmat(op)
+
+
 def _of_matmat(op: Any) -> SciPyLinearOperator:
     """An object with `matmat` alone, which SciPy does not take."""
     adjoint = {"rmatmat": op.rmatmat, "rmatvec": _column(op.rmatmat)} if hasattr(op, "rmatmat") else {}
-    make: Any = SciPyLinearOperator  # whose arguments are those of the class that it returns
+    make: Any = scipy.sparse.linalg.LinearOperator  # whose arguments are those of the class that it returns
     dtype = getattr(op, "dtype", np.float64)
     return make(op.shape, matvec=_column(op.matmat), matmat=op.matmat, dtype=dtype, **adjoint)
 
@@ -113,7 +120,9 @@ def _column(product: Any) -> Any:
 
 
 def _is_matrix(op: Any) -> bool:
-    return issparse(op) or (hasattr(op, "shape") and any(hasattr(op, name) for name in ("dtype", "matvec", "matmat")))
+    return scipy.sparse.issparse(op) or (
+        hasattr(op, "shape") and any(hasattr(op, name) for name in ("dtype", "matvec", "matmat"))
+    )
 
 
 def _working_dtype(op: Any, dtype: torch.dtype | None) -> torch.dtype:

@@ -116,7 +116,7 @@ class Dense(OneTensor):
         return self._tensor @ M
 
     def right(self, M: Tensor) -> Tensor:
-        return M @ self._tensor.mT
+        return M @ (self._tensor if self.structure >= Structure.SYMMETRIC else self._tensor.mT)
 
     def _matmat(self, X: Tensor) -> Tensor:
         if not self.batch:

@@ -15,6 +15,7 @@ from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
 from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
+from curvlinops_plus.risk.user_backward import UserBackward
 from curvlinops_plus.risk.vectors import Draws, Vectors
 
 __all__ = ["BackwardPasses", "Consumer", "VectorGroup", "vector_groups"]
@@ -155,6 +156,18 @@ class BackwardPasses:
             return
         while chunk := list(islice(group.vectors, at_once)):
             self._send_batched(group.outputs, [torch.stack(parts) for parts in zip(*chunk, strict=True)])
+
+    def take(self, group: VectorGroup, user: UserBackward) -> None:
+        """Take the gradients of a single vector from the user's backward pass."""
+        (vector,) = group.vectors
+        self.recorder.require_unchanged()
+        self.recorder.sources(group.outputs)  # refuses parameters that something else reads
+        grads = user.gradients(group.outputs, vector)
+        for index, calls in self._calls.items():
+            if any(id(slot) in grads for recorded in calls for slot in recorded.slots):
+                self.reached.add(index)
+            self._show(index, grads)
+        self._first = False
 
     def inputs_only(self) -> None:
         """Pass on batches with the layers' inputs alone; there are no gradients."""

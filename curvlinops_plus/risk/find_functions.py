@@ -43,13 +43,14 @@ def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> li
     """
     with risk.placed():
         readable = not is_iterator(risk.data) and not (isinstance(risk.data, Sized) and not len(risk.data))
-        unknown = risk.reads is None and any(use.rule is GENERIC for use in find_uses(risk.model, risk.params))
+        uses = find_uses(risk.model, risk.params)
+        unknown = risk.reads is None and any(use.rule is GENERIC for use in uses)
         if unknown and readable:
             try:
                 look_for_functions(risk)
             except Exception:  # of the model or the data; recording runs them again, and names layers
                 risk.reads = FoundReads()
-        return find_layers(risk.model, risk.params, separate_weight_and_bias, risk.reads)
+        return find_layers(risk.model, risk.params, separate_weight_and_bias, risk.reads, uses)
 
 
 def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: ValueError | None = None) -> None:

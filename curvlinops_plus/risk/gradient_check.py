@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.outside_reads import OutsideReads, not_by_example
 from curvlinops_plus.risk.record import Recorder
-from curvlinops_plus.risk.recorded_call import RecordedCall
+from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_one_row
 
-__all__ = ["TOLERANCE", "SentVectors", "compare_all_rows", "send_single"]
+__all__ = [
+    "TOLERANCE",
+    "SentVectors",
+    "compare_all_rows",
+    "halves_by_digits",
+    "random_halves",
+    "send_single",
+]
 
 #: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
 #: compute in float32 whatever they get.
@@ -60,12 +71,6 @@ class SentVectors:
         N, whole = self.num_examples, self.batch_size
         return f"in a check of all {N} examples of a batch" if whole == N else f"in a check of {N} of {whole} examples"
 
-    @property
-    def finite(self) -> bool:
-        """Whether the sums of all gradients are finite."""
-        sums = [g.sum(dtype=torch.promote_types(g.dtype, torch.float32)) for g in self.grads.values()]
-        return not sums or bool(torch.stack(sums).isfinite().all())
-
     def compare(self, layers: Sequence[Layer]) -> set[int]:
         """Compare rows and rules.
 
@@ -75,17 +80,24 @@ class SentVectors:
         Raises:
             UnsupportedError: Naming the layer.
         """
-        if not self.finite:
+        N = self.num_examples
+        sent: list[tuple[Sequence[int], dict[int, Tensor]]] = [([0], self.first)] if self.first else []
+        sent.append((range(N) if self.every else [N // 2], self.grads))
+        found = _find_rows(self.calls, N, sent)
+        if found is None:
             return set()  # statistics that are not finite name layer and batch
-        if self.num_examples > 1:
-            _compare_rows(self, self.first, [0])
-            if not self.every:
-                _compare_rows(self, self.grads, [self.num_examples // 2])
+        for at, recorded, slot in found:
+            raise _wrong_rows(self, recorded, slot, *sent[at])
         return _compare_rules(self, layers)
 
 
 def send_single(
-    recorder: Recorder, outputs: Sequence[Tensor], free: Mapping[str, Tensor], batch_size: int, every: bool = False
+    recorder: Recorder,
+    outputs: Sequence[Tensor],
+    free: Mapping[str, Tensor],
+    batch_size: int,
+    every: bool = False,
+    whole: bool = False,
 ) -> SentVectors:
     """Send a random vector for the first example back, and one for that in the middle.
 
@@ -95,6 +107,8 @@ def send_single(
         free: Key to the tensor that stood for the parameter in it.
         batch_size: Of how many examples those in the pass were taken.
         every: Send a vector for all examples instead of the latter.
+        whole: Whether this is a batch by itself, which others go back through: the graph is kept, and the vector for
+            the first example is left to `compare_all_rows`.
     """
     N = recorder.num_examples
     if not outputs:
@@ -108,73 +122,113 @@ def send_single(
         return torch.autograd.grad(outputs, inputs, vectors, retain_graph=retain_graph, allow_unused=True)
 
     # Two of them: examples that change places may leave one where it is.
-    first = send(0, edges, retain_graph=True) if N > 1 else ()
-    found = send(N // 2, [*edges, *free.values()])
+    first = send(0, edges, retain_graph=True) if N > 1 and not whole else ()
+    found = send(N // 2, [*edges, *free.values()], retain_graph=whole)
     grads, before = ({id(s): g.detach() for s, g in zip(slots, gs) if g is not None} for gs in (found, first))
     expected = {key: g for key, g in zip(free, found[len(slots) :]) if g is not None}
     return SentVectors(recorder.calls, before, grads, expected, N, batch_size, every)
 
 
-def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor]) -> None:
-    """Refuse layers in which vectors for half of the examples reach rows of the other half, in a whole batch.
+def random_halves(N: int) -> list[list[int]]:
+    """Both of two random halves of the examples; every other example, which finds rows that moved on by one, or not."""
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(N))
+    return [(part == side).nonzero()[:, 0].tolist() for part in (order % 2, torch.arange(N) % 2) for side in (0, 1)]
 
-    Halves are every other example, which finds rows that moved on by one, and random ones.
+
+def halves_by_digits(N: int) -> list[list[int]]:
+    """The examples whose numbers have a 1 as a binary digit, for each of eight: any two of 256 differ in one."""
+    return [[n for n in range(N) if n >> digit & 1] for digit in range(min(8, (N - 1).bit_length()))]
+
+
+def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Sequence[Sequence[int]]) -> None:
+    """Refuse layers in which vectors for half of the examples reach rows of the other half, in a whole batch.
 
     Args:
         recorder: Which recorded the forward pass; its graph is kept.
         outputs: What it returned, with a graph.
+        halves: Examples that a vector is sent back for.
 
     Raises:
         UnsupportedError: Naming the layer.
 
-    Cost: four backward passes to the layers' outputs.
+    Cost: a backward pass to the layers' outputs for each.
     """
     N, outputs = recorder.num_examples, [f for f in outputs if f.requires_grad]
     slots = [slot for recorded in recorder.calls for slot in recorded.slots]
     if N < 2 or not outputs or not slots:
         return
     recorder.require_unchanged()
-    order = torch.randperm(N, generator=torch.Generator().manual_seed(N))
-    for part in (torch.arange(N) % 2, order % 2):
-        for side in (0, 1):
-            chosen = (part == side).nonzero()[:, 0].tolist()
-            vectors = [_vector_for(f, chosen, N) for f in outputs]
-            found = torch.autograd.grad(
-                outputs, [slot.edge for slot in slots], vectors, retain_graph=True, allow_unused=True
-            )
-            grads = {id(slot): g.detach() for slot, g in zip(slots, found) if g is not None}
-            sent = SentVectors(recorder.calls, {}, grads, {}, N, N)
-            if sent.finite:
-                _compare_rows(sent, grads, chosen)
+    edges = [slot.edge for slot in slots]
+
+    def send(chosen: Sequence[int]) -> dict[int, Tensor]:
+        vectors = [_vector_for(f, chosen, N) for f in outputs]
+        found = torch.autograd.grad(outputs, edges, vectors, retain_graph=True, allow_unused=True)
+        return {id(slot): g.detach() for slot, g in zip(slots, found) if g is not None}
+
+    for at, recorded, slot in _find_rows(recorder.calls, N, ((chosen, send(chosen)) for chosen in halves)) or ():
+        sent = SentVectors(recorder.calls, {}, {}, {}, N, N)
+        raise _wrong_rows(sent, recorded, slot, halves[at], send(halves[at]))
 
 
-def _compare_rows(sent: SentVectors, grads: Mapping[int, Tensor], examples: Sequence[int]) -> None:
-    """Refuse layers in which a vector for some examples, which left these gradients, reaches rows of other ones."""
-    N, found = sent.num_examples, []
-    for recorded in sent.calls:
-        for slot in recorded.slots:
-            if (g := grads.get(id(slot))) is not None:
-                found.append((recorded, slot, slot.arrange(g).unflatten(0, (N, -1))))
-    if not found:
-        return
-    others = torch.stack([(_others(rows, examples).count_nonzero()) for _, _, rows in found]).tolist()
-    for (recorded, slot, rows), reached in zip(found, others):
-        if not reached:
-            continue
-        use, who = recorded.call.use, f"example {examples[0]}" if len(examples) == 1 else f"{len(examples)} examples"
-        if recorded.expanded:
-            raise refusal_of_one_row(use, N, MORE_THAN_BROADCAST)
-        raise not_by_example(
-            use,
-            (recorded.call.args, dict(recorded.call.kwargs)),
-            N,
-            f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} {sent.where}, but "
-            f"axis {slot.axis} does not carry the examples (is it a position embedding, or time-major?), or the model "
-            f"mixes examples: a vector for {who} has a gradient of norm {float(rows[examples].norm()):.3g} in "
-            f"its rows, and of {float(_others(rows, examples).norm()):.3g} in others. Say "
-            f"EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand the layer's input to the batch in the "
-            "model, or leave its parameters out of `params`.",
-        )
+def _find_rows(
+    calls: Sequence[RecordedCall], N: int, sent: Iterable[tuple[Sequence[int], Mapping[int, Tensor]]]
+) -> list[tuple[int, RecordedCall, OutputSlot]] | None:
+    """Where vectors for some examples reach rows of others.
+
+    Args:
+        calls: The recorded calls.
+        N: Number of examples.
+        sent: Of each vector the examples that it was for, and what it left at slots, by identity.
+
+    Returns:
+        Numbers of vectors, with calls and slots; None if a gradient is not finite.
+    """
+    slots = [(recorded, slot) for recorded in calls for slot in recorded.slots]
+    tables, others = [], []
+    for examples, grads in sent:
+        rows = [_largest(slot, grads.get(id(slot)), N) for _, slot in slots]
+        tables.append(torch.stack(rows) if rows else torch.zeros(0, N))
+        others.append([True] * N)
+        for n in examples:
+            others[-1][n] = False
+    if not tables or not slots:
+        return []
+    # A number that is not finite stays one, whatever it is multiplied with.
+    mask = torch.tensor(others, device=tables[0].device)[:, None]
+    reached = (torch.stack(tables) * mask).amax(2).tolist()  # [vectors, slots]
+    if not all(map(math.isfinite, chain.from_iterable(reached))):
+        return None
+    return [(at, *slots[k]) for at, sizes in enumerate(reached) for k, size in enumerate(sizes) if size]
+
+
+def _largest(slot: OutputSlot, g: Tensor | None, N: int) -> Tensor:  # -> [N]
+    """The largest number in the rows of each example."""
+    dtype = wide_dtype(slot.out.device)
+    if g is None:
+        return torch.zeros(N, dtype=dtype, device=slot.out.device)
+    return slot.arrange(g).reshape(N, -1).abs().amax(1).to(dtype)
+
+
+def _wrong_rows(
+    sent: SentVectors, recorded: RecordedCall, slot: OutputSlot, examples: Sequence[int], grads: Mapping[int, Tensor]
+) -> UnsupportedError:
+    """What to say of a layer in which a vector for some examples, which left these, reaches rows of others."""
+    N, use = sent.num_examples, recorded.call.use
+    if recorded.expanded:
+        return refusal_of_one_row(use, N, MORE_THAN_BROADCAST)
+    rows = slot.arrange(grads[id(slot)]).unflatten(0, (N, -1))
+    own, others = rows[[*examples]], rows[[n for n in range(N) if n not in {*examples}]]
+    who = f"example {examples[0]}" if len(examples) == 1 else f"{len(examples)} examples"
+    return not_by_example(
+        use,
+        (recorded.call.args, dict(recorded.call.kwargs)),
+        N,
+        f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} {sent.where}, but "
+        f"axis {slot.axis} does not carry the examples (is it a position embedding, or time-major?), or the model "
+        f"mixes examples: a vector for {who} has a gradient of norm {float(own.norm()):.3g} in its rows, and of "
+        f"{float(others.norm()):.3g} in others. Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand "
+        "the layer's input to the batch in the model, or leave its parameters out of `params`.",
+    )
 
 
 def _compare_rules(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
@@ -327,15 +381,9 @@ def _vector_for(f: Tensor, examples: Sequence[int], N: int) -> Tensor:
     """A random vector of the output's shape that is zero for all other examples."""
     v = torch.zeros(f.shape, dtype=f.dtype, device=f.device)
     rows, generator = v.unflatten(0, (N, -1)), torch.Generator().manual_seed(0)
-    for n in examples:
-        rows[n].copy_(torch.randn(rows[n].shape, generator=generator, dtype=torch.float64))
+    numbers = torch.randn(len(examples), *rows.shape[1:], generator=generator, dtype=torch.float64)
+    rows[torch.tensor(examples, device=f.device)] = numbers.to(rows)
     return v
-
-
-def _others(rows: Tensor, examples: Sequence[int]) -> Tensor:
-    others = torch.ones(len(rows), dtype=torch.bool)
-    others[examples] = False
-    return rows[others.nonzero()[:, 0].to(rows.device)]
 
 
 def _norm(tree: Any) -> float:

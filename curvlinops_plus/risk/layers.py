@@ -109,6 +109,7 @@ def find_layers(
     params: Mapping[str, Tensor],
     separate_weight_and_bias: bool = False,
     found: FoundReads | None = None,
+    uses: list[ModuleUse] | None = None,
 ) -> list[Layer]:
     """Group parameters by the modules that read them, in the order in which the model names its modules.
 
@@ -119,8 +120,9 @@ def find_layers(
         params: Key to parameter, each one the model's own.
         separate_weight_and_bias: Give every parameter its own block.
         found: What is known of reads by functions, see `layers_of`.
+        uses: What `find_uses` finds, if somebody has looked.
     """
-    uses = find_uses(model, params)
+    uses = find_uses(model, params) if uses is None else uses
     if found is not None:
         uses = _with_found(model, params, uses, found)
     layers = []

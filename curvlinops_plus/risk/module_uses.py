@@ -71,7 +71,7 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
     uses: list[ModuleUse] = []
     claimed: set[int] = set()  # modules whose parameters another one answers for
     for name, module in model.named_modules():
-        if id(module) in claimed:
+        if id(module) in claimed or not (module._parameters or module._modules):
             continue
         if is_parametrized(module):
             claimed |= {id(m) for m in module.get_submodule("parametrizations").modules()}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.layer.embedding import refuse_renormalization
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.process_state import exclusive, own_passes
 
 __all__ = ["preserve_state"]
@@ -55,8 +56,7 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
 def _restored(model: nn.Module, data: Any) -> Iterator[None]:
     generators = _generators(data)
     states = [g.get_state() for g in generators]
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    random = RandomState.now()
     buffers, tables = [], []
     for module in model.modules():
         buffers += [(module, name, b, b.detach().clone()) for name, b in module._buffers.items() if b is not None]
@@ -70,9 +70,7 @@ def _restored(model: nn.Module, data: Any) -> Iterator[None]:
     finally:
         for table, before in tables:
             vars(table).update(before)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        random.restore()
         for generator, state in zip(generators, states):
             generator.set_state(state)
         for buffer in buffers:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.determinism import training_modules
 from curvlinops_plus.risk.examples import take_examples
 from curvlinops_plus.risk.gradient_check import TOLERANCE
@@ -22,7 +23,6 @@ from curvlinops_plus.risk.risk import EmpiricalRisk, RiskOptions
 __all__ = [
     "are_examples_clear",
     "first_different",
-    "generator_state",
     "not_repeatable",
     "outputs_of_modules",
     "relative_difference",
@@ -81,14 +81,14 @@ def are_examples_clear(batch: Batch, options: RiskOptions) -> bool:
 
 
 def _compare(risk: EmpiricalRisk, few: Batch, batch: Batch) -> RuntimeError | None:
-    state = generator_state(risk.device)
+    state = RandomState.now(risk.device)
     try:
         first = risk.run(few)[0]
     except Exception:
         if few is batch:
             raise
         return _compare(risk, batch, batch)  # the model needs the whole batch, as the nodes of a graph do
-    drew = generator_state(risk.device) != state
+    drew = RandomState.now(risk.device) != state
     for _ in range(_DRAWS if drew else 1):
         for f, again in zip(first, risk.run(few)[0], strict=True):
             away = relative_difference(again, f) if again.shape == f.shape else 1.0
@@ -103,25 +103,19 @@ def _compare(risk: EmpiricalRisk, few: Batch, batch: Batch) -> RuntimeError | No
     return None
 
 
-def generator_state(device: torch.device) -> bytes:
-    """The state of PyTorch's generators that a model may draw from."""
-    own = torch.cuda.get_rng_state(device).numpy().tobytes() if device.type == "cuda" else b""
-    return torch.get_rng_state().numpy().tobytes() + own
-
-
 def _training_modules_that_draw(risk: EmpiricalRisk, batch: Batch) -> str:
     """The innermost modules in training mode that draw numbers in a forward pass."""
-    running: list[bytes] = []
+    running: list[RandomState] = []
     found: dict[str, str] = {}
     handles = []
     for name, module in hookable_modules(risk.model):
 
         def enter(module: nn.Module, args: Any) -> None:
-            running.append(generator_state(risk.device))
+            running.append(RandomState.now(risk.device))
 
         def leave(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
             inside = any(known.startswith(f"{name}.") or not name for known in found)
-            if running.pop() != generator_state(risk.device) and module.training and not inside:
+            if running.pop() != RandomState.now(risk.device) and module.training and not inside:
                 found.setdefault(name, f"{name!r} ({type(module).__name__})")
 
         handles += [

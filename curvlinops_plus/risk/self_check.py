@@ -14,10 +14,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.call_kinds import are_rows_unclear, batch_kind, rows_per_example
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.examples import take_examples
-from curvlinops_plus.risk.gradient_check import TOLERANCE, SentVectors, compare_all_rows, send_single
+from curvlinops_plus.risk.gradient_check import (
+    TOLERANCE,
+    SentVectors,
+    compare_all_rows,
+    halves_by_digits,
+    random_halves,
+    send_single,
+)
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
@@ -26,7 +34,6 @@ from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_o
 from curvlinops_plus.risk.repeatable import (
     are_examples_clear,
     first_different,
-    generator_state,
     not_repeatable,
     outputs_of_modules,
     relative_difference,
@@ -39,6 +46,8 @@ __all__ = ["check_batch"]
 
 # How many examples are looked at.
 _FEW = 3
+# So many multiplications in a layer take less time than running it once more.
+_LIGHT = 2**20
 # Batches of so many shapes have their outputs compared.
 _SHAPES = 8
 # Batches of so many kinds have their layers compared as soon as they come.
@@ -56,14 +65,16 @@ def check_batch(
     * a vector for one example reaches no other example's rows in any layer;
     * the gradient that each layer's rule makes of its recorded calls is autograd's gradient of the parameters.
 
-    The whole batch stands in for the few examples where they can't be told apart in its input. The statistics of batch
-    norm in training mode are constants in all of these passes.
+    Where little is computed, vectors for halves of the examples and for one are sent back through the batch itself, and
+    the few examples are run for their outputs only. The whole batch stands in for them where they can't be told apart
+    in its input. The statistics of batch norm in training mode are constants in all of these passes.
 
     Whether layers are called as before is seen from what is recorded of each batch, see `batch_kind`: which modules are
     called in which order, their attributes, hooks and tensors at that moment, their rows per example, and how many
     operations autograd notes between them. Vectors for half of the examples are sent back through the whole batch:
 
-    * in training loops, for each of the first eight numbers of examples;
+    * where the model may be random, for each of the first eight numbers of examples: once if the outputs of a few
+      examples are their part of the batch's all the same, else four times;
     * in every batch where rows per example are no axis of the input, which has masks, indices or other integers.
 
     So these stay unnoticed:
@@ -92,8 +103,9 @@ def check_batch(
         CurvatureWarning: In training loops, if there is batch norm in training mode, which mixes examples.
 
     Cost: a forward and two backward passes over three examples, and the gradients of the parameters for one of them;
-    where all rows are compared, four backward passes to the layers' outputs. In batches that are not looked at, a few
-    microseconds per call of a layer.
+    where all rows are compared, up to four backward passes to the layers' outputs. Where little is computed, a forward
+    pass over three examples, and up to nine backward passes. In batches that are not looked at, a few microseconds per
+    call of a layer.
     """
     if not risk.options.check:
         return
@@ -103,9 +115,10 @@ def check_batch(
     unchecked = _unchecked(checked, recorder, kind)
     shape, is_new = _shape(checked, batch, repeatable)
     # All of a small batch would be a few examples of itself, which tells nothing but that the model is not random.
-    new_outputs = repeatable and is_new and (N > _FEW or not checked.shapes)
-    # Where outputs can't be compared, random modules being allowed, all rows are, for each number of examples.
-    all_rows = recorder.backward and ((is_new and not repeatable) or are_rows_unclear(rows, batch))
+    new_outputs = is_new and (N > _FEW or (repeatable and not checked.shapes)) and (repeatable or recorder.backward)
+    # Where outputs may differ, random modules being allowed, all rows are compared, for each number of examples.
+    unclear = are_rows_unclear(rows, batch)
+    all_rows = recorder.backward and ((is_new and not repeatable) or unclear)
     if not (unchecked or new_outputs or all_rows):
         return
     reached: set[int] = set()
@@ -113,8 +126,8 @@ def check_batch(
     with torch.random.fork_rng(check.devices), eager():
         if unchecked or new_outputs:
             reached = check.run(bool(unchecked))
-        if all_rows:
-            compare_all_rows(recorder, outputs)
+        if all_rows and not check.all_rows:
+            compare_all_rows(recorder, outputs, random_halves(N)[: 1 if check.agreed and not unclear else 4])
     _looked_at(checked, recorder, kind, unchecked, reached)
     checked.shapes.add(shape)
 
@@ -160,8 +173,12 @@ class _Check:
         self, risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
     ) -> None:
         self.risk, self.recorder, self.batch, self.repeatable = risk, recorder, batch, repeatable
-        self.outputs = [f.detach() for f in outputs]
+        self.outputs = outputs
         self.axes = risk.options.example_axis or {}
+        self.called = {recorded.layer for recorded in recorder.calls}
+        self.all_rows = False  # whether all rows were compared
+        self.drew = False  # whether the model drew random numbers
+        self.agreed = False  # whether some of the examples by themselves had the outputs that they have in the batch
         self.devices = [risk.device] if risk.device.type == "cuda" else []
 
     def run(self, backward: bool) -> set[int]:
@@ -175,20 +192,44 @@ class _Check:
         """
         if norms := [*batch_norms(self.risk.model)]:
             self._report(norms)
-        N, called = self.batch.num_examples, {recorded.layer for recorded in self.recorder.calls}
-        if N > _FEW and are_examples_clear(self.batch, self.risk.options):
-            # Any three: what depends on each other may be next to each other, or not.
-            generator = torch.Generator().manual_seed(len(self.risk.checked.shapes))
-            examples = sorted(torch.randperm(N, generator=generator)[:_FEW].tolist())
-            few = take_examples(self.batch, examples)
-            reached = None if few is None else self._look(few, examples, backward)
-            if reached is not None and (reached >= called or not backward):
-                return reached
-        else:
-            reached = self._look(self.batch, list(range(N)), backward)
-            if reached is not None and (reached >= called or not backward):
-                return reached
-        return self._look(self.batch, list(range(N)), backward, every=True) or set()
+        if not (backward and self._is_light()):
+            return self._look_apart(backward)
+        self._look_apart(backward=False)
+        try:
+            reached = self._look_again(every=False)
+            return reached if reached >= self.called else self._look_again(every=True)
+        except UnsupportedError:
+            self._look_apart(backward=True)  # knows better of models that keep their parameters elsewhere
+            raise
+
+    def _look_apart(self, backward: bool) -> set[int]:
+        """Run a few examples by themselves, or all; arguments and result as for `run`."""
+        everyone = self.batch, list(range(self.batch.num_examples))
+        reached = self._look(*(self._few() or everyone), backward)
+        if reached is not None and (reached >= self.called or not backward):
+            return reached
+        return self._look(*everyone, backward, every=True) or set()
+
+    def _few(self) -> tuple[Batch, list[int]] | None:
+        """Some of the examples and their numbers, if they can be told apart from more than these."""
+        N = self.batch.num_examples
+        if N <= _FEW or not are_examples_clear(self.batch, self.risk.options):
+            return None
+        # Any three: what depends on each other may be next to each other, or not.
+        generator = torch.Generator().manual_seed(len(self.risk.checked.shapes))
+        examples = sorted(torch.randperm(N, generator=generator)[:_FEW].tolist())
+        few = take_examples(self.batch, examples)
+        return None if few is None else (few, examples)
+
+    def _is_light(self) -> bool:
+        """Whether backward passes through the whole batch take less time than a forward pass on a few examples does."""
+        calls, layers = self.recorder.calls, self.recorder.layers
+        if any(c.expanded for c in calls) or not all(p.requires_grad for p in self.risk.params.values()):
+            return False
+        sizes = [
+            slot.out.numel() * layers[c.layer].groups[0].layout.matrix_shape[-1] for c in calls for slot in c.slots
+        ]
+        return sum(sizes) <= _LIGHT * len(calls)
 
     def _report(self, norms: list[str]) -> None:
         """Say what is left out if there is batch norm in training mode."""
@@ -218,8 +259,9 @@ class _Check:
         risk, whole = self.risk, self.recorder
         with whole.disabled():
             if not backward:
-                with torch.no_grad():
+                with torch.no_grad(), copied_buffers(risk.model):
                     found = self._outputs_of(few, risk.model)
+                self._refuse_draws()
                 return set() if found is not None and self._compare_outputs(found, few, examples) else None
             # Parameters, as modules may ask for them by that type.
             free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in risk.params.items()}
@@ -236,20 +278,26 @@ class _Check:
         self, own: Recorder, few: Batch, model: nn.Module, free: Mapping[str, Tensor], every: bool
     ) -> tuple[Sequence[Tensor], SentVectors] | None:
         """Run the model, and send vectors back; None if it can't run these examples."""
-        # Left again at once, so that a second run draws the same numbers.
-        with torch.random.fork_rng(self.devices), own.recording(few.num_examples, (few.X, few.y)):
-            before = generator_state(self.risk.device)
+        with own.recording(few.num_examples, (few.X, few.y)):
             found = self._outputs_of(few, model)
-            drew = generator_state(self.risk.device) != before
         if found is None:
             return None
-        if drew and self.repeatable:
-            with own.disabled():
-                require_repeatable(self.risk, self.batch)
+        with own.disabled():
+            self._refuse_draws()
         if expanded := [recorded for recorded in own.calls if recorded.expanded]:
             with own.disabled(), torch.no_grad():
                 _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
         return found, send_single(own, [f for f in found if f.requires_grad], free, self.batch.num_examples, every)
+
+    def _look_again(self, every: bool) -> set[int]:
+        """Send vectors back through the batch itself; arguments and result as for `_look`."""
+        recorder, live, N = self.recorder, [f for f in self.outputs if f.requires_grad], self.batch.num_examples
+        if not self.all_rows:
+            compare_all_rows(recorder, live, halves_by_digits(N))
+            self.all_rows = True
+        sent = send_single(recorder, live, self.risk.params, N, every, whole=True)
+        with recorder.disabled(), torch.no_grad(), torch.autocast(self.risk.device.type, enabled=False):
+            return self._compare(recorder, live, sent)
 
     def _compare(self, own: Recorder, outputs: Sequence[Tensor], sent: SentVectors) -> set[int]:
         """Compare rows and rules."""
@@ -261,24 +309,35 @@ class _Check:
 
     def _outputs_of(self, few: Batch, model: nn.Module) -> Sequence[Tensor] | None:
         """What the losses read; None if the model needs the whole batch, as the nodes of a graph do."""
-        try:
-            return self.risk.run(few, model)[0]
-        except Exception:
-            if few is self.batch:
-                raise
-            return None
+        # The state is as before at once, so that a second run draws the same numbers.
+        with torch.random.fork_rng(self.devices):
+            before = RandomState.now(self.risk.device)
+            try:
+                found = self.risk.run(few, model)[0]
+            except Exception:
+                if few is self.batch:
+                    raise
+                return None
+            self.drew = RandomState.now(self.risk.device) != before
+        return found
+
+    def _refuse_draws(self) -> None:
+        if self.drew and self.repeatable:
+            require_repeatable(self.risk, self.batch)
 
     def _compare_outputs(self, found: Sequence[Tensor], few: Batch, examples: list[int]) -> bool:
         """Compare outputs of a few examples with their part of the batch's; False if they have another shape."""
-        if not self.repeatable:
-            return True
+        agreed = True
         for f, alone in zip(self.outputs, found, strict=True):
-            part = _rows_of(f, examples, self.batch.num_examples)
+            part = _rows_of(f.detach(), examples, self.batch.num_examples)
             if part.shape != alone.shape:
-                return False
+                return not self.repeatable
             away = relative_difference(alone.detach(), part)
             if away > TOLERANCE[part.element_size()]:
-                raise self._why_different(away, few, examples)
+                if self.repeatable:
+                    raise self._why_different(away, few, examples)
+                agreed = False
+        self.agreed = agreed and few is not self.batch
         return True
 
     def _why_different(self, away: float, few: Batch, examples: list[int]) -> Exception:

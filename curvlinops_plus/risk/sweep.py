@@ -16,6 +16,7 @@ from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorG
 from curvlinops_plus.risk.constant_statistics import constant_statistics
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
+from curvlinops_plus.risk.losses import Terms
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
@@ -23,6 +24,7 @@ from curvlinops_plus.risk.refused_calls import refusal_of_one_row
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.self_check import check_batch
 from curvlinops_plus.risk.totals import Totals
+from curvlinops_plus.risk.user_backward import UserBackward
 from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
 
 __all__ = ["RecordedPasses", "sweep"]
@@ -149,6 +151,7 @@ class RecordedPasses:
         draws: Draws,
         consume: Consumer,
         keep_graph: bool = False,
+        user: UserBackward | None = None,
     ) -> Totals:
         """Send vectors back from what the model returned in the recorded forward pass.
 
@@ -158,19 +161,13 @@ class RecordedPasses:
             draws: Random numbers for the vectors.
             consume: Called with a `LayerBatch`, once per layer and piece of vectors.
             keep_graph: Keep the graph: somebody else goes back through it afterwards.
+            user: Take gradients from here instead of sending anything.
 
         Returns:
             The totals of the batch.
         """
-        risk, recorder, vectors, (fs, ys, class_axes) = self.risk, self.recorder, self.vectors, outputs
-        with torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
-            try:
-                terms = risk.terms([f.detach() for f in fs], ys, batch, class_axes)
-            except (ValueError, TypeError, RuntimeError) as error:
-                if expanded := [recorded.call.use for recorded in recorder.calls if recorded.expanded]:
-                    N, why = batch.num_examples, f"then the loss could not read the output: {error}"
-                    raise refusal_of_one_row(expanded[0], N, why) from error
-                raise
+        risk, recorder, vectors, (fs, _, class_axes) = self.risk, self.recorder, self.vectors, outputs
+        terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():
             check_batch(risk, recorder, batch, fs, self.repeatable)
@@ -182,10 +179,26 @@ class RecordedPasses:
                 batch_totals.weights = self.weights.of(batch_totals)
                 groups = vector_groups(risk.losses, vectors, fs, terms, class_axes, draws, batch_totals.weights)
                 for group in groups:
+                    if user is not None:
+                        passes.take(group, user)
+                        continue
                     _announce(risk, vectors, group)
-                    passes.send(group, _vectors_at_once(recorder, group.number), keep_graph or group is not groups[-1])
+                    at_once = _vectors_at_once(recorder, group.number)
+                    passes.send(group, at_once, keep_graph or group is not groups[-1])
         batch_totals.reached = passes.reached
         return batch_totals
+
+    def _terms(self, batch: Batch, outputs: tuple[Any, Any, Any]) -> Terms:
+        """What the losses make of the outputs."""
+        fs, ys, class_axes = outputs
+        with torch.no_grad(), torch.autocast(self.risk.device.type, enabled=False):
+            try:
+                return self.risk.terms([f.detach() for f in fs], ys, batch, class_axes)
+            except (ValueError, TypeError, RuntimeError) as error:
+                if expanded := [recorded.call.use for recorded in self.recorder.calls if recorded.expanded]:
+                    N, why = batch.num_examples, f"then the loss could not read the output: {error}"
+                    raise refusal_of_one_row(expanded[0], N, why) from error
+                raise
 
 
 def _announce(risk: EmpiricalRisk, vectors: Vectors, group: VectorGroup) -> None:

@@ -6,15 +6,16 @@ Layer-wise approximations send the vectors back one after the other; matrix-free
 
 | object | vectors per batch | matrix |
 | --- | --- | --- |
-| `Exact()` | R·C, the columns of the loss Hessian's root, one loss term at a time | GGN |
-| `Exact(signs=True)` | C, all terms at once with an independent sign each | unbiased for the GGN |
+| `Exact()` | R·K, the columns of the loss Hessian's root, one loss term at a time | GGN |
+| `Exact(signs=True)` | K, all terms at once with an independent sign each | unbiased for the GGN |
 | `CurvaturePropagation(samples)` | `samples`, all columns of all terms at once, random signs | unbiased for the GGN |
 | `MonteCarlo(samples)` | `samples`, would-be gradients at labels drawn from the model | unbiased for the Fisher |
 | `Empirical()` | 1, the gradient of the loss at the data's own labels | empirical Fisher, one gradient per example |
 | `Empirical(per_term=True)` | R, the same for each loss term by itself | empirical Fisher over terms |
 | `ForwardOnly()` | none | `G = I`: input statistics alone |
 
-N examples, R loss terms per example (tokens, pixels), C numbers per term.
+N examples, R loss terms per example (tokens, pixels), C numbers per term, K columns of its root: C, of cross-entropy
+C - 1.
 
 GGN and Fisher are one matrix for the usual losses. Where they differ (a Gaussian with predicted variance, probabilities
 instead of logits) the Fisher is meant by both, and vectors that were asked for the GGN by name are refused.
@@ -75,6 +76,11 @@ class Draws:
     def signs(self, *shape: int) -> Tensor:
         """1 or -1 with equal chance, from as many of the numbers, float64 on the CPU."""
         return self.uniform(*shape).lt_(0.5).mul_(-2).add_(1)
+
+
+def _near(numbers: Tensor, F: Tensor) -> Tensor:
+    """Random numbers on the GPU of the outputs, if they are on one: a copy from pinned memory stops nobody."""
+    return numbers.pin_memory().to(F.device, non_blocking=True) if F.is_cuda else numbers
 
 
 class Vectors(ABC):
@@ -147,7 +153,8 @@ class Exact(Vectors):
     Raises:
         ValueError: If `matrix` is something else.
 
-    Cost: R·C backward passes per batch, or C with signs.
+    Cost: R·K backward passes per batch with K columns per loss term (classes less one, of cross-entropy), or K with
+    signs.
 
     Example:
         >>> Exact().fisher_type
@@ -180,7 +187,7 @@ class Exact(Vectors):
         terms, columns = F.shape[1], likelihood.num_columns(F)
         alone = terms == 1
         if self.signs and not alone:
-            signs = draws.signs(F.shape[0], terms, columns).to(F)
+            signs = _near(draws.signs(F.shape[0], terms, columns), F).to(F)
         for k, column in enumerate(likelihood.hessian_root_columns(F, Y)):
             if alone:
                 yield column
@@ -237,7 +244,7 @@ class CurvaturePropagation(Vectors):
         return self.samples
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
-        signs = draws.signs(*F.shape[:2], self.samples, likelihood.num_columns(F)).to(F)
+        signs = _near(draws.signs(*F.shape[:2], self.samples, likelihood.num_columns(F)), F).to(F)
         sent = likelihood.hessian_root_product(F, Y, signs.permute(2, 0, 1, 3))
         yield from sent / math.sqrt(self.samples) if self.samples > 1 else sent
 
@@ -277,7 +284,7 @@ class MonteCarlo(Vectors):
         return ColumnsRoot(self._draw(likelihood, F, Y, draws), per_term=True)
 
     def _draw(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Tensor:  # [samples, N, R, C]
-        drawn = likelihood.draw(F, Y, self.samples, draws.uniform)
+        drawn = likelihood.draw(F, Y, self.samples, lambda *shape: _near(draws.uniform(*shape), F))
         return drawn / math.sqrt(self.samples) if self.samples > 1 else drawn
 
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from datetime import date
 
 import torch
-from run import Task, measure
+from measure import Task, event_time, interleaved, wall_time
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -138,14 +138,14 @@ def peak(task: Task, cuda: bool) -> float:
 
 def contestants(risk: EmpiricalRisk, affine: bool) -> dict[str, Task]:
     def diagonal() -> object:
-        return curvature(risk, DiagonalBlock, vectors=MonteCarlo(1, seed=0)).compute()
+        return curvature(risk, DiagonalBlock, vectors=MonteCarlo(1, seed=0))
 
     def generic() -> object:
         with no_rules():
             return diagonal()
 
     def of(approximation: type[KFAC] | type[EKFAC]) -> Task:
-        return lambda: curvature(risk, approximation, vectors=MonteCarlo(1, seed=0)).compute()
+        return lambda: curvature(risk, approximation, vectors=MonteCarlo(1, seed=0))
 
     def yard() -> None:
         for X, y in risk.data:
@@ -192,9 +192,7 @@ def main() -> None:
         risk = EmpiricalRisk(model, nn.MSELoss(), [(X, y)])
         affine = isinstance(rule_of(model.layer), AffineRule) or bool(rule_of(model.layer).parts(model.layer))
         tasks = contestants(risk, affine)
-        t = measure(
-            tasks, 1 if arguments.quick else arguments.repeats, torch.cuda.synchronize if cuda else lambda: None
-        )
+        t = interleaved(tasks, 1 if arguments.quick else arguments.repeats, event_time if cuda else wall_time)
         memory = {task: peak(tasks[task], cuda) for task in ("rule", "generic") if task in tasks}
         yards = [f"{t[task] / t['yard']:.3g}" if task in t else "–" for task in ("KFAC", "EKFAC")]
         megabytes = f"{memory['rule'] / 1e6:.1f}"

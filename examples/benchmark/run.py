@@ -1,170 +1,177 @@
-"""Time curvature computations as multiples of one plain gradient pass, beside curvlinops 3.0.1 where it is installed.
+"""Time and memory of curvature computations, beside curvlinops 3.0.1 where it is installed and beside the limit.
 
-Absolute times on shared machines say nothing, so everything is measured in one interleaved run (A B C A B C …) and
-given as a ratio of medians. One *yard* is one forward and backward pass to the parameters over the same data.
+Absolute times on shared machines say nothing: every figure is a ratio of medians in one interleaved run (A B C A B C …).
+One *yard* is one forward and backward pass to the parameters over the same data. The *limit* is what is necessary for a
+task, measured in plain PyTorch in the same run (`limits.py`).
 
-    python examples/benchmark/run.py --workloads a_mlp e_digits --repeats 5
-    pip install curvlinops-for-pytorch==3.0.1    # to see the columns of the peer
+    python examples/benchmark/run.py --quick                        # smaller networks, under three minutes
+    python examples/benchmark/run.py --workloads a_mlp --tables time --repeats 5
+    python examples/benchmark/run.py --device cuda                  # larger networks, timed by events of the GPU
+    pip install curvlinops-for-pytorch==3.0.1                       # to see the columns of the peer
 
-Prints a Markdown table; `docs/benchmarks.md` keeps the results.
+Prints Markdown tables; `docs/benchmarks.md` keeps the results.
 """
 
 from __future__ import annotations
 
 import argparse
 import platform
-import statistics
-import time
 import warnings
-from collections.abc import Callable
 from datetime import date
-from types import ModuleType
+from pathlib import Path
 
 import torch
-from workloads import MAKERS, Workload, make
+from limits import Limits, decaying
+from measure import CLOCKS, Clock, figure, interleaved, ratio, table
+from memory import growth
+from slopes import AXES, QUICK_AXES, draw, exponent, slopes
+from tasks import curvlinops, tasks, tiny_tasks, training_tasks, yard
+from workloads import CPU, CUDA, MAKERS, make
 
 import curvlinops_plus
 
-try:
-    import curvlinops
-except ImportError:
-    curvlinops = None
-
-Task = Callable[[], object]
+#: Decompositions of a symmetric matrix that are compared; another algorithm is a line here.
+EIGH = {"torch.linalg.eigh": torch.linalg.eigh}
+TABLES = ["time", "eigh", "tiny", "training", "memory", "slopes"]
 
 
-def yard(work: Workload) -> Task:
-    def run() -> None:
-        for X, y in work.data:
-            torch.autograd.grad(work.loss(work.model(X), y), work.params)
-
-    return run
+def _contestants(ours: dict, theirs: dict) -> dict:
+    named = {f"ours {task}": run for task, run in ours.items()}
+    return named | {f"theirs {task}": run for task, run in theirs.items()}
 
 
-def factors(library: ModuleType, work: Workload, **options: object) -> Task:
-    """KFAC's factors, weight and bias joined, without the determinism check."""
-
-    def run() -> None:
-        K = library.KFACLinearOperator(
-            work.model,
-            work.loss,
-            work.params,
-            work.data,
-            check_deterministic=False,
-            separate_weight_and_bias=False,
-            **options,
-        )
-        K.compute_kronecker_factors()
-
-    return run
-
-
-def corrected(library: ModuleType, work: Workload) -> Task:
-    """EKFAC: factors, eigenvectors, corrected eigenvalues."""
-    work = flat(library, work)
-
-    def run() -> None:
-        K = library.EKFACLinearOperator(
-            work.model, work.loss, work.params, work.data, check_deterministic=False, separate_weight_and_bias=False
-        )
-        if library is curvlinops_plus:
-            K.compute()
-        else:
-            K.compute_kronecker_factors()
-            K.compute_eigenvalue_correction()
-
-    return run
+def time_tables(names: list[str], device: str, quick: bool, repeats: int, clock: Clock) -> None:
+    """Every task in yards beside the peer and the limit, and what the limits are made of."""
+    print("## Time\n\nIn yards; less is better.\n")
+    libraries = [curvlinops_plus] if curvlinops is None else [curvlinops_plus, curvlinops]
+    if quick:  # each turn counts then
+        for run in [run for library in libraries for run in tasks(library, make("tiny", device)).values()]:
+            run()
+    parts: list[list[str]] = []
+    header = ["workload", "task", "ours", "3.0.1", "ours ÷ 3.0.1", "limit", "ours ÷ limit"]
+    print(table(header, []).rstrip(), flush=True)
+    for name in names:
+        work = make(name, device, quick)
+        ours, theirs = tasks(curvlinops_plus, work), {} if curvlinops is None else tasks(curvlinops, work)
+        limits = Limits(work)
+        plain = {"yard": yard(work), **limits.contestants()}
+        t = interleaved(plain | _contestants(ours, theirs), repeats, clock, warm_up=not quick)
+        least = limits.of(t)
+        for task in ours:
+            mine, other, limit = t[f"ours {task}"], t.get(f"theirs {task}"), least.get(task)
+            in_yards = [figure(x and x / t["yard"]) for x in (mine, other, limit)]
+            row = [name, task, *in_yards[:2], ratio(mine, other), in_yards[2], ratio(mine, limit)]
+            print(f"| {' | '.join(row)} |", flush=True)
+        parts.append([name, *(figure(x / t["yard"]) for x in limits.parts(t).values())])
+    print("\nWhat the limits are made of, in yards.\n")
+    columns = ["forward", "backward to outputs", "Grams of inputs", "Grams of gradients", "eigh", "squares"]
+    print(table(["workload", *columns], parts), flush=True)
 
 
-def flat(library: ModuleType, work: Workload) -> Workload:
-    """The peer's EKFAC takes logits [N·R, C] only; give it those."""
-    if library is curvlinops_plus or work.exact:
-        return work
-    model = torch.nn.Sequential(work.model, Rows())
-    return Workload(work.name, model, [(X, y.flatten()) for X, y in work.data], work.exact)
+def eigh_table(names: list[str], device: str, quick: bool, repeats: int, clock: Clock) -> None:
+    """Eigendecompositions by size, in yards of the workload that has factors of this size."""
+    print("## Eigendecompositions\n\nOf one factor, in yards of its workload.\n")
+    rows = []
+    for name in names:
+        work = make(name, device, quick)
+        sizes = Limits(work).sizes
+        for size in sorted({s for s in sizes if s >= 64}):
+            M = decaying(size, work.device)
+            runs = {label: lambda f=f, M=M: f(M) for label, f in EIGH.items()}
+            t = interleaved({"yard": yard(work), **runs}, repeats, clock)
+            rows.append([name, str(size), str(sizes.count(size)), *(figure(t[label] / t["yard"]) for label in EIGH)])
+    print(table(["workload", "size", "factors", *EIGH], rows), flush=True)
 
 
-class Rows(torch.nn.Module):
-    """[N, C, R] to [N·R, C]."""
-
-    def forward(self, f: torch.Tensor) -> torch.Tensor:
-        return f.transpose(1, 2).flatten(0, 1)
-
-
-def construction(library: ModuleType, work: Workload) -> Task:
-    """KFAC with all defaults, the determinism check included."""
-    return lambda: library.KFACLinearOperator(work.model, work.loss, work.params, work.data)
-
-
-def product(library: ModuleType, work: Workload) -> Task:
-    """One GGN-vector product."""
-    G = library.GGNLinearOperator(work.model, work.loss, work.params, work.data, check_deterministic=False)
-    v = torch.randn(G.shape[0], device=work.data[0][0].device)
-    return lambda: G @ v
+def tiny_table(device: str, repeats: int, clock: Clock) -> None:
+    """Three layers, 108 parameters, one batch of 32 examples."""
+    print("## A tiny network\n\nThree layers, 108 parameters, one batch: all of it is Python. In yards.\n")
+    work = make("tiny", device)
+    theirs = {} if curvlinops is None else tiny_tasks(curvlinops, work)
+    contestants = {"yard": yard(work)} | _contestants(tiny_tasks(curvlinops_plus, work), theirs)
+    t = interleaved(contestants, 10 * repeats, clock)
+    rows = []
+    for task in tiny_tasks(curvlinops_plus, work):
+        mine, other = t[f"ours {task}"], t.get(f"theirs {task}")
+        rows.append([task, figure(mine / t["yard"]), figure(other and other / t["yard"]), ratio(mine, other)])
+    print(table(["task", "ours", "3.0.1", "ours ÷ 3.0.1"], rows), flush=True)
 
 
-def applied(library: ModuleType, work: Workload, columns: int | None, inverse: bool) -> Task:
-    """KFAC, or its damped inverse, times one or several columns; everything is computed before."""
-    K = library.KFACLinearOperator(work.model, work.loss, work.params, work.data, check_deterministic=False)
-    K.compute_kronecker_factors()
-    A = library.KFACInverseLinearOperator(K, damping=1e-2) if inverse else K
-    v = torch.randn(*((K.shape[0],) if columns is None else (K.shape[0], columns)), device=work.data[0][0].device)
-    A @ v
-    return lambda: A @ v
+def training_table(names: list[str], device: str, quick: bool, repeats: int, clock: Clock) -> None:
+    """Steps while an estimator listens, as multiples of plain ones."""
+    print("## Listening in a training loop\n\nTime of a step (forward, backward, descent) ÷ a plain step.\n")
+    rows = []
+    for name in names:
+        work = make(name, device, quick)
+        t = interleaved(training_tasks(work), repeats, clock)
+        rows.append([name, *(ratio(t[key], t["plain"]) for key in ("KFAC, Monte Carlo", "KFAC, empirical"))])
+    print(table(["workload", "KFAC, Monte Carlo", "KFAC, empirical"], rows), flush=True)
 
 
-def tasks(library: ModuleType, work: Workload) -> dict[str, Task]:
-    chosen: dict[str, Task] = {"KFAC, Monte Carlo": factors(library, work)}
-    if work.exact:
-        chosen["KFAC, exact"] = factors(library, work, fisher_type="type-2")
-    chosen["EKFAC, Monte Carlo"] = corrected(library, work)
-    chosen["construction, defaults"] = construction(library, work)
-    chosen["GGN-vector product"] = product(library, work)
-    chosen["K @ v"] = applied(library, work, None, False)
-    chosen["K @ V, 16 columns"] = applied(library, work, 16, False)
-    chosen["damped inverse @ v"] = applied(library, work, None, True)
-    return chosen
+def memory_table(names: list[str], device: str, quick: bool, threads: int) -> None:
+    """Peak memory above the start."""
+    print("## Memory\n\nPeak above what was there before, MB.\n")
+    rows = []
+    for name in names:
+        for task, found in growth(name, device, quick, threads).items():
+            mine, other = found["ours"], found.get("theirs")
+            rows.append([name, task, figure(mine / 1e6), figure(other and other / 1e6), ratio(mine, other)])
+    print(table(["workload", "task", "ours", "3.0.1", "ours ÷ 3.0.1"], rows), flush=True)
 
 
-def measure(contestants: dict[str, Task], repeats: int, synchronize: Task) -> dict[str, float]:
-    """Median time of each, taken in turns after one warm-up."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(repeats + 1):
-        for name, task in contestants.items():
-            synchronize()
-            start = time.perf_counter()
-            task()
-            synchronize()
-            if turn:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(t) for name, t in times.items()}
+def slopes_table(device: str, quick: bool, repeats: int, clock: Clock, picture: Path | None) -> None:
+    """Yards at four sizes of everything that grows."""
+    print("## Slopes\n\nIn yards of the same network; the exponent of a fitted power of the size.\n")
+    axes = QUICK_AXES if quick else AXES
+    found = slopes(axes, device, repeats, clock)
+    rows = []
+    for axis, by_task in found.items():
+        sizes = axes[axis][0]
+        for task, values in by_task.items():
+            at = ", ".join(f"{figure(value)} at {size}" for size, value in zip(sizes, values))
+            rows.append([axis, task, at, f"{exponent(sizes, values):+.2f}"])
+    print(table(["grows", "task", "yards", "exponent"], rows), flush=True)
+    if picture is not None:
+        draw(axes, found, picture)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workloads", nargs="+", default=list(MAKERS), choices=list(MAKERS))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--workloads", nargs="+", choices=[name for name in MAKERS if name != "tiny"])
+    parser.add_argument("--tables", nargs="+", choices=TABLES, help="default: all; with --quick on a CPU without eigh")
+    parser.add_argument("--quick", action="store_true", help="smaller networks, three repeats")
+    parser.add_argument("--repeats", type=int, help="default: 5, or 3 with --quick")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--clock", choices=CLOCKS, help="default: CPU time, or events of the GPU")
+    parser.add_argument("--picture", type=Path, help="where the slopes are drawn, such as docs/benchmark.png")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
     warnings.simplefilter("ignore")
-    synchronize = torch.cuda.synchronize if arguments.device == "cuda" else lambda: None
-    peer = "" if curvlinops is None else " | curvlinops 3.0.1, yards | ours ÷ theirs"
-    machine = f"{platform.machine()}, {arguments.device}, {arguments.threads} threads"
-    print(f"{date.today()}, {machine}, torch {torch.__version__}\n")
-    print(f"| workload | task | ours, yards{peer} |\n| --- | --- | --- |{'' if curvlinops is None else ' --- | --- |'}")
-    for name in arguments.workloads:
-        work = make(name, arguments.device)
-        ours = tasks(curvlinops_plus, work)
-        theirs = {} if curvlinops is None else tasks(curvlinops, work)
-        for task, run in ours.items():
-            contestants = {"yard": yard(work), "ours": run} | ({"theirs": theirs[task]} if task in theirs else {})
-            t = measure(contestants, arguments.repeats, synchronize)
-            row = f"| {name} | {task} | {t['ours'] / t['yard']:.3g} |"
-            if "theirs" in t:
-                row += f" {t['theirs'] / t['yard']:.3g} | {t['ours'] / t['theirs']:.2f} |"
-            print(row, flush=True)
+    device, quick = given.device, given.quick
+    names = given.workloads or (CUDA if device == "cuda" else CPU)
+    repeats = given.repeats or (3 if quick else 5)
+    kind = given.clock or ("events" if device == "cuda" else "cpu")
+    clock = CLOCKS[kind]
+    chosen = given.tables or [t for t in TABLES if not (t == "eigh" and quick and device == "cpu")]
+    machine = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    print(
+        f"{date.today()}, {machine}, {given.threads} threads, torch {torch.__version__}, float32, clock: {kind}, ",
+        end="",
+    )
+    print(f"{'quick sizes' if quick else 'full sizes'}, {repeats} repeats.\n")
+    if "time" in chosen:
+        time_tables(names, device, quick, repeats, clock)
+    if "eigh" in chosen:
+        eigh_table(names, device, quick, repeats, clock)
+    if "tiny" in chosen:
+        tiny_table(device, repeats, clock)
+    if "training" in chosen:
+        training_table(names, device, quick, repeats, clock)
+    if "memory" in chosen:
+        memory_table(names[:3] if quick else names, device, quick, given.threads)
+    if "slopes" in chosen:
+        slopes_table(device, quick, repeats, clock, given.picture)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Networks and data to measure on: five shapes of problem, no downloads."""
+"""Networks and data to measure on, no downloads: five for CPUs, two for GPUs, each in two sizes, and a tiny one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Workload:
 
     Attributes:
         exact: Whether exact vectors are affordable (one backward pass per class).
+        left_out: Name of a layer whose factors would be too large.
     """
 
     name: str
@@ -25,23 +26,35 @@ class Workload:
     data: list[tuple[Tensor, Tensor]]
     exact: bool = True
     loss: nn.Module = field(default_factory=nn.CrossEntropyLoss)
+    left_out: str | None = None
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        named = self.model.named_modules()
+        return [m for name, m in named if isinstance(m, (nn.Linear, nn.Conv2d)) and name != self.left_out]
 
     @property
     def params(self) -> list[nn.Parameter]:
-        layers = [m for m in self.model.modules() if isinstance(m, (nn.Linear, nn.Conv2d))]
-        return [p for layer in layers for p in layer.parameters()]
+        return [p for layer in self.layers for p in layer.parameters()]
+
+    @property
+    def device(self) -> torch.device:
+        return self.data[0][1].device
+
+
+Made = tuple[nn.Module, list[tuple[Tensor, Tensor]]]
 
 
 def batches(X: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
     return list(zip(X.split(size), y.split(size)))
 
 
-def perceptron(*widths: int, N: int) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+def perceptron(*widths: int, N: int, batch: int = 256) -> Made:
     layers: list[nn.Module] = []
     for fan_in, fan_out in itertools.pairwise(widths):
         layers += [nn.Linear(fan_in, fan_out), nn.ReLU()]
     model = nn.Sequential(*layers[:-1])
-    return model, batches(torch.randn(N, widths[0]), torch.randint(widths[-1], (N,)), 256)
+    return model, batches(torch.randn(N, widths[0]), torch.randint(widths[-1], (N,)), batch)
 
 
 class Residual(nn.Module):
@@ -63,13 +76,47 @@ class Residual(nn.Module):
         return F.relu(self.body(x) + self.shortcut(x))
 
 
-def resnet() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
-    widths = [32, 32, 32, 64, 64, 128, 128, 256, 256]
+def images(size: int, classes: int, N: int, batch: int) -> list[tuple[Tensor, Tensor]]:
+    return batches(torch.randn(N, 3, size, size), torch.randint(classes, (N,)), batch)
+
+
+def resnet(width: int, size: int, N: int, batch: int) -> Made:
+    """Like ResNet-18 without its first pooling."""
+    widths = [width * k for k in (1, 1, 1, 2, 2, 4, 4, 8, 8)]
     blocks = [Residual(a, b, 1 if a == b else 2) for a, b in itertools.pairwise(widths)]
-    model = nn.Sequential(
-        nn.Conv2d(3, 32, 3, 1, 1, bias=False), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)
-    )
-    return model.eval(), batches(torch.randn(64, 3, 32, 32), torch.randint(10, (64,)), 32)
+    first, last = nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.Linear(8 * width, 10)
+    model = nn.Sequential(first, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), last)
+    return model.eval(), images(size, 10, N, batch)
+
+
+class Bottleneck(nn.Module):
+    """Convolutions 1×1, 3×3, 1×1 with batch norm around a shortcut."""
+
+    def __init__(self, c_in: int, c: int, stride: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(c_in, c, 1, bias=False), nn.BatchNorm2d(c), nn.ReLU(),
+            nn.Conv2d(c, c, 3, stride, 1, bias=False), nn.BatchNorm2d(c), nn.ReLU(),
+            nn.Conv2d(c, 4 * c, 1, bias=False), nn.BatchNorm2d(4 * c),
+        )  # fmt: skip
+        same = stride == 1 and c_in == 4 * c
+        self.shortcut = nn.Identity() if same else nn.Conv2d(c_in, 4 * c, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet50(width: int, size: int, N: int, batch: int, classes: int, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Made:
+    """Like ResNet-50."""
+    blocks: list[nn.Module] = []
+    c_in = width
+    for stage, depth in enumerate(depths):
+        for index in range(depth):
+            blocks.append(Bottleneck(c_in, width * 2**stage, 2 if stage and not index else 1))
+            c_in = 4 * width * 2**stage
+    stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(c_in, classes))
+    return model.eval(), images(size, classes, N, batch)
 
 
 class Attention(nn.Module):
@@ -90,10 +137,10 @@ class Attention(nn.Module):
 class Decoder(nn.Module):
     """A small language model; logits have the classes on axis 1, as PyTorch's cross-entropy wants them."""
 
-    def __init__(self, layers: int = 4, d: int = 256, context: int = 128, vocabulary: int = 1000) -> None:
+    def __init__(self, layers: int, d: int, heads: int, context: int, vocabulary: int) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocabulary, d), nn.Embedding(context, d)
-        self.attention = nn.ModuleList([Attention(d, 4) for _ in range(layers)])
+        self.attention = nn.ModuleList([Attention(d, heads) for _ in range(layers)])
         self.mlp = nn.ModuleList(
             [nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d)) for _ in range(layers)]
         )
@@ -108,16 +155,16 @@ class Decoder(nn.Module):
         return self.head(self.norms[-1](x)).transpose(1, 2)
 
 
-def language() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
-    tokens = torch.randint(1000, (16, 128))
-    return Decoder().eval(), batches(tokens, tokens.roll(-1, 1), 4)
+def language(layers: int, d: int, heads: int, context: int, vocabulary: int, N: int, batch: int) -> Made:
+    tokens = torch.randint(vocabulary, (N, context))
+    return Decoder(layers, d, heads, context, vocabulary).eval(), batches(tokens, tokens.roll(-1, 1), batch)
 
 
-def digits() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+def digits(N: int) -> Made:
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    X, y = torch.tensor(bunch.images, dtype=torch.float32)[:1792, None] / 16, torch.tensor(bunch.target)[:1792]
+    X, y = torch.tensor(bunch.images, dtype=torch.float32)[:N, None] / 16, torch.tensor(bunch.target)[:N]
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10),
@@ -131,20 +178,50 @@ def digits() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     return model, batches(X, y, 256)
 
 
-MAKERS: dict[str, Callable[[], tuple[nn.Module, list[tuple[Tensor, Tensor]]]]] = {
-    "a_mlp": lambda: perceptron(784, 512, 512, 10, N=2048),
-    "b_resnet": resnet,
-    "c_gpt": language,
-    "d_wide": lambda: perceptron(2048, 2048, 2048, 10, N=1024),
-    "e_digits": digits,
+#: Name to the full size and a quick one.
+MAKERS: dict[str, tuple[Callable[[], Made], Callable[[], Made]]] = {
+    "a_mlp": (
+        lambda: perceptron(784, 512, 512, 10, N=2048),
+        lambda: perceptron(784, 256, 256, 10, N=1024),
+    ),
+    "b_resnet": (
+        lambda: resnet(32, 32, N=64, batch=32),
+        lambda: resnet(16, 20, N=20, batch=10),
+    ),
+    "c_gpt": (
+        lambda: language(4, 256, 4, 128, 1000, N=16, batch=4),
+        lambda: language(2, 128, 4, 64, 300, N=8, batch=4),
+    ),
+    "d_wide": (
+        lambda: perceptron(2048, 2048, 2048, 10, N=1024),
+        lambda: perceptron(640, 640, 640, 10, N=768),
+    ),
+    "e_digits": (lambda: digits(1792), lambda: digits(1024)),
+    "f_resnet50": (
+        lambda: resnet50(64, 224, N=256, batch=64, classes=1000),
+        lambda: resnet50(4, 32, N=8, batch=4, classes=10, depths=(1, 1, 1, 1)),
+    ),
+    "g_gpt2": (
+        lambda: language(12, 768, 12, 1024, 50257, N=16, batch=4),
+        lambda: language(2, 32, 4, 16, 100, N=4, batch=2),
+    ),
+    "tiny": (lambda: perceptron(3, 6, 6, 6, N=32),) * 2,
 }
+CPU = ["a_mlp", "b_resnet", "c_gpt", "d_wide", "e_digits"]
+CUDA = ["a_mlp", "d_wide", "f_resnet50", "g_gpt2"]
 
 
-def make(name: str, device: str = "cpu") -> Workload:
+def make(name: str, device: str = "cpu", quick: bool = False) -> Workload:
     """A workload by name, always the same numbers."""
     torch.manual_seed(0)
-    model, data = MAKERS[name]()
-    work = Workload(name, model.to(device), [(X.to(device), y.to(device)) for X, y in data], exact=name != "c_gpt")
+    return workload(name, *MAKERS[name][quick](), device)
+
+
+def workload(name: str, model: nn.Module, data: list[tuple[Tensor, Tensor]], device: str = "cpu") -> Workload:
+    """Only the parameters that curvature is about have gradients, so that a yard is of these."""
+    data = [(X.to(device), y.to(device)) for X, y in data]
+    few = name in ("a_mlp", "b_resnet", "d_wide", "e_digits", "tiny", "classes")  # classes
+    work = Workload(name, model.to(device), data, exact=few, left_out="head" if name == "g_gpt2" else None)
     wanted = {id(p) for p in work.params}
     for p in work.model.parameters():
         p.requires_grad_(id(p) in wanted)

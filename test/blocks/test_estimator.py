@@ -410,6 +410,44 @@ def test_an_error_on_the_way_changes_nothing() -> None:
     assert not any(m._forward_hooks for m in model.modules())
 
 
+class Halved(torch.autograd.Function):
+    """Its backward writes to the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x / 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.div_(2)
+
+
+@pytest.mark.parametrize("listening", [False, True])
+def test_gradients_that_are_written_to_are_refused(listening: bool) -> None:
+    """In the backward pass of `a + Halved(b)`, both summands get the same tensor."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            halved = Halved.apply(self.other(x))
+            return self.one(x) + halved
+
+    model, (X, y) = Sum(), batches(4)[0]
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (), check=False)
+    running = CurvatureEstimator(risk, KFAC, vectors=MonteCarlo())
+
+    def listen() -> None:
+        with running.listen((X, y)):
+            model(X)
+
+    with pytest.raises(UnsupportedError, match=r"layer 'one': the rows of the statistic 'G' were written to"):
+        listen() if listening else running.update((X, y))
+    assert running.updates == 0
+
+
 class Experts(nn.Module):
     """Which of two layers runs depends on the data."""
 

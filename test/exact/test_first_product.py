@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from curvlinops_plus import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
-from curvlinops_plus.exact import GGN, Hessian, hessian, linearize
+from curvlinops_plus.exact import GGN, Hessian, hessian
 from curvlinops_plus.exact.batched import is_generic
 
 
@@ -49,7 +49,7 @@ def test_the_first_product_finds_out_where_forward_mode_is_wrong(name: str) -> N
     dense, G, v = dense_by_rows(risk), GGN(risk), normal(risk.space.dim)
     for w in (v, normal(risk.space.dim, seed=1)):
         close(G @ w, dense @ w)
-        assert G._linear._forward is right
+        assert G._linear.mode.right is right
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -108,12 +108,12 @@ def test_vectors_that_would_hide_a_wrong_derivative_are_not_asked(form: str, mon
     G = GGN(risk)
     close(G @ v, dense @ v)
     close(G @ w, dense @ w)
-    assert G._linear._forward is False
-    monkeypatch.setattr(linearize, "is_generic", lambda v, params: True)
+    assert G._linear.mode.right is False
+    monkeypatch.setattr(forward_mode, "is_generic", lambda v, params: True)
     G = GGN(risk)
     _ = G @ v
     if form != "sparse":  # what the test is about
-        assert G._linear._forward
+        assert G._linear.mode.right
 
 
 def test_vectors_that_say_as_much_as_random_ones() -> None:

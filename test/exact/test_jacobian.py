@@ -103,12 +103,13 @@ def test_factors_of_other_matrices(name: str) -> None:
 def test_inner_shape_is_examples_terms_columns() -> None:
     p = problem("attention, ce")
     N, (R, C) = sum(b.N for b in p.exact.batches), p.exact.batches[0].terms.shape[1:]
-    assert factor_of(p).in_shapes == ((N, R, C),)
+    assert factor_of(p).in_shapes == ((N, R, C - 1),)
     assert factor_of(p, vectors=MonteCarlo(samples=5)).in_shapes == ((N, R, 5),)
     assert factor_of(p, vectors="empirical").in_shapes == ((N, 1, 1),)
     assert factor_of(p, vectors=Empirical(per_term=True)).in_shapes == ((N, R, 1),)
     uneven = problem("uneven sequences")
-    assert factor_of(uneven).in_shapes == ((sum(b.terms.numel() for b in uneven.exact.batches),),)
+    columns = sum(b.terms[..., 1:].numel() for b in uneven.exact.batches)
+    assert factor_of(uneven).in_shapes == ((columns,),)
 
 
 def test_scale_follows_num_data() -> None:
@@ -135,7 +136,7 @@ def test_any_shape(
     data = [(x, torch.zeros(len(x), classes, dtype=torch.float64)) for x in X]
     params = dict(model.named_parameters())
     J = JacobianLinearOperator(model, params, data, check_deterministic=False, chunk_size=chunk_size)
-    J._linear._forward = None if forward else False  # None: found out
+    J._linear.mode.right = None if forward else False  # None: found out
     theta = {key: p.detach() for key, p in params.items()}
     found = torch.func.jacrev(lambda t: torch.func.functional_call(model, t, (torch.cat(X),)).flatten())(theta)
     matrix = torch.cat([j.flatten(1) for j in found.values()], 1)
@@ -143,7 +144,7 @@ def test_any_shape(
     U = torch.randn(matrix.shape[0], columns, dtype=torch.float64)
     close(J @ V, matrix @ V)
     close(J.T @ U, matrix.T @ U)
-    assert J._linear._forward is forward
+    assert J._linear.mode.right is forward
 
 
 def test_forms_of_vectors() -> None:
@@ -221,7 +222,7 @@ def test_forward_mode_only_where_it_is_right(name: str) -> None:
     matrix = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
     J = JacobianLinearOperator(model, params, data)
     V = normal(J.shape[1], 3)
-    assert J._linear._forward is right
+    assert J._linear.mode.right is right
     close(J @ V, matrix @ V)
     close(J @ V[:, 0], matrix @ V[:, 0])
     close(J.to_dense(), matrix)
@@ -246,7 +247,7 @@ def test_padding_has_no_derivative_in_either_mode(first_batch_is_padded: bool) -
     params = list(model.parameters())
     J = JacobianLinearOperator(model, params, data)
     V = normal(J.shape[1], 2)
-    assert J._linear._forward
+    assert J._linear.mode.right
     matrix = J.to_dense()  # by backward passes
     assert not matrix[:, :2].any()
     close(J @ V, matrix @ V)

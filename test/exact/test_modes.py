@@ -152,8 +152,8 @@ def test_every_mode_with_several_losses(mode: str) -> None:
 def test_columns_of_several_losses() -> None:
     risk = two_losses()
     B = GGNFactor(risk)
-    assert {key: list(shape) for key, shape in B.in_space.shapes.items()} == {"a": [7, 1, 2], "b": [7, 1, 2]}
-    u = {"a": normal(7, 1, 2), "b": torch.zeros(7, 1, 2, dtype=F64)}
+    assert {key: list(shape) for key, shape in B.in_space.shapes.items()} == {"a": [7, 1, 1], "b": [7, 1, 2]}
+    u = {"a": normal(7, 1, 1), "b": torch.zeros(7, 1, 2, dtype=F64)}
     own = GGNFactor(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), [(X, y["a"]) for X, y in risk.data],
                                   output=lambda out: out["a"]))  # fmt: skip
     close(torch.cat([t.flatten() for t in (B @ u).values()]), own @ u["a"].flatten())

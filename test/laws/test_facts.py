@@ -362,8 +362,9 @@ def test_fact_26_columns_reassemble_the_root_for_logits_of_any_number_of_dimensi
         F, Y = loss.canonical(f, y, 3)
         J = jacobian(p, X).flatten(0, -2)
         expected = torch.zeros(J.shape[-1], J.shape[-1], dtype=F64)
-        for n, r, k in product(range(3), range(F.shape[1]), range(3)):
-            u = torch.zeros_like(F)
+        columns = loss.num_columns(F)
+        for n, r, k in product(range(3), range(F.shape[1]), range(columns)):
+            u = torch.zeros(*F.shape[:2], columns, dtype=F64)
             u[n, r, k] = 1
             column = loss.restore(loss.hessian_root_product(F, Y, u), f.shape, 3).flatten() @ J
             expected += torch.outer(column, column) / (3 * F.shape[1])

@@ -110,3 +110,16 @@ def test_which_way_is_taken(
         monkeypatch.setattr(grams, name, lambda g, x, name=name: taken.append(name))
     grams.input_gram(where, x)
     assert taken == ["correlation_gram" if pays else "patch_gram"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("sizes", [(5, 15, 64), (5, 16, 64), (5, 16, 63), (40, 64, 256), (3, 65, 300), (1, 16, 64)])
+def test_products_of_channels(sizes: tuple[int, ...], last: bool, dtype: torch.dtype) -> None:
+    """Image by image, or all at once: whichever is faster."""
+    torch.manual_seed(0)
+    images = torch.randn(sizes, dtype=torch.float64)
+    images = images.mT.contiguous().mT if last else images
+    exact = torch.einsum("bcs,bds->cd", images, images)
+    away = (grams.image_gram(images.to(dtype)) - exact).abs().max() / exact.abs().max()
+    assert away < (1e-6 if dtype == torch.float32 else 1e-14)

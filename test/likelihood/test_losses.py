@@ -268,6 +268,26 @@ def test_columns_are_those_of_the_root(typed_case: Case) -> None:
     close(torch.stack([*likelihood.hessian_root_columns(F, Y)]), root)
 
 
+@pytest.mark.parametrize("C", [1, 2, 5, 40])
+@pytest.mark.parametrize("size", [1.0, 30.0, 300.0])
+def test_the_root_of_saturated_outputs_keeps_its_digits(C: int, size: float) -> None:
+    """Relative to each term by itself: what a fitted network has left is all in numbers next to 0 or 1."""
+    torch.manual_seed(0)
+    F_32 = size * torch.randn(64, 2, C)
+    likelihood, Y = likelihood_of(nn.CrossEntropyLoss(label_smoothing=0.1)), torch.randint(C, (64, 2))
+    p = F_32.softmax(-1).double()
+    rest = torch.stack([p[..., [c for c in range(C) if c != k]].sum(-1) for k in range(C)], -1)
+    H = torch.diag_embed(p * rest) - (1 - torch.eye(C)) * p[..., :, None] * p[..., None, :]
+    found = squared(likelihood.hessian_root(F_32, Y)).double()
+    away, norm = (torch.linalg.matrix_norm(t) for t in (found - H, H))
+    assert (away <= 2e-6 * norm + 1e-37).all()  # below are no numbers in float32
+    assert len(likelihood.hessian_root(F_32, Y)) == max(C - 1, 1)
+    V = torch.randn(64, 2, C)
+    adjoint = likelihood.hessian_root_transpose_product(F_32, Y, V)
+    away = likelihood.hessian_root_product(F_32, Y, adjoint) - (H @ V.double()[..., None])[..., 0]
+    assert (torch.linalg.vector_norm(away, dim=-1) <= 1e-5 * norm * torch.linalg.vector_norm(V, dim=-1) + 1e-30).all()
+
+
 def test_products_with_the_root(typed_case: Case) -> None:
     """`B (Bᵀ v) = H v`, and one-hot vectors give the columns of `B` one by one."""
     likelihood, F, Y = typed_case.canonical()

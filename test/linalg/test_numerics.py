@@ -90,6 +90,48 @@ def test_rows_that_wait_count_once() -> None:
         torch.testing.assert_close(total.value(), torch.cat(pieces).T @ torch.cat(pieces))
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    d=st.sampled_from([1, 3, 130]),
+    numbers=st.lists(
+        st.lists(st.integers(0, 300) | st.integers(0, 1) | st.integers(30, 63), min_size=1, max_size=3),
+        min_size=1,
+        max_size=5,
+    ),
+    ones=st.booleans(),
+    restart=st.booleans(),
+)
+def test_moving_sums_of_gram_matrices(d: int, numbers: list[list[int]], ones: bool, restart: bool) -> None:
+    """Sums of batches that are merged one after the other, each after `decay`; rows exist until then."""
+    total, expected = GramSum(ones), torch.zeros(d + ones, d + ones, dtype=F64)
+    for step, sizes in enumerate(numbers):
+        batch, pieces = GramSum(ones, refer=True), [normal(M, d, seed=9 * step + k) for k, M in enumerate(sizes)]
+        for rows in pieces:
+            batch.add(rows)
+        framed = torch.cat([torch.cat(pieces), torch.ones(sum(sizes), int(ones), dtype=F64)], 1)
+        torch.testing.assert_close(batch.trace(), torch.cat(pieces).square().sum())
+        assert not batch.changed
+        total.decay(0.9)
+        total.merge(batch)
+        expected = 0.9 * expected + framed.T @ framed
+        for rows in pieces:
+            rows.fill_(torch.nan)
+        if restart:
+            total = GramSum(ones, total.value())
+    assert total.shape == expected.shape
+    torch.testing.assert_close(total.trace(), expected.trace() - (expected[-1, -1] if ones else 0))
+    torch.testing.assert_close(total.value(), expected, rtol=1e-12, atol=1e-10)
+
+
+def test_rows_that_are_referred_to_must_stay() -> None:
+    rows = normal(2, 3)
+    total = GramSum(ones=False, refer=True)
+    total.add(rows)
+    assert not total.changed
+    rows.mul_(2)
+    assert total.changed
+
+
 def test_gram_leaves_the_threads_of_blas_as_they_were() -> None:
     if (library := _openblas()) is None:
         pytest.skip("SciPy's BLAS is not OpenBLAS")

@@ -15,6 +15,8 @@ from curvlinops_plus import EKFAC, CurvatureEstimator, EmpiricalRisk, FullBlock,
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact import GGN, GGNFactor, Hessian
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 class Asks(nn.Module):
     """`W tanh(V x)`, whose `W` is read in a way of its own."""

@@ -23,6 +23,8 @@ from curvlinops_plus import (
     curvature,
 )
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 torch.manual_seed(0)
 PLAIN = torch.randn(6, 4).double().abs()
 #: Four batches of the same shape; every number of the last two is negative, which the models take as a sign.

@@ -22,6 +22,8 @@ from curvlinops_plus import (
     curvature,
 )
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 class Unpadded(nn.Module):
     """Positions of sequences that a mask keeps, one row each."""

@@ -26,6 +26,8 @@ from curvlinops_plus import (
     curvature,
 )
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).double(), torch.arange(7) % 3
 
 

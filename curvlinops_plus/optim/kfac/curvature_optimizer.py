@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks.batch_pass import HeardBatch
+from curvlinops_plus.blocks.heard_pass import HeardBatch
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, as_weight_decay, number, plain_policy
@@ -147,6 +147,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             if self._schedule is not None:
                 for group in self.param_groups:
                     group["damping"] = number("damping", self._schedule(self.curvature.steps))
+            self.curvature.finish()
             self.curvature.require_batches(self._strict, self._looks_again)
             if self._watch is not None:
                 self._watch.drop()

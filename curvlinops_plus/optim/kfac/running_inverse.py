@@ -10,7 +10,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from curvlinops_plus.blocks import BlockwiseLinearOperator, CurvatureEstimator
-from curvlinops_plus.blocks.batch_pass import HeardBatch, PassStart
+from curvlinops_plus.blocks.batch_pass import PassStart
+from curvlinops_plus.blocks.heard_pass import HeardBatch
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
 from curvlinops_plus.optim.kfac.policies import number
@@ -76,6 +77,7 @@ class RunningInverse:
         self.steps = self.batches = 0
         self._before = 0  # examples before this step
         self._starts: PassStart | None = None  # of the call that is heard
+        self._waiting: tuple[HeardBatch, Any] | None = None  # for its backward pass
         self._seen = _Again([])
         self._dampings: dict[str, float] | None = None  # of the last refresh
         self._inverse: tuple[Any, LinearOperator] | None = None  # with the dampings that it belongs to
@@ -111,6 +113,7 @@ class RunningInverse:
 
     def begin(self, X: Any, unpack: bool, remember: bool) -> HeardBatch | None:
         """Hear a call of the model whose targets come later, if the step needs it; for `add`."""
+        self.finish()
         if not self.due and not remember:
             return None
         self._starts = PassStart.now(self.risk.model) if remember else None
@@ -119,10 +122,19 @@ class RunningInverse:
     def add(self, heard: HeardBatch, y: Any) -> None:
         """Add what was heard, with these targets."""
         if self.due:
-            heard.add(y, decay=1.0 if self.batches else None)
-            self.batches += 1
+            self._waiting = heard, y
+            vectors = self.estimator.vectors
+            if not (vectors.of_loss and vectors.together):  # else gradients of the loss come with its backward pass
+                self.finish()
         if self._starts is not None:
             self._seen.batches.append((replace(heard.batch, y=y), self._starts))
+
+    def finish(self) -> None:
+        """Add the batch that waits for its backward pass, if there is one."""
+        if self._waiting is not None:
+            (heard, y), self._waiting = self._waiting, None
+            heard.add(y, decay=1.0 if self.batches else None)
+            self.batches += 1
 
     def require_batches(self, statistics: bool, again: bool) -> None:
         """Refuse a step that has not seen what it needs.

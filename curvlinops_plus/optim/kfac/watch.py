@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from curvlinops_plus.blocks.batch_pass import HeardBatch
+from curvlinops_plus.blocks.heard_pass import HeardBatch
 from curvlinops_plus.risk.process_state import OwnThread, in_own_passes
 
 __all__ = ["Watch"]

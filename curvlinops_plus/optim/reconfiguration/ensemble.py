@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import to_device
@@ -105,10 +106,10 @@ class Ensemble:
 
     def _forward(self) -> Tensor:  # -> [n, c]
         with self.running(), torch.no_grad():
-            before = self._random_state()
+            before = RandomState.now(self.psi.device)
             out = torch.cat([self.psi(self.free, chunk) for chunk in self.chunks])
-            after = self._random_state()
-            if not all(map(torch.equal, before, after)):
+            after = RandomState.now(self.psi.device)
+            if before != after:
                 raise UnsupportedError(
                     "log_psi draws random numbers (dropout in training mode?), so that its derivatives are random. "
                     "Call .eval() first, or make the randomness part of the samples."
@@ -138,10 +139,6 @@ class Ensemble:
                 f"log ψ is NaN or infinite for {name_samples(bad)}. Look for samples where ψ = 0, for parameters that "
                 "diverged, or for overflow; leave such samples out."
             )
-
-    def _random_state(self) -> list[Tensor]:
-        cuda = self.psi.device.type == "cuda"
-        return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(self.psi.device)] if cuda else [])
 
     def _check_holomorphic(self) -> None:
         """Cauchy and Riemann: the derivatives of the imaginary part are `i` times those of the real part."""

@@ -1,0 +1,327 @@
+"""Showing one batch to accumulators through the forward pass that the user makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.risk import Draws, LayerBatch, Totals
+from curvlinops_plus.risk.backward_pass import Consumer
+from curvlinops_plus.risk.constant_statistics import batch_norms
+from curvlinops_plus.risk.gradient_check import TOLERANCE
+from curvlinops_plus.risk.model_calls import tensors_of
+from curvlinops_plus.risk.process_state import eager, exclusive, own_calls, own_passes
+from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.repeatable import relative_difference
+from curvlinops_plus.risk.sweep import RecordedPasses
+from curvlinops_plus.risk.user_backward import UserBackward
+
+__all__ = ["HeardBatch", "HeardPass", "listen"]
+
+
+@contextmanager
+def listen(batch_pass: BatchPass, add: Callable[[Show], None]) -> Iterator[None]:
+    """The user calls the model once in here; at the end `add` is called, and vectors go through the model's graph.
+
+    Args:
+        batch_pass: The batch.
+        add: Called once, unless the block raises.
+
+    Raises:
+        ValueError: If the model was not called exactly once, or its graph is gone.
+        UnsupportedError: If a pass of its own is needed, and does something else.
+    """
+    model, heard, calls = batch_pass.risk.model, HeardPass(batch_pass), []
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append(module)
+        if len(calls) == 1:  # others are refused at the end
+            heard.begin((args, kwargs))
+
+    def end(module: nn.Module, args: Any, out: Any) -> None:
+        if len(calls) == 1:
+            heard.end(out)
+
+    with ExitStack() as contexts:
+        contexts.enter_context(heard)
+        contexts.enter_context(eager())  # before a compiled model is called
+        handles = [
+            model.register_forward_pre_hook(own_calls(begin), with_kwargs=True),
+            model.register_forward_hook(own_calls(end)),
+        ]
+        for handle in handles:
+            contexts.callback(handle.remove)
+        yield
+        for handle in handles:
+            handle.remove()
+        if len(calls) != 1:
+            raise ValueError(
+                f"The model was called {len(calls)} times inside `listen`, expected once, on the batch that `listen` "
+                "was given. Call it once there; evaluate outside."
+            )
+        heard.add(batch_pass.batch, add)
+
+
+class _GraphGone(ValueError):
+    """The user went back through the graph already."""
+
+
+class HeardPass:
+    """A call of the model by the user, which is recorded, and through whose graph vectors are sent afterwards.
+
+    If the model has batch norm in training mode, which has other derivatives there, vectors go through a pass of its
+    own that begins as the user's did.
+
+    Args:
+        owner: The batch, whose targets need not be known before `add`.
+
+    Attributes:
+        output: What the model returned.
+    """
+
+    def __init__(self, owner: BatchPass) -> None:
+        self._owner, self.output = owner, None
+        self._of_loss = owner.vectors.of_loss and owner.vectors.together
+        self._contexts = ExitStack()
+        self._passes = self._contexts.enter_context(
+            RecordedPasses(owner.risk, owner.layers, owner.vectors, owner.weights, own_pass=False, repeatable=False)
+        )
+        self._recording = self._contexts.enter_context(ExitStack())
+        self._idle = self._contexts.enter_context(ExitStack())  # until vectors are sent, nothing is recorded any more
+        self._versions: list[int] = []  # those of the parameters in the call
+        self._autocast = False  # whether it was under autocast
+        self._start: PassStart | None = None  # what it began with, if it may have to be run again
+        self._again = ""  # why it has to be run again
+        self._backward: UserBackward | None = None  # what arrives of the user's backward pass, if that is of use
+        self._error: Exception | None = None  # of recording; the user's code goes on, and it is raised by `add`
+
+    def __enter__(self) -> HeardPass:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._contexts.__exit__(*error)
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._contexts.close()
+
+    def begin(self, called: Any) -> None:
+        """The call begins.
+
+        Args:
+            called: What the model is called with.
+
+        Raises:
+            ValueError: If these are other tensors than those of the batch: its targets belong to these.
+        """
+        risk = self._owner.risk
+        self._require_input(called)
+        self._versions, self._autocast = self._versions_now(), torch.is_autocast_enabled(risk.device.type)
+        norms = batch_norms(risk.model)
+        self._start = PassStart.now(risk.model) if norms or self._of_loss else None
+        if norms:  # only the pass of our own counts
+            self._again = "batch norm in training mode"
+            self._recording.enter_context(self._passes.recorder.disabled())
+        else:
+            self._recording.enter_context(self._passes.recording(self._owner.batch))
+
+    def end(self, output: Any) -> None:
+        """The call has returned."""
+        self.output, risk = output, self._owner.risk
+        try:
+            self._recording.close()
+            self._idle.enter_context(self._passes.recorder.disabled())
+            if self._of_loss and not self._again:
+                fs, _ = risk.losses.select(output, risk.options.output)
+                returned = {id(t) for t in tensors_of(output)}
+                if all(id(f) in returned for f in fs):
+                    self._backward = UserBackward(self._passes.recorder, fs)
+                    self._contexts.callback(self._backward.close)
+        except Exception as error:
+            self._error = error
+
+    def add(self, batch: Batch, add: Callable[[Show], None]) -> None:
+        """Call `add`, which is shown the batch.
+
+        Args:
+            batch: The batch, with targets.
+            add: Called once.
+
+        Raises:
+            ValueError: If the graph is gone.
+            UnsupportedError: If a pass of its own is needed, and does something else.
+        """
+        if self._error is not None:
+            raise self._error
+        self._idle.close()
+        read = self._read_output(batch)
+        if not self._again:
+            self._send_through(batch, read, add)
+        if self._again:
+            self.close()
+            self._run_again(batch, [f.detach() for f in read[0]], add)
+
+    def _send_through(self, batch: Batch, read: tuple[Any, Any, Any], add: Callable[[Show], None]) -> None:
+        """Call `add` with vectors that go through the graph of the user's pass, or with those that went through it.
+
+        In the 1st, 2nd, 4th, ... batch, and where a check needs the graph, these are compared with a pass of our own.
+        """
+        user = self._backward if self._backward is not None and self._backward.happened else None
+        risk = self._owner.risk
+        number = risk.checked.batches + 1
+        if user is not None:
+            self._again = "`loss.backward()` inside the block" if number & (number - 1) == 0 else ""
+            if self._again and risk.options.check:
+                return
+            self._require_unwritten("`loss.backward()` inside the block")
+
+        def show(consume: Consumer, draws: Draws) -> Totals:
+            try:
+                return self._passes.send_back(batch, read, draws, consume, keep_graph=True, user=user)
+            except RuntimeError as error:
+                if "backward through the graph a second time" not in str(error):
+                    raise
+                raise _GraphGone(
+                    "The graph of the model's output is gone. Call `loss.backward()` after the block, not inside."
+                ) from error
+
+        self._again = ""
+        try:
+            with exclusive(), own_passes(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes
+                add(show)
+        except _GraphGone:
+            if user is None:
+                raise
+            self._again = "`loss.backward()` inside the block"
+
+    def _run_again(self, batch: Batch, outputs: Sequence[Tensor], add: Callable[[Show], None]) -> None:
+        """Call `add` with vectors that go through a pass that begins as the user's did."""
+        assert self._start is not None
+        self._require_unwritten(self._again)
+        user, itemsize = self._backward, 2 if self._autocast else min(f.element_size() for f in outputs)
+        if user is not None:
+            user.require_once()
+
+        def add_compared(show: Show) -> None:
+            def show_compared(consume: Consumer, draws: Draws) -> Totals:
+                def compared(layer_batch: LayerBatch) -> None:
+                    if user is not None:
+                        user.compare(layer_batch, itemsize)
+                    consume(layer_batch)
+
+                return show(compared, draws)
+
+            add(show_compared)
+
+        whole, why = replace(self._owner, batch=batch), self._again
+        whole.run(self._start, add_compared, lambda own: _require_same(outputs, own, itemsize, why))
+
+    def _require_unwritten(self, why: str) -> None:
+        """Refuse parameters that are no longer those of the user's pass."""
+        if self._versions != self._versions_now():
+            raise ValueError(
+                "Parameters were written to inside `listen`, after the model was called. Call `optimizer.step()` after "
+                f"the block: with {why} the model is looked at once more at its end."
+            )
+
+    def _versions_now(self) -> list[int]:
+        return [p._version for p in self._owner.risk.params.values() if not p.is_inference()]
+
+    def _require_input(self, called: Any) -> None:
+        """Refuse a call on other tensors than those of the batch: its targets belong to these."""
+        given, called = tensors_of(self._owner.batch.X), tensors_of(called)
+        if given and called and not any(_equal(mine, theirs) for mine in given for theirs in called):
+            raise ValueError(
+                f"Inside `listen` the model was called on other tensors, of shapes {[list(t.shape) for t in called]}, "
+                f"than `listen` was given, {[list(t.shape) for t in given]}. Give it what the model is called on, "
+                "after augmentation: listen((X, y)) around model(X)."
+            )
+
+    def _read_output(self, batch: Batch) -> tuple[Any, Any, Any]:
+        """What the losses read of the model's output."""
+        risk = self._owner.risk
+        read = risk.read_output(self.output, batch)
+        trained = any(p.requires_grad for p in risk.params.values())
+        if self._owner.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
+            raise ValueError(
+                "The output of the model has no graph, so no gradient can be sent back from it. Is there a `.detach()` "
+                "in the model?"
+            )
+        return read
+
+
+class HeardBatch:
+    """A call of the model whose targets come later, see `CurvatureEstimator.begin`.
+
+    Args:
+        batch: The batch, without targets.
+        heard: The recording; None if a pass of its own will be needed in any case.
+        add: Called with batch, recording and decay.
+
+    Attributes:
+        output: What the model returned; None before `end`.
+    """
+
+    def __init__(
+        self, batch: Batch, heard: HeardPass | None = None, add: Callable[..., None] = lambda *_: None
+    ) -> None:
+        self.batch, self.output, self._heard, self._add = batch, None, heard, add
+        if heard is not None:
+            heard.begin(batch.X)
+
+    def end(self, output: Any) -> None:
+        """The model has returned."""
+        self.output = output
+        if self._heard is not None:
+            self._heard.end(output)
+
+    def add(self, y: Any, decay: float | None = None) -> None:
+        """Send vectors back, with these targets; the graph is kept for the loss's backward pass.
+
+        Args:
+            y: Targets.
+            decay: As for `CurvatureEstimator.update`.
+
+        Raises:
+            NumericsError: As for `CurvatureEstimator.update`.
+        """
+        try:
+            self._add(replace(self.batch, y=y), self._heard, decay)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave it; nothing is added."""
+        if self._heard is not None:
+            with suppress(Exception):  # of what was recorded of a call that failed
+                self._heard.close()
+            self._heard = None
+
+
+def _equal(mine: Tensor, theirs: Tensor) -> bool:
+    if mine.shape != theirs.shape or mine.device != theirs.device:
+        return False
+    if mine.layout != torch.strided or mine.is_nested or mine.data_ptr() == theirs.data_ptr():
+        return True
+    return torch.equal(mine.to(theirs.dtype), theirs) or bool(mine.is_floating_point() and mine.isnan().any())
+
+
+def _require_same(theirs: Sequence[Tensor], ours: Sequence[Tensor], itemsize: int, why: str) -> None:
+    """Refuse a model that does something else when it is run once more; by itself it runs without autocast."""
+    for f, own in zip(theirs, ours, strict=True):
+        away = relative_difference(own.detach(), f) if f.shape == own.shape else float("inf")
+        if not away <= TOLERANCE[itemsize]:
+            raise UnsupportedError(
+                f"With {why} `listen` runs the model once more, on the batch that it was given, with the statistics of "
+                "a batch norm as constants. There the model's output differs from that in the block, by "
+                f"{away:.1e} of the norm. Does the model draw random numbers that are not PyTorch's, was it called "
+                "with more than the batch, or has it a state that is no buffer? Call model.eval() before, or the batch "
+                "norms' eval(), or `loss.backward()` after the block."
+            )

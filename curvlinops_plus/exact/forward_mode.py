@@ -1,0 +1,192 @@
+"""Whether `J v` may be computed by forward-mode differentiation of a model, found out by numbers.
+
+Forward mode is faster, but where an operation has no forward mode it is not possible, and `torch.no_grad()` inside a
+model, which stops gradients but not tangents, makes it wrong. Which is the case is determined on the first batch: the
+numbers of a product `Jᵀ M J v` tell it themselves, others need a check of their own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.exact.batched import agree, is_generic
+from curvlinops_plus.exact.double_backward import only_rounding, refuse_once_differentiable, tried
+from curvlinops_plus.exact.model_passes import ModelPasses, Outputs, jvp_double_backward
+from curvlinops_plus.random_state import RandomState
+from curvlinops_plus.risk.autograd_graph import postorder, raise_unreached
+from curvlinops_plus.risk.reading import Batch
+
+__all__ = ["ForwardMode", "OtherGraph"]
+
+# From the outputs, and what was read beside them, `M` [K, *output] -> [K, *output], None where it is zero.
+OutputProduct = Callable[[Outputs, Any], Callable[[list[Tensor]], Sequence[Tensor | None]]]
+
+
+class OtherGraph(Exception):
+    """A forward pass took another way than those for which forward mode was tried."""
+
+    def __init__(self, graph: int) -> None:
+        self.graph = graph
+
+
+class ForwardMode:
+    """Whether forward mode is right for a model.
+
+    Args:
+        passes: What runs the model.
+
+    Attributes:
+        right: Whether it is; None before it was tried.
+        shared: Whether the graph of a forward pass with tangents serves the backward pass.
+        graphs: Of forward passes for which it was tried.
+        why: The reason why it is not used.
+    """
+
+    def __init__(self, passes: ModelPasses) -> None:
+        self.passes = passes
+        self.right: bool | None = None
+        self.shared = True
+        self.graphs: set[int] = set()
+        self.why: str | None = None
+
+    def require_tried(self, F: Outputs) -> None:
+        """Refuse forward mode where the model takes another way than when it was tried: parts may have no graph there.
+
+        Raises:
+            OtherGraph: If the graph was not seen.
+        """
+        if self.right and (graph := _graph(F)) not in self.graphs:
+            raise OtherGraph(graph)
+
+    def product_that_tells(self, batch: Batch, rows: Tensor, output_product: OutputProduct) -> Tensor | None:
+        """`Jᵀ M J v` by forward mode, if its own numbers say that forward mode is right; else None, and nothing is
+        known.
+
+        `<M J v, J v> = <v, Jᵀ M J v>` holds for any `M`, with `J` from forward mode on the left, and from a backward
+        pass on the right.
+        """
+        if len(rows) > 1 or not is_generic(rows[0], self.passes.params):
+            return None
+        state, self.passes.largest = RandomState.now(self.passes.risk.device), 0
+
+        def product(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> Tensor | None:
+            MJV = [Mv for Mv in output_product(F, extra)(JV) if Mv is not None]
+            if len(MJV) < len(JV):
+                return None
+            back = self.passes.vjp(F, free, MJV, 1)
+            if not agree(rows, JV, MJV, back, [*F, *free]):
+                return None
+            self.graphs.add(_graph(F))
+            return back
+
+        try:
+            with _first_use_of_forward_mode():
+                found = self.passes.at_tangent(batch, rows, product)
+        except UnsupportedError:
+            raise
+        except RuntimeError:
+            found = None
+        if found is not None and not self.passes.stopped:
+            self.right = True
+            return found
+        state.restore()
+        return None
+
+    def choose(self, batch: Batch) -> None:
+        """Determine whether forward mode is possible and right: does it agree with a backward pass?"""
+        device = self.passes.risk.device
+        generator, state = torch.Generator().manual_seed(0), RandomState.now(device)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=self.passes.risk.dtype).to(device)
+
+        v = normal(1, self.passes.risk.space.dim)
+
+        def agrees(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> bool:
+            self.graphs.add(_graph(F))
+            return _agrees(lambda u: self.passes.vjp(F, free, u, 1), F, free, v, [t.to(v.dtype) for t in JV], normal)
+
+        try:
+            self.passes.largest = 0
+            with _first_use_of_forward_mode():
+                right = self.passes.at_tangent(batch, v, agrees)
+        except CheckpointError:  # the forward pass that it repeats has no tangents
+            self.shared = False
+            state.restore()
+            right = self.passes.at(
+                batch, lambda F, extra, free: agrees(F, extra, self.passes.jvp_forward(batch, v, state), free)
+            )
+        except UnsupportedError:
+            raise
+        except RuntimeError as error:
+            right, self.why = False, str(error).splitlines()[0]
+        finally:
+            state.restore()
+        if right and not self.passes.stopped:
+            self.right = True
+            return
+        self.why = self.why or "it disagrees with a backward pass (torch.no_grad() or a hook inside the model?)."
+
+        def twice(F: Outputs, extra: Any, free: list[Tensor]) -> bool:
+            for f in F:
+                refuse_once_differentiable(f)
+            return agrees(F, extra, jvp_double_backward(F, free, v, self.why), free)
+
+        if not self.passes.at(batch, twice):
+            raise UnsupportedError(
+                "The derivative of the model by two backward passes disagrees with that by one: a hook of the model or "
+                f"a backward pass written by hand is not linear in the gradient.{tried(self.why)}"
+            )
+        self.right = False
+        state.restore()
+
+
+def _graph(F: Outputs) -> int:
+    """What a graph is like, whether or not its parameters carry tangents, of which they are a view then."""
+    names = []
+    for node, below in postorder([f.grad_fn for f in F]):
+        of_parameter = len(below) == 1 and not below[0].next_functions
+        if not (of_parameter and node.name() in ("ViewBackward0", "AliasBackward0")):
+            names.append(node.name())
+    return hash(tuple(names))
+
+
+@contextmanager
+def _first_use_of_forward_mode() -> Iterator[None]:
+    """Context without the warning that PyTorch gives when it loads its own rules of forward mode."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
+        yield
+
+
+def _agrees(
+    back_of: Callable[[list[Tensor]], Tensor],
+    F: Outputs,
+    free: list[Tensor],
+    v: Tensor,
+    JV: list[Tensor],
+    normal: Callable[..., Tensor],
+) -> bool:
+    """Whether `<u, J v>` is the same from both sides, with a `u` along `J v`; `back_of(u)` is `Jᵀ u`."""
+    norm = torch.stack([t.norm() for t in JV]).norm()
+    if norm > 0 and not any(f.requires_grad for f in F):
+        raise_unreached()
+    u = [t / norm for t in JV] if bool((norm > 0) & norm.isfinite()) else [normal(*t.shape) for t in JV]
+    back = back_of(u)
+    if not bool(back.isfinite().all()):
+        return True  # nothing to compare, whichever way
+    # As v is random, rounding errors hardly add up; where they do, two backward passes are slower, and right.
+    size, eps = torch.maximum(norm, back.norm()), max(torch.finfo(t.dtype).eps for t in (*F, *free))
+    if bool(((back * v).sum() - norm).abs() <= min(10 * eps**0.5, 0.1) * size):
+        return True
+    # Or the derivative is zero, as that of a bias in front of a norm, and rounding is all that is left.
+    small = bool(size <= eps**0.5 * torch.stack([f.norm() for f in F]).norm())
+    return small and only_rounding(back, lambda: back_of([3 * t for t in u]) / 3)

@@ -1,0 +1,330 @@
+"""Linearisations that stay between products: a product needs no forward pass then.
+
+Of a batch the graph of the outputs `F` is kept, and that of `Jᵀ w` as a function of `w`. `J v` is the derivative of the
+latter, `Jᵀ M J v` a backward pass through the former. That is less work than a forward pass with tangents and a
+backward pass, but for convolutions, whose second derivatives are slow. Memory is bounded, and nothing is used again
+unless model and data are proved to be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from curvlinops_plus.exact.batched import agree, is_generic, join_rows, split_rows, vjp
+from curvlinops_plus.exact.program import Fingerprints, Program, Unclear
+from curvlinops_plus.random_state import RandomState
+from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk.autograd_graph import postorder
+from curvlinops_plus.risk.reading import Batch
+
+__all__ = ["KEPT_BYTES", "KeptLinearizations"]
+
+#: Memory in which linearisations stay by default.
+KEPT_BYTES = 2**28
+
+# From so many columns on a linearisation pays within one product.
+_SEVERAL = 4
+_SIMPLE = (bool, int, float, str, type(None))
+Outputs = Sequence[Tensor]
+OutputProduct = Callable[[Outputs, Any], Callable[[list[Tensor]], Sequence[Tensor | None]]]
+
+
+def _checked(max_kept_bytes: int) -> int:
+    """`max_kept_bytes`, checked.
+
+    Raises:
+        ValueError: If it is no integer of at least 0.
+    """
+    if isinstance(max_kept_bytes, bool) or not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
+        raise ValueError(
+            f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0, the memory for what stays between "
+            "products; 0 keeps nothing."
+        )
+    return max_kept_bytes
+
+
+@dataclass(eq=False)
+class _Linearization:
+    """The linearisation of one batch.
+
+    Attributes:
+        batch: A copy of the batch, from which it was computed.
+        F: Outputs, with their graph.
+        extra: What was read beside them.
+        free: The parameters in that graph.
+        w: Vectors of the outputs' shapes.
+        back: Where `Jᵀ w` is in the graph, which is linear in `w`; None for parameters that no output depends on.
+        program: What the forward pass did, if it may stay.
+    """
+
+    batch: Batch
+    F: Outputs
+    extra: Any
+    free: list[Tensor]
+    w: list[Tensor]
+    back: list[GradientEdge | None]
+    program: Program | None
+
+    def product(
+        self, row: Tensor, output_product: OutputProduct, total: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor], Sequence[Tensor | None]]:
+        """`Jᵀ M J v` for one vector [1, n], added to `total` if there is one; and `J v` and `M J v` on the way."""
+        used = [(g, v) for g, v in zip(self.back, split_rows(row, self.free), strict=True) if g is not None]
+        found = vjp([g for g, _ in used], self.w, [v for _, v in used])
+        JV = [torch.zeros_like(f)[None] if t is None else t.detach() for f, t in zip(self.F, found, strict=True)]
+        MJV = output_product(self.F, self.extra)(JV)
+        sent = [(f, u.to(f.dtype)) for f, u in zip(self.F, MJV, strict=True) if u is not None]
+        parts = vjp([f for f, _ in sent], self.free, [u for _, u in sent])
+        return join_rows(parts, self.free, 1, row.dtype, total), JV, MJV
+
+    def products(self, rows: Tensor, output_product: OutputProduct, total: Tensor | None) -> Tensor:
+        """`Jᵀ M J v` for several vectors [K, n], one after the other."""
+        sums = [None] * len(rows) if total is None else total.split(1)
+        found = [self.product(row, output_product, own)[0] for row, own in zip(rows.split(1), sums, strict=True)]
+        return torch.cat(found) if total is None else total
+
+    def bytes(self, model: nn.Module) -> int:
+        """What it holds, without the model's parameters and buffers."""
+        graph = postorder([*(f.grad_fn for f in self.F), *(edge.node for edge in self.back if edge is not None)])
+        tensors = [*_saved(node for node, _ in graph), *self.F, *self.w, *_tensors(self.batch)]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+        for p in (*self.free, *model.parameters(), *model.buffers()):
+            held.pop(p.untyped_storage().data_ptr(), None)
+        return sum(held.values())
+
+
+class KeptLinearizations:
+    """Products from linearisations, which stay for later products with the same model and data.
+
+    They are made in the second of two products with the same parameters, or for several columns at once. One that
+    stayed is used only if the parameters hold the same numbers, the batch is equal, and the forward pass is proved to
+    compute the same, see `Program`; else all are dropped.
+
+    Args:
+        risk: Model, parameters and data; the matrix of every loss is known from the output.
+        read: As in `Linearizer`.
+        max_bytes: The largest memory that all that stay may hold.
+
+    Raises:
+        ValueError: If `max_bytes` is no integer of at least 0.
+    """
+
+    def __init__(self, risk: EmpiricalRisk, read: Callable[[nn.Module, Batch], Any], max_bytes: int) -> None:
+        self.risk, self.read, self.max_bytes = risk, read, _checked(max_bytes)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._kept: dict[int, _Linearization] = {}
+        self._held = 0  # bytes
+        self._numbers: list[Any] | None = None  # fingerprints of the parameters in the product before
+        self._prints = Fingerprints()  # of this product
+        self._products = 1  # with these parameters, with that which found out how to differentiate
+        self._patience = 1  # products before something stays
+        self._useful = True  # whether linearisations are fast, and right
+        self._stay = self.max_bytes > 0  # whether they may stay
+
+    def __getstate__(self) -> dict[str, Any]:  # graphs can't be copied or stored
+        return {"risk": self.risk, "read": self.read, "max_bytes": self.max_bytes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def product(
+        self,
+        index: int,
+        batch: Batch,
+        rows: Tensor,  # [K, n]
+        output_product: OutputProduct,
+        numbers: int,
+        total: Tensor | None = None,
+    ) -> Tensor | None:
+        """`Jᵀ M J v` of batch number `index` from its linearisation; None if there is none, and nothing happened.
+
+        Args:
+            index: Number of the batch in this pass; they come in order.
+            batch: The batch.
+            rows: The vectors.
+            output_product: As in `Linearizer.ggn_product`, but that of a batch may be asked for twice.
+            numbers: How many numbers operations of a forward pass return per example, about.
+            total: What the product is added to, if it is not the first one; it is returned then.
+        """
+        several = len(rows) >= _SEVERAL
+        if not (self._useful and (self._stay or several)):
+            return None
+        if not index:
+            self._begin()
+        kept = self._kept.get(index)
+        if kept is not None and not self._is_same(kept, batch):
+            self._drop()
+            kept = None
+        if kept is not None:
+            return self._at(kept.free, lambda model: kept.products(rows, output_product, total))
+        stays = self._stay and self._products > self._patience
+        if stays and self._held + numbers * batch.num_examples * self.risk.dtype.itemsize > self.max_bytes:
+            stays, self._stay = False, bool(self._kept)  # not even the first one fits
+        if not several and not (stays and is_generic(rows[0], self._params)):
+            return None
+        found = self._make(index, batch, rows, output_product, stays)
+        return found if found is None or total is None else total.add_(found)
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return list(self.risk.params.values())
+
+    def _at(self, free: list[Tensor], function: Callable[[nn.Module], Any]) -> Any:
+        return self.risk.at(dict(zip(self.risk.params, free, strict=True)), function)
+
+    # --------------------------------------------------------------------------------------------------- is it the same
+    def _begin(self) -> None:
+        """At the beginning of a product: are the parameters those of the product before?"""
+        self._prints = Fingerprints()
+        numbers = [self._prints(p.detach()) for p in self._params] if self._stay else None
+        changed = self._numbers is not None and numbers != self._numbers
+        if changed or _has_hooks(self.risk.model):  # hooks, which may only watch, want to be called
+            self._drop()
+        self._numbers, self._products = numbers, self._products + 1
+
+    def _drop(self) -> None:
+        if self._kept and self._products < self._patience + 3:
+            self._patience *= 2  # making them took more than they saved
+        self._kept, self._held, self._products = {}, 0, 0
+
+    def _is_same(self, kept: _Linearization, batch: Batch) -> bool:
+        def follows(model: nn.Module) -> bool:
+            assert kept.program is not None
+            inputs = [*kept.free, *_tensors(kept.batch)]
+            return kept.program.is_repeated_by(lambda: self.read(model, kept.batch)[0], inputs, self._prints)
+
+        return _equal(kept.batch, batch) and self._at(kept.free, follows)
+
+    # ------------------------------------------------------------------------------------------------------ making one
+    def _make(
+        self, index: int, batch: Batch, rows: Tensor, output_product: OutputProduct, stays: bool
+    ) -> Tensor | None:
+        """The products with a new linearisation, None if it is slow or not right, or can't stay as it should."""
+        state = RandomState.now(self.risk.device)
+        try:
+            made = self._linearize(batch, stays)
+            if made is not None:
+                return self._products_of_new(made, index, rows, output_product)
+            self._useful = False
+        except Unclear:
+            self._stay = False
+        except RuntimeError:  # an operation that can't be differentiated twice; all else fails again
+            self._useful = False
+        state.restore()
+        return None
+
+    def _products_of_new(
+        self, made: _Linearization, index: int, rows: Tensor, output_product: OutputProduct
+    ) -> Tensor | None:
+        generic = is_generic(rows[0], self._params)
+        v = rows[:1] if generic else torch.randn_like(rows[:1])
+        first, JV, MJV = self._at(made.free, lambda model: made.product(v, output_product))
+        u = [Mv for Mv in MJV if Mv is not None]
+        if len(u) < len(JV) or not agree(v, JV, u, first, made.F):
+            raise RuntimeError("The derivative by two backward passes is not that by one.")
+        if made.program is not None and self._held + (size := made.bytes(self.risk.model)) <= self.max_bytes:
+            self._kept[index], self._held = made, self._held + size
+        if generic and len(rows) == 1:
+            return first
+        rest = rows[1:] if generic else rows
+        found = self._at(made.free, lambda model: made.products(rest, output_product, None))
+        return torch.cat([first, found]) if generic else found
+
+    def _linearize(self, batch: Batch, stays: bool) -> _Linearization | None:
+        """The linearisation of a batch, None where products from it would be slow.
+
+        Raises:
+            Unclear: If it is to stay, and can't.
+        """
+        batch = Batch(_copies(batch.X), _copies(batch.y), batch.num_examples, batch.unpack) if stays else batch
+        free, read = [p.detach().requires_grad_() for p in self._params], []
+
+        def run(model: nn.Module) -> Program | None:
+            def forward() -> Outputs:
+                read.append(self.read(model, batch))
+                return read[0][0]
+
+            if stays:
+                return Program(forward, [*free, *_tensors(batch)], self._prints)
+            forward()
+            return None
+
+        state, held = RandomState.now(self.risk.device), _held_tensors(self.risk.model)
+        program = self._at(free, run)
+        ((F, extra),) = read
+        nodes = [node for node, _ in postorder([f.grad_fn for f in F])]
+        if stays and (
+            any(map(_is_of_users, nodes))
+            or state != RandomState.now(self.risk.device)
+            or [*map(id, held)] != [*map(id, _held_tensors(self.risk.model))]
+        ):
+            raise Unclear
+        if not all(f.requires_grad for f in F) or any(map(_is_slow, nodes)):
+            return None
+        w = [torch.zeros_like(f, requires_grad=True) for f in F]
+        back = self._at(free, lambda model: torch.autograd.grad(F, free, w, create_graph=True, allow_unused=True))
+        # The gradients themselves are zero.
+        edges = [get_gradient_edge(g) if g is not None and g.requires_grad else None for g in back]
+        return _Linearization(batch, F, extra, free, w, edges, program)
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+def _has_hooks(model: nn.Module) -> bool:
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    everywhere = any(getattr(nn.modules.module, f"_global_{kind}") for kind in kinds)
+    return everywhere or any(getattr(m, f"_{kind}", None) for m in model.modules() for kind in kinds)
+
+
+def _held_tensors(model: nn.Module) -> list[Tensor]:
+    """The tensors in attributes of modules: one that a forward pass leaves there has to be computed."""
+    return [t for m in model.modules() for t in tree_leaves(list(vars(m).values())) if isinstance(t, Tensor)]
+
+
+def _is_of_users(node: Any) -> bool:
+    """Whether the backward pass of a node is code of its own, which may read anything."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def _is_slow(node: Any) -> bool:
+    return "Convolution" in node.name()
+
+
+def _saved(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors that nodes of a graph hold."""
+    for node in nodes:
+        names = [name for name in dir(type(node)) if name.startswith("_saved_")]
+        for value in [*(getattr(node, name) for name in names), getattr(node, "saved_tensors", ())]:
+            yield from (t for t in tree_flatten(value)[0] if isinstance(t, Tensor))
+
+
+def _tensors(batch: Batch) -> list[Tensor]:
+    leaves = tree_flatten((batch.X, batch.y))[0]
+    return [t for t in leaves if isinstance(t, Tensor)]
+
+
+def _copies(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
+
+
+def _equal(one: Batch, other: Batch) -> bool:
+    """Whether two batches are equal; False where it can't be told."""
+    a, b = tree_flatten((one.X, one.y)), tree_flatten((other.X, other.y))
+    if a[1] != b[1] or one.num_examples != other.num_examples or one.unpack != other.unpack:
+        return False
+    for s, t in zip(a[0], b[0], strict=True):
+        if isinstance(s, Tensor) and isinstance(t, Tensor):
+            if s.dtype != t.dtype or s.shape != t.shape or s.stride() != t.stride() or not torch.equal(s, t):
+                return False
+        elif not (isinstance(s, _SIMPLE) and type(s) is type(t) and s == t):
+            return False
+    return True

@@ -1,0 +1,179 @@
+"""Passes of one batch through a model: forward with tangents, or without, and back through the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
+from curvlinops_plus.exact.double_backward import operation_context
+from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
+from curvlinops_plus.random_state import RandomState
+from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk.process_state import quiet
+from curvlinops_plus.risk.reading import Batch
+
+__all__ = ["ModelPasses", "Outputs", "Read", "jvp_double_backward", "with_least_graph"]
+
+T = TypeVar("T")
+
+Outputs = Sequence[Tensor]
+Read = Callable[[nn.Module, Batch], tuple[Outputs, Any]]
+
+
+class ModelPasses:
+    """What runs a model on one batch; all inside of `differentiable()`.
+
+    Args:
+        risk: Model, parameters and data.
+        read: `read(model, batch)` runs the model and returns the tensors that are differentiated, and anything else.
+        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
+
+    Attributes:
+        largest: Numbers in the largest intermediate result; 0 asks to watch the next forward pass.
+        numbers: Numbers that operations returned per example of that pass.
+        stopped: Whether a tangent came out of an operation under `no_grad` then.
+
+    Raises:
+        ValueError: If `chunk_size` is less than one.
+    """
+
+    def __init__(self, risk: EmpiricalRisk, read: Read, chunk_size: int | None = None) -> None:
+        self.risk, self.read, self.chunk_size = risk, read, checked_chunk_size(chunk_size)
+        self.keys, self.params = list(risk.params), list(risk.params.values())
+        self.largest, self.numbers, self.stopped = 0, 0, False
+        self._replaced = False  # whether operations were replaced
+
+    @property
+    def _run(self) -> Read:
+        """`read`, which is watched the first time, and always if operations have to be replaced."""
+        return self.read if self.is_watched_enough else self._watched_read
+
+    @property
+    def is_watched_enough(self) -> bool:
+        return bool(self.largest) and not self._replaced
+
+    def _watched_read(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
+        with Operations() as watch:
+            found = self.read(model, batch)
+        self.largest, self._replaced = max(self.largest, watch.largest), self._replaced or watch.replaced
+        self.numbers = max(self.numbers, watch.numbers // batch.num_examples)
+        self.stopped = watch.stopped and torch.is_grad_enabled()
+        return found
+
+    def at(self, batch: Batch, function: Callable[[Outputs, Any, list[Tensor]], T]) -> T:
+        """`function(F, extra, parameters)` while the model has these parameters; `F` has a graph."""
+        free = [p.detach().requires_grad_() for p in self.params]
+
+        def inside(model: nn.Module) -> T:
+            with nullcontext() if self.is_watched_enough else replaced_again(model):
+                F, extra = self._run(model, batch)
+                return function(F, extra, free)
+
+        with checkpoints_in_words():
+            return self.risk.at(dict(zip(self.keys, free)), inside)
+
+    def at_tangent(self, batch: Batch, row: Tensor, function: Callable[..., T]) -> T:  # row [1, n]
+        """`function(F, extra, J v, parameters)`: one forward pass, whose graph is there for the backward pass."""
+        free = [p.detach().requires_grad_() for p in self.params]
+
+        with ExitStack() as level:
+            level.enter_context(forward_ad.dual_level())
+            duals = [forward_ad.make_dual(p, t[0]) for p, t in zip(free, split_rows(row, self.params), strict=True)]
+
+            def inside(model: nn.Module) -> T:
+                with nullcontext() if self.is_watched_enough else replaced_again(model):
+                    with level:  # left before the backward pass, which would propagate the tangents, too
+                        F, extra = self._run(model, batch)
+                        JV = [t.detach()[None] for t in _tangents(F)]
+                    return function(F, extra, JV, free)
+
+            return self.risk.at(dict(zip(self.keys, duals)), inside)
+
+    def jvp_forward(self, batch: Batch, rows: Tensor, state: RandomState) -> list[Tensor]:
+        """`J v` without a graph, [K, n] -> [K, *output]; random numbers are those of the forward pass at `state`."""
+        after = RandomState.now(self.risk.device)
+        values, V = tuple(p.detach() for p in self.params), split_rows(rows, self.params)
+
+        def function(*parameters: Tensor) -> tuple[Tensor, ...]:
+            found = self.risk.at(dict(zip(self.keys, parameters)), lambda model: self._run(model, batch))
+            return tuple(found[0])
+
+        def one(*tangents: Tensor) -> tuple[Tensor, ...]:
+            return torch.func.jvp(function, values, tangents)[1]
+
+        def alone(k: int) -> list[Tensor]:
+            state.restore()
+            leaves = [p.detach().requires_grad_(torch.is_grad_enabled()) for p in values]
+            with forward_ad.dual_level():
+                made = _tangents(function(*(forward_ad.make_dual(p, v[k]) for p, v in zip(leaves, V, strict=True))))
+            return [t.detach() for t in made]
+
+        try:
+            if len(rows) > 1:
+                try:
+                    state.restore()
+                    with quiet(), torch.no_grad():
+                        return list(torch.func.vmap(one, randomness="same")(*V))
+                except RuntimeError:  # an operation that can't be vectorised; all else fails again
+                    pass
+            columns = with_least_graph(self.risk.device, lambda: [alone(k) for k in range(len(rows))])
+            return [torch.stack(ts) for ts in zip(*columns, strict=True)]
+        finally:
+            after.restore()
+
+    def vjp(
+        self,
+        F: Outputs,
+        free: list[Tensor],
+        vectors: Sequence[Tensor | None],
+        K: int,
+        total: Tensor | None = None,
+    ) -> Tensor:
+        """`Jᵀ u` for K vectors, [K, *output] -> [K, n]; added to `total` if there is one."""
+        sent = [(f, v.to(f.dtype)) for f, v in zip(F, vectors, strict=True) if v is not None and f.requires_grad]
+        parts = vjp([f for f, _ in sent], free, [v for _, v in sent]) if sent else [None] * len(free)
+        return join_rows(parts, free, K, self.risk.dtype, total)
+
+    def columns(self) -> int:
+        # Forward mode and backward pass hold a few results of each column at a time.
+        return columns_at_once(self.chunk_size, self.risk.space.dim + 4 * self.largest)
+
+
+def jvp_double_backward(F: Outputs, free: list[Tensor], rows: Tensor, why: str | None) -> list[Tensor]:
+    """`J v` as the derivative of `wᵀ J` with respect to `w`, [K, n] -> [K, *output]."""
+    JV = {id(f): f.new_zeros(len(rows), *f.shape) for f in F}
+    reached = [f for f in F if f.requires_grad]
+    w = [torch.zeros_like(f, requires_grad=True) for f in reached]
+    with operation_context(why):
+        back = torch.autograd.grad(reached, free, w, create_graph=True, allow_unused=True) if reached else ()
+        used = [(g, v) for g, v in zip(back, split_rows(rows, free)) if g is not None and g.requires_grad]
+        if used:
+            found = vjp([g for g, _ in used], w, [v for _, v in used])
+            JV |= {id(f): t.detach() for f, t in zip(reached, found, strict=True) if t is not None}
+    return [JV[id(f)] for f in F]
+
+
+def with_least_graph(device: torch.device, run: Callable[[], T]) -> T:
+    """`run()` without a graph, unless the model differentiates in its forward pass."""
+    state = RandomState.now(device)
+    try:
+        with torch.no_grad():
+            return run()
+    except (UnsupportedError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError:
+        state.restore()
+        with torch.enable_grad():
+            return run()
+
+
+def _tangents(outputs: Outputs) -> list[Tensor]:
+    found = [forward_ad.unpack_dual(f) for f in outputs]
+    return [torch.zeros_like(f) if t is None else t for f, t in found]

@@ -1,0 +1,237 @@
+"""Whether a forward pass would compute the same again, told without computing it.
+
+A model is Python code, which may read anything: attributes, globals, closures, modes of PyTorch. But what it computes
+goes through PyTorch's functions. Their calls are written down once, as a program: functions, arguments, and modes. To
+follow it, the code runs again, and each call is compared, and answered by a tensor without numbers instead of a
+computation. If all calls are the same, on the same numbers, so are their results, and what the code decides by them.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["Fingerprints", "Program", "Unclear"]
+
+Run = Callable[[], Sequence[Tensor]]  # a forward pass, which returns its outputs
+_PLAIN = {bool, int, str, complex, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
+_SCALARS = {*_PLAIN, float}
+# What lets numbers be written unseen.
+_UNSEEN = {Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__}  # type: ignore[attr-defined]
+
+
+class Unclear(Exception):
+    """A forward pass does something that calls of PyTorch's functions don't tell, or not in full."""
+
+
+class Fingerprints:
+    """Which numbers tensors hold: computed once for each, while nothing is written behind PyTorch's back."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], int | None, Any]] = {}
+
+    def __call__(self, t: Tensor) -> Any:
+        """Equal for two tensors of the same numbers and form.
+
+        Raises:
+            Unclear: If the tensor is of a class of its own, or part of a graph.
+        """
+        if type(t) not in (Tensor, nn.Parameter, nn.Buffer) or t.grad_fn is not None or t.layout != torch.strided:
+            raise Unclear
+        ref, version, found = self._known.get(id(t), (None, None, None))
+        if ref is None or ref() is not t or version != _version(t):
+            found = t.shape, t.stride(), t.dtype, t.device, t.requires_grad, *_numbers(t)
+            self._known[id(t)] = weakref.ref(t), _version(t), found
+        return found
+
+
+class Program:
+    """What a forward pass does, by the functions of PyTorch that it calls.
+
+    Args:
+        run: The forward pass.
+        inputs: Tensors that it reads, of which the caller knows whether they are the same.
+        fingerprints: Of all others.
+
+    Raises:
+        Unclear: If calls don't tell everything.
+    """
+
+    def __init__(self, run: Run, inputs: Sequence[Tensor], fingerprints: Fingerprints) -> None:
+        with _Writing(inputs, fingerprints) as calls:
+            self._outputs = [calls.place(f) for f in run()]
+        if any(_version(t) != version for t, version in calls.versions):
+            raise Unclear
+        self._steps, self._settings = calls.steps, _settings()
+
+    def is_repeated_by(self, run: Run, inputs: Sequence[Tensor], fingerprints: Fingerprints) -> bool:
+        """Whether a forward pass makes the same calls; none of them is carried out."""
+        if self._settings != _settings():
+            return False
+        calls = _Following(inputs, fingerprints, self._steps)
+        try:
+            with calls:
+                outputs = run()
+        except Exception:  # whatever code does that gets no numbers
+            return False
+        return calls.at == len(self._steps) and [calls.place(f) for f in outputs] == self._outputs
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor that a call returned: its number, and one of the same form without numbers, if it is new."""
+
+    number: int
+    empty: Tensor | None
+
+
+class _Calls(TorchFunctionMode):
+    """Tensors have numbers, in the order in which they are seen."""
+
+    def __init__(self, inputs: Sequence[Tensor], fingerprints: Fingerprints) -> None:
+        super().__init__()
+        self.fingerprints, self.kind, self.count = fingerprints, inputs[0].device.type, 0
+        self.places: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self.versions: list[tuple[Tensor, int | None]] = []  # of what calls may not write to
+        for t in inputs:
+            self.read(t)
+
+    def put(self, t: Tensor) -> int:
+        self.places[id(t)] = weakref.ref(t), self.count
+        self.count += 1
+        return self.count - 1
+
+    def read(self, t: Tensor) -> int:
+        self.versions.append((t, _version(t)))
+        return self.put(t)
+
+    def place(self, t: Tensor) -> int | None:
+        found = self.places.get(id(t))
+        return found[1] if found is not None and found[0]() is t else None
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call in words, which are equal for equal calls."""
+        cast = torch.get_autocast_dtype(self.kind) if torch.is_autocast_enabled(self.kind) else None
+        modes = torch.is_grad_enabled(), cast, torch.get_default_dtype()
+        return func, [self.words(x) for x in args], kwargs and self.words(kwargs), modes
+
+    def words(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            number = self.place(x)
+            return (self.fingerprints(x), self.read(x)) if number is None else number
+        kind = type(x)
+        if kind in _PLAIN:
+            return kind, x
+        if kind is float:
+            return repr(x)  # NaN is equal to NaN then, and -0 is not to 0
+        if isinstance(x, (tuple, list)):
+            return kind, [self.words(part) for part in x]
+        if isinstance(x, dict):
+            return [(key, self.words(value)) for key, value in x.items()]
+        if isinstance(x, slice):
+            return slice, self.words((x.start, x.stop, x.step))
+        raise Unclear  # functions, generators, objects of a user's
+
+
+class _Writing(_Calls):
+    """Carries calls out, and writes down what they are and what they return."""
+
+    def __init__(self, inputs: Sequence[Tensor], fingerprints: Fingerprints) -> None:
+        super().__init__(inputs, fingerprints)
+        self.steps: list[tuple[Any, Any]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _UNSEEN:
+            raise Unclear
+        call = self.call(func, args, kwargs)
+        out = func(*args, **(kwargs or {}))
+        if not all(isinstance(x, Tensor) or type(x) in _SCALARS for x in tree_leaves(out)):
+            raise Unclear
+        self.steps.append((call, tree_map_only(Tensor, self.returned, out)))
+        return out
+
+    def returned(self, t: Tensor) -> _Place:
+        number = self.place(t)
+        if number is not None:
+            return _Place(number, None)
+        if type(t) is not Tensor:
+            raise Unclear
+        empty = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
+        return _Place(self.put(t), empty)
+
+
+class _Following(_Calls):
+    """Compares calls with those that were written down, and answers them."""
+
+    def __init__(self, inputs: Sequence[Tensor], fingerprints: Fingerprints, steps: Sequence[tuple[Any, Any]]) -> None:
+        self.seen: list[Tensor] = []
+        super().__init__(inputs, fingerprints)
+        self.steps, self.at = steps, 0
+
+    def put(self, t: Tensor) -> int:
+        self.seen.append(t)
+        return super().put(t)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call, out = self.steps[self.at] if 0 <= self.at < len(self.steps) else (None, None)
+        if call != self.call(func, args, kwargs):
+            self.at = -1  # for ever, whatever the model catches
+            raise Unclear
+        self.at += 1
+        if isinstance(out, _Place):
+            return self.answer(out)
+        return out if type(out) in _SCALARS else tree_map_only(_Place, self.answer, out)
+
+    def answer(self, place: _Place) -> Tensor:
+        if place.empty is not None:
+            self.put(place.empty)
+        return self.seen[place.number]
+
+
+def _settings() -> tuple[Any, ...]:
+    """Of PyTorch, which say how exact products are."""
+    return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+
+
+def _version(t: Tensor) -> int | None:
+    return None if t.is_inference() else t._version
+
+
+def _numbers(t: Tensor) -> list[int]:
+    """The sum of a tensor's bits, and of its numbers times others: that tells also in which order they are.
+
+    A write to `t.data` tells no version counter. What changes both sums by less than their rounding changes no result
+    by more.
+    """
+    t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+    bits = t.flatten().view(torch.uint8)
+    bits = bits.view(torch.int64) if len(bits) % 8 == 0 and bits.storage_offset() % 8 == 0 else bits
+    wide = t if t.dtype in (torch.float32, torch.float64) else t.double()
+    ordered = _ordered(wide)
+    if not math.isfinite(float(ordered)):
+        ordered = _ordered(wide.nan_to_num(1.5, 2.5, -3.5))
+    return torch.stack([bits.sum(dtype=torch.int64), ordered.view(torch.int64)]).tolist()
+
+
+def _ordered(t: Tensor) -> Tensor:
+    flat = t.flatten()
+    n = min(max(len(flat), 1), 4096)
+    rows, rest = flat[: len(flat) // n * n].view(-1, n), flat[len(flat) // n * n :]
+    sums = torch.cat(
+        [rows @ _weights(n, t.dtype, t.device), (rest @ _weights(n, t.dtype, t.device)[: len(rest)])[None]]
+    )
+    return sums.double() @ _weights(len(sums), torch.float64, t.device)
+
+
+@lru_cache(maxsize=64)
+def _weights(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(device, dtype)
