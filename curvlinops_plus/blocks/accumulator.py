@@ -92,6 +92,11 @@ class Accumulator(metaclass=AccumulatorType):
         """This approximation with options: `KFAC.using(kfac_approx="reduce")`."""
         return Approximation(cls, options)
 
+    @classmethod
+    def remark(cls, layer: Layer, **options: Any) -> str:
+        """What an operator's table adds to the name of this approximation, with these options, for a layer."""
+        return ""
+
     @property
     def sums(self) -> dict[str, Tensor]:
         """The running sums by name; rows that wait are added."""

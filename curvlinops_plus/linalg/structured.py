@@ -135,8 +135,7 @@ class Dense(OneTensor):
         return Dense(self._tensor.mT, in_space=self.out_space, out_space=self.in_space)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Dense:
-        moved = self._tensor.to(device=device, dtype=dtype)
-        return self if moved is self._tensor else self._on_spaces(moved, self.structure, self.rtol)
+        return self._on_spaces(self._tensor.to(device=device, dtype=dtype), self.structure, self.rtol)
 
     def materialize(self) -> Dense:
         return self._on_spaces(self.to_dense(), self.structure, self.rtol) if self.batch else self
@@ -263,8 +262,7 @@ class Diagonal(OneTensor):
         return self
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Diagonal:
-        moved = self._tensor.to(device=device, dtype=dtype)
-        return self if moved is self._tensor else Diagonal(moved)
+        return Diagonal(self._tensor.to(device=device, dtype=dtype))
 
     def _to_dense(self) -> Tensor:
         return torch.diag(self._tensor.flatten())
