@@ -154,6 +154,7 @@ def main() -> None:
     repeats = given.repeats or (2 if quick else 5)
     kind = given.clock or ("events" if device == "cuda" else "cpu")
     clock = CLOCKS[kind]
+    few = [n for n in names if n not in ("b_resnet", "d_wide")] if quick and len(names) > 3 else names
     chosen = given.tables or [t for t in TABLES if not (t == "eigh" and quick and device == "cpu")]
     machine = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     print(
@@ -168,9 +169,9 @@ def main() -> None:
     if "tiny" in chosen:
         tiny_table(device, repeats, clock)
     if "training" in chosen:
-        training_table(names, device, quick, repeats, clock)
+        training_table(few, device, quick, repeats, clock)
     if "memory" in chosen:
-        memory_table(names[:3] if quick else names, device, quick, given.threads)
+        memory_table(few, device, quick, given.threads)
     if "slopes" in chosen:
         slopes_table(device, quick, repeats, clock, given.picture)
 
