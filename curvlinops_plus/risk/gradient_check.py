@@ -381,7 +381,8 @@ def _vector_for(f: Tensor, examples: Sequence[int], N: int) -> Tensor:
     """A random vector of the output's shape that is zero for all other examples."""
     v = torch.zeros(f.shape, dtype=f.dtype, device=f.device)
     rows, generator = v.unflatten(0, (N, -1)), torch.Generator().manual_seed(0)
-    numbers = torch.randn(len(examples), *rows.shape[1:], generator=generator, dtype=torch.float64)
+    dtype = torch.promote_types(f.dtype, torch.float32)
+    numbers = torch.randn(len(examples), *rows.shape[1:], generator=generator, dtype=dtype)
     rows[torch.tensor(examples, device=f.device)] = numbers.to(rows)
     return v
 
