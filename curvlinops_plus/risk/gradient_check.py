@@ -136,8 +136,13 @@ def random_halves(N: int) -> list[list[int]]:
 
 
 def halves_by_digits(N: int) -> list[list[int]]:
-    """The examples whose numbers have a 1 as a binary digit, for each of eight: any two of 256 differ in one."""
-    return [[n for n in range(N) if n >> digit & 1] for digit in range(min(8, (N - 1).bit_length()))]
+    """The examples whose numbers have a 1 as one of four binary digits, in which any two of 16 examples differ.
+
+    Of more examples the last three digits are random.
+    """
+    digits = range(min(4, (N - 1).bit_length()))
+    order = range(N) if N <= 16 else torch.randperm(N, generator=torch.Generator().manual_seed(N)).tolist()
+    return [[n for n in range(N) if (n if digit == 0 else order[n]) >> digit & 1] for digit in digits]
 
 
 def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Sequence[Sequence[int]]) -> None:

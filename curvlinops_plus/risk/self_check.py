@@ -104,7 +104,7 @@ def check_batch(
 
     Cost: a forward and two backward passes over three examples, and the gradients of the parameters for one of them;
     where all rows are compared, four backward passes to the layers' outputs. Where little is computed, a forward
-    pass over three examples, and up to nine backward passes. In batches that are not looked at, a few microseconds per
+    pass over three examples, and up to five backward passes. In batches that are not looked at, a few microseconds per
     call of a layer.
     """
     if not risk.options.check:
