@@ -165,11 +165,13 @@ class Accumulator(metaclass=AccumulatorType):
         total = self.sums.get(name)
         if total is None:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
-        if name in self.counts:
-            count = torch.as_tensor(self.counts[name], dtype=total.dtype, device=total.device)
+        if name not in self.counts:
+            value = total * torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
+        elif isinstance(count := self.counts[name], Tensor):
+            count = count.to(total)
             value = total / torch.where(count > 0, count, torch.ones_like(count))
         else:
-            value = total * torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
+            value = total / count if count > 0 else total.clone()
         # The sum of all entries is finite unless one of them is not, or it overflows: look at each of them only then.
         if not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")

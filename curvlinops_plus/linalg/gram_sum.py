@@ -214,7 +214,8 @@ def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
         stop = start + _BLOCK
         tile = C[start:stop, start:stop]
         tile.copy_(tile.tril() + tile.tril(-1).T)
-        C[start:stop, stop:] = C[stop:, start:stop].T
+        if stop < C.shape[0]:
+            C[start:stop, stop:] = C[stop:, start:stop].T
     return C
 
 
