@@ -23,9 +23,6 @@ from curvlinops_plus.risk.sweep import sweep
 
 __all__ = ["Accumulation", "Planned", "refuse_unread", "run_accumulation"]
 
-# The largest memory for what layers receive, between two sweeps.
-MAX_CACHE_BYTES = 2**26
-
 
 class Accumulation:
     """The accumulators of a plan, and the blocks that are finished so far.
@@ -35,11 +32,12 @@ class Accumulation:
         plan: The layers with their approximations.
         vectors: What is sent back.
         title: Begins the text of progress bars.
-        keep: Keep what layers receive for the next sweep, up to 64 MiB. Model and data must not change until then.
+        max_kept_bytes: Memory for what layers receive that is kept for the next sweep, all or nothing. Model and data
+            must not change until then.
     """
 
     def __init__(
-        self, risk: EmpiricalRisk, plan: Iterable[LayerPlan], vectors: Vectors, title: str, keep: bool = False
+        self, risk: EmpiricalRisk, plan: Iterable[LayerPlan], vectors: Vectors, title: str, max_kept_bytes: int = 0
     ) -> None:
         self.risk, self.vectors, self.title = risk, vectors, title
         #: Per layer, the accumulators of the next sweep; empty if its blocks are finished.
@@ -48,7 +46,7 @@ class Accumulation:
         #: Of each pass over the data.
         self.totals: list[Totals] = []
         self.sweeps = 0
-        self._max_bytes = MAX_CACHE_BYTES if keep else 0
+        self._max_bytes = max_kept_bytes
         self._cache: SweepCache | None = None
         self._weights: LossWeights | None = None
 
@@ -123,7 +121,7 @@ class Accumulation:
             for layer, accumulators in self.pending.items():
                 self.pending[layer] = {}
                 for name, accumulator in accumulators.items():
-                    result = accumulator.finish()
+                    result = accumulator.finish_for_good()
                     if isinstance(result, Accumulator):
                         self.pending[layer][name] = result
                     else:
@@ -186,13 +184,13 @@ class Planned(Protocol):
         """Say what the plan leaves to say, as it will not change any more."""
 
 
-def run_accumulation(K: Planned, keep: bool = False, **options: Any) -> Accumulation:
+def run_accumulation(K: Planned, max_kept_bytes: int = 0, **options: Any) -> Accumulation:
     """An accumulation of an operator that has run, with options of `Accumulation.run`.
 
     If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
     """
     while True:
-        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, keep)
+        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, max_kept_bytes)
         try:
             accumulation.run(**options)
         except OutsideReads as error:

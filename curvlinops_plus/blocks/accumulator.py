@@ -84,6 +84,7 @@ class Accumulator(metaclass=AccumulatorType):
         self._sums: dict[str, Tensor] = {}
         self._rows: dict[str, GramSum] = {}  # sums of rows, of which some wait for more
         self._short = False  # whether these are the sums of one batch, see `of_batch`
+        self._scaled: dict[str, Tensor] | None = None  # sums that were divided in place, see `finish_for_good`
         self.counts: dict[str, Tensor | float] = {}
         self.totals = Totals()
 
@@ -162,20 +163,32 @@ class Accumulator(metaclass=AccumulatorType):
         Raises:
             NumericsError: If it has NaN or infinite entries.
         """
+        if self._scaled is not None and name in self._scaled:
+            return self._scaled[name]
         total = self.sums.get(name)
         if total is None:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
+        out = None if self._scaled is None else total
         if name not in self.counts:
-            value = total * torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
+            scale = torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
+            value = torch.mul(total, scale, out=out)
         elif isinstance(count := self.counts[name], Tensor):
             count = count.to(total)
-            value = total / torch.where(count > 0, count, torch.ones_like(count))
+            value = torch.div(total, torch.where(count > 0, count, torch.ones_like(count)), out=out)
         else:
-            value = total / count if count > 0 else total.clone()
+            value = torch.div(total, count if count > 0 else 1.0, out=out)
+        if self._scaled is not None:
+            self._scaled[name] = value
+            del self.sums[name]
         # The sum of all entries is finite unless one of them is not, or it overflows: look at each of them only then.
         if not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
         return value
+
+    def finish_for_good(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
+        """What `finish` returns, made in the memory of the sums, which are gone afterwards."""
+        self._scaled = {}
+        return self.finish()
 
     @property
     def needs_another_sweep(self) -> bool:
@@ -200,7 +213,7 @@ class Accumulator(metaclass=AccumulatorType):
     def share_sums(self, other: Accumulator) -> None:
         """Add to the sums of another accumulator from now on."""
         self._sums, self._rows, self.counts, self.totals = other._sums, other._rows, other.counts, other.totals
-        self._short = other._short
+        self._short, self._scaled = other._short, other._scaled
 
     def empty(self) -> Self:
         """The same without anything added to it."""

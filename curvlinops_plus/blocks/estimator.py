@@ -68,7 +68,8 @@ class CurvatureEstimator:
         ValueError: If `decay` is not in (0, 1].
 
     Cost: `update` is a forward pass and a backward pass per vector to the layers' outputs; `listen` saves the forward
-    pass. Memory: the statistics, and while a batch is added once more; they do not grow with the number of updates.
+    pass. Memory: the statistics, and while a batch is added up to twice more; they do not grow with the number of
+    updates.
 
     Source: moving averages and half-fresh inverses as in Martens & Grosse 2015, sections 5 and 8; George et al. 2018,
     section 3.2 (EKFAC with running averages).
@@ -161,6 +162,11 @@ class CurvatureEstimator:
         Vectors are sent through the model's own graph when the context ends, which keeps it for the loss's backward
         pass. Nothing is added if the block raises.
 
+        With `Empirical()` the vectors are the gradient of the loss: call `loss.backward()` inside the block, and what
+        arrives at the layers is taken, without another pass. The loss has to be the risk's, times any number (a mean,
+        a part of a batch, a gradient scaler), and must reach the layers through the model's output alone. In the 1st,
+        2nd, 4th, ... batch a pass of its own is made and compared.
+
         With batch norm in training mode the model is run once more at the end of the block, as by `update`, from the
         random state in which your pass began, and vectors are sent through that pass.
 
@@ -171,9 +177,11 @@ class CurvatureEstimator:
         Raises:
             ValueError: If the model was not called exactly once, or its graph is gone.
             NumericsError: As for `update`.
-            UnsupportedError: If the model has batch norm in training mode, and another output when it is run once more.
+            UnsupportedError: If a pass of its own is made and has another output; if the gradients of a backward pass
+                inside the block are not those of the risk's loss.
 
-        Cost: a backward pass per vector to the layers' outputs; with batch norm in training mode a forward pass more.
+        Cost: a backward pass per vector to the layers' outputs, none if the user's is taken, which holds the gradients
+        of all layers' outputs until the end of the block; with batch norm in training mode a forward pass more.
         """
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)

@@ -222,7 +222,7 @@ class EKFAC(KFAC):
         max_bytes: As for `KFAC`. The eigenvectors of a diagonal factor are the identity's.
 
     Cost: two sweeps, an eigendecomposition of each factor. Inputs and gradients of all layers over all data are kept
-    for the second sweep if they take up to 64 MiB; model and data are not run again then.
+    for the second sweep if they take up to `max_kept_bytes` of `curvature`; model and data are not run again then.
 
     Example:
         >>> import torch

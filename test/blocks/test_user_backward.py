@@ -174,7 +174,11 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "options": (lambda out: CE(out, Y, label_smoothing=0.2).backward(), "to layer '2' is not that", "no multiple"),
     "targets": (lambda out: CE(out, Y.flip(0)).backward(), "to layer '2' is not that", "no multiple"),
     "twice": (twice, "differentiated 2 times", "differentiated 2 times"),
-    "nan": (lambda out: (float("nan") * CE(out, Y)).backward(), "to layer '2' is not that", "the statistic 'G' has NaN"),
+    "nan": (
+        lambda out: (float("nan") * CE(out, Y)).backward(),
+        "to layer '2' is not that",
+        "statistic 'G' has NaN",
+    ),
 }
 
 
