@@ -167,9 +167,7 @@ class KeptLinearizations:
             kept = None
         if kept is not None:
             return self._at(kept.free, lambda model: kept.products(rows, output_product, total))
-        stays = self._stay and self._products > self._patience
-        if stays and self._held + numbers * batch.num_examples * self.risk.dtype.itemsize > self.max_bytes:
-            stays, self._stay = False, bool(self._kept)  # not even the first one fits
+        stays = self._may_stay(numbers * batch.num_examples * self.risk.dtype.itemsize)
         if not several and not (stays and is_generic(rows[0], self._params)):
             return None
         found = self._make(index, batch, rows, output_product, stays)
@@ -206,6 +204,14 @@ class KeptLinearizations:
         return _equal(kept.batch, batch) and self._at(kept.free, follows)
 
     # ------------------------------------------------------------------------------------------------------ making one
+    def _may_stay(self, size: int) -> bool:
+        """Whether another one may stay, which holds about so many bytes."""
+        if not self._stay or self._products <= self._patience:
+            return False
+        fits = self._held + size <= self.max_bytes
+        self._stay = fits or bool(self._kept)  # else not even the first one does
+        return fits
+
     def _make(
         self, index: int, batch: Batch, rows: Tensor, output_product: OutputProduct, stays: bool
     ) -> Tensor | None:
@@ -247,35 +253,41 @@ class KeptLinearizations:
             Unclear: If it is to stay, and can't.
         """
         batch = Batch(_copies(batch.X), _copies(batch.y), batch.num_examples, batch.unpack) if stays else batch
-        free, read = [p.detach().requires_grad_() for p in self._params], []
-
-        def run(model: nn.Module) -> Program | None:
-            def forward() -> Outputs:
-                read.append(self.read(model, batch))
-                return read[0][0]
-
-            if stays:
-                return Program(forward, [*free, *_tensors(batch)], self._prints)
-            forward()
-            return None
-
-        state, held = RandomState.now(self.risk.device), _held_tensors(self.risk.model)
-        program = self._at(free, run)
-        ((F, extra),) = read
-        nodes = [node for node, _ in postorder([f.grad_fn for f in F])]
-        if stays and (
-            any(map(_is_of_users, nodes))
-            or state != RandomState.now(self.risk.device)
-            or [*map(id, held)] != [*map(id, _held_tensors(self.risk.model))]
-        ):
-            raise Unclear
-        if not all(f.requires_grad for f in F) or any(map(_is_slow, nodes)):
+        free = [p.detach().requires_grad_() for p in self._params]
+        program = None
+        if stays:
+            F, extra, program = self._forward_that_stays(batch, free)
+        else:
+            F, extra = self._at(free, lambda model: self.read(model, batch))
+        if not all(f.requires_grad for f in F) or any(_is_slow(node) for node, _ in postorder([f.grad_fn for f in F])):
             return None
         w = [torch.zeros_like(f, requires_grad=True) for f in F]
         back = self._at(free, lambda model: torch.autograd.grad(F, free, w, create_graph=True, allow_unused=True))
         # The gradients themselves are zero.
         edges = [get_gradient_edge(g) if g is not None and g.requires_grad else None for g in back]
         return _Linearization(batch, F, extra, free, w, edges, program)
+
+    def _forward_that_stays(self, batch: Batch, free: list[Tensor]) -> tuple[Outputs, Any, Program]:
+        """What `read` returns, and a program that tells everything about it."""
+        read: list[tuple[Outputs, Any]] = []
+
+        def run(model: nn.Module) -> Program:
+            def forward() -> Outputs:
+                read.append(self.read(model, batch))
+                return read[0][0]
+
+            return Program(forward, [*free, *_tensors(batch)], self._prints)
+
+        state, held = RandomState.now(self.risk.device), _held_tensors(self.risk.model)
+        program = self._at(free, run)
+        F, extra = read[0]
+        drew = state != RandomState.now(self.risk.device)
+        # A tensor that a forward pass leaves in the model has to be computed.
+        if drew or [*map(id, held)] != [*map(id, _held_tensors(self.risk.model))]:
+            raise Unclear
+        if any(_is_of_users(node) for node, _ in postorder([f.grad_fn for f in F])):
+            raise Unclear
+        return F, extra, program
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
@@ -286,7 +298,7 @@ def _has_hooks(model: nn.Module) -> bool:
 
 
 def _held_tensors(model: nn.Module) -> list[Tensor]:
-    """The tensors in attributes of modules: one that a forward pass leaves there has to be computed."""
+    """The tensors in attributes of modules."""
     return [t for m in model.modules() for t in tree_leaves(list(vars(m).values())) if isinstance(t, Tensor)]
 
 
