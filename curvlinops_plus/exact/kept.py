@@ -202,7 +202,7 @@ class KeptLinearizations:
         return fits
 
     def _make(self, index: int, batch: Batch, row: Tensor, output_product: OutputProduct) -> Tensor | None:
-        """The product with a new linearisation, which stays if it fits; None if it is slow, wrong or can't be proved."""
+        """The product with a new linearisation, which stays if it fits; None if it is slow, wrong or unclear."""
         state = RandomState.now(self.risk.device)
         try:
             made = self._linearize(batch)
@@ -212,7 +212,8 @@ class KeptLinearizations:
                 if len(u) == len(JV) and agree(row, JV, u, found, made.F):
                     size = made.bytes(self.risk.model)
                     if self._held + size <= self.max_bytes:
-                        self._kept[index], self._held = made, self._held + size
+                        self._kept[index] = made
+                    self._held = min(self._held + size, self.max_bytes)  # full: no other one is tried
                     return found
         except (Unclear, RuntimeError):  # an operation that can't be differentiated twice; all else fails again
             pass
