@@ -37,7 +37,7 @@ from curvlinops_plus.linalg import (
     Structure,
     nearest_kronecker,
 )
-from curvlinops_plus.linalg.numerics import eigh
+from curvlinops_plus.linalg.eigendecomposition import eigenbasis
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 __all__ = ["EKFAC", "KFAC", "compute_eigenvalue_correction_linear_weight_sharing"]
@@ -283,7 +283,7 @@ def eigenvectors(layer: Layer, name: str, factor: Tensor) -> Tensor:
     """Eigenvectors of one factor; failures name the layer."""
     try:
         # Row by row in memory, as files keep them: products after loading round as before.
-        return eigh(factor)[1].contiguous()
+        return eigenbasis(factor).contiguous()
     except NumericsError as error:
         raise NumericsError(f"{layer.title}, factor {name}: {error}") from error
 
