@@ -192,6 +192,7 @@ class EKFAC(KFAC):
     """
 
     needs_gradients = True
+    finishes_side_by_side = True
 
     @property
     def needs_another_sweep(self) -> bool:
