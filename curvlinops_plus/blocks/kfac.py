@@ -178,6 +178,14 @@ class EKFAC(KFAC):
     Args:
         kfac_approx: Which factors give the eigenvectors, "expand" or "reduce". The eigenvalues are exact in either
             basis.
+        max_bytes: The largest factor that is built, 2 GiB by default.
+        basis_rtol: Eigenvectors of a factor need not be told apart where what is left of it has no diagonal entry above
+            `basis_rtol` times the largest. The basis is orthogonal all the same, so that the trace stays exact; the
+            distance to the block in the Frobenius norm grows, at most to that of the exact diagonal in a basis that is
+            arbitrary there. By default they are exact up to rounding.
+
+    Raises:
+        ValueError: If `basis_rtol` is not from 0 to 1.
 
     Cost: two sweeps, an eigendecomposition of each factor. Inputs and gradients of all layers over all data are kept
     for the second sweep if they take up to 64 MiB; model and data are not run again then.
@@ -194,6 +202,20 @@ class EKFAC(KFAC):
     needs_gradients = True
     finishes_side_by_side = True
 
+    def __init__(
+        self,
+        layer: Layer,
+        group: Group | None,
+        scale: LossScale,
+        kfac_approx: str = "expand",
+        max_bytes: int = 2 * 2**30,
+        basis_rtol: float = 0.0,
+    ) -> None:
+        super().__init__(layer, group, scale, kfac_approx, max_bytes)
+        if not 0 <= basis_rtol < 1:
+            raise ValueError(f"Expected basis_rtol to be at least 0 and below 1, got {basis_rtol}.")
+        self.basis_rtol = basis_rtol
+
     @property
     def needs_another_sweep(self) -> bool:
         return True
@@ -203,8 +225,8 @@ class EKFAC(KFAC):
         return Correction(
             self.layer,
             self.scale,
-            eigenvectors(self.layer, "G", G),
-            None if A is None or self.layer.sparse else eigenvectors(self.layer, "A", A),
+            eigenvectors(self.layer, "G", G, self.basis_rtol),
+            None if A is None or self.layer.sparse else eigenvectors(self.layer, "A", A, self.basis_rtol),
         )
 
 
@@ -280,11 +302,11 @@ def ekfac_blocks(
     return blocks
 
 
-def eigenvectors(layer: Layer, name: str, factor: Tensor) -> Tensor:
+def eigenvectors(layer: Layer, name: str, factor: Tensor, rtol: float) -> Tensor:
     """Eigenvectors of one factor; failures name the layer."""
     try:
         # Row by row in memory, as files keep them: products after loading round as before.
-        return eigenbasis(factor).contiguous()
+        return eigenbasis(factor, rtol=rtol).contiguous()
     except NumericsError as error:
         raise NumericsError(f"{layer.title}, factor {name}: {error}") from error
 

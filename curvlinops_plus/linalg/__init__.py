@@ -6,6 +6,7 @@ from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.conjugate_gradients import CGInverseLinearOperator, cg
 from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, heuristic_damping
 from curvlinops_plus.linalg.deferred import Deferred
+from curvlinops_plus.linalg.divide_and_conquer import divide_and_conquer
 from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
@@ -54,6 +55,7 @@ __all__ = [
     "Sum",
     "cg",
     "cholesky_inverse",
+    "divide_and_conquer",
     "eigh",
     "from_scipy",
     "gram",
