@@ -6,7 +6,6 @@ from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.conjugate_gradients import CGInverseLinearOperator, cg
 from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, heuristic_damping
 from curvlinops_plus.linalg.deferred import Deferred
-from curvlinops_plus.linalg.divide_and_conquer import divide_and_conquer
 from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
@@ -21,6 +20,7 @@ from curvlinops_plus.linalg.scipy_export import to_scipy
 from curvlinops_plus.linalg.scipy_import import from_scipy
 from curvlinops_plus.linalg.solve import SolveInfo
 from curvlinops_plus.linalg.space import Space
+from curvlinops_plus.linalg.spectral_division import divide_and_conquer
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, Identity, IdentityLinearOperator
 from curvlinops_plus.linalg.submatrices import ProjectedLinearOperator, SubmatrixLinearOperator, submatrix

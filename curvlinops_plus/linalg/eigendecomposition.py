@@ -12,8 +12,10 @@ spectrum decays. Where this pays is measured: `examples/benchmark/eigh.py`.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
-from scipy.linalg import lapack
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
@@ -22,7 +24,6 @@ from curvlinops_plus.linalg.numerics import check_finite
 
 __all__ = ["eigenbasis", "eigh"]
 
-_PIVOTED = {torch.float32: lapack.spstrf, torch.float64: lapack.dpstrf}
 _SMALLEST = 192  # below, LAPACK's eigensolver takes no longer than the steps around a smaller problem
 
 
@@ -122,7 +123,7 @@ def _by_range(M: Tensor, what: str, rtol: float, refine: bool) -> tuple[Tensor, 
         refine: Take the small eigenproblem from `M` itself instead of from its Cholesky factor: the error of the
             latter, about ten times that of `eigh`, does not matter for a basis.
     """
-    if M.device.type != "cpu" or M.dtype not in _PIVOTED:
+    if M.device.type != "cpu" or M.dtype not in (torch.float32, torch.float64):
         return None
     d, highest = len(M), int(0.55 * len(M)) - 24
     if not rtol and not int(torch.linalg.cholesky_ex(M[: highest + 1, : highest + 1])[1]):
@@ -152,14 +153,20 @@ def _pivoted_cholesky(M: Tensor, rtol: float, highest: int) -> Tensor | None:
     """`L [d, r]` with `M = L Lᵀ` up to `rtol` times the largest diagonal entry; None if `r` is higher than allowed."""
     with blas_threads():
         # LAPACK stores by columns, but M is symmetric; it takes the lower triangle of its own copy.
-        factor, pivots, r, info = _PIVOTED[M.dtype](
-            M.detach().numpy().T, lower=1, tol=float(rtol * M.diagonal().amax())
-        )
+        factor, pivots, r, info = _pstrf(M.dtype)(M.detach().numpy().T, lower=1, tol=float(rtol * M.diagonal().amax()))
     if info < 0 or not 0 < r <= highest:
         return None
     L = M.new_empty(r, len(M)).T
     L[torch.from_numpy(pivots).long() - 1] = torch.from_numpy(factor)[:, :r].tril_()
     return L
+
+
+@cache
+def _pstrf(dtype: torch.dtype) -> Any:
+    """LAPACK's Cholesky decomposition with pivots, which PyTorch lacks. SciPy takes long to import."""
+    from scipy.linalg import get_lapack_funcs
+
+    return get_lapack_funcs("pstrf", dtype=str(dtype).removeprefix("torch."))
 
 
 def _householder(L: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [d, r] -> [d, r], [r, d], [r, r]

@@ -10,7 +10,8 @@ import torch
 
 __all__ = ["side_by_side"]
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 
 _MUCH = 1e7  # operations, a few milliseconds; below, starting threads costs more than they gain
 

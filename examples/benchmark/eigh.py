@@ -37,6 +37,24 @@ def accuracy(M: Tensor, values: Tensor, Q: Tensor) -> str:
     return f"{float(residual):.0e}, {float(orthogonality):.0e}"
 
 
+def of_one(M: Tensor) -> dict[str, Task]:
+    return {
+        "torch": lambda: torch.linalg.eigh(M),
+        "eigh": lambda: eigh(M, semidefinite=True),
+        "eigenbasis": lambda: eigenbasis(M),
+        "divide": lambda: divide_and_conquer(M),
+        "inverse": lambda: cholesky_inverse(M, 1e-3),
+    }
+
+
+def of_several(matrices: list[Tensor]) -> dict[str, Task]:
+    return {
+        "torch": lambda: [torch.linalg.eigh(M) for M in matrices],
+        "threads": lambda: side_by_side(torch.linalg.eigh, matrices, lambda M: 10.0 * len(M) ** 3),
+        "batched": lambda: torch.linalg.eigh(torch.stack(matrices)),
+    }
+
+
 def ratios(tasks: dict[str, Task], repeats: int, device: str) -> dict[str, float]:
     """Median over turns of the time of each task over that of the first one, after one warm-up."""
     times: dict[str, list[float]] = {name: [] for name in tasks}
@@ -55,7 +73,7 @@ def ratios(tasks: dict[str, Task], repeats: int, device: str) -> dict[str, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", nargs="+", type=int, default=[256, 512, 1024])
     parser.add_argument("--ranks", nargs="+", type=float, default=[0.1, 0.25, 0.5, 2.0], help="rows per column")
     parser.add_argument("--repeats", type=int, default=3)
@@ -71,26 +89,14 @@ def main() -> None:
     for size in options.sizes:
         for rank in options.ranks:
             M = factor(size, rank, device, dtype)
-            tasks: dict[str, Task] = {
-                "torch": lambda: torch.linalg.eigh(M),
-                "eigh": lambda: eigh(M, semidefinite=True),
-                "eigenbasis": lambda: eigenbasis(M),
-                "divide": lambda: divide_and_conquer(M),
-                "inverse": lambda: cholesky_inverse(M, 1e-3),
-            }
-            found = ratios(tasks, options.repeats, device)
+            found = ratios(of_one(M), options.repeats, device)
             columns = " | ".join(f"{found[name]:.2f}" for name in ("eigh", "eigenbasis", "divide", "inverse"))
             print(f"| {size} | {rank:g} | {columns} | {accuracy(M, *divide_and_conquer(M))} |", flush=True)
 
     print("\n| 8 matrices of size | side by side | batched |\n| --- | --- | --- |")
     for size in options.sizes:
         matrices = [factor(size, 2.0, device, dtype, seed) for seed in range(8)]
-        tasks = {
-            "torch": lambda: [torch.linalg.eigh(M) for M in matrices],
-            "threads": lambda: side_by_side(torch.linalg.eigh, matrices, lambda M: 10.0 * len(M) ** 3),
-            "batched": lambda: torch.linalg.eigh(torch.stack(matrices)),
-        }
-        found = ratios(tasks, options.repeats, device)
+        found = ratios(of_several(matrices), options.repeats, device)
         print(f"| {size} | {found['threads']:.2f} | {found['batched']:.2f} |", flush=True)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import divide_and_conquer
-from curvlinops_plus.linalg.divide_and_conquer import polar
+from curvlinops_plus.linalg.spectral_division import polar
 
 from .cases import F64, normal
 

@@ -49,7 +49,7 @@ def test_results_come_in_order_from_threads_of_their_own() -> None:
     ):
         assert all(ident == here for _, ident, _ in little)
     torch.set_num_threads(1)
-    assert side_by_side(threading.get_native_id, [], much) == []
+    assert side_by_side(who, [], much) == []
     assert side_by_side(who, [2, 3], much)[0][1] == here
 
 
@@ -121,7 +121,9 @@ def test_blocks_are_decomposed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_failing_block_is_named() -> None:
     K = blocks([(2, 101), (3, 102), (120, 2)])
-    factor = K.blocks["b1"].A
+    block = K.blocks["b1"]
+    assert isinstance(block, Kronecker)
+    factor = block.A
     assert isinstance(factor, Dense)
     assert factor.structure == Structure.PSD
     factor.matrix[0, 0] = torch.nan
