@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch
+from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch, finish_work
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.determinism import require_same
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
@@ -118,10 +119,8 @@ class Accumulation:
     def _finish(self) -> None:
         """Turn sums into blocks, or into the accumulators of the next sweep."""
         try:
-            for layer, accumulators in self.pending.items():
-                self.pending[layer] = {}
-                for name, accumulator in accumulators.items():
-                    result = accumulator.finish_for_good()
+            for layer, results in self._finish_accumulators().items():
+                for name, result in results.items():
                     if isinstance(result, Accumulator):
                         self.pending[layer][name] = result
                     else:
@@ -133,6 +132,16 @@ class Accumulation:
             raise NumericsError(
                 f"{error} {f'First seen: {where}.' if where else 'The forward pass is finite.'}"
             ) from error
+
+    def _finish_accumulators(self) -> dict[Layer, dict[str, Any]]:
+        """What `finish` of every accumulator returns; its sums are given up as soon as it has."""
+        pending, self.pending = self.pending, {layer: {} for layer in self.pending}
+
+        def finish(layer: Layer) -> dict[str, Any]:
+            return {name: accumulator.finish_for_good() for name, accumulator in pending.pop(layer).items()}
+
+        results = side_by_side(finish, pending, lambda layer: finish_work(layer, pending[layer]))
+        return dict(zip(self.pending, results, strict=True))
 
     def _check(self, totals: Totals, layers: list[Layer]) -> None:
         for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):

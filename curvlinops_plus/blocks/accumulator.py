@@ -23,7 +23,7 @@ from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Accumulator", "Approximation", "LossScale", "add_batch", "count_batch"]
+__all__ = ["Accumulator", "Approximation", "LossScale", "add_batch", "count_batch", "finish_work"]
 
 # Totals over all batches to the factor `c` in front of the sum of all loss terms.
 LossScale = Callable[[Totals], Tensor | float]
@@ -76,6 +76,8 @@ class Accumulator(metaclass=AccumulatorType):
     needs_gradients: ClassVar[bool] = False
     #: Of an accumulator for a second sweep: whether `change_basis` is implemented, which streaming needs.
     changes_basis: ClassVar[bool] = False
+    #: Whether `finish` is so much work that those of several layers are called at the same time, in several threads.
+    finishes_side_by_side: ClassVar[bool] = False
     #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that they are in.
     constants: ClassVar[tuple[str, ...]] = ()
 
@@ -376,6 +378,13 @@ def count_batch(pending: Mapping[Layer, Mapping[Any, Accumulator]], batch_totals
     for accumulators in pending.values():
         for accumulator in accumulators.values():
             accumulator.count(batch_totals)
+
+
+def finish_work(layer: Layer, accumulators: Mapping[str, Accumulator]) -> float:
+    """About how many operations `finish` of a layer's accumulators takes, for `side_by_side`; 0: in the main thread."""
+    if layer.device.type != "cpu" or not all(a.finishes_side_by_side for a in accumulators.values()):
+        return 0.0
+    return float(sum(10 * size**3 for group in layer.groups for size in group.layout.matrix_shape[-2:]))
 
 
 def _plain(count: Tensor | float) -> Tensor | float:

@@ -41,8 +41,8 @@ from curvlinops_plus.linalg import (
     Structure,
     nearest_kronecker,
 )
+from curvlinops_plus.linalg.eigendecomposition import eigenbasis
 from curvlinops_plus.linalg.factor import Factor
-from curvlinops_plus.linalg.numerics import eigh
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 __all__ = ["EKFAC", "KFAC", "compute_eigenvalue_correction_linear_weight_sharing"]
@@ -220,6 +220,13 @@ class EKFAC(KFAC):
         kfac_approx: Which factors give the eigenvectors, "expand" or "reduce". The eigenvalues are exact in either
             basis.
         max_bytes: As for `KFAC`. The eigenvectors of a diagonal factor are the identity's.
+        basis_rtol: Eigenvectors of a factor need not be told apart where what is left of it has no diagonal entry above
+            `basis_rtol` times the largest. The basis is orthogonal all the same, so that the trace stays exact; the
+            distance to the block in the Frobenius norm grows, at most to that of the exact diagonal in a basis that is
+            arbitrary there. By default they are exact up to rounding.
+
+    Raises:
+        ValueError: If `basis_rtol` is not from 0 to 1.
 
     Cost: two sweeps, an eigendecomposition of each factor. Inputs and gradients of all layers over all data are kept
     for the second sweep if they take up to `max_kept_bytes` of `curvature`; model and data are not run again then.
@@ -234,6 +241,21 @@ class EKFAC(KFAC):
     """
 
     needs_gradients = True
+    finishes_side_by_side = True
+
+    def __init__(
+        self,
+        layer: Layer,
+        group: Group | None,
+        scale: LossScale,
+        kfac_approx: str = "expand",
+        max_bytes: int = 2 * 2**30,
+        basis_rtol: float = 0.0,
+    ) -> None:
+        super().__init__(layer, group, scale, kfac_approx, max_bytes)
+        if not 0 <= basis_rtol < 1:
+            raise ValueError(f"Expected basis_rtol to be at least 0 and below 1, got {basis_rtol}.")
+        self.basis_rtol = basis_rtol
 
     @property
     def needs_another_sweep(self) -> bool:
@@ -244,8 +266,8 @@ class EKFAC(KFAC):
         return Correction(
             self.layer,
             self.scale,
-            None if "G" in self.diagonal else eigenvectors(self.layer, "G", G),
-            None if A is None or "A" in self.diagonal else eigenvectors(self.layer, "A", A),
+            None if "G" in self.diagonal else eigenvectors(self.layer, "G", G, self.basis_rtol),
+            None if A is None or "A" in self.diagonal else eigenvectors(self.layer, "A", A, self.basis_rtol),
         )
 
 
@@ -330,11 +352,11 @@ def _identity(size: int, batch: Sequence[int], like: Tensor) -> Factor:
     return IdentityLinearOperator([(size,)], like.device, like.dtype)
 
 
-def eigenvectors(layer: Layer, name: str, factor: Tensor) -> Tensor:
+def eigenvectors(layer: Layer, name: str, factor: Tensor, rtol: float) -> Tensor:
     """Eigenvectors of one factor; failures name the layer."""
     try:
         # Row by row in memory, as files keep them: products after loading round as before.
-        return eigh(factor)[1].contiguous()
+        return eigenbasis(factor, rtol=rtol).contiguous()
     except NumericsError as error:
         raise NumericsError(f"{layer.title}, factor {name}: {error}") from error
 

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from curvlinops_plus.errors import SingularMatrixError
 from curvlinops_plus.linalg.damping import Scalar, is_zero
+from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
-from curvlinops_plus.linalg.numerics import add_to_diagonal, damped_cholesky, eigh, powers, psd_clip, slogdet_of
+from curvlinops_plus.linalg.numerics import add_to_diagonal, damped_cholesky, powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
@@ -172,8 +173,9 @@ class Dense(OneTensor):
         return self._remember("eigh", self._decompose)
 
     def _decompose(self) -> tuple[Tensor, Dense]:
-        values, Q = eigh(self._tensor)
-        return (psd_clip(values, self.rtol) if self.structure == Structure.PSD else values), Dense(Q)
+        semidefinite = self.structure == Structure.PSD
+        values, Q = eigh(self._tensor, semidefinite=semidefinite)
+        return (psd_clip(values, self.rtol) if semidefinite else values), Dense(Q)
 
     def root(self) -> Dense:
         values, Q = self.eigh()
