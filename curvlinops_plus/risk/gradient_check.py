@@ -124,7 +124,7 @@ def send_single(
     # Two of them: examples that change places may leave one where it is.
     first = send(0, edges, retain_graph=True) if N > 1 and not whole else ()
     found = send(N // 2, [*edges, *free.values()], retain_graph=whole)
-    grads, before = ({id(s): g.detach() for s, g in zip(slots, gs) if g is not None} for gs in (found, first))
+    grads, before = _by_slot(slots, found), _by_slot(slots, first)
     expected = {key: g for key, g in zip(free, found[len(slots) :]) if g is not None}
     return SentVectors(recorder.calls, before, grads, expected, N, batch_size, every)
 
@@ -168,7 +168,7 @@ def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Sequ
     def send(chosen: Sequence[int]) -> dict[int, Tensor]:
         vectors = [_only(v, chosen, N) for v in numbers]
         found = torch.autograd.grad(outputs, edges, vectors, retain_graph=True, allow_unused=True)
-        return {id(slot): g.detach() for slot, g in zip(slots, found) if g is not None}
+        return _by_slot(slots, found)
 
     for at, recorded, slot in _find_rows(recorder.calls, N, ((chosen, send(chosen)) for chosen in halves)) or ():
         sent = SentVectors(recorder.calls, {}, {}, {}, N, N)
@@ -193,9 +193,7 @@ def _find_rows(
     for examples, grads in sent:
         rows = [_largest(slot, grads.get(id(slot)), N) for _, slot in slots]
         tables.append(torch.stack(rows) if rows else torch.zeros(0, N))
-        others.append([True] * N)
-        for n in examples:
-            others[-1][n] = False
+        others.append(_are_others(examples, N))
     if not tables or not slots:
         return []
     # A number that is not finite stays one, whatever it is multiplied with.
@@ -204,6 +202,17 @@ def _find_rows(
     if not all(map(math.isfinite, chain.from_iterable(reached))):
         return None
     return [(at, *slots[k]) for at, sizes in enumerate(reached) for k, size in enumerate(sizes) if size]
+
+
+def _by_slot(slots: Sequence[OutputSlot], grads: Iterable[Tensor | None]) -> dict[int, Tensor]:
+    """Gradients by the identity of the slots where they arrived; those of parameters may follow."""
+    return {id(slot): g.detach() for slot, g in zip(slots, grads) if g is not None}
+
+
+def _are_others(examples: Sequence[int], N: int) -> list[float]:
+    """Of each example 0 if it is one of these, else 1."""
+    chosen = {*examples}
+    return [float(n not in chosen) for n in range(N)]
 
 
 def _largest(slot: OutputSlot, g: Tensor | None, N: int) -> Tensor:  # -> [N]
@@ -390,9 +399,8 @@ def _random_like(f: Tensor) -> Tensor:
 
 def _only(v: Tensor, examples: Sequence[int], N: int) -> Tensor:
     """A vector that is zero for all other examples."""
-    chosen = {*examples}
-    mask = torch.tensor([[float(n in chosen)] for n in range(N)], dtype=v.dtype, device=v.device)
-    return (v.reshape(N, -1) * mask).view(v.shape)
+    others = torch.tensor(_are_others(examples, N), dtype=v.dtype, device=v.device)
+    return (v.reshape(N, -1) * (1 - others)[:, None]).view(v.shape)
 
 
 def _norm(tree: Any) -> float:

@@ -114,22 +114,25 @@ def check_batch(
     kind = batch_kind(recorder.calls, outputs, rows) if recorder.backward else ()
     unchecked = _unchecked(checked, recorder, kind)
     shape, is_new = _shape(checked, batch, repeatable)
-    # All of a small batch would be a few examples of itself, which tells nothing but that the model is not random.
-    new_outputs = is_new and (N > _FEW or (repeatable and not checked.shapes)) and (repeatable or recorder.backward)
+    new_outputs = is_new and _tell_outputs(checked, N, repeatable, recorder.backward)
     # Where outputs differ, random modules being allowed, all rows are compared, for each number of examples.
     unclear = are_rows_unclear(rows, batch)
     all_rows = recorder.backward and ((is_new and not repeatable) or unclear)
     if not (unchecked or new_outputs or all_rows):
         return
-    reached: set[int] = set()
     check = _Check(risk, recorder, batch, outputs, repeatable)
     with torch.random.fork_rng(check.devices), eager():
-        if unchecked or new_outputs:
-            reached = check.run(bool(unchecked))
-        if all_rows and (unclear or not (check.all_rows or check.agreed)):
+        reached = check.run(bool(unchecked)) if unchecked or new_outputs else set()
+        if all_rows and (unclear or not check.apart):
             compare_all_rows(recorder, outputs, random_halves(N))
     _looked_at(checked, recorder, kind, unchecked, reached)
     checked.shapes.add(shape)
+
+
+def _tell_outputs(checked: Checked, N: int, repeatable: bool, backward: bool) -> bool:
+    """Whether outputs of a few examples tell anything, and are needed."""
+    # All of a small batch would be a few examples of itself, which tells nothing but that the model is not random.
+    return (N > _FEW or not checked.shapes) if repeatable else (N > _FEW and backward)
 
 
 def _shape(checked: Checked, batch: Batch, repeatable: bool) -> tuple[Any, bool]:
@@ -209,6 +212,11 @@ class _Check:
         if reached is not None and (reached >= self.called or not backward):
             return reached
         return self._look(*everyone, backward, every=True) or set()
+
+    @property
+    def apart(self) -> bool:
+        """Whether it is known that examples don't depend on each other."""
+        return self.all_rows or self.agreed
 
     def _few(self) -> tuple[Batch, list[int]] | None:
         """Some of the examples and their numbers, if they can be told apart from more than these."""
