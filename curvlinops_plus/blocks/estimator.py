@@ -68,8 +68,7 @@ class CurvatureEstimator:
         ValueError: If `decay` is not in (0, 1].
 
     Cost: `update` is a forward pass and a backward pass per vector to the layers' outputs; `listen` saves the forward
-    pass. Memory: the statistics, and while a batch is added up to twice more; they do not grow with the number of
-    updates.
+    pass. Memory: the statistics, up to three times while a batch is added, whatever the number of updates.
 
     Source: moving averages and half-fresh inverses as in Martens & Grosse 2015, sections 5 and 8; George et al. 2018,
     section 3.2 (EKFAC with running averages).
@@ -160,15 +159,12 @@ class CurvatureEstimator:
         """Add one batch from the forward pass that happens inside: call the model once, and go backward afterwards.
 
         Vectors are sent through the model's own graph when the context ends, which keeps it for the loss's backward
-        pass. Nothing is added if the block raises.
+        pass. Nothing is added if the block raises. With `Empirical()`, `loss.backward()` may be called inside the
+        block: then what arrives at the layers is taken, without another pass, and compared with one in the 1st, 2nd,
+        4th, ... batch. The loss has to be the risk's, times any number, and read the model's output alone.
 
-        With `Empirical()` the vectors are the gradient of the loss: call `loss.backward()` inside the block, and what
-        arrives at the layers is taken, without another pass. The loss has to be the risk's, times any number (a mean,
-        a part of a batch, a gradient scaler), and must reach the layers through the model's output alone. In the 1st,
-        2nd, 4th, ... batch a pass of its own is made and compared.
-
-        With batch norm in training mode the model is run once more at the end of the block, as by `update`, from the
-        random state in which your pass began, and vectors are sent through that pass.
+        With batch norm in training mode vectors are sent through another pass at the end of the block, as by `update`,
+        from the random state in which yours began.
 
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
@@ -177,11 +173,10 @@ class CurvatureEstimator:
         Raises:
             ValueError: If the model was not called exactly once, or its graph is gone.
             NumericsError: As for `update`.
-            UnsupportedError: If a pass of its own is made and has another output; if the gradients of a backward pass
-                inside the block are not those of the risk's loss.
+            UnsupportedError: If a pass of its own has another output, or other gradients than `loss.backward()` inside.
 
-        Cost: a backward pass per vector to the layers' outputs, none if the user's is taken, which holds the gradients
-        of all layers' outputs until the end of the block; with batch norm in training mode a forward pass more.
+        Cost: a backward pass per vector to the layers' outputs, or memory for their gradients if yours is taken; with
+        batch norm in training mode a forward pass more.
         """
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)
@@ -195,9 +190,7 @@ class CurvatureEstimator:
     def _pass(self, batch: Batch) -> BatchPass:
         return BatchPass(self.risk, self._layers, self.vectors, self._weights, batch)
 
-    @property
-    def _layers(self) -> list[Layer]:
-        return [entry.layer for entry in self.plan]
+    _layers = property(lambda self: [entry.layer for entry in self.plan])
 
     def _read(self, batch: Any) -> Batch:
         found = self.risk.read(batch, self.updates)
@@ -208,7 +201,7 @@ class CurvatureEstimator:
         return found
 
     def _look(self, batch: Batch, error: OutsideReads | None = None) -> None:
-        """Look which functions read parameters, which changes the layers: before anything is summed."""
+        """Look which functions read parameters, which changes the layers."""
         if error is not None and self.updates:
             raise error
         self._blank.learn_reads(batch, error)
@@ -242,7 +235,7 @@ class CurvatureEstimator:
         """
         _require_updates(self)
         called = self._sums.called
-        layer = next((layer for layer in self._layers if layer not in called), None)
+        layer: Layer | None = next((layer for layer in self._layers if layer not in called), None)
         if layer is not None and not self.leave_out_uncalled:
             raise ValueError(
                 f"{layer.title} was never called in {self.updates} updates, so its parameters {list(layer.params)} "
@@ -259,8 +252,7 @@ class CurvatureEstimator:
     @property
     def uncalled(self) -> list[str]:
         """Names of the layers that no batch has called yet."""
-        called = self._sums.called
-        return [layer.name for layer in self._layers if layer not in called]
+        return [layer.name for layer in self._layers if layer not in self._sums.called]
 
     def refresh(self, damping: Any = None) -> None:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now.
