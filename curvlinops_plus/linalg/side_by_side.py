@@ -37,20 +37,21 @@ def side_by_side(function: Callable[[T], R], items: Iterable[T], work: Callable[
     """
     items = list(items)
     costs = [work(item) for item in items]
-    threads = min(torch.get_num_threads(), sum(cost > 0 for cost in costs))
+    available = torch.get_num_threads()
+    threads = min(available, sum(cost > 0 for cost in costs))
     if threads < 2 or sum(costs) - max(costs) < _MUCH:
         return [function(item) for item in items]
-    grad, inference, each = (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_num_threads() // threads,
-    )
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def run(item: T) -> R:
         with torch.inference_mode(inference), torch.set_grad_enabled(grad):
             return function(item)
 
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(each,)) as pool:
-        longest_first = sorted(range(len(items)), key=lambda k: -costs[k])
-        futures = {k: pool.submit(run, items[k]) for k in longest_first}
-        return [futures[k].result() for k in range(len(items))]
+    each = available // threads
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(each,)) as pool:
+            longest_first = sorted(range(len(items)), key=lambda k: -costs[k])
+            futures = {k: pool.submit(run, items[k]) for k in longest_first}
+            return [futures[k].result() for k in range(len(items))]
+    finally:
+        torch.set_num_threads(available)  # new threads would begin with the number of the last one that was set

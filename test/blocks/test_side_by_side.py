@@ -77,3 +77,14 @@ def test_a_layer_that_cannot_be_decomposed_is_named(monkeypatch: pytest.MonkeyPa
         NumericsError, match=r"layer '0', factor G.*failed in every precision.*The forward pass is finite"
     ):
         _ = curvature(problem(), EKFAC).trace
+
+
+def test_numbers_of_threads_are_as_before() -> None:
+    """Those of new threads too, which begin with the last number that any thread was given."""
+    numbers = [torch.get_num_threads()]
+    curvature(problem(), EKFAC).compute()
+    numbers.append(torch.get_num_threads())
+    thread = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert numbers == [2, 2, 2]
