@@ -957,6 +957,8 @@ APPROXIMATIONS: dict[str, Any] = {
     "KFAC reduce": KFAC.using(kfac_approx="reduce"),
     "EKFAC": EKFAC,
     "EKFAC reduce": EKFAC.using(kfac_approx="reduce"),
+    "KFAC with diagonal factors": KFAC.using(max_bytes=0),
+    "EKFAC, large factors diagonal": EKFAC.using(max_bytes=150),
     "DiagonalBlock": DiagonalBlock,
     "FullBlock": FullBlock,
     "ScaledIdentity": ScaledIdentity.using(scale=0.5),

@@ -11,6 +11,7 @@ S positions.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -591,7 +592,9 @@ class Reference:
         return result
 
     @cache  # noqa: B019
-    def factors(self, name: str, vectors: Vectors, reduce: bool = False, ones: bool = False) -> tuple[Tensor, Tensor]:
+    def factors(
+        self, name: str, vectors: Vectors, reduce: bool = False, ones: bool = False, max_bytes: float = math.inf
+    ) -> tuple[Tensor, Tensor]:
         """`A` and `G` of a layer, one example, one position, one vector at a time.
 
         Those of a layer of several matrices are block-diagonal. Those of tied weights are the nearest Kronecker product
@@ -602,22 +605,30 @@ class Reference:
             vectors: What is sent back through each batch.
             reduce: Average inputs and sum gradients over positions first.
             ones: Append a column of ones to the inputs.
+            max_bytes: Larger factors of each role are replaced by their diagonals.
         """
         layer = next(layer for layer in self.layers if layer.name == name and layer.roles)
         own, *others = layer.roles
-        A, G = self._role(own, vectors, reduce, ones)
-        if not others:
-            return A, G
-        pairs = [(A, G)]
+        pairs = [self._role(own, vectors, reduce, ones)]
         # The other role multiplies with the transpose, so that its factors change places; it has no column of ones.
         for role in others:
             rows, columns = self._role(role, vectors, reduce, False)
             pairs.append((torch.block_diag(columns, columns.new_zeros(1, 1)) if ones else columns, rows))
+        pairs = [(self._kept(A, layer, max_bytes), self._kept(G, layer, max_bytes)) for A, G in pairs]
+        A, G = pairs[0]
+        if not others:
+            return A, G
         total = torch.stack([torch.outer(G.flatten(), A.flatten()) for A, G in pairs]).sum(0)
         u, s, vt = torch.linalg.svd(total, full_matrices=False)
         of_each = torch.stack([A.flatten() for A, _ in pairs], 1)
         weights = torch.linalg.lstsq(of_each, vt[0][:, None]).solution.sum()
         return (vt[0] / weights).view(A.shape), (u[:, 0] * s[0] * weights).view(G.shape)
+
+    def _kept(self, factor: Tensor, layer: Layer, max_bytes: float) -> Tensor:
+        """The factor if it is small enough, else its diagonal. Of several matrices all count."""
+        own = layer.roles[0]
+        count = max(use.slot + len(use.matrix) for use in own)
+        return factor if factor.numel() / count * factor.itemsize <= max_bytes else factor.diagonal().diag()
 
     @cache  # noqa: B019
     def _own_role(self, layer: Layer, vectors: Vectors, reduce: bool) -> Tensor:
@@ -698,17 +709,22 @@ class Reference:
         weight = self.keys_of([self.layer_of(keys[0]).roles[0][0].weight])
         return any(key in weight for key in keys)
 
-    def kfac(self, vectors: Vectors, reduce: bool = False, separate: bool = False) -> Tensor:
-        """`G ⊗ A` on every layer that has factors, the diagonal of the exact block on the others. [P, P]"""
+    def kfac(
+        self, vectors: Vectors, reduce: bool = False, separate: bool = False, max_bytes: float = math.inf
+    ) -> Tensor:
+        """`G ⊗ A` on every layer that has factors, the diagonal of the exact block on the others. [P, P]
+
+        Factors that take more than `max_bytes` are replaced by their diagonals.
+        """
         result = torch.diag(self.from_gradients(vectors).diagonal())
         for keys in self.blocks(separate):
             layer = self.layer_of(keys[0])
             if not layer.roles:
                 continue
             if self.has_weight(keys):
-                A, G = self.factors(layer.name, vectors, reduce, ones=len(keys) > 1)
+                A, G = self.factors(layer.name, vectors, reduce, len(keys) > 1, max_bytes)
             else:
-                G = self._own_role(layer, vectors, reduce)
+                G = self._kept(self._own_role(layer, vectors, reduce), layer, max_bytes)
                 A = torch.ones(1, 1, dtype=G.dtype)
             r, c = self.matrix_places(keys)
             at = self.places(keys)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from curvlinops_plus import (
     EKFAC,
     KFAC,
+    TNT,
     Accumulator,
     AffineRule,
     BlockwiseLinearOperator,
@@ -697,9 +698,9 @@ def test_monte_carlo_needs_samples() -> None:
 def test_factors_that_are_too_large() -> None:
     model = nn.Sequential(nn.Linear(4, 3)).double()
     with says(
-        UnsupportedError, r"layer '0': its factor A is 5 x 5, 0.0 GiB, above max_bytes=100. Use DiagonalBlock", model
+        UnsupportedError, r"layer '0': its factor A is 5 x 5, 0.0 GiB, above max_bytes=100. Use KFAC or EKFAC", model
     ):
-        _ = curvature(risk(model), KFAC.using(max_bytes=100)).trace
+        _ = curvature(risk(model), TNT.using(max_bytes=100)).trace
 
 
 def test_accumulators_of_the_user_s_own() -> None:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch
+from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch, finish_work
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.determinism import require_same
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
@@ -23,9 +24,6 @@ from curvlinops_plus.risk.sweep import sweep
 
 __all__ = ["Accumulation", "Planned", "refuse_unread", "run_accumulation"]
 
-# The largest memory for what layers receive, between two sweeps.
-MAX_CACHE_BYTES = 2**26
-
 
 class Accumulation:
     """The accumulators of a plan, and the blocks that are finished so far.
@@ -35,11 +33,12 @@ class Accumulation:
         plan: The layers with their approximations.
         vectors: What is sent back.
         title: Begins the text of progress bars.
-        keep: Keep what layers receive for the next sweep, up to 64 MiB. Model and data must not change until then.
+        max_kept_bytes: Memory for what layers receive that is kept for the next sweep, all or nothing. Model and data
+            must not change until then.
     """
 
     def __init__(
-        self, risk: EmpiricalRisk, plan: Iterable[LayerPlan], vectors: Vectors, title: str, keep: bool = False
+        self, risk: EmpiricalRisk, plan: Iterable[LayerPlan], vectors: Vectors, title: str, max_kept_bytes: int = 0
     ) -> None:
         self.risk, self.vectors, self.title = risk, vectors, title
         #: Per layer, the accumulators of the next sweep; empty if its blocks are finished.
@@ -48,7 +47,7 @@ class Accumulation:
         #: Of each pass over the data.
         self.totals: list[Totals] = []
         self.sweeps = 0
-        self._max_bytes = MAX_CACHE_BYTES if keep else 0
+        self._max_bytes = max_kept_bytes
         self._cache: SweepCache | None = None
         self._weights: LossWeights | None = None
 
@@ -120,10 +119,8 @@ class Accumulation:
     def _finish(self) -> None:
         """Turn sums into blocks, or into the accumulators of the next sweep."""
         try:
-            for layer, accumulators in self.pending.items():
-                self.pending[layer] = {}
-                for name, accumulator in accumulators.items():
-                    result = accumulator.finish()
+            for layer, results in self._finish_accumulators().items():
+                for name, result in results.items():
                     if isinstance(result, Accumulator):
                         self.pending[layer][name] = result
                     else:
@@ -135,6 +132,16 @@ class Accumulation:
             raise NumericsError(
                 f"{error} {f'First seen: {where}.' if where else 'The forward pass is finite.'}"
             ) from error
+
+    def _finish_accumulators(self) -> dict[Layer, dict[str, Any]]:
+        """What `finish` of every accumulator returns; its sums are given up as soon as it has."""
+        pending, self.pending = self.pending, {layer: {} for layer in self.pending}
+
+        def finish(layer: Layer) -> dict[str, Any]:
+            return {name: accumulator.finish_for_good() for name, accumulator in pending.pop(layer).items()}
+
+        results = side_by_side(finish, pending, lambda layer: finish_work(layer, pending[layer]))
+        return dict(zip(self.pending, results, strict=True))
 
     def _check(self, totals: Totals, layers: list[Layer]) -> None:
         for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):
@@ -186,13 +193,13 @@ class Planned(Protocol):
         """Say what the plan leaves to say, as it will not change any more."""
 
 
-def run_accumulation(K: Planned, keep: bool = False, **options: Any) -> Accumulation:
+def run_accumulation(K: Planned, max_kept_bytes: int = 0, **options: Any) -> Accumulation:
     """An accumulation of an operator that has run, with options of `Accumulation.run`.
 
     If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
     """
     while True:
-        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, keep)
+        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, max_kept_bytes)
         try:
             accumulation.run(**options)
         except OutsideReads as error:

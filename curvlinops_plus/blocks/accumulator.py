@@ -23,7 +23,7 @@ from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Accumulator", "Approximation", "LossScale", "add_batch", "count_batch"]
+__all__ = ["Accumulator", "Approximation", "LossScale", "add_batch", "count_batch", "finish_work"]
 
 # Totals over all batches to the factor `c` in front of the sum of all loss terms.
 LossScale = Callable[[Totals], Tensor | float]
@@ -76,6 +76,8 @@ class Accumulator(metaclass=AccumulatorType):
     needs_gradients: ClassVar[bool] = False
     #: Of an accumulator for a second sweep: whether `change_basis` is implemented, which streaming needs.
     changes_basis: ClassVar[bool] = False
+    #: Whether `finish` is so much work that those of several layers are called at the same time, in several threads.
+    finishes_side_by_side: ClassVar[bool] = False
     #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that they are in.
     constants: ClassVar[tuple[str, ...]] = ()
 
@@ -84,6 +86,7 @@ class Accumulator(metaclass=AccumulatorType):
         self._sums: dict[str, Tensor] = {}
         self._rows: dict[str, GramSum] = {}  # sums of rows, of which some wait for more
         self._short = False  # whether these are the sums of one batch, see `of_batch`
+        self._scaled: dict[str, Tensor] | None = None  # sums that were divided in place, see `finish_for_good`
         self.counts: dict[str, Tensor | float] = {}
         self.totals = Totals()
 
@@ -91,6 +94,11 @@ class Accumulator(metaclass=AccumulatorType):
     def using(cls, **options: Any) -> Approximation:
         """This approximation with options: `KFAC.using(kfac_approx="reduce")`."""
         return Approximation(cls, options)
+
+    @classmethod
+    def remark(cls, layer: Layer, **options: Any) -> str:
+        """What an operator's table adds to the name of this approximation, with these options, for a layer."""
+        return ""
 
     @property
     def sums(self) -> dict[str, Tensor]:
@@ -157,18 +165,32 @@ class Accumulator(metaclass=AccumulatorType):
         Raises:
             NumericsError: If it has NaN or infinite entries.
         """
+        if self._scaled is not None and name in self._scaled:
+            return self._scaled[name]
         total = self.sums.get(name)
         if total is None:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
-        if name in self.counts:
-            count = torch.as_tensor(self.counts[name], dtype=total.dtype, device=total.device)
-            value = total / torch.where(count > 0, count, torch.ones_like(count))
+        out = None if self._scaled is None else total
+        if name not in self.counts:
+            scale = torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
+            value = torch.mul(total, scale, out=out)
+        elif isinstance(count := self.counts[name], Tensor):
+            count = count.to(total)
+            value = torch.div(total, torch.where(count > 0, count, torch.ones_like(count)), out=out)
         else:
-            value = total * torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
+            value = torch.div(total, count if count > 0 else 1.0, out=out)
+        if self._scaled is not None:
+            self._scaled[name] = value
+            del self.sums[name]
         # The sum of all entries is finite unless one of them is not, or it overflows: look at each of them only then.
         if not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
         return value
+
+    def finish_for_good(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
+        """What `finish` returns, made in the memory of the sums, which are gone afterwards."""
+        self._scaled = {}
+        return self.finish()
 
     @property
     def needs_another_sweep(self) -> bool:
@@ -193,7 +215,7 @@ class Accumulator(metaclass=AccumulatorType):
     def share_sums(self, other: Accumulator) -> None:
         """Add to the sums of another accumulator from now on."""
         self._sums, self._rows, self.counts, self.totals = other._sums, other._rows, other.counts, other.totals
-        self._short = other._short
+        self._short, self._scaled = other._short, other._scaled
 
     def empty(self) -> Self:
         """The same without anything added to it."""
@@ -356,6 +378,13 @@ def count_batch(pending: Mapping[Layer, Mapping[Any, Accumulator]], batch_totals
     for accumulators in pending.values():
         for accumulator in accumulators.values():
             accumulator.count(batch_totals)
+
+
+def finish_work(layer: Layer, accumulators: Mapping[str, Accumulator]) -> float:
+    """About how many operations `finish` of a layer's accumulators takes, for `side_by_side`; 0: in the main thread."""
+    if layer.device.type != "cpu" or not all(a.finishes_side_by_side for a in accumulators.values()):
+        return 0.0
+    return float(sum(10 * size**3 for group in layer.groups for size in group.layout.matrix_shape[-2:]))
 
 
 def _plain(count: Tensor | float) -> Tensor | float:

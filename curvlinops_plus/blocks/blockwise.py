@@ -33,6 +33,7 @@ from curvlinops_plus.blocks.plan import (
 )
 from curvlinops_plus.blocks.scaled_blocks import ScaledBlocks
 from curvlinops_plus.blocks.stored_options import rebuild_vectors, same_data
+from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES, checked_bytes
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import BlockDiagonal, LinearOperator
@@ -63,6 +64,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         separate_weight_and_bias: Give every parameter its own block.
         check_deterministic: True compares the total loss of two passes over the data when blocks are computed. None:
             two evaluations of a few examples have to agree. False: not even these.
+        max_kept_bytes: As for `curvature`.
         compute: Compute the blocks now. Otherwise at first use, which refuses parameters that have changed since.
 
     Raises:
@@ -97,6 +99,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         vectors: Vectors | str | None = None,
         separate_weight_and_bias: bool = False,
         check_deterministic: bool | None = None,
+        max_kept_bytes: int = KEPT_BYTES,
         compute: bool = True,
     ) -> None:
         super().__init__(risk.space, risk.dtype, risk.device)
@@ -107,6 +110,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         self._make_plan = partial(make_plan, approximation=approximation, default=default)
         self.renew_plan()
         self.check_deterministic = check_deterministic
+        self.max_kept_bytes = checked_bytes(max_kept_bytes)
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
         #: Of the model's parameters that the blocks belong to, or will belong to.
@@ -120,7 +124,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
     def compute(self) -> Self:
         """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
         parameters = fingerprint(self.risk)
-        accumulation = run_accumulation(self, keep=True, check_deterministic=self.check_deterministic)
+        accumulation = run_accumulation(self, self.max_kept_bytes, check_deterministic=self.check_deterministic)
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
         self.parameters = parameters
         return self
@@ -344,6 +348,7 @@ def curvature(
     vectors: Vectors | str | None = None,
     separate_weight_and_bias: bool = False,
     check_deterministic: bool | None = None,
+    max_kept_bytes: int = KEPT_BYTES,
 ) -> BlockwiseLinearOperator:
     """Block-diagonal curvature of a risk, any mix of approximations over its layers.
 
@@ -358,6 +363,9 @@ def curvature(
         separate_weight_and_bias: Give every parameter its own block.
         check_deterministic: True compares the total loss of two passes over the data. None: two evaluations of a few
             examples have to agree. False: not even these, nor are outputs of a few examples compared with the batch's.
+        max_kept_bytes: Memory for the inputs and output gradients that layers receive in one sweep over the data, if
+            an approximation needs another one (EKFAC, `NearestKronecker` by sweeps): it does without model and data
+            then. If those of all data take more than this, 64 MiB by default, none are kept; 0 never keeps any.
 
     Returns:
         A linear operator with all its blocks, computed at once.
@@ -366,7 +374,8 @@ def curvature(
     check=False)` leaves it out): a forward and two backward passes over three examples.
 
     Raises:
-        ValueError: If a key of the mapping matches no layer, or a layer never ran.
+        ValueError: If a key of the mapping matches no layer, or a layer never ran; if `max_kept_bytes` is no integer of
+            at least 0.
         UnsupportedError: If a layer, the loss or an option can't be handled; if the examples of a batch depend on each
             other (batch norm in training mode); if a layer's rule disagrees with autograd on three examples of the
             first batch. Names the layer.
@@ -398,4 +407,5 @@ def curvature(
         vectors=vectors,
         separate_weight_and_bias=separate_weight_and_bias,
         check_deterministic=check_deterministic,
+        max_kept_bytes=max_kept_bytes,
     )

@@ -69,7 +69,7 @@ class CurvatureEstimator:
         ValueError: If `decay` is not in (0, 1].
 
     Cost: `update` is a forward pass and a backward pass per vector to the layers' outputs; `listen` saves the forward
-    pass. Memory: the statistics, and while a batch is added once more; they do not grow with the number of updates.
+    pass. Memory: the statistics, up to three times while a batch is added, whatever the number of updates.
 
     Source: moving averages and half-fresh inverses as in Martens & Grosse 2015, sections 5 and 8; George et al. 2018,
     section 3.2 (EKFAC with running averages).
@@ -160,10 +160,12 @@ class CurvatureEstimator:
         """Add one batch from the forward pass that happens inside: call the model once, and go backward afterwards.
 
         Vectors are sent through the model's own graph when the context ends, which keeps it for the loss's backward
-        pass. Nothing is added if the block raises.
+        pass. Nothing is added if the block raises. With `Empirical()`, `loss.backward()` may be called inside the
+        block: then what arrives at the layers is taken, without another pass, and compared with one in the 1st, 2nd,
+        4th, ... batch. The loss has to be the risk's, times any number, and read the model's output alone.
 
-        With batch norm in training mode the model is run once more at the end of the block, as by `update`, from the
-        random state in which your pass began, and vectors are sent through that pass.
+        With batch norm in training mode vectors are sent through another pass at the end of the block, as by `update`,
+        from the random state in which yours began.
 
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
@@ -172,9 +174,10 @@ class CurvatureEstimator:
         Raises:
             ValueError: If the model was not called exactly once, or its graph is gone.
             NumericsError: As for `update`.
-            UnsupportedError: If the model has batch norm in training mode, and another output when it is run once more.
+            UnsupportedError: If a pass of its own has another output, or other gradients than `loss.backward()` inside.
 
-        Cost: a backward pass per vector to the layers' outputs; with batch norm in training mode a forward pass more.
+        Cost: a backward pass per vector to the layers' outputs, or memory for their gradients if yours is taken; with
+        batch norm in training mode a forward pass more.
         """
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)
@@ -218,9 +221,7 @@ class CurvatureEstimator:
     def _pass(self, batch: Batch) -> BatchPass:
         return BatchPass(self.risk, self._layers, self.vectors, self._weights, batch)
 
-    @property
-    def _layers(self) -> list[Layer]:
-        return [entry.layer for entry in self.plan]
+    _layers = property(lambda self: [entry.layer for entry in self.plan])
 
     def _read(self, batch: Any) -> Batch:
         found = self.risk.read(batch, self.updates)
@@ -236,7 +237,7 @@ class CurvatureEstimator:
         return self.risk.reads is None and any(use.without_rule for layer in self._layers for use in layer.uses)
 
     def _look(self, batch: Batch, error: OutsideReads | None = None) -> None:
-        """Look which functions read parameters, which changes the layers: before anything is summed."""
+        """Look which functions read parameters, which changes the layers."""
         if error is not None and self.updates:
             raise error
         self._blank.learn_reads(batch, error)
@@ -270,7 +271,7 @@ class CurvatureEstimator:
         """
         _require_updates(self)
         called = self._sums.called
-        layer = next((layer for layer in self._layers if layer not in called), None)
+        layer: Layer | None = next((layer for layer in self._layers if layer not in called), None)
         if layer is not None and not self.leave_out_uncalled:
             raise ValueError(
                 f"{layer.title} was never called in {self.updates} updates, so its parameters {list(layer.params)} "
@@ -287,8 +288,7 @@ class CurvatureEstimator:
     @property
     def uncalled(self) -> list[str]:
         """Names of the layers that no batch has called yet."""
-        called = self._sums.called
-        return [layer.name for layer in self._layers if layer not in called]
+        return [layer.name for layer in self._layers if layer not in self._sums.called]
 
     def refresh(self, damping: Any = None) -> None:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now.

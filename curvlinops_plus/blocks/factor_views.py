@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from curvlinops_plus.blocks.kfac import EKFAC, KFAC, ekfac_blocks, kfac_blocks
+from curvlinops_plus.blocks.kfac import EKFAC, KFAC, MAX_BYTES, diagonal_factors, ekfac_blocks, kfac_blocks
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Space
 from curvlinops_plus.risk import Layer
@@ -35,8 +35,10 @@ class FactorOwner(Protocol):
 def factor_names(entry: LayerPlan) -> tuple[str, ...]:
     """Names of the factors that the blocks of a layer are made of; none unless it is approximated by KFAC or EKFAC."""
     kind, layer = entry.approximation.kind, entry.layer
-    if issubclass(kind, EKFAC):  # the input factor of sparse rows is diagonal: its eigenvectors are the identity's
-        return (*EIGENVECTORS[layer.weight is None or layer.sparse :], VALUES)
+    if issubclass(kind, EKFAC):  # the eigenvectors of a diagonal factor are the identity's
+        without = diagonal_factors(layer, entry.approximation.options.get("max_bytes", MAX_BYTES))
+        without |= {"A"} if layer.weight is None else set()
+        return (*(name for side, name in zip("AG", EIGENVECTORS) if side not in without), VALUES)
     return COVARIANCES[layer.weight is None :] if issubclass(kind, KFAC) else ()
 
 
@@ -70,8 +72,8 @@ def read_factor(layer: Layer, name: str, blocks: Mapping[str, LinearOperator], s
         if isinstance(operator, Kronecker):
             factor: Any = getattr(operator, side)
             return factor.vector if isinstance(factor, Diagonal) else factor.matrix
-        if side == "G" and isinstance(operator, Dense):
-            return operator.matrix
+        if side == "G" and isinstance(operator, (Dense, Diagonal)):
+            return operator.vector if isinstance(operator, Diagonal) else operator.matrix
     raise KeyError(layer.name)
 
 
@@ -85,7 +87,7 @@ def blocks_from_factors(entry: LayerPlan, factors: Mapping[str, Any], space: Spa
         group.name: values[space.names.index(group.keys[0])] if isinstance(values, Mapping) else values
         for group in layer.groups
     }
-    return ekfac_blocks(layer, factors[EIGENVECTORS[1]], factors.get(EIGENVECTORS[0]), by_block)
+    return ekfac_blocks(layer, factors.get(EIGENVECTORS[1]), factors.get(EIGENVECTORS[0]), by_block)
 
 
 class FactorView(MutableMapping[str, Any]):

@@ -12,14 +12,18 @@ Sources: Martens & Grosse 2015 (KFAC), Grosse & Martens 2016 (convolutions), Esc
 reduce), George et al. 2018 (EKFAC).
 
 Beyond one matrix per layer: groups of a convolution have a pair of factors each; the input factor of an embedding is a
-diagonal matrix of relative frequencies, since its rows are one-hot; and for a weight that is read in two roles (an
-embedding and the head tied to it) the block is the Kronecker product nearest to the sum over roles.
+diagonal matrix of relative frequencies, since its rows are one-hot; of a factor that would be larger than `max_bytes`,
+such as `G` of a head with a large vocabulary, only the diagonal is kept, and the identity is its basis; and for a
+weight that is read in two roles (an embedding and the head tied to it) the block is the Kronecker product nearest to
+the sum over roles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,10 +41,14 @@ from curvlinops_plus.linalg import (
     Structure,
     nearest_kronecker,
 )
-from curvlinops_plus.linalg.numerics import eigh
+from curvlinops_plus.linalg.eigendecomposition import eigenbasis
+from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 __all__ = ["EKFAC", "KFAC", "compute_eigenvalue_correction_linear_weight_sharing"]
+
+# Larger factors are diagonal.
+MAX_BYTES = 2 * 2**30
 
 
 class KFAC(Accumulator):
@@ -49,11 +57,11 @@ class KFAC(Accumulator):
     Args:
         kfac_approx: "expand" treats positions that share the weight as examples of their own; "reduce" averages inputs
             and sums gradients over them first. Of an embedding's input factor only the diagonal is kept in both.
-        max_bytes: The largest factor that is built, 2 GiB by default.
+        max_bytes: The largest factor that is built, 2 GiB by default. Larger ones, such as `G` of a head with 50 000
+            rows, are diagonal: the diagonal of the block stays the same. `print(K)` says where.
 
     Raises:
         ValueError: If `kfac_approx` is neither.
-        UnsupportedError: If a factor would be larger than `max_bytes`.
 
     Cost: one sweep, two small Gram matrices per layer and batch.
 
@@ -76,7 +84,7 @@ class KFAC(Accumulator):
         group: Group | None,
         scale: LossScale,
         kfac_approx: str = "expand",
-        max_bytes: int = 2 * 2**30,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         super().__init__(layer, group, scale)
         if kfac_approx not in ("expand", "reduce"):
@@ -84,23 +92,29 @@ class KFAC(Accumulator):
         self.reduce = kfac_approx == "reduce"
         #: The group that has the weight: its columns are those of A. None if only the bias is tracked.
         self.weight_group = next((g for g in layer.groups if layer.weight in g.keys), None)
-        for g in layer.groups:
-            check_factor_sizes(self, g, max_bytes, "max_bytes")
+        #: The names of the factors that are diagonal.
+        self.diagonal = diagonal_factors(layer, max_bytes)
+
+    @classmethod
+    def remark(cls, layer: Layer, max_bytes: int = MAX_BYTES, **options: Any) -> str:
+        large = {name: needed for name, (_, needed) in factor_sizes(layer).items() if needed > max_bytes}
+        return ", ".join(f"diagonal {name} ({needed / 2**30:.2g} GiB as a matrix)" for name, needed in large.items())
 
     def update(self, batch: LayerBatch) -> None:
         for number, role in enumerate(batch.roles()):
+            diagonal_A, diagonal_G = diagonal_in_role(self.layer, number, self.diagonal)
             if role.calls and batch.first and self.weight_group is not None:
                 rows, name = role.restrict(self.weight_group).rows, f"A{number or ''}"
-                if (a := rows.stacked_inputs(self.reduce)) is not None:
+                if not diagonal_A and (a := rows.stacked_inputs(self.reduce)) is not None:
                     self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(len(a)))
                 else:
-                    self.add(name, *rows.input_gram(self.reduce))
+                    self.add(name, *rows.input_gram(self.reduce, diagonal_A))
             if role.calls and batch.num_vectors:
                 rows, name = role.rows, f"G{number or ''}"
-                if (g := rows.stacked_grads(self.reduce)) is not None:
+                if not diagonal_G and (g := rows.stacked_grads(self.reduce)) is not None:
                     self.add_rows(name, g)
                 else:
-                    self.add(name, rows.grad_gram(self.reduce))
+                    self.add(name, rows.grad_gram(self.reduce, diagonal_G))
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         return kfac_blocks(self.layer, *self.factors())
@@ -108,7 +122,7 @@ class KFAC(Accumulator):
     def factors(self) -> tuple[Tensor | None, Tensor]:
         """`A` (None if the weight is not tracked) and `G` (the identity if nothing was sent back).
 
-        `A` of sparse rows is the diagonal. Of a weight with several roles: the nearest product to the sum over roles.
+        Diagonal factors are vectors. Of a weight with several roles: the nearest product to the sum over roles.
         """
         if len(self.layer.roles) == 1 or self.weight_group is None:
             return (None if self.weight_group is None else self.value("A")), self._gradient_factor(0)
@@ -118,7 +132,7 @@ class KFAC(Accumulator):
             if f"A{number or ''}" in self.sums:  # a module may never have been called
                 A, G = self.value(f"A{number or ''}"), self._gradient_factor(number)
                 left, right = (A, G) if role.transposed else (G, A)
-                pairs.append((_dense(left, rows), _dense(right, columns)))
+                pairs.append((_sized(left, rows, "G" in self.diagonal), _sized(right, columns, "A" in self.diagonal)))
         G, A = nearest_kronecker(pairs) if pairs else (self.value("G"), self.value("A"))
         return A, G
 
@@ -129,42 +143,69 @@ class KFAC(Accumulator):
         *batch, o, i = group.layout.matrix_shape
         size = i if self.layer.roles[number].transposed else o
         one = torch.eye(size, dtype=self.layer.accumulation_dtype, device=self.layer.device)
-        return one.expand(*batch, size, size).clone()
+        one = one.diagonal() if diagonal_in_role(self.layer, number, self.diagonal)[1] else one
+        return one.expand(*batch, *one.shape).clone()
 
 
-def check_factor_sizes(accumulator: Accumulator, group: Group, limit: int, option: str) -> None:
+def factor_sizes(layer: Layer) -> dict[str, tuple[int, int]]:
+    """Rows and bytes of the factors of a layer as matrices; of `A` only if there is a weight whose inputs have any."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for group in layer.groups:
+        *batch, o, i = group.layout.matrix_shape
+        unit = prod(batch) * layer.accumulation_dtype.itemsize
+        sizes["G"] = o, unit * o**2
+        if layer.weight in group.keys and not layer.sparse:
+            sizes["A"] = i, unit * i**2
+    return sizes
+
+
+def diagonal_factors(layer: Layer, max_bytes: int = MAX_BYTES) -> set[str]:
+    """Which factors of a layer are diagonal: `A` of sparse rows, and those that would be larger than `max_bytes`."""
+    large = {name for name, (_, needed) in factor_sizes(layer).items() if needed > max_bytes}
+    return large | {"A"} if layer.sparse else large
+
+
+def diagonal_in_role(layer: Layer, role: int, diagonal: set[str]) -> tuple[bool, bool]:
+    """Whether the input and the gradient factor of a role are diagonal: in a transposed one they change sides."""
+    A, G = "A" in diagonal, "G" in diagonal
+    return (G, A) if layer.roles[role].transposed else (A, G)
+
+
+def check_factor_sizes(accumulator: Accumulator, limit: int, option: str) -> None:
     """Refuse Kronecker factors that are larger than the option of that name allows.
 
     Raises:
-        UnsupportedError: If a factor of `group` has more than `limit` bytes.
+        UnsupportedError: If a factor has more than `limit` bytes.
     """
     layer = accumulator.layer
-    *batch, o, i = group.layout.matrix_shape
-    for name, size in (("G", o), ("A", 0 if layer.sparse or layer.weight not in group.keys else i)):
-        needed = (batch[0] if batch else 1) * size**2 * layer.accumulation_dtype.itemsize
+    for name, (size, needed) in factor_sizes(layer).items():
         if needed > limit:
             raise UnsupportedError(
                 f"{layer.title}: its factor {name} is {size} x {size}, {needed / 2**30:.1f} GiB, above "
-                f"{option}={limit}. Use DiagonalBlock for this layer, leave its parameters "
-                f"{list(layer.params)} out of `params`, or say {type(accumulator).__name__}.using({option}=...)."
+                f"{option}={limit}. Use KFAC or EKFAC, which take its diagonal, or DiagonalBlock for this layer, leave "
+                f"its parameters {list(layer.params)} out of `params`, or say "
+                f"{type(accumulator).__name__}.using({option}=...)."
             )
 
 
-def _dense(factor: Tensor, size: int) -> Tensor:
-    """A factor as a matrix of the layer's size; columns that its role does not have are zero."""
-    matrix = torch.diag(factor) if factor.ndim == 1 else factor
-    missing = size - len(matrix)
-    return torch.nn.functional.pad(matrix, (0, missing, 0, missing)) if missing else matrix
+def _sized(factor: Tensor, size: int, diagonal: bool) -> Tensor:
+    """A factor of the layer's size, a vector if it is diagonal; columns that its role does not have are zero."""
+    if factor.ndim == 1 and not diagonal:
+        factor = torch.diag(factor)
+    missing = size - len(factor)
+    return torch.nn.functional.pad(factor, (0, missing) * factor.ndim) if missing else factor
 
 
 def kfac_blocks(layer: Layer, A: Tensor | None, G: Tensor) -> dict[str, LinearOperator]:
     """Blocks of a layer from its factors: `G ⊗ A` of the weight, `G` of a separate bias. The tensors are shared."""
-    factor = Dense(G, Structure.PSD)  # one object for weight and bias: it is decomposed once
+    axes = len(layer.groups[0].layout.matrix_shape)
+    # One object for weight and bias: it is decomposed once.
+    factor = Dense(G, Structure.PSD) if G.ndim == axes else Diagonal(G)
     blocks: dict[str, LinearOperator] = {}
     for group in layer.groups:
         if layer.weight in group.keys:
             assert A is not None
-            blocks[group.name] = Kronecker(factor, Diagonal(A) if layer.sparse else A)
+            blocks[group.name] = Kronecker(factor, A if A.ndim == axes else Diagonal(A))
         else:
             blocks[group.name] = factor
     return blocks
@@ -178,9 +219,17 @@ class EKFAC(KFAC):
     Args:
         kfac_approx: Which factors give the eigenvectors, "expand" or "reduce". The eigenvalues are exact in either
             basis.
+        max_bytes: As for `KFAC`. The eigenvectors of a diagonal factor are the identity's.
+        basis_rtol: Eigenvectors of a factor need not be told apart where what is left of it has no diagonal entry above
+            `basis_rtol` times the largest. The basis is orthogonal all the same, so that the trace stays exact; the
+            distance to the block in the Frobenius norm grows, at most to that of the exact diagonal in a basis that is
+            arbitrary there. By default they are exact up to rounding.
+
+    Raises:
+        ValueError: If `basis_rtol` is not from 0 to 1.
 
     Cost: two sweeps, an eigendecomposition of each factor. Inputs and gradients of all layers over all data are kept
-    for the second sweep if they take up to 64 MiB; model and data are not run again then.
+    for the second sweep if they take up to `max_kept_bytes` of `curvature`; model and data are not run again then.
 
     Example:
         >>> import torch
@@ -192,6 +241,21 @@ class EKFAC(KFAC):
     """
 
     needs_gradients = True
+    finishes_side_by_side = True
+
+    def __init__(
+        self,
+        layer: Layer,
+        group: Group | None,
+        scale: LossScale,
+        kfac_approx: str = "expand",
+        max_bytes: int = 2 * 2**30,
+        basis_rtol: float = 0.0,
+    ) -> None:
+        super().__init__(layer, group, scale, kfac_approx, max_bytes)
+        if not 0 <= basis_rtol < 1:
+            raise ValueError(f"Expected basis_rtol to be at least 0 and below 1, got {basis_rtol}.")
+        self.basis_rtol = basis_rtol
 
     @property
     def needs_another_sweep(self) -> bool:
@@ -202,8 +266,8 @@ class EKFAC(KFAC):
         return Correction(
             self.layer,
             self.scale,
-            eigenvectors(self.layer, "G", G),
-            None if A is None or self.layer.sparse else eigenvectors(self.layer, "A", A),
+            None if "G" in self.diagonal else eigenvectors(self.layer, "G", G, self.basis_rtol),
+            None if A is None or "A" in self.diagonal else eigenvectors(self.layer, "A", A, self.basis_rtol),
         )
 
 
@@ -213,7 +277,7 @@ class Correction(Accumulator):
     Args:
         layer: The layer.
         scale: As for every accumulator.
-        QG: Eigenvectors of the gradient factor.
+        QG: Eigenvectors of the gradient factor, None for the identity.
         QA: Eigenvectors of the input factor, None for the identity or if the weight is not tracked.
     """
 
@@ -222,7 +286,7 @@ class Correction(Accumulator):
     changes_basis = True
     constants = ("QG", "QA")
 
-    def __init__(self, layer: Layer, scale: LossScale, QG: Tensor, QA: Tensor | None) -> None:
+    def __init__(self, layer: Layer, scale: LossScale, QG: Tensor | None, QA: Tensor | None) -> None:
         super().__init__(layer, None, scale)
         self.QG, self.QA = QG, QA
 
@@ -254,9 +318,10 @@ class Correction(Accumulator):
     def change_basis(self, before: Accumulator) -> None:
         """The diagonal, in the new basis, of the block that the old basis and its eigenvalues make."""
         assert isinstance(before, Correction)
-        squared_overlaps = (self.QG.mT @ before.QG).square()
         for group in self.layer.groups:
-            total = squared_overlaps @ before.sums[group.name]
+            total = before.sums[group.name]
+            if self.QG is not None and before.QG is not None:
+                total = (self.QG.mT @ before.QG).square() @ total
             if self.QA is not None and before.QA is not None and self.layer.weight in group.keys:
                 total = total @ (before.QA.mT @ self.QA).square()
             self.sums[group.name] = total
@@ -264,26 +329,34 @@ class Correction(Accumulator):
 
 
 def ekfac_blocks(
-    layer: Layer, QG: Tensor, QA: Tensor | None, values: Mapping[str, Tensor]
+    layer: Layer, QG: Tensor | None, QA: Tensor | None, values: Mapping[str, Tensor]
 ) -> dict[str, LinearOperator]:
     """Blocks of a layer from eigenvectors and corrected eigenvalues. The tensors are shared, not copied."""
     blocks: dict[str, LinearOperator] = {}
     for group in layer.groups:
         flat = values[group.name].reshape(-1)
+        *batch, rows, columns = group.layout.matrix_shape
+        left = _identity(rows, batch, flat) if QG is None else Dense(QG)
         if layer.weight in group.keys:
-            columns = group.layout.matrix_shape[-1]
-            right = IdentityLinearOperator([(columns,)], QG.device, QG.dtype) if QA is None else QA
-            blocks[group.name] = Eigendecomposed(Kronecker(QG, right, Structure.GENERAL), flat)
+            right = _identity(columns, batch, flat) if QA is None else Dense(QA)
+            blocks[group.name] = Eigendecomposed(Kronecker(left, right), flat)
         else:
-            blocks[group.name] = Eigendecomposed(Dense(QG), flat)
+            blocks[group.name] = Eigendecomposed(left, flat)
     return blocks
 
 
-def eigenvectors(layer: Layer, name: str, factor: Tensor) -> Tensor:
+def _identity(size: int, batch: Sequence[int], like: Tensor) -> Factor:
+    """The identity as a factor, once for each matrix of a batch."""
+    if batch:
+        return Diagonal(like.new_ones(1, 1).expand(*batch, size))
+    return IdentityLinearOperator([(size,)], like.device, like.dtype)
+
+
+def eigenvectors(layer: Layer, name: str, factor: Tensor, rtol: float) -> Tensor:
     """Eigenvectors of one factor; failures name the layer."""
     try:
         # Row by row in memory, as files keep them: products after loading round as before.
-        return eigh(factor)[1].contiguous()
+        return eigenbasis(factor, rtol=rtol).contiguous()
     except NumericsError as error:
         raise NumericsError(f"{layer.title}, factor {name}: {error}") from error
 

@@ -170,10 +170,16 @@ def plan_table(plan: list[LayerPlan]) -> str:
         rules = "+".join(type(use.rule).__name__ for use in layer.uses)
         name, params = layer.name or "(model)", ", ".join(layer.params)
         why = _why_not_affine(layer) if entry.approximation is _INSTEAD else ""
-        rows.append((name, modules, rules, params, repr(entry.approximation), sizes, why))
+        rows.append((name, modules, rules, params, _approximation(entry), sizes, why))
     rows.insert(0, heads if any(row[-1] for row in rows) else (*heads[:-1], ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     return "\n".join("  " + "  ".join(text.ljust(w) for text, w in zip(row, widths)).rstrip() for row in rows)
+
+
+def _approximation(entry: LayerPlan) -> str:
+    approximation = entry.approximation
+    remark = approximation.kind.remark(entry.layer, **approximation.options)
+    return f"{approximation!r}, {remark}" if remark else repr(approximation)
 
 
 def positions(plan: list[LayerPlan], keys: Sequence[str]) -> dict[str, dict[str, int]]:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, add_batch, count_batch
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, add_batch, count_batch, finish_work
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
+from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
 __all__ = ["RunningSums"]
@@ -155,13 +156,17 @@ class RunningSums:
 
     def in_new_bases(self) -> RunningSums:
         """The same sums, those of later sweeps expressed in the bases that follow from the first one now."""
-        changed: dict[Layer, list[Stage]] = {}
         called = self.called
-        for layer, stages in self.stages.items():
-            changed[layer] = stages[:1] if layer in called else stages
-            for stage in stages[len(changed[layer]) :]:
-                changed[layer].append(_changed_basis(_following(changed[layer][-1]), stage))
-        return RunningSums(changed)
+
+        def changed(layer: Layer) -> list[Stage]:
+            stages = self.stages[layer]
+            changed = stages[:1] if layer in called else stages
+            for stage in stages[len(changed) :]:
+                changed = [*changed, _changed_basis(_following(changed[-1]), stage)]
+            return changed
+
+        lists = side_by_side(changed, self.stages, lambda layer: finish_work(layer, self.stages[layer][0]))
+        return RunningSums(dict(zip(self.stages, lists, strict=True)))
 
     def in_bases_of(self, other: RunningSums) -> RunningSums:
         """The same sums, those of later sweeps expressed in the bases of others of the same plan, where these have

@@ -50,7 +50,7 @@ class KroneckerBlock(Accumulator):
         assert group is not None
         self.shape = group.layout.matrix_shape
         self.has_weight = layer.weight in group.keys
-        check_factor_sizes(self, group, max_bytes, option)
+        check_factor_sizes(self, max_bytes, option)
 
     def update(self, batch: LayerBatch) -> None:
         if self.has_weight:

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.blocks.kfac import diagonal_factors, diagonal_in_role
 from curvlinops_plus.errors import NumericsError, VerificationError
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.likelihood import GaussianNLL, Likelihood
-from curvlinops_plus.linalg.numerics import eigh, gram
+from curvlinops_plus.linalg.eigendecomposition import eigh
+from curvlinops_plus.linalg.numerics import gram
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteCarlo
 from curvlinops_plus.risk.determinism import coarsest_dtype
 from curvlinops_plus.risk.examples import take_examples
@@ -208,35 +210,42 @@ def _recorded(
 def _statistics(batch: LayerBatch) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
     grams: dict[str, tuple[Tensor, Tensor]] = {}
     traces: dict[str, Tensor] = {}
-    diagonal = batch.layer.accumulation_dtype
-    total = torch.zeros((), dtype=diagonal, device=batch.layer.device)
+    total = torch.zeros((), dtype=batch.layer.accumulation_dtype, device=batch.layer.device)
     for group in batch.layer.groups:
         total = total + batch.restrict(group).per_example_grads.square().sum()
     traces["trace of the diagonal"] = total
+    diagonal = diagonal_factors(batch.layer)
     if batch.layer.affine:
         for number, role in enumerate(batch.roles()):
             if role.calls:
-                grams |= {f"{name}{number or ''}": pair for name, pair in _grams(role).items()}
+                sides = diagonal_in_role(batch.layer, number, diagonal)
+                grams |= {f"{name}{number or ''}": pair for name, pair in _grams(role, *sides).items()}
     if len(batch.layer.roles) == 1:
         corrected = torch.zeros_like(total)
-        QG = eigh(grams["G"][0])[1]
+        QG = None if "G" in diagonal else eigh(grams["G"][0])[1]
         for group in batch.layer.groups:
             has_weight = batch.layer.weight in group.keys
-            QA = eigh(grams["A"][0])[1] if has_weight and not batch.layer.sparse else None
+            QA = eigh(grams["A"][0])[1] if has_weight and "A" not in diagonal else None
             corrected = corrected + batch.restrict(group).squared_grads(QG, QA).sum()
         traces["trace of EKFAC"] = corrected
     return grams, traces
 
 
-def _grams(role: LayerBatch) -> dict[str, tuple[Tensor, Tensor]]:
+def _grams(role: LayerBatch, diagonal_A: bool, diagonal_G: bool) -> dict[str, tuple[Tensor, Tensor]]:
     """Factors by the fast paths and from the rows."""
-    grams = {"G": (role.rows.grad_gram(), gram(role.rows.grads.flatten(0, 2)))}
+
+    def plain(rows: Tensor, diagonal: bool) -> Tensor:
+        return rows.square().sum(0) if diagonal else gram(rows)
+
+    fast = role.rows.grad_gram(diagonal=diagonal_G)
+    grams = {"G": (fast, plain(role.rows.grads.flatten(0, 2), diagonal_G))}
     for group in role.layer.groups:
         if role.layer.weight in group.keys:
             mine = role.restrict(group)
-            a, (fast, _) = mine.rows.inputs, mine.rows.input_gram()
-            plain = a.to_dense().square().sum((0, 1)) if isinstance(a, SparseRows) else gram(a.flatten(0, 1))
-            grams["A"] = (fast, plain)
+            a, (fast, _) = mine.rows.inputs, mine.rows.input_gram(diagonal=diagonal_A)
+            sparse = isinstance(a, SparseRows)
+            rows = a.to_dense() if sparse else a
+            grams["A"] = (fast, plain(rows.flatten(0, 1), sparse or diagonal_A))
     return grams
 
 

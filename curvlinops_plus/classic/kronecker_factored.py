@@ -13,6 +13,7 @@ from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore
 from curvlinops_plus.blocks.factor_views import FactorView
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import EKFAC, KFAC, Correction
+from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
 from curvlinops_plus.classic.build_risk import build_layer_risk
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType
 from curvlinops_plus.linalg import BlockDiagonal
@@ -52,9 +53,11 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         mask: `mask(X, y)` gives [N, T] bool: positions that count in the statistics of layers with T positions.
         example_axis: Module name or glob to the axis of the examples, where it is not the first.
         shift_labels: Language models: position t predicts the label at t + 1.
+        max_kept_bytes: Memory for what stays between two sweeps, as for `curvature`; KFAC alone keeps nothing.
 
     Raises:
-        ValueError: For an unknown loss, an unknown option value, or `mc_samples` with anything but "mc".
+        ValueError: For an unknown loss, an unknown option value, a negative `max_kept_bytes`, or `mc_samples` with
+            anything but "mc".
         RuntimeError: If two passes over the data disagree, or the parameters changed before the first use.
 
     Cost: one sweep (forward pass, and one backward pass per vector to the layers' outputs only); the determinism check
@@ -99,6 +102,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         mask: Callable[[Any, Any], Tensor] | None = None,
         example_axis: Mapping[str, int] | None = None,
         shift_labels: bool | None = None,
+        max_kept_bytes: int = KEPT_BYTES,
     ) -> None:
         supported = [FisherType(item).value for item in self._SUPPORTED_FISHER_TYPE]
         if fisher_type not in supported:
@@ -139,6 +143,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             vectors=MonteCarlo(mc_samples, seed) if fisher_type == FisherType.MC else vectors[fisher_type],
             separate_weight_and_bias=separate_weight_and_bias,
             check_deterministic=check_deterministic,
+            max_kept_bytes=max_kept_bytes,
             compute=check_deterministic,
         )
 
@@ -232,9 +237,9 @@ class EKFACLinearOperator(KFACLinearOperator):
     without "forward-only".
 
     Cost: two sweeps and an eigendecomposition of each factor; the determinism check compares the two sweeps. Inputs and
-    gradients of all layers over all data are kept for the second sweep if they take up to 64 MiB (not between calls of
-    `compute_kronecker_factors` and `compute_eigenvalue_correction`, the parameters may change there); model and data
-    are not run again then, and the determinism check is one forward pass.
+    gradients of all layers over all data are kept for the second sweep if they take up to `max_kept_bytes` (not between
+    calls of `compute_kronecker_factors` and `compute_eigenvalue_correction`, the parameters may change there); model
+    and data are not run again then, and the determinism check is one forward pass.
 
     Source: George et al. 2018, "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis".
 

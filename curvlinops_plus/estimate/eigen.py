@@ -19,7 +19,7 @@ from curvlinops_plus.estimate.columns import inner, length, orthonormal
 from curvlinops_plus.estimate.lanczos import check_symmetric, warn_of_rounding
 from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, check_whole, multiplying
 from curvlinops_plus.estimate.probes import random_vectors
-from curvlinops_plus.linalg.numerics import eigh
+from curvlinops_plus.linalg.eigendecomposition import eigh
 
 __all__ = ["Eigenpairs", "condition_number", "extreme_eigenpairs", "spectral_norm", "top_eigenpairs"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.estimate.columns import length
 from curvlinops_plus.estimate.matrix import Matrix
-from curvlinops_plus.linalg.numerics import eigh
+from curvlinops_plus.linalg.eigendecomposition import eigh
 
 __all__ = ["Tridiagonal", "check_symmetric", "lanczos", "warn_of_rounding"]
 

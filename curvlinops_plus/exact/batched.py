@@ -15,6 +15,10 @@ __all__ = ["agree", "checked_chunk_size", "columns_at_once", "is_generic", "join
 # Columns are vectorised in pieces whose copies of intermediate results stay below this many bytes.
 CHUNK_BYTES = 2**28
 
+# On a CPU columns of a second derivative are vectorised only while results have fewer numbers: larger ones take as long
+# as one after the other, or longer, and hold more.
+CPU_NUMBERS = 2**17
+
 
 def checked_chunk_size(chunk_size: int | None) -> int | None:
     """`chunk_size`, checked.

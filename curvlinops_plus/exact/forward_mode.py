@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.exact.batched import agree, is_generic
+from curvlinops_plus.exact.batched import agree, is_generic, split_rows, vjp
 from curvlinops_plus.exact.double_backward import only_rounding, refuse_once_differentiable, tried
 from curvlinops_plus.exact.model_passes import ModelPasses, Outputs, jvp_double_backward
 from curvlinops_plus.random_state import RandomState
@@ -112,7 +112,7 @@ class ForwardMode:
 
         def agrees(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> bool:
             self.graphs.add(_graph(F))
-            return _agrees(lambda u: self.passes.vjp(F, free, u, 1), F, free, v, [t.to(v.dtype) for t in JV], normal)
+            return _agrees(F, free, split_rows(v, free), JV, normal)
 
         try:
             self.passes.largest = 0
@@ -168,25 +168,37 @@ def _first_use_of_forward_mode() -> Iterator[None]:
 
 
 def _agrees(
-    back_of: Callable[[list[Tensor]], Tensor],
-    F: Outputs,
-    free: list[Tensor],
-    v: Tensor,
-    JV: list[Tensor],
-    normal: Callable[..., Tensor],
-) -> bool:
-    """Whether `<u, J v>` is the same from both sides, with a `u` along `J v`; `back_of(u)` is `Jᵀ u`."""
-    norm = torch.stack([t.norm() for t in JV]).norm()
+    F: Outputs, free: list[Tensor], v: list[Tensor], JV: list[Tensor], normal: Callable[..., Tensor]
+) -> bool:  # v [1, *shape] for each parameter
+    """Whether `<u, J v> = <Jᵀ u, v>`, with a `u` along `J v`."""
+    norm = _norm(JV)
     if norm > 0 and not any(f.requires_grad for f in F):
         raise_unreached()
     u = [t / norm for t in JV] if bool((norm > 0) & norm.isfinite()) else [normal(*t.shape) for t in JV]
-    back = back_of(u)
-    if not bool(back.isfinite().all()):
+    back = _back(F, free, u)
+    length = _norm(back)
+    if not bool(length.isfinite()):
         return True  # nothing to compare, whichever way
     # As v is random, rounding errors hardly add up; where they do, two backward passes are slower, and right.
-    size, eps = torch.maximum(norm, back.norm()), max(torch.finfo(t.dtype).eps for t in (*F, *free))
-    if bool(((back * v).sum() - norm).abs() <= min(10 * eps**0.5, 0.1) * size):
+    size, eps = torch.maximum(norm, length), max(torch.finfo(t.dtype).eps for t in (*F, *free))
+    inner = torch.stack([g.flatten().dot(t.flatten()).to(norm.dtype) for g, t in zip(back, v, strict=True)]).sum()
+    if bool((inner - norm).abs() <= min(10 * eps**0.5, 0.1) * size):
         return True
     # Or the derivative is zero, as that of a bias in front of a norm, and rounding is all that is left.
-    small = bool(size <= eps**0.5 * torch.stack([f.norm() for f in F]).norm())
-    return small and only_rounding(back, lambda: back_of([3 * t for t in u]) / 3)
+    small = bool(size <= eps**0.5 * _norm(F))
+    return small and only_rounding(_flat(back), lambda: _flat(_back(F, free, [3 * t for t in u])) / 3)
+
+
+def _back(F: Outputs, free: list[Tensor], u: list[Tensor]) -> list[Tensor]:
+    """`Jᵀ u`, in parts: the whole would be another copy."""
+    sent = [(f, t.to(f.dtype)) for f, t in zip(F, u, strict=True) if f.requires_grad]
+    parts = vjp([f for f, _ in sent], free, [t for _, t in sent]) if sent else [None] * len(free)
+    return [torch.zeros_like(p)[None] if part is None else part for part, p in zip(parts, free, strict=True)]
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t.detach()).double() for t in tensors]))
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.flatten().double() for t in tensors])

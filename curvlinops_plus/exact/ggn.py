@@ -51,19 +51,24 @@ class GGN(ParameterCurvature):
         check_deterministic: True compares the total loss of two passes over the data first, and two products if vectors
             are random. None: two evaluations of a few examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
-        max_kept_bytes: Memory in which linearisations of batches may stay between products with single vectors, 64 MiB
-            by default; 0 keeps none. They need no forward pass any more. What is kept is used only while model and data
-            are the same, and dropped else; with convolutions, checkpointing, or losses without likelihood nothing is.
+        max_kept_bytes: Memory in which linearisations of batches may stay between products with single vectors, 256 MiB
+            by default; 0 keeps none. A product with one needs no forward pass. It is used only while the parameters'
+            and the data's numbers are the same, and the model's code, which runs again without computing, calls the
+            same functions. Nothing stays of models with convolutions, checkpointing, hooks, or backward passes of their
+            own, nor of those that draw random numbers or keep results in attributes; nor with losses without
+            likelihood.
 
     Raises:
-        ValueError: If `vectors` sends nothing (`ForwardOnly()`), or `chunk_size` is less than one.
+        ValueError: If `vectors` sends nothing (`ForwardOnly()`), `chunk_size` is less than one, or `max_kept_bytes` is
+            no integer of at least 0.
         UnsupportedError: If the loss has no likelihood and `vectors` needs one. `Exact()` takes any loss: what has no
             likelihood is differentiated twice.
         RuntimeError: If two passes over the data disagree.
 
-    Cost: one sweep per product, of a forward pass with tangents and a backward pass; columns of a chunk share the
-    forward pass. `to_dense()`: a backward pass for each number that a batch's outputs have, or a product for each
-    parameter where these are fewer.
+    Cost: one sweep per product, of a forward pass with tangents and a backward pass, or two backward passes of a single
+    column where a linearisation stayed; columns of a chunk share the forward pass.
+    `to_dense()`: a backward pass for each number that a batch's outputs have, or a product for each parameter where
+    these are fewer.
 
     Source: Schraudolph 2002, "Fast curvature matrix-vector products for second-order gradient descent".
 

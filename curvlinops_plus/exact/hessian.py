@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.exact.base import ParameterCurvature
-from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, is_generic, join_rows, split_rows, vjp
+from curvlinops_plus.exact.batched import (
+    CPU_NUMBERS,
+    checked_chunk_size,
+    columns_at_once,
+    is_generic,
+    join_rows,
+    split_rows,
+    vjp,
+)
 from curvlinops_plus.exact.double_backward import (
     is_symmetric,
     kernel_shape,
@@ -38,7 +46,8 @@ class Hessian(ParameterCurvature):
             Hessian. Default: one block.
         check_deterministic: True compares the total loss of two passes over the data first. None: two evaluations of a
             few examples have to agree, once per risk. False: not even these.
-        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
+        chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies, or on a
+            CPU, where large results gain nothing from it, fewer.
 
     Raises:
         TypeError: If `block_sizes` is a number.
@@ -111,6 +120,13 @@ class Hessian(ParameterCurvature):
             risk.at(free, loop)
         return total, totals
 
+    def _columns(self) -> int:
+        """How many columns are computed together."""
+        # Two backward passes hold a few results of each column at a time.
+        size = columns_at_once(self.chunk_size, self.in_space.dim + 4 * self._largest)
+        alone = self.chunk_size is None and self.device.type == "cpu"
+        return min(size, max(1, CPU_NUMBERS // self._largest)) if alone else size
+
     def _product(self, loss: Tensor, params: list[Tensor], X: Tensor, shape: Hashable) -> Tensor:
         """Hessian of one batch's loss times `X` [n, K]."""
         new = shape not in self._checked
@@ -129,9 +145,7 @@ class Hessian(ParameterCurvature):
                     found += [None] * len(params[block])
             return join_rows(found, params, len(rows), self.dtype)
 
-        # Two backward passes hold a few results of each column at a time.
-        size = columns_at_once(self.chunk_size, X.shape[0] + 4 * self._largest)
-        HX = torch.cat([product(piece) for piece in X.T.split(size)]).T
+        HX = torch.cat([product(piece) for piece in X.T.split(self._columns())]).T
         if new:
             dtype, some = coarsest_dtype(self.risk), X.shape[1] and is_generic(X[:, 0], params)
             if not some or not is_symmetric(product, X[:, 0], HX[:, 0], dtype):

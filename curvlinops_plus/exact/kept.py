@@ -29,8 +29,6 @@ __all__ = ["KEPT_BYTES", "KeptLinearizations"]
 #: Memory in which linearisations stay by default.
 KEPT_BYTES = 2**28
 
-# From so many columns on a linearisation pays within one product.
-_SEVERAL = 4
 _SIMPLE = (bool, int, float, str, type(None))
 Outputs = Sequence[Tensor]
 OutputProduct = Callable[[Outputs, Any], Callable[[list[Tensor]], Sequence[Tensor | None]]]
@@ -61,7 +59,7 @@ class _Linearization:
         free: The parameters in that graph.
         w: Vectors of the outputs' shapes.
         back: Where `Jᵀ w` is in the graph, which is linear in `w`; None for parameters that no output depends on.
-        program: What the forward pass did, if it may stay.
+        program: What the forward pass did.
     """
 
     batch: Batch
@@ -70,7 +68,7 @@ class _Linearization:
     free: list[Tensor]
     w: list[Tensor]
     back: list[GradientEdge | None]
-    program: Program | None
+    program: Program
 
     def product(
         self, row: Tensor, output_product: OutputProduct, total: Tensor | None = None
@@ -83,12 +81,6 @@ class _Linearization:
         sent = [(f, u.to(f.dtype)) for f, u in zip(self.F, MJV, strict=True) if u is not None]
         parts = vjp([f for f, _ in sent], self.free, [u for _, u in sent])
         return join_rows(parts, self.free, 1, row.dtype, total), JV, MJV
-
-    def products(self, rows: Tensor, output_product: OutputProduct, total: Tensor | None) -> Tensor:
-        """`Jᵀ M J v` for several vectors [K, n], one after the other."""
-        sums = [None] * len(rows) if total is None else total.split(1)
-        found = [self.product(row, output_product, own)[0] for row, own in zip(rows.split(1), sums, strict=True)]
-        return torch.cat(found) if total is None else total
 
     def bytes(self, model: nn.Module) -> int:
         """What it holds, without the model's parameters and buffers."""
@@ -103,9 +95,9 @@ class _Linearization:
 class KeptLinearizations:
     """Products from linearisations, which stay for later products with the same model and data.
 
-    They are made in the second of two products with the same parameters, or for several columns at once. One that
-    stayed is used only if the parameters hold the same numbers, the batch is equal, and the forward pass is proved to
-    compute the same, see `Program`; else all are dropped.
+    They are made in the second of two products with the same parameters. One is used again only if the parameters hold
+    the same numbers, the batch is equal, and the forward pass is proved to compute the same, see `Program`; else all
+    are dropped.
 
     Args:
         risk: Model, parameters and data; the matrix of every loss is known from the output.
@@ -127,8 +119,7 @@ class KeptLinearizations:
         self._prints = Fingerprints()  # of this product
         self._products = 1  # with these parameters, with that which found out how to differentiate
         self._patience = 1  # products before something stays
-        self._useful = True  # whether linearisations are fast, and right
-        self._stay = self.max_bytes > 0  # whether they may stay
+        self._useful = self.max_bytes > 0  # whether linearisations fit, and are fast, right and proved
 
     def __getstate__(self) -> dict[str, Any]:  # graphs can't be copied or stored
         return {"risk": self.risk, "read": self.read, "max_bytes": self.max_bytes}
@@ -141,7 +132,7 @@ class KeptLinearizations:
         self,
         index: int,
         batch: Batch,
-        rows: Tensor,  # [K, n]
+        row: Tensor,  # [1, n]
         output_product: OutputProduct,
         numbers: int,
         total: Tensor | None = None,
@@ -151,28 +142,25 @@ class KeptLinearizations:
         Args:
             index: Number of the batch in this pass; they come in order.
             batch: The batch.
-            rows: The vectors.
+            row: The vector.
             output_product: As in `Linearizer.ggn_product`, but that of a batch may be asked for twice.
             numbers: How many numbers operations of a forward pass return per example, about.
             total: What the product is added to, if it is not the first one; it is returned then.
         """
-        several = len(rows) >= _SEVERAL
-        if not (self._useful and (self._stay or several)):
+        if not self._useful:
             return None
         if not index:
             self._begin()
         kept = self._kept.get(index)
-        if kept is not None and not self._is_same(kept, batch):
-            self._drop()
-            kept = None
         if kept is not None:
-            return self._at(kept.free, lambda model: kept.products(rows, output_product, total))
-        stays = self._stay and self._products > self._patience
-        if stays and self._held + numbers * batch.num_examples * self.risk.dtype.itemsize > self.max_bytes:
-            stays, self._stay = False, bool(self._kept)  # not even the first one fits
-        if not several and not (stays and is_generic(rows[0], self._params)):
+            if self._is_same(kept, batch):
+                return self._at(kept.free, lambda model: kept.product(row, output_product, total)[0])
+            self._drop()
+        if not self._may_stay(numbers * batch.num_examples * self.risk.dtype.itemsize):
             return None
-        found = self._make(index, batch, rows, output_product, stays)
+        if not is_generic(row[0], self._params):
+            return None
+        found = self._make(index, batch, row, output_product)
         return found if found is None or total is None else total.add_(found)
 
     @property
@@ -186,7 +174,7 @@ class KeptLinearizations:
     def _begin(self) -> None:
         """At the beginning of a product: are the parameters those of the product before?"""
         self._prints = Fingerprints()
-        numbers = [self._prints(p.detach()) for p in self._params] if self._stay else None
+        numbers = [self._prints(p.detach()) for p in self._params]
         changed = self._numbers is not None and numbers != self._numbers
         if changed or _has_hooks(self.risk.model):  # hooks, which may only watch, want to be called
             self._drop()
@@ -199,83 +187,78 @@ class KeptLinearizations:
 
     def _is_same(self, kept: _Linearization, batch: Batch) -> bool:
         def follows(model: nn.Module) -> bool:
-            assert kept.program is not None
             inputs = [*kept.free, *_tensors(kept.batch)]
             return kept.program.is_repeated_by(lambda: self.read(model, kept.batch)[0], inputs, self._prints)
 
         return _equal(kept.batch, batch) and self._at(kept.free, follows)
 
     # ------------------------------------------------------------------------------------------------------ making one
-    def _make(
-        self, index: int, batch: Batch, rows: Tensor, output_product: OutputProduct, stays: bool
-    ) -> Tensor | None:
-        """The products with a new linearisation, None if it is slow or not right, or can't stay as it should."""
+    def _may_stay(self, size: int) -> bool:
+        """Whether another one may stay, which holds about so many bytes."""
+        if self._products <= self._patience:
+            return False
+        fits = self._held + size <= self.max_bytes
+        self._useful = fits or bool(self._kept)  # else not even the first one does
+        return fits
+
+    def _make(self, index: int, batch: Batch, row: Tensor, output_product: OutputProduct) -> Tensor | None:
+        """The product with a new linearisation, which stays if it fits; None if it is slow, wrong or unclear."""
         state = RandomState.now(self.risk.device)
         try:
-            made = self._linearize(batch, stays)
+            made = self._linearize(batch)
             if made is not None:
-                return self._products_of_new(made, index, rows, output_product)
-            self._useful = False
-        except Unclear:
-            self._stay = False
-        except RuntimeError:  # an operation that can't be differentiated twice; all else fails again
-            self._useful = False
+                found, JV, MJV = self._at(made.free, lambda model: made.product(row, output_product))
+                u = [Mv for Mv in MJV if Mv is not None]
+                if len(u) == len(JV) and agree(row, JV, u, found, made.F):
+                    size = made.bytes(self.risk.model)
+                    if self._held + size <= self.max_bytes:
+                        self._kept[index] = made
+                    self._held = min(self._held + size, self.max_bytes)  # full: no other one is tried
+                    return found
+        except (Unclear, RuntimeError):  # an operation that can't be differentiated twice; all else fails again
+            pass
+        self._useful, self._kept, self._held = False, {}, 0
         state.restore()
         return None
 
-    def _products_of_new(
-        self, made: _Linearization, index: int, rows: Tensor, output_product: OutputProduct
-    ) -> Tensor | None:
-        generic = is_generic(rows[0], self._params)
-        v = rows[:1] if generic else torch.randn_like(rows[:1])
-        first, JV, MJV = self._at(made.free, lambda model: made.product(v, output_product))
-        u = [Mv for Mv in MJV if Mv is not None]
-        if len(u) < len(JV) or not agree(v, JV, u, first, made.F):
-            raise RuntimeError("The derivative by two backward passes is not that by one.")
-        if made.program is not None and self._held + (size := made.bytes(self.risk.model)) <= self.max_bytes:
-            self._kept[index], self._held = made, self._held + size
-        if generic and len(rows) == 1:
-            return first
-        rest = rows[1:] if generic else rows
-        found = self._at(made.free, lambda model: made.products(rest, output_product, None))
-        return torch.cat([first, found]) if generic else found
-
-    def _linearize(self, batch: Batch, stays: bool) -> _Linearization | None:
+    def _linearize(self, batch: Batch) -> _Linearization | None:
         """The linearisation of a batch, None where products from it would be slow.
 
         Raises:
-            Unclear: If it is to stay, and can't.
+            Unclear: If it can't be proved that another forward pass is the same.
         """
-        batch = Batch(_copies(batch.X), _copies(batch.y), batch.num_examples, batch.unpack) if stays else batch
-        free, read = [p.detach().requires_grad_() for p in self._params], []
-
-        def run(model: nn.Module) -> Program | None:
-            def forward() -> Outputs:
-                read.append(self.read(model, batch))
-                return read[0][0]
-
-            if stays:
-                return Program(forward, [*free, *_tensors(batch)], self._prints)
-            forward()
-            return None
-
-        state, held = RandomState.now(self.risk.device), _held_tensors(self.risk.model)
-        program = self._at(free, run)
-        ((F, extra),) = read
-        nodes = [node for node, _ in postorder([f.grad_fn for f in F])]
-        if stays and (
-            any(map(_is_of_users, nodes))
-            or state != RandomState.now(self.risk.device)
-            or [*map(id, held)] != [*map(id, _held_tensors(self.risk.model))]
-        ):
-            raise Unclear
-        if not all(f.requires_grad for f in F) or any(map(_is_slow, nodes)):
+        batch = Batch(_copies(batch.X), _copies(batch.y), batch.num_examples, batch.unpack)
+        free = [p.detach().requires_grad_() for p in self._params]
+        F, extra, program = self._forward(batch, free)
+        if not all(f.requires_grad for f in F) or any(_is_slow(node) for node, _ in postorder([f.grad_fn for f in F])):
             return None
         w = [torch.zeros_like(f, requires_grad=True) for f in F]
         back = self._at(free, lambda model: torch.autograd.grad(F, free, w, create_graph=True, allow_unused=True))
         # The gradients themselves are zero.
         edges = [get_gradient_edge(g) if g is not None and g.requires_grad else None for g in back]
         return _Linearization(batch, F, extra, free, w, edges, program)
+
+    def _forward(self, batch: Batch, free: list[Tensor]) -> tuple[Outputs, Any, Program]:
+        """What `read` returns, and a program that tells everything about it."""
+        read: list[tuple[Outputs, Any]] = []
+
+        def run(model: nn.Module) -> Program:
+            def forward() -> Outputs:
+                read.append(self.read(model, batch))
+                return read[0][0]
+
+            return Program(forward, [*free, *_tensors(batch)], self._prints)
+
+        state, held = RandomState.now(self.risk.device), _held_tensors(self.risk.model)
+        program = self._at(free, run)
+        F, extra = read[0]
+        drew = state != RandomState.now(self.risk.device)
+        # A tensor that a forward pass leaves in the model has to be computed.
+        if drew or [*map(id, held)] != [*map(id, _held_tensors(self.risk.model))]:
+            raise Unclear
+        if any(_is_of_users(node) for node, _ in postorder([f.grad_fn for f in F])):
+            raise Unclear
+        return F, extra, program
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
@@ -286,7 +269,7 @@ def _has_hooks(model: nn.Module) -> bool:
 
 
 def _held_tensors(model: nn.Module) -> list[Tensor]:
-    """The tensors in attributes of modules: one that a forward pass leaves there has to be computed."""
+    """The tensors in attributes of modules."""
     return [t for m in model.modules() for t in tree_leaves(list(vars(m).values())) if isinstance(t, Tensor)]
 
 

@@ -124,7 +124,7 @@ class Linearizer:
             if found is not None:
                 return found if total is None else total.add_(found)
             self.mode.choose(batch)
-        if self.mode.right and self.mode.shared and self.kept is not None and self.passes.is_watched_enough:
+        if self.mode.right and self.mode.shared and len(rows) == 1 and self.passes.is_watched_enough and self.kept:
             found = self.kept.product(index, batch, rows, output_product, self.passes.numbers, total)
             if found is not None:
                 return found

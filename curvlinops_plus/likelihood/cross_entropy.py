@@ -80,7 +80,7 @@ class CrossEntropy(Likelihood):
         y = y.long()
         wrong = ((y < 0) | (y >= C)) & (y != self.loss.ignore_index)
         if y.is_cuda and self._looked:  # the GPU asserts it, as in PyTorch's own loss: to read it is to wait for it
-            torch._assert_async(~wrong.any(), f"{self.name}: the target holds a class index that is no class")
+            torch.ops.aten._assert_async.msg(~wrong.any(), f"{self.name}: a target is no class index")
         elif wrong.any():
             raise ValueError(
                 f"{self.name}: the target holds the class index {y[wrong][0].item()}, but the output has C = {C} "

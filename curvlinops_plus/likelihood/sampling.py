@@ -12,6 +12,10 @@ from torch import Tensor
 __all__ = ["categories", "counts", "inside", "normals", "scalar", "wide_dtype"]
 
 
+# Cumulative probabilities in float64 are formed in pieces of about this size.
+_WORK_BYTES = 2**20
+
+
 def wide_dtype(device: torch.device) -> torch.dtype:
     """float64, or float32 on Apple's MPS devices, which have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
@@ -43,13 +47,20 @@ def categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Class indices [..., num] from probabilities [..., C] (of any sum) and uniforms [..., num] in [0, 1).
 
     The first class whose cumulative probability exceeds the uniform number: a class of probability zero is never drawn.
-    One cumulative sum and a binary search per draw; nothing of size num x C is formed.
+    One cumulative sum and a binary search per draw, some rows at a time; nothing of size num x C is formed.
 
     Example:
         >>> u = torch.tensor([0.0, 0.49, 0.5, 1 - 2**-53], dtype=torch.float64)
         >>> categories(torch.tensor([0.0, 0.5, 0.5, 0.0]), u)
         tensor([1, 1, 2, 2])
     """
+    C, num = probabilities.shape[-1], uniforms.shape[-1]
+    rows = max(1, _WORK_BYTES // (max(C, 1) * uniforms.element_size()))
+    parts = zip(probabilities.reshape(-1, C).split(rows), uniforms.reshape(-1, num).split(rows), strict=True)
+    return torch.cat([_categories(p, u) for p, u in parts]).view(uniforms.shape)
+
+
+def _categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:  # [M, C], [M, num] -> [M, num]
     # Summing thousands of float32 probabilities in float32 would shift the boundaries by many of their spacings.
     cumulative = probabilities.cumsum(-1, dtype=uniforms.dtype)
     total = cumulative[..., -1:]

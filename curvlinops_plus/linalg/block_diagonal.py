@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.damping import Damping, Scalar
+from curvlinops_plus.linalg.kronecker import Kronecker
 from curvlinops_plus.linalg.layout import Layout
-from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
 from curvlinops_plus.linalg.products import error_context, outside_autocast
+from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
+from curvlinops_plus.linalg.structured import Dense
 
 __all__ = ["BlockDiagonal"]
 
@@ -188,14 +191,14 @@ class BlockDiagonal(LinearOperator):
         return torch.linalg.vector_norm(torch.stack(list(self._each(lambda block: block.frobenius_norm).values())))
 
     def eigenvalues(self) -> Tensor:
-        return torch.cat(list(self._each(methodcaller("eigenvalues")).values()))
+        return torch.cat(list(self._each(methodcaller("eigenvalues"), decomposes=True).values()))
 
     def diagonal(self) -> Tensor:
         """The diagonal, `[n]`, in the order of the parameters."""
         return self.merge(self._each(methodcaller("diagonal")))
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        signs, logarithms = zip(*self._each(methodcaller("_slogdet")).values(), strict=True)
+        signs, logarithms = zip(*self._each(methodcaller("_slogdet"), decomposes=True).values(), strict=True)
         return torch.stack(signs).prod(), torch.stack(logarithms).sum()
 
     def _entrywise_square(self) -> BlockDiagonal:
@@ -205,13 +208,13 @@ class BlockDiagonal(LinearOperator):
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`."""
         dampings = self.per_block(damping)
         return self._with(
-            self._each(lambda block, d: block.inverse(d, retry_double_precision=retry_double_precision), dampings)
+            self._each(lambda block, d: block.inverse(d, retry_double_precision=retry_double_precision), dampings, True)
         )
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
         dampings = self.per_block(damping)
-        return self._with(self._each(lambda block, d: block.power(p, d, exact=exact), dampings))
+        return self._with(self._each(lambda block, d: block.power(p, d, exact=exact), dampings, True))
 
     def shift(self, delta: Damping) -> BlockDiagonal:
         """`K + delta I`, block by block."""
@@ -220,14 +223,25 @@ class BlockDiagonal(LinearOperator):
     def _scale(self, c: Scalar) -> BlockDiagonal:
         return self._with(self._each(methodcaller("_scale", c)))
 
-    def _each(self, function: Callable[..., T], arguments: Mapping[str, Any] | None = None) -> dict[str, T]:
-        """Block name to `function(block)`, or to `function(block, arguments[name])`."""
-        results = {}
+    def _each(
+        self, function: Callable[..., T], arguments: Mapping[str, Any] | None = None, decomposes: bool = False
+    ) -> dict[str, T]:
+        """Block name to `function(block)`, or to `function(block, arguments[name])`.
+
+        If that decomposes the blocks, several are done at the same time.
+        """
+
+        def of(name: str) -> T:
+            with error_context(f'block "{name}"'):
+                return (
+                    function(self.blocks[name]) if arguments is None else function(self.blocks[name], arguments[name])
+                )
+
+        def work(name: str) -> float:
+            return decomposition_work(self.blocks[name]) if decomposes else 0.0
+
         with outside_autocast(self.device):
-            for name, block in self.blocks.items():
-                with error_context(f'block "{name}"'):
-                    results[name] = function(block) if arguments is None else function(block, arguments[name])
-        return results
+            return dict(zip(self.blocks, side_by_side(of, self.blocks, work), strict=True))
 
     def _with(self, blocks: dict[str, LinearOperator]) -> BlockDiagonal:
         """The same groups of parameters with other blocks of the same sizes."""
@@ -257,3 +271,16 @@ class BlockDiagonal(LinearOperator):
                 )
             return dict(zip(self.blocks, damping.unbind(), strict=True))
         return dict.fromkeys(self.blocks, damping)
+
+
+def decomposition_work(block: LinearOperator) -> float:
+    """About how many operations a decomposition of a block takes, for `side_by_side`.
+
+    Blocks of other kinds are left to the main thread; so are those that take derivatives, whose graph is one.
+    """
+    while isinstance(block, (Scaled, Shifted)):
+        block = block.A
+    matrices = (block.G, block.A) if isinstance(block, Kronecker) else (block,)
+    if block.device.type != "cpu":
+        return 0.0
+    return float(sum(10 * m.size**3 for m in matrices if isinstance(m, Dense) and not m.matrix.requires_grad))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,7 +14,7 @@ import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
-__all__ = ["GramSum", "gram", "mirror", "plain_mode"]
+__all__ = ["GramSum", "blas_threads", "gram", "mirror", "plain_mode"]
 
 _BLOCK = 256  # a tile and its transpose fit the cache
 _WAITING = 128  # rows; products with half as many cost what one with all does
@@ -214,7 +215,8 @@ def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
         stop = start + _BLOCK
         tile = C[start:stop, start:stop]
         tile.copy_(tile.tril() + tile.tril(-1).T)
-        C[start:stop, stop:] = C[stop:, start:stop].T
+        if stop < C.shape[0]:
+            C[start:stop, stop:] = C[stop:, start:stop].T
     return C
 
 
@@ -241,7 +243,7 @@ def _add_rank_k(rows: Tensor, total: Tensor, factor: float = 1.0) -> Tensor:
     """The same by BLAS `syrk`, which reads the rows where they are."""
     transposed = rows.T.is_contiguous()
     array = rows.detach().numpy() if transposed else rows.detach().contiguous().numpy().T  # BLAS stores by columns
-    with _as_many_threads_as_torch():
+    with blas_threads():
         # BLAS's upper triangle is our lower one. It writes to `total`; a tensor made of what it returns would keep it.
         _syrk(rows.dtype)(1.0, array, factor, total.numpy().T, trans=int(transposed), lower=0, overwrite_c=True)
     return total
@@ -272,12 +274,23 @@ def _openblas() -> Any:
         return None
 
 
+_BOUND = threading.Lock()
+_INSIDE: list[int] = []  # how many threads BLAS had before, once per caller that is inside
+
+
 @contextmanager
-def _as_many_threads_as_torch() -> Iterator[None]:
-    library = _openblas()
-    before = library.scipy_openblas_get_num_threads()
-    library.scipy_openblas_set_num_threads(torch.get_num_threads())
+def blas_threads() -> Iterator[None]:
+    """As many threads of SciPy's BLAS as PyTorch has: else both compete. Several threads may be inside at once."""
+    if (library := _openblas()) is None:
+        yield
+        return
+    with _BOUND:
+        _INSIDE.append(_INSIDE[0] if _INSIDE else library.scipy_openblas_get_num_threads())
+        library.scipy_openblas_set_num_threads(torch.get_num_threads())
     try:
         yield
     finally:
-        library.scipy_openblas_set_num_threads(before)
+        with _BOUND:
+            before = _INSIDE.pop()
+            if not _INSIDE:
+                library.scipy_openblas_set_num_threads(before)

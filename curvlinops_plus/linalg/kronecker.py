@@ -101,8 +101,7 @@ class Kronecker(LinearOperator):
         return self if self.structure >= Structure.SYMMETRIC else Kronecker(self.G.adjoint(), self.A.adjoint())
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Kronecker:
-        G, A = self.G.to(device, dtype), self.A.to(device, dtype)
-        return self if G is self.G and A is self.A else Kronecker(G, A)
+        return Kronecker(self.G.to(device, dtype), self.A.to(device, dtype))
 
     def _to_dense(self) -> Tensor:
         if not self.batch:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.numerics import eigh
+from curvlinops_plus.linalg.eigendecomposition import eigh
 
 __all__ = ["balanced", "nearest_kronecker", "nearest_to_matrix"]
 

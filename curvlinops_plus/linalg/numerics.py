@@ -1,8 +1,7 @@
-"""Products and decompositions of small dense matrices, robust to rank deficiency and rounding.
+"""Products and Cholesky decompositions of small dense matrices, robust to rank deficiency and rounding.
 
-`torch.linalg.eigh` fails for some rank-deficient float32 matrices (factors of layers with dead units are such) and
-returns NaN for NaN without an error; Cholesky fails when rounding has made a zero eigenvalue negative. Here every
-decomposition first checks that its matrix is finite, retries in float64, and says what to do if that fails too.
+Cholesky fails when rounding has made a zero eigenvalue negative. Here every decomposition first checks that its matrix
+is finite, retries in float64, and says what to do if that fails too; `eigh` is in a module of its own.
 
 Which eigenvalues are zero? Those of a positive semi-definite `d x d` matrix that was decomposed in finite precision are
 only known up to `d * eps * largest`; whatever is below counts as 0. All of this package follows that rule.
@@ -18,7 +17,7 @@ from torch import Tensor
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
 from curvlinops_plus.linalg.gram_sum import gram
 
-__all__ = ["cholesky_inverse", "damped_cholesky", "eigh", "gram", "powers", "psd_clip", "standard_normal"]
+__all__ = ["cholesky_inverse", "damped_cholesky", "gram", "powers", "psd_clip", "standard_normal"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -57,39 +56,6 @@ def powers(values: Tensor, p: float, what: object) -> Tensor:
     return values**p
 
 
-def eigh(M: Tensor, what: str = "the matrix") -> tuple[Tensor, Tensor]:  # [*b, d, d] -> [*b, d], [*b, d, d]
-    """Eigenvalues (ascending) and eigenvectors (columns) of a symmetric matrix, in its own dtype.
-
-    Works in float32 at least. When PyTorch fails it retries in float64, then in float64 on the CPU.
-
-    Raises:
-        NumericsError: If the matrix has NaN or infinite entries, or every attempt fails.
-
-    Example:
-        >>> values, Q = eigh(torch.tensor([[2.0, 0.0], [0.0, 1.0]]))
-        >>> values
-        tensor([1., 2.])
-    """
-    _check_finite(M, what)
-    attempts = [(M.device, torch.float64), (torch.device("cpu"), torch.float64)]
-    if M.dtype != torch.float64:
-        attempts.insert(0, (M.device, torch.float32))
-    failures = []
-    for device, dtype in dict.fromkeys(attempts):
-        try:
-            values, Q = torch.linalg.eigh(M.to(device, dtype))
-        except (RuntimeError, TypeError) as error:  # not converged, cuSOLVER gave up, or a device without float64
-            failures.append(f"{dtype} on {device}: {str(error).splitlines()[0]}")
-            continue
-        if bool(torch.isfinite(values).all()) and bool(torch.isfinite(Q).all()):
-            return values.to(M), Q.to(M)
-        failures.append(f"{dtype} on {device}: the result was not finite")
-    raise NumericsError(
-        f"The eigendecomposition of {what} {list(M.shape)} failed in every precision ({'; '.join(failures)}). "
-        "Check that the matrix is symmetric and its entries are of moderate size."
-    )
-
-
 def damped_cholesky(
     M: Tensor, damping: float | Tensor = 0.0, *, retry_double_precision: bool = True, what: str = "the matrix"
 ) -> Tensor:
@@ -107,7 +73,7 @@ def damped_cholesky(
         tensor([[2., 0.],
                 [0., 2.]])
     """
-    _check_finite(M, what)
+    check_finite(M, what)
     working = M.float() if M.dtype in _HALF else M
     for dtype in dict.fromkeys((working.dtype, torch.float64) if retry_double_precision else (working.dtype,)):
         L, info = torch.linalg.cholesky_ex(add_to_diagonal(working.to(dtype), damping))
@@ -166,9 +132,14 @@ def standard_normal(num: int, dim: int, generator: torch.Generator | None, like:
     return torch.special.ndtri(uniform.clamp(min=2.0**-54)).to(like).T  # at 0 the quantile is -inf
 
 
-def _check_finite(M: Tensor, what: str) -> None:
-    if not bool(torch.isfinite(M).all()):
-        bad = int((~torch.isfinite(M)).sum())
+def check_finite(M: Tensor, what: str) -> None:
+    """Refuse a matrix with NaN or infinite entries.
+
+    Raises:
+        NumericsError: If it has some; says how many, and where they may come from.
+    """
+    # The sum of all entries is finite unless one of them is not, or it overflows: look at each of them only then.
+    if not bool(M.detach().sum().isfinite()) and (bad := int((~torch.isfinite(M)).sum())):
         raise NumericsError(
             f"{what} {list(M.shape)} has {bad} entries that are NaN or infinite. Look for NaN in the data, "
             "for a diverged model, or for overflow in half precision."

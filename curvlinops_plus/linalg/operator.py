@@ -72,12 +72,11 @@ class LinearOperator(ClosedForms):
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
-        return self._to(None if device is None else torch.device(device), dtype)
+        where = None if device is None else torch.device(device)
+        stays = where is None or where == self.device or (where.type == self.device.type and where.index is None)
+        return self if stays and dtype in (None, self.dtype) else self._to(where, dtype)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Any:
-        stays = device is None or device == self.device or (device.type == self.device.type and device.index is None)
-        if stays and dtype in (None, self.dtype):
-            return self
         where = " and ".join(str(part) for part in (device, dtype) if part is not None)
         raise NotImplementedError(
             f"{type(self).__name__} owns no tensors that could be moved to {where}: what it is computed from has to be "

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from curvlinops_plus.errors import SingularMatrixError
 from curvlinops_plus.linalg.damping import Scalar, is_zero
+from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
-from curvlinops_plus.linalg.numerics import add_to_diagonal, damped_cholesky, eigh, powers, psd_clip, slogdet_of
+from curvlinops_plus.linalg.numerics import add_to_diagonal, damped_cholesky, powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
@@ -135,8 +136,7 @@ class Dense(OneTensor):
         return Dense(self._tensor.mT, in_space=self.out_space, out_space=self.in_space)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Dense:
-        moved = self._tensor.to(device=device, dtype=dtype)
-        return self if moved is self._tensor else self._on_spaces(moved, self.structure, self.rtol)
+        return self._on_spaces(self._tensor.to(device=device, dtype=dtype), self.structure, self.rtol)
 
     def materialize(self) -> Dense:
         return self._on_spaces(self.to_dense(), self.structure, self.rtol) if self.batch else self
@@ -173,8 +173,9 @@ class Dense(OneTensor):
         return self._remember("eigh", self._decompose)
 
     def _decompose(self) -> tuple[Tensor, Dense]:
-        values, Q = eigh(self._tensor)
-        return (psd_clip(values, self.rtol) if self.structure == Structure.PSD else values), Dense(Q)
+        semidefinite = self.structure == Structure.PSD
+        values, Q = eigh(self._tensor, semidefinite=semidefinite)
+        return (psd_clip(values, self.rtol) if semidefinite else values), Dense(Q)
 
     def root(self) -> Dense:
         values, Q = self.eigh()
@@ -263,8 +264,7 @@ class Diagonal(OneTensor):
         return self
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Diagonal:
-        moved = self._tensor.to(device=device, dtype=dtype)
-        return self if moved is self._tensor else Diagonal(moved)
+        return Diagonal(self._tensor.to(device=device, dtype=dtype))
 
     def _to_dense(self) -> Tensor:
         return torch.diag(self._tensor.flatten())

@@ -134,10 +134,10 @@ class AffineRows:
         g = self.summed_grads() if reduce else call.rule.grad_rows(call.use.module, self._upcast(call.grads))
         return g.flatten(0, -2) if g.ndim == 4 - reduce else None
 
-    def input_gram(self, reduce: bool = False) -> tuple[Tensor, Tensor | float]:
+    def input_gram(self, reduce: bool = False, diagonal: bool = False) -> tuple[Tensor, Tensor | float]:
         """`Σ_{n,s} a aᵀ` [*b, i, i] and the number of rows in the sum (expand); of sparse rows the diagonal [i].
 
-        With `reduce`, `Σ_n ā āᵀ` of the means over positions, and N.
+        With `reduce`, `Σ_n ā āᵀ` of the means over positions, and N. With `diagonal`, the diagonals alone [*b, i].
         """
         if reduce:
             masks = [mask for call in self.calls if (mask := self._mask_of(call)) is not None]
@@ -147,18 +147,23 @@ class AffineRows:
             if self.sparse:
                 assert isinstance(self.inputs, SparseRows)
                 return self.inputs.mean_square(), count
-            return gram(self.mean_inputs()), count
-        total, rows = self._input_gram(self.calls[0])
+            return (_squares if diagonal else gram)(self.mean_inputs()), count
+        total, rows = self._input_gram(self.calls[0], diagonal)
         for call in self.calls[1:]:
-            part, count = self._input_gram(call)
+            part, count = self._input_gram(call, diagonal)
             total, rows = total + part, rows + count
         return total, rows
 
-    def grad_gram(self, reduce: bool = False) -> Tensor:
-        """`Σ_{v,n,s} g gᵀ` [*b, o, o]; with `reduce`, `Σ_{v,n} ĝ ĝᵀ` of `ĝ_n = Σ_s g_{n,s}`."""
-        key = ("grad_gram", reduce)
+    def grad_gram(self, reduce: bool = False, diagonal: bool = False) -> Tensor:
+        """`Σ_{v,n,s} g gᵀ` [*b, o, o]; with `reduce`, `Σ_{v,n} ĝ ĝᵀ` of `ĝ_n = Σ_s g_{n,s}`.
+
+        With `diagonal`, the diagonals alone [*b, o].
+        """
+        key = ("grad_gram", reduce, diagonal)
         if key not in self._shared:
-            if reduce:
+            if diagonal:
+                total = _squares(self.summed_grads().flatten(0, 1) if reduce else self.grads.flatten(0, 2))
+            elif reduce:
                 total = gram(self.summed_grads().flatten(0, 1))
             elif len(self.calls) == 1 and self._mask_of(self.calls[0]) is None:
                 call = self.calls[0]
@@ -273,15 +278,16 @@ class AffineRows:
         mask = self._mask_of(call)
         return g if mask is None else g * mask.view(*mask.shape, *[1] * (g.ndim - 3))
 
-    def _input_gram(self, call: Call) -> tuple[Tensor, Tensor | float]:
-        """`Σ a aᵀ` of one call, and the number of its rows."""
+    def _input_gram(self, call: Call, diagonal: bool) -> tuple[Tensor, Tensor | float]:
+        """`Σ a aᵀ` of one call, or its diagonal, and the number of the call's rows."""
         mask, read = self._mask_of(call), call.rule.reads(call.use.module)
-        if mask is not None or not self.weight:
+        if mask is not None or not self.weight or diagonal:
             a = self._rows(call)
             if isinstance(a, SparseRows):
                 return a.square_sum(), a.count()
             rows = float(a.shape[0] * a.shape[1]) if mask is None else mask.sum().to(a.dtype)
-            return gram(a.flatten(0, 1)), rows if read is None else rows * read.to(a.dtype)[:, None, None]
+            total = _squares(a.flatten(0, 1)) if diagonal else gram(a.flatten(0, 1))
+            return total, rows if read is None else rows * read.to(a.dtype).view(-1, *[1] * (total.ndim - 1))
         total, row_sum, rows = call.rule.input_gram(call.use.module, self._upcast(call.input))
         count = float(rows) if read is None else rows * read.to(total.dtype)[:, None, None]
         if self.bias:
@@ -290,3 +296,8 @@ class AffineRows:
             side = row_sum[..., None] * adds
             total = torch.cat([torch.cat([total, side], -1), torch.cat([side.mT, corner], -1)], -2)
         return total, count
+
+
+def _squares(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d]
+    """The diagonal of `gram(rows)`."""
+    return rows.square().sum(0)

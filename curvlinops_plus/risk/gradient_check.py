@@ -115,16 +115,16 @@ def send_single(
         return SentVectors([], {}, {}, {}, N, batch_size)
     recorder.require_unchanged()
     slots = [slot for recorded in recorder.calls for slot in recorded.slots]
-    edges = [slot.edge for slot in slots]
+    edges, numbers = [slot.edge for slot in slots], [_random_like(f) for f in outputs]
 
     def send(n: int, inputs: list[Any], retain_graph: bool = False) -> tuple[Tensor | None, ...]:
-        vectors = [_vector_for(f, range(N) if every and n else [n], N) for f in outputs]
+        vectors = [_only(v, range(N) if every and n else [n], N) for v in numbers]
         return torch.autograd.grad(outputs, inputs, vectors, retain_graph=retain_graph, allow_unused=True)
 
     # Two of them: examples that change places may leave one where it is.
     first = send(0, edges, retain_graph=True) if N > 1 and not whole else ()
     found = send(N // 2, [*edges, *free.values()], retain_graph=whole)
-    grads, before = ({id(s): g.detach() for s, g in zip(slots, gs) if g is not None} for gs in (found, first))
+    grads, before = _by_slot(slots, found), _by_slot(slots, first)
     expected = {key: g for key, g in zip(free, found[len(slots) :]) if g is not None}
     return SentVectors(recorder.calls, before, grads, expected, N, batch_size, every)
 
@@ -136,8 +136,13 @@ def random_halves(N: int) -> list[list[int]]:
 
 
 def halves_by_digits(N: int) -> list[list[int]]:
-    """The examples whose numbers have a 1 as a binary digit, for each of eight: any two of 256 differ in one."""
-    return [[n for n in range(N) if n >> digit & 1] for digit in range(min(8, (N - 1).bit_length()))]
+    """The examples whose numbers have a 1 as one of four binary digits, in which any two of 16 examples differ.
+
+    Of more examples the last three digits are random.
+    """
+    digits = range(min(4, (N - 1).bit_length()))
+    order = range(N) if N <= 16 else torch.randperm(N, generator=torch.Generator().manual_seed(N)).tolist()
+    return [[n for n in range(N) if (n if digit == 0 else order[n]) >> digit & 1] for digit in digits]
 
 
 def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Sequence[Sequence[int]]) -> None:
@@ -158,12 +163,12 @@ def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Sequ
     if N < 2 or not outputs or not slots:
         return
     recorder.require_unchanged()
-    edges = [slot.edge for slot in slots]
+    edges, numbers = [slot.edge for slot in slots], [_random_like(f) for f in outputs]
 
     def send(chosen: Sequence[int]) -> dict[int, Tensor]:
-        vectors = [_vector_for(f, chosen, N) for f in outputs]
+        vectors = [_only(v, chosen, N) for v in numbers]
         found = torch.autograd.grad(outputs, edges, vectors, retain_graph=True, allow_unused=True)
-        return {id(slot): g.detach() for slot, g in zip(slots, found) if g is not None}
+        return _by_slot(slots, found)
 
     for at, recorded, slot in _find_rows(recorder.calls, N, ((chosen, send(chosen)) for chosen in halves)) or ():
         sent = SentVectors(recorder.calls, {}, {}, {}, N, N)
@@ -188,9 +193,7 @@ def _find_rows(
     for examples, grads in sent:
         rows = [_largest(slot, grads.get(id(slot)), N) for _, slot in slots]
         tables.append(torch.stack(rows) if rows else torch.zeros(0, N))
-        others.append([True] * N)
-        for n in examples:
-            others[-1][n] = False
+        others.append(_are_others(examples, N))
     if not tables or not slots:
         return []
     # A number that is not finite stays one, whatever it is multiplied with.
@@ -199,6 +202,17 @@ def _find_rows(
     if not all(map(math.isfinite, chain.from_iterable(reached))):
         return None
     return [(at, *slots[k]) for at, sizes in enumerate(reached) for k, size in enumerate(sizes) if size]
+
+
+def _by_slot(slots: Sequence[OutputSlot], grads: Iterable[Tensor | None]) -> dict[int, Tensor]:
+    """Gradients by the identity of the slots where they arrived; those of parameters may follow."""
+    return {id(slot): g.detach() for slot, g in zip(slots, grads) if g is not None}
+
+
+def _are_others(examples: Sequence[int], N: int) -> list[float]:
+    """Of each example 0 if it is one of these, else 1."""
+    chosen = {*examples}
+    return [float(n not in chosen) for n in range(N)]
 
 
 def _largest(slot: OutputSlot, g: Tensor | None, N: int) -> Tensor:  # -> [N]
@@ -377,13 +391,16 @@ def _wrong_rule(sent: SentVectors, layer: Layer, key: str, ours: Tensor, theirs:
     )
 
 
-def _vector_for(f: Tensor, examples: Sequence[int], N: int) -> Tensor:
-    """A random vector of the output's shape that is zero for all other examples."""
-    v = torch.zeros(f.shape, dtype=f.dtype, device=f.device)
-    rows, generator = v.unflatten(0, (N, -1)), torch.Generator().manual_seed(0)
-    numbers = torch.randn(len(examples), *rows.shape[1:], generator=generator, dtype=torch.float64)
-    rows[torch.tensor(examples, device=f.device)] = numbers.to(rows)
-    return v
+def _random_like(f: Tensor) -> Tensor:
+    """Random numbers of an output's shape and dtype."""
+    generator, dtype = torch.Generator().manual_seed(0), torch.promote_types(f.dtype, torch.float32)
+    return torch.randn(f.shape, generator=generator, dtype=dtype).to(f.device, f.dtype)
+
+
+def _only(v: Tensor, examples: Sequence[int], N: int) -> Tensor:
+    """A vector that is zero for all other examples."""
+    others = torch.tensor(_are_others(examples, N), dtype=v.dtype, device=v.device)
+    return (v.reshape(N, -1) * (1 - others)[:, None]).view(v.shape)
 
 
 def _norm(tree: Any) -> float:

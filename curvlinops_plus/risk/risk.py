@@ -296,7 +296,9 @@ class EmpiricalRisk:
         look = None
         if model is not None and torch.is_grad_enabled() and not self.checked.in_modules >= self.params.keys():
             look = KeptParameters(self._own, self.params, self._places)
-        with input_error_context(batch, self.params), self.placed() if model is None else look or nullcontext():
+        # Functions are only watched for frozen parameters: they tell what the graph of the outputs does not.
+        watch = look if look is not None and look.counts else nullcontext()
+        with input_error_context(batch, self.params), self.placed() if model is None else watch:
             out = self._calls(call, batch)
         found = self.read_output(out, batch)
         if look is not None:

@@ -73,8 +73,8 @@ def check_batch(
     called in which order, their attributes, hooks and tensors at that moment, their rows per example, and how many
     operations autograd notes between them. Vectors for half of the examples are sent back through the whole batch:
 
-    * where the model may be random, for each of the first eight numbers of examples: once if the outputs of a few
-      examples are their part of the batch's all the same, else four times;
+    * where the model may be random, and the outputs of a few examples are not their part of the batch's, for each of
+      the first eight numbers of examples;
     * in every batch where rows per example are no axis of the input, which has masks, indices or other integers.
 
     So these stay unnoticed:
@@ -103,8 +103,8 @@ def check_batch(
         CurvatureWarning: In training loops, if there is batch norm in training mode, which mixes examples.
 
     Cost: a forward and two backward passes over three examples, and the gradients of the parameters for one of them;
-    where all rows are compared, up to four backward passes to the layers' outputs. Where little is computed, a forward
-    pass over three examples, and up to nine backward passes. In batches that are not looked at, a few microseconds per
+    where all rows are compared, four backward passes to the layers' outputs. Where little is computed, a forward
+    pass over three examples, and up to five backward passes. In batches that are not looked at, a few microseconds per
     call of a layer.
     """
     if not risk.options.check:
@@ -114,22 +114,25 @@ def check_batch(
     kind = batch_kind(recorder.calls, outputs, rows) if recorder.backward else ()
     unchecked = _unchecked(checked, recorder, kind)
     shape, is_new = _shape(checked, batch, repeatable)
-    # All of a small batch would be a few examples of itself, which tells nothing but that the model is not random.
-    new_outputs = is_new and (N > _FEW or (repeatable and not checked.shapes)) and (repeatable or recorder.backward)
-    # Where outputs may differ, random modules being allowed, all rows are compared, for each number of examples.
+    new_outputs = is_new and _tell_outputs(checked, N, repeatable, recorder.backward)
+    # Where outputs differ, random modules being allowed, all rows are compared, for each number of examples.
     unclear = are_rows_unclear(rows, batch)
     all_rows = recorder.backward and ((is_new and not repeatable) or unclear)
     if not (unchecked or new_outputs or all_rows):
         return
-    reached: set[int] = set()
     check = _Check(risk, recorder, batch, outputs, repeatable)
     with torch.random.fork_rng(check.devices), eager():
-        if unchecked or new_outputs:
-            reached = check.run(bool(unchecked))
-        if all_rows and not check.all_rows:
-            compare_all_rows(recorder, outputs, random_halves(N)[: 1 if check.agreed and not unclear else 4])
+        reached = check.run(bool(unchecked)) if unchecked or new_outputs else set()
+        if all_rows and (unclear or not check.apart):
+            compare_all_rows(recorder, outputs, random_halves(N))
     _looked_at(checked, recorder, kind, unchecked, reached)
     checked.shapes.add(shape)
+
+
+def _tell_outputs(checked: Checked, N: int, repeatable: bool, backward: bool) -> bool:
+    """Whether outputs of a few examples tell anything, and are needed."""
+    # All of a small batch would be a few examples of itself, which tells nothing but that the model is not random.
+    return (N > _FEW or not checked.shapes) if repeatable else (N > _FEW and backward)
 
 
 def _shape(checked: Checked, batch: Batch, repeatable: bool) -> tuple[Any, bool]:
@@ -209,6 +212,11 @@ class _Check:
         if reached is not None and (reached >= self.called or not backward):
             return reached
         return self._look(*everyone, backward, every=True) or set()
+
+    @property
+    def apart(self) -> bool:
+        """Whether it is known that examples don't depend on each other."""
+        return self.all_rows or self.agreed
 
     def _few(self) -> tuple[Batch, list[int]] | None:
         """Some of the examples and their numbers, if they can be told apart from more than these."""

@@ -58,17 +58,20 @@ class UserBackward:
         Raises:
             UnsupportedError: If what arrived is no multiple of `vector`, or did not arrive everywhere.
         """
-        factor, found = self._factor(outputs, vector), {}
-        nodes = {node for node, _ in postorder([f.grad_fn for f in outputs])}
+        factor, found, missing = self._factor(outputs, vector), {}, []
         for recorded in (recorded for calls in self._calls.values() for recorded in calls):
             for slot in recorded.slots:
                 if (g := self._arrived(recorded, slot)) is not None:
                     found[id(slot)] = g / factor
-                elif slot.edge is not None and slot.edge.node in nodes:
-                    raise UnsupportedError(
-                        f"The backward pass inside `listen` did not reach {title(recorded.call.use.name)}. Call "
-                        "`loss.backward()`, without `inputs`, so that it reaches all layers, or after the block."
-                    )
+                elif slot.edge is not None:
+                    missing.append((recorded, slot))
+        nodes = {node for node, _ in postorder([f.grad_fn for f in outputs])} if missing else set()
+        for recorded, slot in missing:
+            if slot.edge.node in nodes:
+                raise UnsupportedError(
+                    f"The backward pass inside `listen` did not reach {title(recorded.call.use.name)}. Call "
+                    "`loss.backward()`, without `inputs`, so that it reaches all layers, or after the block."
+                )
         return found
 
     def _arrived(self, recorded: RecordedCall, slot: OutputSlot) -> Tensor | None:

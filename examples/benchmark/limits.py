@@ -10,7 +10,8 @@
 
 Gram matrices are symmetric, so half of the multiplications of a matrix product count, at the speed of a large matrix
 product. The patches of a convolution of stride 1 overlap: `k` taps in one direction have `2k - 1` different distances,
-and only those correlations count. A tangent of a layer is two products where the layer is one.
+and only those correlations count. A tangent of a layer is two products where the layer is one: as functions between
+layers are counted twice, too, products of networks with little in their layers can take less than this.
 """
 
 from __future__ import annotations
@@ -96,7 +97,6 @@ class Limits:
             "construction, defaults": kfac + forward,
             "GGN product, first": yard + 2 * forward,
             "GGN product, third and later": yard + forward,
-            "GGN products, 8 columns": 8 * (yard + forward),
             "Hessian product, first": 3 * yard,
             "Hessian product, third and later": 2 * yard,
         }

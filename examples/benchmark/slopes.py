@@ -109,6 +109,7 @@ def draw(axes: Axes, found: dict[str, dict[str, list[float]]], path: Path) -> No
                 panel.loglog(sizes, values, color=colour, marker=mark, lw=2.5, ms=9, label=task)
             panel.set(xlabel=axis)
             panel.xaxis.set_major_locator(FixedLocator(sizes))
+            panel.yaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50]))
             for scale in (panel.xaxis, panel.yaxis):
                 scale.set_major_formatter(ScalarFormatter())
                 scale.set_minor_formatter(NullFormatter())

@@ -186,7 +186,7 @@ MAKERS: dict[str, tuple[Callable[[], Made], Callable[[], Made]]] = {
     ),
     "b_resnet": (
         lambda: resnet(32, 32, N=64, batch=32),
-        lambda: resnet(16, 20, N=20, batch=10),
+        lambda: resnet(16, 20, N=24, batch=12),
     ),
     "c_gpt": (
         lambda: language(4, 256, 4, 128, 1000, N=16, batch=4),
@@ -194,7 +194,7 @@ MAKERS: dict[str, tuple[Callable[[], Made], Callable[[], Made]]] = {
     ),
     "d_wide": (
         lambda: perceptron(2048, 2048, 2048, 10, N=1024),
-        lambda: perceptron(640, 640, 640, 10, N=768),
+        lambda: perceptron(640, 640, 640, 10, N=640),
     ),
     "e_digits": (lambda: digits(1792), lambda: digits(1024)),
     "f_resnet50": (

@@ -9,8 +9,15 @@ import torch
 from cases import NETS, problem
 from torch import nn
 
-from curvlinops_plus import EKFAC, EmpiricalRisk, Exact, MonteCarlo, NearestKronecker, curvature
-from curvlinops_plus.blocks import accumulation
+from curvlinops_plus import (
+    EKFAC,
+    EKFACLinearOperator,
+    EmpiricalRisk,
+    Exact,
+    MonteCarlo,
+    NearestKronecker,
+    curvature,
+)
 from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.risk import find_layers
 from curvlinops_plus.risk.sweep import sweep
@@ -25,11 +32,41 @@ KINDS = {
 @pytest.mark.parametrize("vectors", [Exact(), MonteCarlo(3, seed=1)], ids=["exact", "Monte Carlo"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NETS)
-def test_kept_is_swept(name: str, kind: str, vectors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_is_swept(name: str, kind: str, vectors: Any) -> None:
     p = problem(name)
     kept = p.curvature(KINDS[kind], vectors=vectors).to_dense()
-    monkeypatch.setattr(accumulation, "MAX_CACHE_BYTES", 0)
-    assert torch.equal(kept, p.curvature(KINDS[kind], vectors=vectors).to_dense())
+    assert torch.equal(kept, p.curvature(KINDS[kind], vectors=vectors, max_kept_bytes=0).to_dense())
+
+
+@pytest.mark.parametrize("max_kept_bytes", [0, 64, 2**26])
+def test_what_fits_is_kept(max_kept_bytes: int) -> None:
+    """Else the data are read once more."""
+    p, read = problem("mlp"), []
+
+    class Counted(list[Any]):
+        def __iter__(self) -> Any:
+            read.append(1)
+            return super().__iter__()
+
+    options = {"max_kept_bytes": max_kept_bytes}
+    K = curvature(EmpiricalRisk(p.model, p.loss, Counted(p.data), p.params), EKFAC, **options)
+    assert len(read) == (1 if max_kept_bytes == 2**26 else 2)
+    read.clear()
+    K = EKFACLinearOperator(p.model, p.loss, p.params, Counted(p.data), check_deterministic=False, **options)
+    _ = K.trace
+    assert len(read) == (1 if max_kept_bytes == 2**26 else 2)
+    assert K.max_kept_bytes == max_kept_bytes
+
+
+@pytest.mark.parametrize("given", [-1, 1.5, True, "64 MiB"])
+def test_other_memory_is_refused(given: Any) -> None:
+    p = problem("mlp")
+    for make in (
+        lambda: curvature(p.risk(), EKFAC, max_kept_bytes=given),
+        lambda: EKFACLinearOperator(p.model, p.loss, p.params, p.data, max_kept_bytes=given),
+    ):
+        with pytest.raises(ValueError, match=r"max_kept_bytes=.* must be an integer of at least 0.*0 keeps nothing"):
+            make()
 
 
 def test_memory_is_bounded() -> None:

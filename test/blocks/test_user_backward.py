@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "nan": (
         lambda out: (float("nan") * CE(out, Y)).backward(),
         "to layer '2' is not that",
-        "the statistic 'G' has NaN",
+        "statistic 'G' has NaN",
     ),
 }
 

@@ -33,7 +33,6 @@ from curvlinops_plus import (
     UnsupportedError,
     compute_eigenvalue_correction_linear_weight_sharing,
 )
-from curvlinops_plus.blocks import accumulation
 
 CLASSES = {KFACLinearOperator: KFAC, EKFACLinearOperator: EKFAC}
 both = pytest.mark.parametrize("kind", CLASSES, ids=["KFAC", "EKFAC"])
@@ -338,11 +337,10 @@ def test_computing_again_gives_the_same_numbers(kind: Any) -> None:
 def test_factors_are_computed_once_and_at_first_use(kind: Any, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     p = fresh("mlp")
     monkeypatch.setattr("curvlinops_plus.risk.sweep.check_batch", lambda *_: None)
-    if not keep:
-        monkeypatch.setattr(accumulation, "MAX_CACHE_BYTES", 0)
     passes = []
     p.model.register_forward_hook(lambda *_: passes.append(1))
-    K = kind(p.model, p.loss, p.params, p.data, check_deterministic=False)
+    options = {} if keep else {"max_kept_bytes": 0}
+    K = kind(p.model, p.loss, p.params, p.data, check_deterministic=False, **options)
     assert not passes
     _ = K.trace
     first = len(passes)

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from curvlinops_plus import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
-from curvlinops_plus.exact import GGN, Hessian, hessian
+from curvlinops_plus.exact import GGN, Hessian, forward_mode, hessian
 from curvlinops_plus.exact.batched import is_generic
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from curvlinops_plus.blocks.sweep_cache import SweepCache
+
 __all__ = ["LIMITS", "small_buffers"]
 
 #: Module, attribute (of a class: "Class.attribute") and small value.
@@ -20,7 +22,8 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("exact.batched", "CHUNK_BYTES", 64),
     ("blocks.tnt", "_PIECE_BYTES", 64),
     ("blocks.nearest", "_WORK_BYTES", 64),
-    ("blocks.accumulation", "MAX_CACHE_BYTES", 64),
+    ("blocks.accumulation", "SweepCache", lambda max_bytes, layers: SweepCache(64, layers)),
+    ("likelihood.sampling", "_WORK_BYTES", 64),
     ("layer.rule", "LayerRule.max_bytes", 64),
     ("layer.bilinear", "_ROW_BYTES", 64),
     ("layer.squares", "_CHUNK_BYTES", 64),

@@ -133,6 +133,24 @@ def test_kfac_is_its_definition(name: str, separate: bool, reduce: bool) -> None
 @few_problems
 @separate_or_joint
 @expand_or_reduce
+@pytest.mark.parametrize("max_bytes", [0, 100, 150])
+def test_large_factors_are_diagonal(name: str, separate: bool, reduce: bool, max_bytes: int) -> None:
+    p = problem(name)
+    options = {"separate_weight_and_bias": separate}
+    K = p.curvature(kfac(reduce).kind.using(**kfac(reduce).options, max_bytes=max_bytes), **options)
+    expected = p.exact.kfac(p.exact.exact(), reduce, separate, max_bytes)
+    close(K.to_dense(), expected)
+    E = p.curvature(EKFAC.using(max_bytes=max_bytes), **options)
+    exact = p.exact.only_blocks(p.exact.ggn(), separate)
+    close(E.trace, exact.trace(), what="trace")
+    if max_bytes == 0:
+        assert not torch.equal(expected, p.exact.kfac(p.exact.exact(), reduce, separate)), "the law can fail"
+        close(E.to_dense(), exact.diagonal().diag(), what="EKFAC in the basis of the parameters")
+
+
+@few_problems
+@separate_or_joint
+@expand_or_reduce
 def test_kfac_of_the_empirical_fisher_is_its_definition(name: str, separate: bool, reduce: bool) -> None:
     p = problem(name)
     for vectors, per_term in ((VECTORS["empirical"], False), (VECTORS["empirical per term"], True)):

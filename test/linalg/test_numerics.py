@@ -16,8 +16,8 @@ from curvlinops_plus.linalg.gram_sum import (
     GramSum,
     _add_quarters,
     _add_rank_k,
-    _as_many_threads_as_torch,
     _openblas,
+    blas_threads,
     mirror,
 )
 
@@ -136,7 +136,7 @@ def test_gram_leaves_the_threads_of_blas_as_they_were() -> None:
     if (library := _openblas()) is None:
         pytest.skip("SciPy's BLAS is not OpenBLAS")
     before = library.scipy_openblas_get_num_threads()
-    with pytest.raises(ZeroDivisionError), _as_many_threads_as_torch():
+    with pytest.raises(ZeroDivisionError), blas_threads():
         raise ZeroDivisionError
     assert library.scipy_openblas_get_num_threads() == before
 

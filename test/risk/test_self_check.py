@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
+from curvlinops_plus.risk import self_check
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -517,6 +519,48 @@ def test_examples_that_change_places() -> None:
     for N, other in ((2, 1), (3, 1), (3, 2), (7, 1), (7, 6)):
         with pytest.raises(UnsupportedError, match=r"layer 'a'|depend on each other"):
             _ = curvature(risk_of(Swapped(other), [(X[:N], Y[:N])]), EKFAC).trace
+
+
+class Exchanged(Around):
+    """Two examples change places inside; outputs don't show it."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__()
+        self.pair = [one, other]
+
+    def middle(self, h: Tensor) -> Tensor:
+        order = torch.arange(len(h))
+        if len(h) > max(self.pair):
+            order[self.pair] = order[self.pair[::-1]]
+        return h.tanh() + self.a(h[:, :4][order]).tanh()[order]
+
+
+def test_any_two_examples_that_change_places_in_a_small_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of a batch are compared, where that is cheap; not only those of a few examples."""
+    monkeypatch.setattr(self_check, "_LIGHT", 2**20)
+    X, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(1)).double(), torch.arange(9) % 3
+    for pair in [*combinations(range(9), 2)][::2]:
+        with pytest.raises(UnsupportedError, match=r"layer 'a'.*mixes examples"):
+            _ = curvature(risk_of(Exchanged(*pair), [(X, Y)]), EKFAC).trace
+    monkeypatch.setattr(self_check, "halves_by_digits", lambda N: [])
+    _ = curvature(risk_of(Exchanged(2, 6), [(X, Y)]), EKFAC).trace
+
+
+def test_random_models_that_are_not_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a model may be random, and is not, outputs tell what all rows would."""
+    monkeypatch.setattr(self_check, "_LIGHT", 0)
+    called: list[Any] = []
+    compare = self_check.compare_all_rows
+    monkeypatch.setattr(self_check, "compare_all_rows", lambda *given: [called.append(given), compare(*given)])
+    _ = curvature(risk_of(Around()), KFAC, check_deterministic=False).trace
+    assert not called
+    _ = curvature(risk_of(Around(), [(X[:3], Y[:3])]), KFAC, check_deterministic=False).trace
+    assert len(called) == 1
+    model = nn.Sequential(nn.Linear(4, 20), nn.Dropout(0.5), nn.Linear(20, 3)).double()
+    _ = curvature(risk_of(model), KFAC, check_deterministic=False).trace
+    assert len(called) == 2
+    with pytest.raises(UnsupportedError, match=r"layer 'a' .*mixes examples"):
+        _ = curvature(risk_of(Mixing()), KFAC, check_deterministic=False).trace
 
 
 def test_small_differences_are_noticed_in_double_precision() -> None:
