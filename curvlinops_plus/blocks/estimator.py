@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from numbers import Real
@@ -15,13 +13,13 @@ from torch import Tensor
 from curvlinops_plus.blocks.accumulation import refuse_unread
 from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
+from curvlinops_plus.blocks.estimator_state import read_estimator, with_layers, write_estimator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.heard_pass import HeardBatch, HeardPass, listen
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.blocks.stored_options import plain, same_data
-from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
@@ -31,8 +29,6 @@ from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["CurvatureEstimator"]
-
-FORMAT = "curvlinops_plus.estimator"
 
 
 class CurvatureEstimator:
@@ -189,17 +185,13 @@ class CurvatureEstimator:
             self._update(found, PassStart.now(), add)
 
     def begin(self, X: Any, unpack: bool = False) -> HeardBatch:
-        """Begin to watch a call of the model whose targets come later, as where they are seen by the loss alone.
+        """Begin to watch a call of the model whose targets come later: what `listen` does in one block.
 
-        Call the model, then `end(output)` of what is returned here, and `add(y)` with the targets before the backward
-        pass; or `close()`. What `listen` does in one block.
+        Then follow `end(output)` of what is returned here, and `add(y)`, or `close()`.
 
         Args:
-            X: What the model is about to be called with.
+            X: What the model is about to be called with; its examples are counted.
             unpack: Whether it will be called as `model(**X)`.
-
-        Raises:
-            ValueError: If the examples of `X` can't be counted.
         """
         self.risk.require_own_values("`begin`")
         batch = self.risk.read_input(X, unpack)
@@ -209,13 +201,13 @@ class CurvatureEstimator:
 
     def _add_heard(self, batch: Batch, heard: HeardPass | None, decay: float | None) -> None:
         add = partial(self._add, decay=decay)
-        if heard is not None:
-            try:
+        try:
+            if heard is not None:
                 return heard.add(batch, add)
-            except OutsideReads as error:
-                self._look(batch, error)
-        elif self._looks_first:
-            self._look(batch)
+            if self._looks_first:
+                self._look(batch)
+        except OutsideReads as error:
+            self._look(batch, error)
         self._update(batch, PassStart.now(), add)
 
     def _pass(self, batch: Batch) -> BatchPass:
@@ -231,10 +223,8 @@ class CurvatureEstimator:
             self._look(found)
         return found
 
-    @property
-    def _looks_first(self) -> bool:
-        """Whether it has to be found out before the first batch how functions read parameters."""
-        return self.risk.reads is None and any(use.without_rule for layer in self._layers for use in layer.uses)
+    #: Whether it has to be found out before the first batch how functions read parameters.
+    _looks_first = property(lambda self: self.risk.reads is None and _has_unknown_code(self._layers))
 
     def _look(self, batch: Batch, error: OutsideReads | None = None) -> None:
         """Look which functions read parameters, which changes the layers."""
@@ -273,12 +263,8 @@ class CurvatureEstimator:
         called = self._sums.called
         layer: Layer | None = next((layer for layer in self._layers if layer not in called), None)
         if layer is not None and not self.leave_out_uncalled:
-            raise ValueError(
-                f"{layer.title} was never called in {self.updates} updates, so its parameters {list(layer.params)} "
-                "have no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the "
-                f"other layers; `uncalled` lists what is left out, {self.uncalled} now."
-            )
-        K, blocks = _with_layers(self._blank, [layer.name for layer in called]), self._sums.blocks()
+            raise _no_curvature(layer, self)
+        K, blocks = with_layers(self._blank, [layer.name for layer in called]), self._sums.blocks()
         for layer in called:
             refuse_unread(self.risk, layer, blocks)
         K.parameters = fingerprint(self.risk)
@@ -313,11 +299,7 @@ class CurvatureEstimator:
 
     @property
     def refreshed(self) -> BlockwiseLinearOperator:
-        """The curvature at the last `refresh`, whose decompositions are kept.
-
-        Raises:
-            ValueError: If there was none yet.
-        """
+        """The curvature at the last `refresh`, whose decompositions are kept; a ValueError before the first."""
         if self._snapshot is None:
             raise ValueError("The estimator was not refreshed yet: call `refresh(damping)` first.")
         return self._snapshot
@@ -371,15 +353,10 @@ class CurvatureEstimator:
 
         Example:
             >>> import torch
-            >>> from curvlinops_plus import EKFAC
             >>> risk = EmpiricalRisk(torch.nn.Linear(3, 2), torch.nn.MSELoss(), ())
-            >>> one, two = CurvatureEstimator(risk, EKFAC), CurvatureEstimator(risk, EKFAC)
+            >>> one, two = CurvatureEstimator(risk), CurvatureEstimator(risk)
             >>> one.update((torch.rand(4, 3), torch.rand(4, 2)))
-            >>> two.adopt_bases(one)
-            >>> two.update((torch.rand(4, 3), torch.rand(4, 2)))
-            >>> one.merge(two)
-            >>> one.examples
-            8
+            >>> two.adopt_bases(one)  # then two.update(...), and one.merge(two) at the end
         """
         _require_like(self, other)
         self._sums = self._sums.in_bases_of(other._sums)
@@ -389,20 +366,7 @@ class CurvatureEstimator:
 
         `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors).
         """
-        stored = self.damping if isinstance(self.damping, (int, float, Tensor)) else None
-        return {
-            "format": FORMAT,
-            "about": self._blank.state_dict(),
-            "decay": self.decay,
-            "updates": self.updates,
-            "examples": self.examples,
-            "weight": self.weight,
-            "begun": self.begun,
-            "draws": self._draws.generator.get_state(),
-            "damping": stored,
-            "sums": self._sums.state_dict(),
-            "refreshed": None if self._snapshot is None else self._snapshot.state_dict(),
-        }
+        return write_estimator(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another estimator stopped; random numbers, bases and the inverse are as they were there.
@@ -413,34 +377,23 @@ class CurvatureEstimator:
             ValueError: If the state is cut off or foreign, or of another network or other approximations. Nothing has
                 changed then.
         """
-        _require_state(state, self.decay)
-        with warnings.catch_warnings():  # in training, parameters are meant to change
-            warnings.simplefilter("ignore", CurvatureWarning)
-            blank, snapshot = copy.copy(self._blank), None
-            blank.load_state_dict(state["about"])
-            if state["refreshed"] is not None:
-                snapshot = _with_layers(self._blank, state["refreshed"].get("layers", {}))
-                snapshot.load_state_dict(state["refreshed"])
-        self.risk.reads, self._blank.plan, self._blank._reads = blank.risk.reads, blank.plan, blank._reads
-        self._sums = RunningSums.from_state_dict(state["sums"], self.plan, self._scale)
-        self._snapshot, self._inverse = snapshot, None
-        self._draws.generator.set_state(state["draws"].cpu())
-        self.updates, self.examples, self.weight = state["updates"], state["examples"], state["weight"]
-        self.begun = state.get("begun", self.weight if self.decay < 1 else 1.0)  # states before it was there
-        self.damping = self.damping if state["damping"] is None else state["damping"]
+        read_estimator(self, state)
 
     def __repr__(self) -> str:
         progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
         return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"
 
 
-def _with_layers(blank: BlockwiseLinearOperator, names: Collection[str]) -> BlockwiseLinearOperator:
-    """A copy that has only these layers (all of them, if it has none of these), without blocks."""
-    K, plan = copy.copy(blank), [entry for entry in blank.plan if entry.layer.name in names]
-    if 0 < len(plan) < len(blank.plan):
-        K.plan, K.risk = plan, K.risk.restricted([key for entry in plan for key in entry.layer.params])
-        K.in_space = K.risk.space
-    return K
+def _has_unknown_code(layers: Iterable[Layer]) -> bool:
+    return any(use.without_rule for layer in layers for use in layer.uses)
+
+
+def _no_curvature(layer: Layer, estimator: CurvatureEstimator) -> ValueError:
+    return ValueError(
+        f"{layer.title} was never called in {estimator.updates} updates, so its parameters {list(layer.params)} have "
+        "no curvature yet. CurvatureEstimator(..., leave_out_uncalled=True) makes operators of the other layers; "
+        f"`uncalled` lists what is left out, {estimator.uncalled} now."
+    )
 
 
 def _require_updates(estimator: CurvatureEstimator) -> None:
@@ -458,16 +411,6 @@ def _require_like(one: CurvatureEstimator, other: CurvatureEstimator) -> None:
         raise ValueError(
             f"Can't merge estimators that differ in layers, approximations, vectors or decay: {mine} and {theirs}."
         )
-
-
-def _require_state(state: Any, decay: float) -> None:
-    keys = {"about", "decay", "updates", "examples", "weight", "draws", "damping", "sums", "refreshed"}
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-        raise ValueError("This is not the state of a CurvatureEstimator: the key 'format' is missing or foreign.")
-    if missing := keys - set(state):
-        raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
-    if state["decay"] != decay:
-        raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {decay}.")
 
 
 def _check_decay(decay: Any) -> None:
