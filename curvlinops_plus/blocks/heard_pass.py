@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -90,6 +91,7 @@ class HeardPass:
         self._owner, self.output = owner, None
         self._of_loss = owner.vectors.of_loss and owner.vectors.together
         self._contexts = ExitStack()
+        weakref.finalize(self, self._contexts.close).atexit = False  # whoever forgets it leaves no hooks
         self._passes = self._contexts.enter_context(
             RecordedPasses(owner.risk, owner.layers, owner.vectors, owner.weights, own_pass=False, repeatable=False)
         )

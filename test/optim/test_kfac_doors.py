@@ -54,6 +54,19 @@ def closing(optimizer: Any, model: nn.Module, loss: nn.Module, X: Any, y: Any) -
     optimizer.step(closure)
 
 
+def test_gradients_of_the_loss_come_from_its_own_backward_pass() -> None:
+    """Empirical vectors: the same steps as with a block, whose vectors are sent by a pass of its own."""
+    found = []
+    for door in (plain, listening):
+        model, loss = net(), nn.CrossEntropyLoss()
+        optimizer = KFACOptimizer(model, loss, vectors="empirical")
+        for step in range(7):
+            door(optimizer, model, loss, *batch(seed=step))
+        assert optimizer.last_step.examples == 12
+        found.append(flat(model))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_all_doors_give_the_same_bits(name: str) -> None:
     found = []
@@ -80,6 +93,20 @@ def test_hooks_are_gone_after_close_and_deletion() -> None:
     del optimizer
     gc.collect()
     assert hooks(model, loss) == 0
+
+
+@pytest.mark.parametrize("vectors", [None, "empirical"])
+def test_an_optimizer_that_is_dropped_in_the_middle_of_a_step(vectors: str | None) -> None:
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    optimizer = KFACOptimizer(model, loss, vectors=vectors)
+    output = model(X)
+    if vectors:
+        loss(output, y)
+    del optimizer
+    gc.collect()
+    assert hooks(model, loss) == 0
+    with torch.no_grad():
+        model(X)
 
 
 def test_copies_and_pickles_are_not_heard() -> None:

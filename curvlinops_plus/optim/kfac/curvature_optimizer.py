@@ -147,10 +147,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             if self._schedule is not None:
                 for group in self.param_groups:
                     group["damping"] = number("damping", self._schedule(self.curvature.steps))
-            self.curvature.finish()
-            self.curvature.require_batches(self._strict, self._looks_again)
             if self._watch is not None:
                 self._watch.drop()
+            self.curvature.finish()
+            self.curvature.require_batches(self._strict, self._looks_again)
             self.last_step = StepReport(self.curvature.steps, examples=self.curvature.examples)
             self.last_step.damping = [group["damping"] for group in self.param_groups]
             self._step(self.last_step)
