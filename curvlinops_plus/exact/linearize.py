@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvlinops_plus.exact.forward_mode import ForwardMode, OtherGraph
 from curvlinops_plus.exact.kept import KeptLinearizations
-from curvlinops_plus.exact.model_passes import ModelPasses, Outputs, Read, jvp_double_backward, with_least_graph
+from curvlinops_plus.exact.model_passes import ModelPasses, Outputs, Read, jvp_double_backward
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.reading import Batch
@@ -60,6 +60,9 @@ class Linearizer:
         """
         if self.mode.right is None:
             self.mode.choose(batch)
+        return self._in_tried_mode(batch, lambda: self._jvp(batch, rows, output_map))
+
+    def _jvp(self, batch: Batch, rows: Tensor, output_map: OutputMap[Tensor]) -> Tensor:
         pieces = rows.split(self.passes.columns())
         if not self.mode.right:
 
@@ -68,17 +71,31 @@ class Linearizer:
                 return torch.cat([product(jvp_double_backward(F, free, piece, self.mode.why)) for piece in pieces])
 
             return self._at(batch, by_double_backward)
+
+        # With a graph, which tells whether the model takes the way for which forward mode was tried.
+        def product(F: Outputs, extra: Any) -> Callable[[list[Tensor]], Tensor]:
+            self.mode.require_tried(F)
+            return output_map([f.detach() for f in F], extra)
+
         if len(rows) == 1:
-            return with_least_graph(
-                self.risk.device,
-                lambda: self.passes.at_tangent(
-                    batch, rows, lambda F, extra, JV, _: output_map([f.detach() for f in F], extra)(JV)
-                ),
-            )
+            return self.passes.at_tangent(batch, rows, lambda F, extra, JV, _: product(F, extra)(JV))
+        state = RandomState.now(self.risk.device)
+        found = self._at(batch, lambda F, extra, _: product(F, extra))
         with torch.no_grad():
-            state = RandomState.now(self.risk.device)
-            product = self._at(batch, lambda F, extra, _: output_map(F, extra))
-            return torch.cat([product(self.passes.jvp_forward(batch, piece, state)) for piece in pieces])
+            return torch.cat([found(self.passes.jvp_forward(batch, piece, state)) for piece in pieces])
+
+    def _in_tried_mode(self, batch: Batch, run: Callable[[], Tensor]) -> Tensor:
+        """`run()`, after forward mode was tried for the way that the model takes."""
+        state = RandomState.now(self.risk.device)
+        for _ in range(2):
+            try:
+                return run()
+            except OtherGraph as other:  # a branch of the model that was not tried
+                state.restore()
+                self.mode.choose(batch)
+                self.mode.graphs.add(other.graph)
+        self.mode.right, self.mode.why = False, "the model takes another way each time it is called."
+        return run()
 
     def vjp(self, batch: Batch, vectors: Callable[[Outputs, Any], list[Tensor]]) -> Tensor:
         """`Jᵀ u` for several vectors of the outputs' shapes: [K, *output] -> [K, n].
@@ -128,16 +145,7 @@ class Linearizer:
             found = self.kept.product(index, batch, rows, output_product, self.passes.numbers, total)
             if found is not None:
                 return found
-        state = RandomState.now(self.risk.device)
-        for _ in range(2):
-            try:
-                return self._ggn_product(batch, rows, output_product, total)
-            except OtherGraph as other:  # a branch of the model that was not tried
-                state.restore()
-                self.mode.choose(batch)
-                self.mode.graphs.add(other.graph)
-        self.mode.right, self.mode.why = False, "the model takes another way each time it is called."
-        return self._ggn_product(batch, rows, output_product, total)
+        return self._in_tried_mode(batch, lambda: self._ggn_product(batch, rows, output_product, total))
 
     def _ggn_product(
         self, batch: Batch, rows: Tensor, output_product: OutputMap[Sequence[Tensor | None]], total: Tensor | None

@@ -513,3 +513,31 @@ def test_ggn_is_factor_squared_beside_the_operator() -> None:
     B, G = factor_of(p), GGNLinearOperator(p.model, p.loss, p.params, p.data, **p.net.options)
     v = normal(G.shape[0])
     close((B.T @ v).square().sum(), v @ (G @ v))
+
+
+class Toggled(nn.Module):
+    """A part of it may lose its graph, which tangents don't notice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.stopped = nn.Linear(3, 4), nn.Linear(4, 2), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.stopped):
+            h = self.first(x).tanh()
+        return self.second(h)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_a_part_that_loses_its_graph_after_the_first_product(columns: int) -> None:
+    torch.manual_seed(0)
+    model = Toggled().double()
+    J = Jacobian(EmpiricalRisk(model, nn.MSELoss(), [(torch.randn(5, 3).double(), torch.zeros(5, 2).double())]))
+    V = torch.randn(J.shape[1], columns).double()
+    before = J @ V
+    model.stopped = True
+    after = J @ V
+    torch.testing.assert_close(after, J.T.to_dense().T @ V)
+    assert not torch.allclose(before, after)
+    model.stopped = False
+    torch.testing.assert_close(J @ V, before)
