@@ -51,11 +51,11 @@ class GGN(ParameterCurvature):
         check_deterministic: True compares the total loss of two passes over the data first, and two products if vectors
             are random. None: two evaluations of a few examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
-        max_kept_bytes: Memory in which linearisations of batches may stay between products with single vectors, 256 MiB
-            by default; 0 keeps none. A product with one needs no forward pass. It is used only while the parameters'
-            and the data's numbers are the same, and the model's code, which runs again without computing, calls the
-            same functions. Nothing stays of models with convolutions, checkpointing, hooks, or backward passes of their
-            own, nor of those that draw random numbers or keep results in attributes; nor with losses without
+        max_kept_bytes: Memory in which linearisations of batches may stay between products with single vectors, on a
+            CPU; 256 MiB by default, 0 keeps none. A product with one needs no forward pass. It is used only while the
+            numbers of parameters and data are the same, and the model's code, which runs again without computing, calls
+            the same functions. Nothing stays of models with convolutions, checkpointing, hooks, or backward passes of
+            their own, nor of those that draw random numbers or keep results in attributes; nor with losses without
             likelihood.
 
     Raises:
@@ -99,7 +99,10 @@ class GGN(ParameterCurvature):
         self.vectors = as_vectors(vectors)
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=True)
         read = partial(run_losses, risk)
-        kept = KeptLinearizations(risk, read, max_kept_bytes) if risk.losses.known else None
+        kept = KeptLinearizations(risk, read, max_kept_bytes)
+        # Whether they are still right is read by the host, and a GPU would wait for it.
+        if not risk.losses.known or risk.device.type != "cpu":
+            kept = None
         self._linear = Linearizer(risk, read, chunk_size, kept)
         if check_deterministic:
             self._check_loss()

@@ -72,10 +72,10 @@ class GramSum:
         self._triangle: Tensor | None = None  # the lower one, which `_factor` belongs to; what is above may be anything
         self._factor = 1.0
         self._sum: Tensor | None = None
-        self._count = 0.0
+        self._count: Tensor | float = 0.0
         if total is not None:
             self._triangle = (total[:-1, :-1] if ones else total).contiguous()
-            self._sum, self._count = (total[-1, :-1].clone(), float(total[-1, -1])) if ones else (None, 0.0)
+            self._sum, self._count = (total[-1, :-1].clone(), total[-1, -1].clone()) if ones else (None, 0.0)
 
     def add(self, rows: Tensor) -> None:
         """Add the product of rows [M, d]."""
@@ -107,7 +107,7 @@ class GramSum:
             self._rows[: self._number] *= math.sqrt(factor)
         if self._sum is not None:
             self._sum *= factor
-            self._count *= factor
+            self._count = self._count * factor
 
     @property
     def changed(self) -> bool:
@@ -152,9 +152,9 @@ class GramSum:
         framed[:-1, :-1], framed[-1, :-1], framed[:-1, -1], framed[-1, -1] = total, self._sum, self._sum, self._count
         return framed
 
-    def _add_ones(self, total: Tensor, count: float) -> None:
+    def _add_ones(self, total: Tensor, count: Tensor | float) -> None:
         self._sum = total.clone() if self._sum is None else self._sum.add_(total)
-        self._count += count
+        self._count = self._count + count
 
     def _add_piece(self, rows: Tensor) -> None:
         M, d = rows.shape

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from curvlinops_plus.blocks.sweep_cache import SweepCache
+from curvlinops_plus.exact.kept import KeptLinearizations
 
 __all__ = ["LIMITS", "small_buffers"]
 
@@ -23,6 +24,7 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("blocks.tnt", "_PIECE_BYTES", 64),
     ("blocks.nearest", "_WORK_BYTES", 64),
     ("blocks.accumulation", "SweepCache", lambda max_bytes, layers: SweepCache(64, layers)),
+    ("exact.ggn", "KeptLinearizations", lambda risk, read, max_bytes: KeptLinearizations(risk, read, 64)),
     ("likelihood.sampling", "_WORK_BYTES", 64),
     ("layer.rule", "LayerRule.max_bytes", 64),
     ("layer.bilinear", "_ROW_BYTES", 64),

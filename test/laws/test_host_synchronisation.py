@@ -54,14 +54,15 @@ _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _OF_UPDATES = {"running_sums.require_finite"}
 # Squares of an embedding's gradients: how many different tokens an example has.
 _OF_EMBEDDINGS = {"rows.of"}
+# Linearisations are kept in main memory alone, if the vector tells whether they are right.
 # In main memory class indices of every batch are compared with the number of classes; a GPU does that by itself.
-_OF_THE_CPU = {"cross_entropy.canonical_target"}
+_OF_THE_CPU = {"cross_entropy.canonical_target", "batched.is_generic"}
 # After the last batch, per statistic, factor or buffer: is it finite, do terms count, decompositions, is it as before.
 _AT_THE_END = {
     "accumulator.value",
     "losses._divided",
-    "numerics._check_finite",
-    "numerics.eigh",
+    "numerics.check_finite",
+    "eigendecomposition._eigh",
     "ggn_factor._reduced",
     "preserve._restore",
     "rows.of",
