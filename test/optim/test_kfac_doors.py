@@ -368,6 +368,39 @@ def test_frozen_layers() -> None:
     assert optimizer.last_step.left_alone == []
 
 
+def test_layers_that_are_trained_later() -> None:
+    model, loss = net(), nn.CrossEntropyLoss()
+    model[0].requires_grad_(False)
+    optimizer = KFACOptimizer(model, loss, params=list(model.parameters()))
+    before = model[0].weight.clone()
+    plain(optimizer, model, loss, *batch())
+    assert optimizer.last_step.left_alone == ["0.weight", "0.bias"]
+    assert torch.equal(model[0].weight, before)
+    model[0].requires_grad_(True)
+    plain(optimizer, model, loss, *batch(seed=2))
+    assert optimizer.last_step.left_alone == []
+    assert not torch.equal(model[0].weight, before)
+    with pytest.raises(ValueError, match=r"shape \[2\] is not among those that the optimizer was made with"):
+        optimizer.add_param_group({"params": nn.Parameter(torch.zeros(2))})
+
+
+def test_warming_up_is_a_plain_mean() -> None:
+    model, loss = net(), nn.CrossEntropyLoss()
+    batches = [batch(seed=k) for k in range(4)]
+    before = flat(model)
+    optimizer = KFACOptimizer(model, loss, vectors="ggn_exact", decay=0.5)
+    optimizer.warmup(iter(batches), steps=3)
+    assert torch.equal(flat(model), before)
+    K = curvature(EmpiricalRisk(model, loss, batches[:3]), vectors="ggn_exact")
+    torch.testing.assert_close(optimizer.curvature.estimator.operator.to_dense(), K.to_dense())
+    plain(optimizer, model, loss, *batches[3])
+    assert optimizer.last_step.examples == 12
+    with pytest.raises(
+        ValueError, match=r"warmup\(\.\.\.\) averages batches before the first step.*1 steps were taken"
+    ):
+        optimizer.warmup(batches)
+
+
 def test_memory_does_not_grow() -> None:
     model, loss = net(), nn.CrossEntropyLoss()
     optimizer = KFACOptimizer(model, loss, damping=LevenbergMarquardt(1.0))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from curvlinops_plus.blocks.heard_pass import HeardBatch
 from curvlinops_plus.errors import NumericsError
@@ -68,6 +70,22 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         #: Hears plain training loops; None if a loss is a function, which takes no hooks.
         self._watch = Watch(model, modules, self._begin, self._read, self._add) if modules == losses else None
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, in the constructor alone.
+
+        Raises:
+            ValueError: If the optimizer was made without them.
+        """
+        given = param_group["params"]
+        for p in _as_list(given):
+            if p not in self._keys:
+                raise ValueError(
+                    f"A parameter of shape {list(p.shape)} is not among those that the optimizer was made with, so no "
+                    "layer is listened to for it. Give all of them to the constructor: those that are frozen, and have "
+                    "no gradient, are left alone until they have one."
+                )
+        super().add_param_group(param_group)
+
     # --------------------------------------------------------------------------------------------------------- doors
     @contextmanager
     def listen(self, batch: Any) -> Iterator[None]:
@@ -85,6 +103,28 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """
         with self._paused(), self.curvature.listen(batch, remember=self._looks_again):
             yield
+
+    def warmup(self, batches: Iterable[Any], steps: int | None = None, *, progressbar: bool = False) -> None:
+        """Add batches to the statistics, with equal weights, without moving parameters: before the first step.
+
+        Args:
+            batches: As for `listen`; the model is run on each.
+            steps: How many of them; default: all.
+            progressbar: Show a bar.
+
+        Raises:
+            ValueError: If a step was taken already, or the loss is a sum, whose batches would be added up.
+
+        Source: kfac_jax's burn-in.
+        """
+        if self.curvature.steps or self.curvature.risk.losses.reduction == "sum":
+            raise ValueError(
+                "warmup(...) averages batches before the first step, of losses that are means. Here "
+                f"{self.curvature.steps} steps were taken, and the reduction is {self.curvature.risk.losses.reduction!r}."
+            )
+        for batch in tqdm(islice(batches, steps), desc="warmup", disable=not progressbar):
+            self.curvature.estimator.update(batch, decay=1.0)
+        self.curvature.forget_examples()
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

@@ -129,6 +129,10 @@ class RunningInverse:
         if self._starts is not None:
             self._seen.batches.append((replace(heard.batch, y=y), self._starts))
 
+    def forget_examples(self) -> None:
+        """Count examples from now on."""
+        self._before = self.estimator.examples
+
     def finish(self) -> None:
         """Add the batch that waits for its backward pass, if there is one."""
         if self._waiting is not None:
