@@ -117,10 +117,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
         Source: kfac_jax's burn-in.
         """
-        if self.curvature.steps or self.curvature.risk.losses.reduction == "sum":
+        steps_taken, reduction = self.curvature.steps, self.curvature.risk.losses.reduction
+        if steps_taken or reduction == "sum":
             raise ValueError(
                 "warmup(...) averages batches before the first step, of losses that are means. Here "
-                f"{self.curvature.steps} steps were taken, and the reduction is {self.curvature.risk.losses.reduction!r}."
+                f"{steps_taken} steps were taken, and the reduction is {reduction!r}."
             )
         for batch in tqdm(islice(batches, steps), desc="warmup", disable=not progressbar):
             self.curvature.estimator.update(batch, decay=1.0)
