@@ -685,8 +685,8 @@ def test_exact_vectors_say_once_what_they_cost() -> None:
         curvature(p.risk(), KFAC).compute()
     assert len(caught) == 1
     assert caught[0].category is CurvatureWarning
-    assert "Exact() sends 9 vectors per batch: 3 loss terms per example" in str(caught[0].message)
-    assert "times 3 columns" in str(caught[0].message)
+    assert "Exact() sends 6 vectors per batch: 3 loss terms per example" in str(caught[0].message)
+    assert "times 2 columns" in str(caught[0].message)
 
 
 def test_monte_carlo_needs_samples() -> None:

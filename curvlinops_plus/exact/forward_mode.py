@@ -63,7 +63,7 @@ class ForwardMode:
         Raises:
             OtherGraph: If the graph was not seen.
         """
-        if self.right and (graph := _graph(F)) not in self.graphs:
+        if self.right and ((graph := _graph(F)) not in self.graphs or self.passes.stopped):
             raise OtherGraph(graph)
 
     def product_that_tells(self, batch: Batch, rows: Tensor, output_product: OutputProduct) -> Tensor | None:

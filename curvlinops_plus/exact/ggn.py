@@ -52,11 +52,12 @@ class GGN(ParameterCurvature):
             are random. None: two evaluations of a few examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
         max_kept_bytes: Memory in which linearisations of batches may stay between products with single vectors, on a
-            CPU; 256 MiB by default, 0 keeps none. A product with one needs no forward pass. It is used only while the
-            numbers of parameters and data are the same, and the model's code, which runs again without computing, calls
-            the same functions. Nothing stays of models with convolutions, checkpointing, hooks, or backward passes of
-            their own, nor of those that draw random numbers or keep results in attributes; nor with losses without
-            likelihood.
+            CPU; 0, the default, keeps none. A product with one needs no forward pass, and the second product pays for
+            them. By giving it you say that the model is a function of parameters, buffers and batch, and that neither
+            it nor anything that it calls remembers what was computed: its code runs again on tensors without numbers.
+            What differs in parameters, data, modes of PyTorch, or in the functions that the code calls, is noticed.
+            Nothing stays of models with convolutions, checkpointing, hooks, backward passes of their own or random
+            numbers, nor with losses without likelihood.
 
     Raises:
         ValueError: If `vectors` sends nothing (`ForwardOnly()`), `chunk_size` is less than one, or `max_kept_bytes` is

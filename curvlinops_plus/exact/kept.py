@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from curvlinops_plus.exact.batched import agree, is_generic, join_rows, split_rows, vjp
+from curvlinops_plus.exact.program import WORDS as _WORDS
 from curvlinops_plus.exact.program import Fingerprints, Program, Unclear
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
@@ -26,8 +29,8 @@ from curvlinops_plus.risk.reading import Batch
 
 __all__ = ["KEPT_BYTES", "KeptLinearizations"]
 
-#: Memory in which linearisations stay by default.
-KEPT_BYTES = 2**28
+#: Memory in which linearisations stay by default: none. Whoever asks for it says that the model is a function.
+KEPT_BYTES = 0
 
 _SIMPLE = (bool, int, float, str, type(None))
 Outputs = Sequence[Tensor]
@@ -147,14 +150,18 @@ class KeptLinearizations:
             numbers: How many numbers operations of a forward pass return per example, about.
             total: What the product is added to, if it is not the first one; it is returned then.
         """
-        if not self._useful:
+        if not self._useful or _in_modes():  # of the user's, which may change what functions do
             return None
         if not index:
             self._begin()
+        self._prints = Fingerprints()  # a loader may fill its memory anew for each batch
         kept = self._kept.get(index)
         if kept is not None:
             if self._is_same(kept, batch):
-                return self._at(kept.free, lambda model: kept.product(row, output_product, total)[0])
+                try:
+                    return self._at(kept.free, lambda model: kept.product(row, output_product, total)[0])
+                except RuntimeError:  # a tensor of the graph was written to, if with the same numbers
+                    pass
             self._drop()
         if not self._may_stay(numbers * batch.num_examples * self.risk.dtype.itemsize):
             return None
@@ -227,6 +234,8 @@ class KeptLinearizations:
         Raises:
             Unclear: If it can't be proved that another forward pass is the same.
         """
+        if not _is_plain(batch):
+            raise Unclear
         batch = Batch(_copies(batch.X), _copies(batch.y), batch.num_examples, batch.unpack)
         free = [p.detach().requires_grad_() for p in self._params]
         F, extra, program = self._forward(batch, free)
@@ -295,6 +304,23 @@ def _tensors(batch: Batch) -> list[Tensor]:
     return [t for t in leaves if isinstance(t, Tensor)]
 
 
+def _is_plain(batch: Batch) -> bool:
+    """Whether the tensors of a batch are nothing else than numbers, so that copies are the same."""
+    return all(type(t) is Tensor and not vars(t) and t.layout == torch.strided for t in _tensors(batch))
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    words = _WORDS[one.element_size()]
+    return torch.equal(one.contiguous().view(words), other.contiguous().view(words))
+
+
+def _in_modes() -> bool:
+    """Whether modes are active that see every call."""
+    return bool(_get_current_function_mode_stack() or _get_current_dispatch_mode_stack())
+
+
 def _copies(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
 
@@ -306,7 +332,7 @@ def _equal(one: Batch, other: Batch) -> bool:
         return False
     for s, t in zip(a[0], b[0], strict=True):
         if isinstance(s, Tensor) and isinstance(t, Tensor):
-            if s.dtype != t.dtype or s.shape != t.shape or s.stride() != t.stride() or not torch.equal(s, t):
+            if s.dtype != t.dtype or s.shape != t.shape or s.stride() != t.stride() or not _same_bits(s, t):
                 return False
         elif not (isinstance(s, _SIMPLE) and type(s) is type(t) and s == t):
             return False

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
 from curvlinops_plus.exact.double_backward import operation_context
-from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
+from curvlinops_plus.exact.operations import Operations, Stopped, checkpoints_in_words, replaced_again
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.process_state import quiet
@@ -38,7 +38,7 @@ class ModelPasses:
     Attributes:
         largest: Numbers in the largest intermediate result; 0 asks to watch the next forward pass.
         numbers: Numbers that operations returned per example of that pass.
-        stopped: Whether a tangent came out of an operation under `no_grad` then.
+        stopped: Whether an operation of the last pass with gradients kept none of an input that has one.
 
     Raises:
         ValueError: If `chunk_size` is less than one.
@@ -52,8 +52,8 @@ class ModelPasses:
 
     @property
     def _run(self) -> Read:
-        """`read`, which is watched the first time, and always if operations have to be replaced."""
-        return self.read if self.is_watched_enough else self._watched_read
+        """`read`, which is watched closely the first time, and always if operations have to be replaced."""
+        return self._read_again if self.is_watched_enough else self._watched_read
 
     @property
     def is_watched_enough(self) -> bool:
@@ -65,6 +65,14 @@ class ModelPasses:
         self.largest, self._replaced = max(self.largest, watch.largest), self._replaced or watch.replaced
         self.numbers = max(self.numbers, watch.numbers // batch.num_examples)
         self.stopped = watch.stopped and torch.is_grad_enabled()
+        return found
+
+    def _read_again(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
+        if not torch.is_grad_enabled():
+            return self.read(model, batch)
+        with Stopped() as watch:
+            found = self.read(model, batch)
+        self.stopped = watch.found
         return found
 
     def at(self, batch: Batch, function: Callable[[Outputs, Any, list[Tensor]], T]) -> T:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.process_state import hookable_modules, own_calls
 
-__all__ = ["Operations", "checkpoints_in_words", "replaced_again"]
+__all__ = ["Operations", "Stopped", "checkpoints_in_words", "replaced_again"]
 
 #: How many forward passes of this thread are watched at the moment.
 _watched = threading.local()
@@ -64,6 +64,27 @@ class Operations(TorchFunctionMode):
                 self.largest, self.numbers = max(self.largest, t.numel()), self.numbers + t.numel()
                 if not torch.is_grad_enabled() and forward_ad.unpack_dual(t).tangent is not None:
                     self.stopped = True
+        return out
+
+
+class Stopped(TorchFunctionMode):
+    """Whether an operation keeps no gradient of an input that has one, as under `torch.no_grad()`.
+
+    Forward mode takes no notice of that. Cost: about a microsecond for each operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+        self._off = False  # by the model's code; inside of autograd's own functions gradients are off, too
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is torch._C._set_grad_enabled:
+            self._off = not args[0]
+        elif self._off and not self.found and not torch.is_grad_enabled():
+            self.found = any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves((args, kwargs)))
         return out
 
 

@@ -8,7 +8,6 @@ computation. If all calls are the same, on the same numbers, so are their result
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +19,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Fingerprints", "Program", "Unclear"]
+__all__ = ["WORDS", "Fingerprints", "Program", "Unclear"]
 
 Run = Callable[[], Sequence[Tensor]]  # a forward pass, which returns its outputs
 _PLAIN = {bool, int, str, complex, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _SCALARS = {*_PLAIN, float}
+#: Integers of as many bytes.
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # What lets numbers be written unseen.
 _UNSEEN = {Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__}  # type: ignore[attr-defined]
 
@@ -49,7 +50,7 @@ class Fingerprints:
             raise Unclear
         ref, version, found = self._known.get(id(t), (None, None, None))
         if ref is None or ref() is not t or version != _version(t):
-            found = t.shape, t.stride(), t.dtype, t.device, t.requires_grad, *_numbers(t)
+            found = t.shape, t.stride(), t.dtype, t.device, t.requires_grad, _numbers(t)
             self._known[id(t)] = weakref.ref(t), _version(t), found
         return found
 
@@ -150,7 +151,7 @@ class _Writing(_Calls):
         self.steps: list[tuple[Any, Any]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _UNSEEN:
+        if func in _UNSEEN or _draws(func):
             raise Unclear
         call = self.call(func, args, kwargs)
         out = func(*args, **(kwargs or {}))
@@ -197,6 +198,14 @@ class _Following(_Calls):
         return self.seen[place.number]
 
 
+def _draws(func: Any) -> bool:
+    """Whether a function draws random numbers: they may come from a state that is set and restored around it."""
+    name = getattr(func, "__name__", "")
+    return any(
+        part in name for part in ("rand", "normal", "dropout", "bernoulli", "multinomial", "poisson", "exponential")
+    )
+
+
 def _settings() -> tuple[Any, ...]:
     """Of PyTorch, which say how exact products are."""
     return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
@@ -206,32 +215,18 @@ def _version(t: Tensor) -> int | None:
     return None if t.is_inference() else t._version
 
 
-def _numbers(t: Tensor) -> list[int]:
-    """The sum of a tensor's bits, and of its numbers times others: that tells also in which order they are.
+def _numbers(t: Tensor) -> int:
+    """The sum of a tensor's words of bits, each times an odd number: another one if a word or their order differs.
 
-    A write to `t.data` tells no version counter. What changes both sums by less than their rounding changes no result
-    by more.
+    A write to `t.data` tells no version counter.
     """
     t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
-    bits = t.flatten().view(torch.uint8)
-    bits = bits.view(torch.int64) if len(bits) % 8 == 0 and bits.storage_offset() % 8 == 0 else bits
-    wide = t if t.dtype in (torch.float32, torch.float64) else t.double()
-    ordered = _ordered(wide)
-    if not math.isfinite(float(ordered)):
-        ordered = _ordered(wide.nan_to_num(1.5, 2.5, -3.5))
-    return torch.stack([bits.sum(dtype=torch.int64), ordered.view(torch.int64)]).tolist()
-
-
-def _ordered(t: Tensor) -> Tensor:
-    flat = t.flatten()
-    n = min(max(len(flat), 1), 4096)
-    rows, rest = flat[: len(flat) // n * n].view(-1, n), flat[len(flat) // n * n :]
-    sums = torch.cat(
-        [rows @ _weights(n, t.dtype, t.device), (rest @ _weights(n, t.dtype, t.device)[: len(rest)])[None]]
-    )
-    return sums.double() @ _weights(len(sums), torch.float64, t.device)
+    words = t.contiguous().flatten().view(WORDS[t.element_size()])
+    pieces = [(w.to(torch.int64) * _weights(len(w), t.device)).sum() for w in words.split(2**18)]
+    return int((torch.stack(pieces) * _weights(len(pieces), t.device)).sum())
 
 
 @lru_cache(maxsize=64)
-def _weights(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(device, dtype)
+def _weights(n: int, device: torch.device) -> Tensor:
+    """Products and sums of 64-bit integers are right modulo 2⁶⁴, and odd numbers have inverses there."""
+    return (2 * torch.randint(-(2**62), 2**62, (n,), generator=torch.Generator().manual_seed(n)) + 1).to(device)

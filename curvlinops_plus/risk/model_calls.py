@@ -108,4 +108,10 @@ def _copied(tree: Any) -> Any:
         for key, value in tree.items():
             made[key] = _copied(value)
         return made
-    return tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree)
+    return tree_map_only(Tensor, _copy, tree)
+
+
+def _copy(t: Tensor) -> Tensor:
+    copied = t.detach().clone().requires_grad_(t.requires_grad)
+    vars(copied).update(vars(t))  # what the user has put there, which models may read
+    return copied

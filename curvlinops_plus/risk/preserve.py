@@ -13,7 +13,7 @@ from curvlinops_plus.layer.embedding import refuse_renormalization
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.process_state import exclusive, own_passes
 
-__all__ = ["preserve_state"]
+__all__ = ["kept_attributes", "preserve_state"]
 
 
 # Options of embeddings that say nothing about the function they compute.
@@ -41,6 +41,7 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
     with exclusive(), own_passes(), ExitStack() as contexts:
         for kind in {"cpu", *(p.device.type for p in model.parameters())}:
             contexts.enter_context(torch.autocast(kind, enabled=False))
+        contexts.enter_context(kept_attributes(model))
         contexts.enter_context(_restored(model, data))
         before = [(name, p, _version(p)) for name, p in model.named_parameters()]
         yield
@@ -50,6 +51,20 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
                 "the data, so its sums belong to no values of them. Does another thread train the model, or the model "
                 "or the data write to them? Compute from a copy, copy.deepcopy(model)."
             )
+
+
+@contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[None]:
+    """What modules store in themselves while they run, as activations and counters, is as before at the end."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            own = vars(module)
+            for name in own.keys() - attributes.keys():
+                del own[name]
+            own.update(attributes)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from curvlinops_plus.risk.gradient_check import (
     random_halves,
     send_single,
 )
+from curvlinops_plus.risk.preserve import kept_attributes
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
@@ -121,7 +122,7 @@ def check_batch(
     if not (unchecked or new_outputs or all_rows):
         return
     check = _Check(risk, recorder, batch, outputs, repeatable)
-    with torch.random.fork_rng(check.devices), eager():
+    with torch.random.fork_rng(check.devices), eager(), kept_attributes(risk.model):
         reached = check.run(bool(unchecked)) if unchecked or new_outputs else set()
         if all_rows and (unclear or not check.apart):
             compare_all_rows(recorder, outputs, random_halves(N))

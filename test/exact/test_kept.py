@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from cases import FEW, close, problem, unchanged
 from helpers import F64, normal
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,7 +27,9 @@ from curvlinops_plus import (
     GGNLinearOperator,
     MonteCarlo,
 )
-from curvlinops_plus.exact import GGN
+from curvlinops_plus.exact import GGN, Jacobian
+from curvlinops_plus.exact import kept as kept_module
+from curvlinops_plus.exact.program import Fingerprints
 
 
 def net() -> nn.Sequential:
@@ -38,6 +42,7 @@ def batches() -> list[Any]:
 
 
 def operator(model: nn.Module, data: Any, loss: Any = None, **options: Any) -> GGN:
+    options = {"max_kept_bytes": 2**28, **options}
     return GGN(EmpiricalRisk(model, loss or nn.CrossEntropyLoss(), data), **options)
 
 
@@ -66,7 +71,7 @@ def test_products_stay_the_same(name: str) -> None:
     p = problem(name)
     dense = p.exact.ggn()
     with unchanged(p.model, p.loss, p.data):
-        G = GGN(p.risk())
+        G = GGN(p.risk(), max_kept_bytes=2**28)
         for seed in range(5):
             v = normal(len(dense), seed=seed)
             close(G @ v, dense @ v)
@@ -88,7 +93,8 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_forward_pass() -> None:
+def test_no_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_module, "_in_modes", lambda: False)  # the watch is one
     G, v = prepared(net(), batches())
     norm = torch.ops.aten.native_layer_norm.default
     with _Watch() as kept:
@@ -229,7 +235,7 @@ def test_a_function_that_reads_a_global() -> None:
     rate = {"a": 1.0}
     W = {"w": normal(4, 3)}
     risk = EmpiricalRisk(_Function(W, rate), nn.MSELoss(), [(normal(5, 4), normal(5, 3, seed=1))])
-    G, v = GGN(risk), normal(12)
+    G, v = GGN(risk, max_kept_bytes=2**28), normal(12)
     for a in (1.0, 1.0, 1.0, 1 + 1e-9, 2.0):
         rate["a"] = a
         close(G @ v, GGN(risk, max_kept_bytes=0) @ v, 1e-13)
@@ -527,3 +533,140 @@ def test_several_columns(columns: int, budget: int) -> None:
     for X in (V, V, torch.eye(len(V), dtype=F64), V[:, 0], V):
         close(G @ X, dense @ X)
     assert held(G) == (3 if budget else 0)
+
+
+# ------------------------------------------------------------------------------------- found by an independent reading
+def _steps(G: GGN, change: Any, v: Tensor) -> Tensor:
+    for _ in range(3):
+        _ = G @ v
+    change()
+    return G @ v
+
+
+def test_nothing_stays_by_default() -> None:
+    G = GGN(operator_of(nn.Linear(4, 3).double()).risk)
+    assert not G._linear.kept._useful
+
+
+def operator_of(model: nn.Module, X: Tensor | None = None, **options: Any) -> GGN:
+    torch.manual_seed(0)
+    X = torch.randn(6, 4).double() if X is None else X
+    return GGN(EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, torch.arange(6) % 3)]), **options)
+
+
+KEEPING = {"max_kept_bytes": 2**28}
+
+
+def test_attributes_of_tensors() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x * getattr(x, "factor", 1.0))
+
+    torch.manual_seed(0)
+    model, X, v = Weighted().double(), torch.randn(6, 4).double(), normal(15)
+    X.factor = 3.0
+    G = operator_of(model, X, check_deterministic=False, **KEEPING)
+    found = [G @ v for _ in range(4)]
+    expected = operator_of(model, X, check_deterministic=False) @ v
+    for one in found:
+        close(one, expected, 1e-12)
+
+
+@pytest.mark.parametrize("draw", ["fork_rng", "get_rng_state"])
+def test_random_numbers_of_a_state_that_is_restored(draw: str) -> None:
+    class Seeded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.seed = nn.Linear(4, 3), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if draw == "fork_rng":
+                with torch.random.fork_rng():
+                    torch.manual_seed(self.seed)
+                    noise = torch.randn(4)
+            else:
+                state = torch.get_rng_state()
+                torch.manual_seed(self.seed)
+                noise = torch.randn(4)
+                torch.set_rng_state(state)
+            return self.linear(x * noise.to(x))
+
+    torch.manual_seed(0)
+    model, v = Seeded().double(), normal(15)
+    G = operator_of(model, check_deterministic=False, **KEEPING)
+    found = _steps(G, lambda: setattr(model, "seed", 1), v)
+    close(found, operator_of(model, check_deterministic=False) @ v, 1e-12)
+
+
+def test_masks_of_equal_counts_have_other_fingerprints() -> None:
+    prints, low = Fingerprints(), torch.finfo(torch.float32).min
+    for shape in ((4, 8), (2, 1, 1, 16), (128, 128)):
+        seen = set()
+        for seed in range(20):
+            flat = torch.zeros(math.prod(shape))
+            flat[torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed))[: len(flat) // 2]] = low
+            seen.add(str(prints(flat.view(shape))))
+        assert len(seen) == 20
+    big = torch.arange(8) + 2**60
+    assert prints(big) != prints(big.flip(0))
+
+
+def test_writes_that_leave_the_numbers_as_they_are() -> None:
+    torch.manual_seed(0)
+    model, v = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), normal(43)
+    G = operator_of(model, **KEEPING)
+    state = copy.deepcopy(model.state_dict())
+    expected = operator_of(model) @ v
+    for _ in range(5):
+        close(G @ v, expected, 1e-12)
+        model.load_state_dict(state)
+
+
+def test_modes_of_the_user() -> None:
+    class Doubled(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            return 2 * out if func is nn.functional.linear else out
+
+    torch.manual_seed(0)
+    model, v = nn.Linear(4, 3).double(), normal(15)
+    G = operator_of(model, check_deterministic=False, **KEEPING)
+    for _ in range(3):
+        _ = G @ v
+    with Doubled():
+        close(G @ v, operator_of(model, check_deterministic=False) @ v, 1e-12)
+
+
+class Branching(nn.Module):
+    """Another factor in large batches: computed without gradients, where it is a constant in small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.o, self.always = nn.Linear(4, 5), nn.Linear(5, 3), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).tanh()
+        if len(x) > 6 or self.always:
+            with torch.no_grad():
+                factor = h.abs().mean() + 1
+        else:
+            factor = torch.ones((), dtype=h.dtype)
+        return self.o(h * factor)
+
+
+@pytest.mark.parametrize("options", [{}, KEEPING], ids=["", "kept"])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_a_branch_without_gradients_of_the_same_graph(options: dict[str, Any], columns: int) -> None:
+    torch.manual_seed(0)
+    data = [(torch.randn(n, 4).double(), torch.arange(n) % 3) for n in (5, 9)]
+    model, V = Branching().double(), torch.randn(43, columns).double()
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), data, check=False)
+    G, J = GGN(risk, check_deterministic=False, **options), Jacobian(risk, check_deterministic=False)
+    dense = GGN(risk, check_deterministic=False).to_dense()
+    for _ in range(4):
+        close(G @ V, dense @ V, 1e-12)
+        close(J @ V, J.T.to_dense().T @ V, 1e-12)

@@ -308,6 +308,37 @@ def test_batch_norm_and_dropout(door: Callable[..., None]) -> None:
         twin.load_state_dict(model.state_dict())
 
 
+@pytest.mark.parametrize("options", [{}, {"damping": LevenbergMarquardt(0.1, interval=1)}], ids=["", "evaluates"])
+def test_what_modules_store_is_the_users(options: dict[str, Any]) -> None:
+    """An auxiliary loss of stored activations, and a counter in plain Python."""
+
+    class Storing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.calls = nn.Linear(4, 5), nn.Linear(5, 3), 0
+
+        def forward(self, X: Tensor) -> Tensor:
+            self.calls += 1
+            self.h = self.a(X).tanh()
+            return self.b(self.h)
+
+    torch.manual_seed(0)
+    model, loss, (X, y) = Storing().double(), nn.CrossEntropyLoss(), batch()
+    twin = copy.deepcopy(model)
+    optimizer = KFACOptimizer(model, loss, lr=0.0, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        value = loss(model(X), y)
+        assert model.h.shape == (12, 5)
+        (value + model.h.square().mean()).backward()
+        optimizer.step()
+        twin.zero_grad()
+        (loss(twin(X), y) + twin.h.square().mean()).backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+        assert model.calls == step + 1
+
+
 def test_clipping_acts_on_the_gradient() -> None:
     model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
     twin = copy.deepcopy(model)

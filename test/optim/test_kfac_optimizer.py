@@ -284,7 +284,7 @@ def test_gradients_that_are_not_finite_change_nothing() -> None:
         loss(output, y).backward()
         model[2].weight.grad[0, 0] = float("nan")
         if reject is None:
-            with pytest.raises(NumericsError, match=r"gradient of 2\.weight is not finite; nothing has changed"):
+            with pytest.raises(NumericsError, match=r"gradient of 2\.weight is not finite; parameters have not"):
                 optimizer.step()
         else:
             optimizer.step()
@@ -441,6 +441,7 @@ def test_a_step_without_a_batch() -> None:
         ({"reject": 2.0, "damping": lambda step: 1.0}, ValueError, "is a schedule here"),
         ({"decay": 2.0}, ValueError, "decay=2.0"),
         ({"power": 1.0}, ValueError, "power"),
+        ({"power": -0.5}, ValueError, "A norm constraint in the damped norm is for inverses"),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -475,6 +476,65 @@ def test_one_block_in_two_groups() -> None:
     optimizer = KFACOptimizer(model, loss, params=groups, **EXACT)
     with pytest.raises(ValueError, match=r"are one block of the curvature, and have dampings.*Put them in one group"):
         take(optimizer, model, loss, (X, y))
+
+
+def test_a_block_of_which_a_part_has_no_gradient() -> None:
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    optimizer = KFACOptimizer(model, loss, **EXACT)
+    take(optimizer, model, loss, (X, y))
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"which are one block of the curvature, only \['0.weight'\] have a gradient"):
+        take(optimizer, model, loss, (X, y))
+
+
+def test_a_step_without_gradients_does_nothing() -> None:
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    optimizer, before = KFACOptimizer(model, loss, **EXACT), flat(model)
+    with optimizer.listen((X, y)):
+        model(X)
+    optimizer.step()
+    assert torch.equal(flat(model), before)
+    assert len(optimizer.last_step.left_alone) == 4
+
+
+def test_a_constraint_that_comes_later_holds() -> None:
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    optimizer = KFACOptimizer(
+        model, loss, 0.5, 0.9, 0.1, approximation=FullBlock, norm_constraint=None, decay=1.0, inverse_every=100, **EXACT
+    )
+    for _ in range(3):
+        take(optimizer, model, loss, (X, y))
+    optimizer.param_groups[0]["norm_constraint"] = c = 1e-4
+    before = flat(model)
+    take(optimizer, model, loss, (X, y))
+    delta = flat(model) - before
+    M = optimizer.curvature.estimator.refreshed.to_dense() + 0.1 * torch.eye(43).double()
+    assert float(delta @ M @ delta) == pytest.approx(c, rel=1e-6)
+
+
+def test_momentum_that_was_zero_has_no_velocity() -> None:
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    optimizer = KFACOptimizer(model, loss, **EXACT)
+    take(optimizer, model, loss, (X, y))
+    optimizer.param_groups[0]["momentum"] = 0.0
+    take(optimizer, model, loss, (X, y))
+    assert all("velocity" not in state for state in optimizer.state.values())
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    loss, (X, y) = nn.CrossEntropyLoss(), batch()
+    model, other = net(), nn.Linear(4, 3).double()
+    optimizer, foreign = KFACOptimizer(model, loss, **EXACT), KFACOptimizer(other, loss, **EXACT)
+    take(optimizer, model, loss, (X, y))
+    take(foreign, other, loss, (X, y))
+    with pytest.raises(ValueError, match="parameter"):
+        optimizer.load_state_dict(foreign.state_dict())
+    assert (optimizer.curvature.steps, optimizer.curvature.estimator.updates) == (1, 1)
+
+
+def test_copies_are_refused() -> None:
+    with pytest.raises(TypeError, match="can't be copied or pickled"):
+        copy.deepcopy(KFACOptimizer(net(), nn.CrossEntropyLoss()))
 
 
 def test_a_foreign_state() -> None:

@@ -152,6 +152,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Remove all hooks from model and losses."""
         if self._watch is not None:
             self._watch.close()
+        self.curvature.drop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"A {type(self).__name__} is bound to its model by hooks, and can't be copied or pickled. Copy the model, "
+            "make an optimizer for it, and use state_dict() and load_state_dict()."
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -177,7 +184,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: If statistics were due, and no batch was seen since the last step.
-            NumericsError: If a gradient is NaN or infinite; nothing has changed then.
+            NumericsError: If a gradient is NaN or infinite; parameters and velocities have not changed then.
+            ValueError: If some parameters of a block have a gradient, and others have none.
         """
         loss = None
         if closure is not None:
@@ -194,7 +202,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self.curvature.require_batches(self._strict, self._looks_again)
             self.last_step = StepReport(self.curvature.steps, examples=self.curvature.examples)
             self.last_step.damping = [group["damping"] for group in self.param_groups]
-            self._step(self.last_step)
+            if any(p.grad is not None for _, _, p in self._listed()):
+                self._step(self.last_step)
+            else:
+                self.last_step.left_alone = list(self._keys.values())
             self.curvature.advance()
         return loss
 
@@ -244,7 +255,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Refuse options that are out of range."""
         for group in self.param_groups:
             number("damping", group["damping"])
-            as_norm_constraint(group["norm_constraint"])
+            constraint = as_norm_constraint(group["norm_constraint"])
+            if constraint is not None and constraint.norm != "euclidean" and self.curvature.power != -1:
+                raise ValueError(
+                    f"A norm constraint in the {constraint.norm} norm is for inverses; with power="
+                    f'{self.curvature.power:g} use NormConstraint(..., norm="euclidean"), or None.'
+                )
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
@@ -264,8 +280,15 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 f"This is not the state of a {type(self).__name__}: the key 'curvature' is missing. Is it "
                 "another optimizer's?"
             )
-        self.curvature.load_state_dict(state_dict["curvature"])
+        before = super().state_dict()
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "curvature"})
+        try:
+            self.curvature.load_state_dict(state_dict["curvature"])
+        except Exception:
+            super().load_state_dict(before)
+            raise
+        if self._watch is not None:
+            self._watch.drop()
         # PyTorch casts state to the parameters' dtype, which would round what is kept for parameters in half precision.
         listed = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -284,8 +307,8 @@ def first_nonfinite(gradient: Mapping[str, Tensor]) -> str | None:
 def refusal_of_nonfinite(key: str) -> NumericsError:
     """The error about a gradient that is not finite."""
     return NumericsError(
-        f"The gradient of {key} is not finite; nothing has changed. Look for a loss that diverged (a larger damping or "
-        "a smaller lr helps), for NaN in the batch, or for overflow in half precision."
+        f"The gradient of {key} is not finite; parameters have not changed. Look for a loss that diverged (a larger "
+        "damping or a smaller lr helps), for NaN in the batch, or for overflow in half precision."
     )
 
 

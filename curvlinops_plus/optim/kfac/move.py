@@ -54,8 +54,11 @@ class Move:
 
     def _kept(self, name: str) -> list[Tensor]:
         """What the last step kept; zero where it kept nothing."""
-        kept = [self._state.get(p, {}).get(name) for p in self.params]
+        kept = [self._of(p).get(name) for p in self.params]
         return [torch.zeros_like(g) if t is None else t for t, g in zip(kept, self.gradient, strict=True)]
+
+    def _of(self, p: Tensor) -> dict[str, Any]:
+        return self._state.get(p, {})
 
     def option(self, name: str) -> list[float]:
         """An option of each parameter's group."""
@@ -92,7 +95,8 @@ class Move:
         """
 
         def squares(norm: str) -> list[Tensor]:
-            if norm != "euclidean" and not float(sum_of_products(self.update, self.curved)) > 0:
+            incomplete = any(("velocity" in s) != ("curved_velocity" in s) for s in map(self._of, self.params))
+            if norm != "euclidean" and (incomplete or not float(sum_of_products(self.update, self.curved)) > 0):
                 found = product(dict(zip(self.keys, self.update, strict=True)))
                 damped = times(self.update, self.dampings)
                 self.curved = [found[key] + d for key, d in zip(self.keys, damped, strict=True)]
@@ -113,6 +117,8 @@ class Move:
     def remember(self) -> None:
         """Keep what the next step needs: the update is its velocity."""
         for i, (p, group) in enumerate(zip(self.params, self.groups, strict=True)):
+            self._of(p).pop("velocity", None)
+            self._of(p).pop("curved_velocity", None)
             if group["momentum"] != 0:
                 self._state[p]["velocity"] = self.update[i]
                 if _reads_curved(self._constraints[i]):

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from warnings import warn
 
 from torch import Tensor
 
 from curvlinops_plus.blocks import BlockwiseLinearOperator, CurvatureEstimator
 from curvlinops_plus.blocks.batch_pass import PassStart
 from curvlinops_plus.blocks.heard_pass import HeardBatch
+from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedError, level_of_user
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
 from curvlinops_plus.optim.kfac.policies import number
@@ -113,7 +115,10 @@ class RunningInverse:
 
     def begin(self, X: Any, unpack: bool, remember: bool) -> HeardBatch | None:
         """Hear a call of the model whose targets come later, if the step needs it; for `add`."""
-        self.finish()
+        try:
+            self.finish()
+        except (NumericsError, UnsupportedError) as error:  # as after an overflow, where a scaler has skipped the step
+            warn(f"A batch was left out of the statistics. {error}", CurvatureWarning, stacklevel=level_of_user())
         if not self.due and not remember:
             return None
         self._starts = PassStart.now(self.risk.model) if remember else None
@@ -194,6 +199,14 @@ class RunningInverse:
             dampings: As for `refresh_if_due`.
         """
         P = self._damped(dampings)
+        for layout in self.estimator.refreshed.operator.layouts.values():
+            with_gradient = [key for key in layout.names if key in gradients]
+            if 0 < len(with_gradient) < len(layout.names):
+                raise ValueError(
+                    f"Of the parameters {list(layout.names)}, which are one block of the curvature, only "
+                    f"{with_gradient} have a gradient. Freeze the others before the optimizer is made, or leave them "
+                    "out of its `params`."
+                )
         found = P @ self._complete(P, gradients)
         return {key: t for key, t in found.items() if key in gradients}
 
@@ -246,7 +259,14 @@ class RunningInverse:
         """Go on where another one stopped."""
         self.estimator.load_state_dict(state["estimator"])
         self.steps, self._dampings, self._inverse = state["steps"], state["dampings"], None
+        self.drop()
         self.batches, self._before, self._seen = 0, self.estimator.examples, _Again([])
+
+    def drop(self) -> None:
+        """Forget a batch that waits for its backward pass."""
+        if self._waiting is not None:
+            self._waiting[0].close()
+            self._waiting = None
 
     def advance(self) -> None:
         """A step was taken."""
