@@ -181,7 +181,6 @@ class Accumulator(metaclass=AccumulatorType):
             value = torch.div(total, count if count > 0 else 1.0, out=out)
         if self._scaled is not None:
             self._scaled[name] = value
-            del self.sums[name]
         # The sum of all entries is finite unless one of them is not, or it overflows: look at each of them only then.
         if not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
