@@ -33,7 +33,7 @@ from curvlinops_plus.blocks.plan import (
 )
 from curvlinops_plus.blocks.scaled_blocks import ScaledBlocks
 from curvlinops_plus.blocks.stored_options import rebuild_vectors, same_data
-from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES, checked_bytes
+from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import BlockDiagonal, LinearOperator
@@ -41,7 +41,7 @@ from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, look_for_functions, rebuild_reads
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import takes_risk
+from curvlinops_plus.risk.takes_risk import checked_bytes, takes_risk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -110,7 +110,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         self._make_plan = partial(make_plan, approximation=approximation, default=default)
         self.renew_plan()
         self.check_deterministic = check_deterministic
-        self.max_kept_bytes = checked_bytes(max_kept_bytes)
+        self.max_kept_bytes = checked_bytes(max_kept_bytes, "sweeps")
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
         #: Of the model's parameters that the blocks belong to, or will belong to.

@@ -16,24 +16,10 @@ from tqdm import tqdm
 
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
-__all__ = ["KEPT_BYTES", "SweepCache", "checked_bytes"]
+__all__ = ["KEPT_BYTES", "SweepCache"]
 
 # The default memory for what stays between sweeps.
 KEPT_BYTES = 2**26
-
-
-def checked_bytes(max_kept_bytes: int) -> int:
-    """`max_kept_bytes`, checked.
-
-    Raises:
-        ValueError: If it is no integer of at least 0.
-    """
-    if isinstance(max_kept_bytes, bool) or not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
-        raise ValueError(
-            f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0, the memory for what stays between "
-            "sweeps; 0 keeps nothing."
-        )
-    return max_kept_bytes
 
 
 class SweepCache:

@@ -26,6 +26,7 @@ from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.takes_risk import checked_bytes
 
 __all__ = ["KEPT_BYTES", "KeptLinearizations"]
 
@@ -35,20 +36,6 @@ KEPT_BYTES = 0
 _SIMPLE = (bool, int, float, str, type(None))
 Outputs = Sequence[Tensor]
 OutputProduct = Callable[[Outputs, Any], Callable[[list[Tensor]], Sequence[Tensor | None]]]
-
-
-def _checked(max_kept_bytes: int) -> int:
-    """`max_kept_bytes`, checked.
-
-    Raises:
-        ValueError: If it is no integer of at least 0.
-    """
-    if isinstance(max_kept_bytes, bool) or not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
-        raise ValueError(
-            f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0, the memory for what stays between "
-            "products; 0 keeps nothing."
-        )
-    return max_kept_bytes
 
 
 @dataclass(eq=False)
@@ -112,7 +99,7 @@ class KeptLinearizations:
     """
 
     def __init__(self, risk: EmpiricalRisk, read: Callable[[nn.Module, Batch], Any], max_bytes: int) -> None:
-        self.risk, self.read, self.max_bytes = risk, read, _checked(max_bytes)
+        self.risk, self.read, self.max_bytes = risk, read, checked_bytes(max_bytes, "products")
         self._forget()
 
     def _forget(self) -> None:

@@ -1,4 +1,4 @@
-"""What takes a risk refuses anything else, in one sentence."""
+"""What takes a risk, and memory to keep things in, refuses anything else in one sentence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-__all__ = ["takes_risk"]
+__all__ = ["checked_bytes", "takes_risk"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,3 +36,17 @@ def _refuse(given: Any, owner: str) -> None:
         f"{owner} takes an EmpiricalRisk, got a {type(given).__name__}: make one of model, loss and data first, "
         "EmpiricalRisk(model, loss, data)."
     )
+
+
+def checked_bytes(max_kept_bytes: int, between: str) -> int:
+    """The option `max_kept_bytes`, checked; `between` what something stays.
+
+    Raises:
+        ValueError: If it is no integer of at least 0.
+    """
+    if isinstance(max_kept_bytes, bool) or not isinstance(max_kept_bytes, int) or max_kept_bytes < 0:
+        raise ValueError(
+            f"max_kept_bytes={max_kept_bytes!r} must be an integer of at least 0, the memory for what stays between "
+            f"{between}; 0 keeps nothing."
+        )
+    return max_kept_bytes
