@@ -343,6 +343,13 @@ def test_a_schedule_of_the_damping() -> None:
         assert optimizer.last_step.damping == [expected]
 
 
+def test_a_schedule_and_a_groups_own_damping() -> None:
+    model = net()
+    groups = [{"params": model[0].parameters(), "damping": 3.0}, {"params": model[2].parameters()}]
+    with pytest.raises(ValueError, match="A schedule sets the damping of all groups, and one of them has its own"):
+        KFACOptimizer(model, nn.CrossEntropyLoss(), damping=lambda step: 0.5, params=groups)
+
+
 def test_statistics_and_inverses_come_when_they_are_due() -> None:
     model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
     optimizer = KFACOptimizer(model, loss, statistics_every=3, inverse_every=2, **EXACT)

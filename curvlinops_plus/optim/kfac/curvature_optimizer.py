@@ -56,6 +56,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         risk_options: dict[str, Any],
     ) -> None:
         groups = _groups(model, params)
+        if schedule is not None and any("damping" in group for group in groups):
+            raise ValueError("A schedule sets the damping of all groups, and one of them has its own. Give one.")
         risk = EmpiricalRisk(model, loss, (), [p for group in groups for p in group["params"]], **risk_options)
         #: The statistics and their inverse.
         self.curvature = RunningInverse(risk, **statistics)
