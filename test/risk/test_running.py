@@ -36,6 +36,7 @@ from curvlinops_plus import (
     hutchinson_trace,
 )
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.risk.process_state import eager
 
 CE = nn.CrossEntropyLoss()
 
@@ -178,7 +179,32 @@ THREADED = {
 
 
 def settings() -> tuple[Any, ...]:
-    return torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda.flash_sdp_enabled(), list(warnings.filters)
+    filters = list(warnings.filters)
+    return stance(), torch.backends.mha.get_fastpath_enabled(), torch.backends.cuda.flash_sdp_enabled(), filters
+
+
+def stance() -> Any:
+    """What compiled modules do: run what was compiled, or run eagerly."""
+    return torch._dynamo.eval_frame._stance
+
+
+def test_contexts_that_run_eagerly_may_overlap() -> None:
+    before, outer, inner = stance(), eager(), eager()
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    between = stance().stance
+    inner.__exit__(None, None, None)
+    assert (between, stance()) == ("force_eager", before)
+
+
+def test_an_error_inside_listen_leaves_the_compiler_on() -> None:
+    model, (batch, _) = net(), batches()
+    before = settings()
+    estimator = CurvatureEstimator(EmpiricalRisk(model, CE, [batch]), KFAC)
+    with pytest.raises(UnsupportedError, match=r"ran under torch\.no_grad"), estimator.listen(batch), torch.no_grad():
+        model(batch[0])
+    assert settings() == before
 
 
 def test_another_thread_evaluates_the_model() -> None:
