@@ -10,6 +10,7 @@ from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
+from curvlinops_plus.linalg.kronecker_sum import Congruent, KroneckerSum
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.least_squares import LSMRInverseLinearOperator, lsmr
 from curvlinops_plus.linalg.minimal_residual import MINRESInverseLinearOperator, minres
@@ -24,11 +25,13 @@ from curvlinops_plus.linalg.spectral_division import divide_and_conquer
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, Identity, IdentityLinearOperator
 from curvlinops_plus.linalg.submatrices import ProjectedLinearOperator, SubmatrixLinearOperator, submatrix
+from curvlinops_plus.linalg.sums import structured_sum
 
 __all__ = [
     "Adjoint",
     "BlockDiagonal",
     "CGInverseLinearOperator",
+    "Congruent",
     "Deferred",
     "Dense",
     "Diagonal",
@@ -38,6 +41,7 @@ __all__ = [
     "Identity",
     "IdentityLinearOperator",
     "Kronecker",
+    "KroneckerSum",
     "LSMRInverseLinearOperator",
     "Layout",
     "LinearOperator",
@@ -65,6 +69,7 @@ __all__ = [
     "nearest_kronecker",
     "neumann",
     "psd_clip",
+    "structured_sum",
     "submatrix",
     "to_scipy",
 ]

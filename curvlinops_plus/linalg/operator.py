@@ -93,6 +93,8 @@ class LinearOperator(ClosedForms):
 
         def materialize(self) -> LinearOperator: ...
 
+        def _structured_sum(self, other: LinearOperator) -> LinearOperator | None: ...
+
     @property
     def T(self) -> LinearOperator:
         """The transposed matrix."""
@@ -107,7 +109,10 @@ class LinearOperator(ClosedForms):
         total = Sum(self, other)  # also checks that they can be added
         if (c := other._identity_factor()) is not None:
             return self.shift(c)
-        return total if (c := self._identity_factor()) is None else other.shift(c)
+        if (c := self._identity_factor()) is not None:
+            return other.shift(c)
+        known = self._structured_sum(other)
+        return total if known is None else known
 
     def __radd__(self, other: Any) -> LinearOperator:
         if isinstance(other, int) and other == 0:  # where `sum([A, B])` begins

@@ -22,12 +22,19 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.deferred import Deferred
-from curvlinops_plus.linalg.operator import LinearOperator, Wrapper
+from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
+from curvlinops_plus.linalg.kronecker_sum import KroneckerSum
+from curvlinops_plus.linalg.layout import Layout
+from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted, Wrapper
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
 __all__ = ["ProjectedLinearOperator", "SubmatrixLinearOperator", "submatrix"]
+
+#: Parts of Kronecker products and of matrices in an eigenbasis are formed up to this number of bytes.
+LARGEST = 2**31
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,8 +238,10 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
     """The submatrix of some rows and columns, as the operator with the most closed forms: what `A[rows, cols]` returns.
 
     Of a `Dense` matrix it is `Dense`, with entries copied as they are now. With the same rows and columns, of a
-    `Diagonal` it is `Diagonal`, and parameters that make up whole blocks of a block-diagonal matrix such as KFAC give
-    those blocks: with their inverse, determinant and so on. Everything else is a `SubmatrixLinearOperator`.
+    `Diagonal` it is `Diagonal`, and of a block-diagonal matrix such as KFAC block-diagonal, with inverse, determinant
+    and so on. A part of a Kronecker product is a Kronecker product if it is made of whole rows and columns of the
+    parameters' matrix; otherwise it is formed, like a part of a matrix in an eigenbasis, if it has at most 2 GiB.
+    Everything else is a `SubmatrixLinearOperator`.
 
     Args:
         A: The matrix.
@@ -288,7 +297,10 @@ def _structured(A: LinearOperator, rows: Selection, cols: Selection) -> LinearOp
 @_structured.register
 def _(A: Dense, rows: Selection, cols: Selection) -> LinearOperator | None:
     if A.batch:
-        return None
+        b, at = cols.positions // A.size, cols.positions % A.size
+        if not rows.same(cols) or not _may_be_formed(A, at):
+            return None
+        return Dense(_entries(A, b, at) * (b[:, None] == b), A.structure)
     structure = A.structure if rows.same(cols) else Structure.GENERAL
     matrix = A.matrix.index_select(0, rows.positions).index_select(1, cols.positions)
     return Dense(matrix, structure, A.rtol, in_space=cols.space, out_space=rows.space)
@@ -305,15 +317,122 @@ def _(A: IdentityLinearOperator, rows: Selection, cols: Selection) -> LinearOper
 
 
 @_structured.register
-def _(A: BlockDiagonal, rows: Selection, cols: Selection) -> LinearOperator | None:
-    if cols.names is None or not rows.same(cols):
+def _(A: Kronecker, rows: Selection, cols: Selection) -> LinearOperator | None:
+    if not rows.same(cols) or min(A.structure, Structure.SYMMETRIC) == Structure.GENERAL:
         return None
-    names = [block for block, layout in A.layouts.items() if set(layout.names) <= set(cols.names)]
-    if sum(len(A.layouts[block].names) for block in names) < len(cols.names):
-        return None  # a block is cut
-    return BlockDiagonal(
-        {block: A.blocks[block] for block in names}, {block: A.layouts[block] for block in names}, cols.space
-    )
+    return _of_kronecker(A, cols.positions)
+
+
+@_structured.register
+def _(A: Eigendecomposed, rows: Selection, cols: Selection) -> LinearOperator | None:
+    if not rows.same(cols) or not _may_be_formed(A, cols.positions):
+        return None
+    units = torch.zeros(A.shape[0], len(cols.positions), dtype=A.dtype, device=A.device)
+    units[cols.positions, torch.arange(len(cols.positions), device=A.device)] = 1
+    Q = A.basis._rmatmat(units)
+    return Dense(Q.T @ (A.values[:, None] * Q), A.structure)
+
+
+@_structured.register
+def _(A: KroneckerSum, rows: Selection, cols: Selection) -> LinearOperator | None:
+    if not rows.same(cols):
+        return None
+    parts = [submatrix(term, _again(rows), _again(cols)) for term in A.terms]
+    return sum(parts[1:], parts[0])
+
+
+@_structured.register
+def _(A: Scaled, rows: Selection, cols: Selection) -> LinearOperator | None:
+    return A.c * submatrix(A.A, _again(rows), _again(cols))
+
+
+@_structured.register
+def _(A: Shifted, rows: Selection, cols: Selection) -> LinearOperator | None:
+    return submatrix(A.A, _again(rows), _again(cols)).shift(A.delta) if rows.same(cols) else None
+
+
+@_structured.register
+def _(A: BlockDiagonal, rows: Selection, cols: Selection) -> LinearOperator | None:
+    if not rows.same(cols) or not len(cols.positions):
+        return None
+    if cols.names is not None:
+        names = [block for block, layout in A.layouts.items() if set(layout.names) <= set(cols.names)]
+        if sum(len(A.layouts[block].names) for block in names) == len(cols.names):  # no block is cut
+            layouts = {block: A.layouts[block] for block in names}
+            return BlockDiagonal({block: A.blocks[block] for block in names}, layouts, cols.space)
+    return _cut_blocks(A, cols)
+
+
+def _cut_blocks(A: BlockDiagonal, picked: Selection) -> BlockDiagonal:
+    """A part of each block; what is picked of one in a run, or of one parameter, makes one tensor of the space."""
+    at = A.in_space.unflatten(torch.arange(A.shape[0], device=A.device)[:, None])
+    owner, place = torch.empty(2, A.shape[0], dtype=torch.long, device=A.device)
+    for number, layout in enumerate(A.layouts.values()):
+        entries = layout.join(at)[:, 0]
+        owner[entries], place[entries] = number, torch.arange(layout.dim, device=A.device)
+    owner, place = owner[picked.positions], place[picked.positions]
+    if picked.names is None:
+        names = list(A.blocks)
+        ends = [*((owner[1:] != owner[:-1]).nonzero()[:, 0] + 1).tolist(), len(owner)]
+        sizes = [end - start for start, end in zip([0, *ends], ends)]
+        owners = owner[[end - 1 for end in ends]].tolist()
+        space = Space({f"{names[o]}[{run}]": (size,) for run, (o, size) in enumerate(zip(owners, sizes, strict=True))})
+    else:
+        space = picked.space
+    tensors: dict[int, list[str]] = {}
+    for name, (start, size) in space.extents.items():
+        if size:
+            tensors.setdefault(int(owner[start]), []).append(name)
+    blocks, layouts = {}, {}
+    for number, (name, block) in enumerate(A.blocks.items()):
+        if number in tensors:
+            inside = place[owner == number]
+            blocks[name] = block if _is_whole(inside, block.shape[0]) else submatrix(block, inside, inside)
+            shapes = {tensor: space.shapes[tensor] for tensor in tensors[number]}
+            layouts[name] = Layout({tensor: _one_row(len(shape)) for tensor, shape in shapes.items()}, shapes)
+    return BlockDiagonal(blocks, layouts, space)
+
+
+def _is_whole(positions: Tensor, n: int) -> bool:
+    return len(positions) == n and torch.equal(positions, torch.arange(n, device=positions.device))
+
+
+def _one_row(axes: int) -> str:
+    """The pattern of a tensor as one row of a matrix."""
+    names = " ".join(f"a{axis}" for axis in range(axes))
+    return f"{names} -> 1 ({names})"
+
+
+def _of_kronecker(A: Kronecker, positions: Tensor) -> LinearOperator | None:
+    """A Kronecker product of parts if whole rows and columns of the matrix of parameters are picked; else formed."""
+    b, rest = positions // (A.G.size * A.A.size), positions % (A.G.size * A.A.size)
+    o, i = rest // A.A.size, rest % A.A.size
+    if not A.batch and len(o):
+        others = (o != o[0]).nonzero()
+        width = int(others[0, 0]) if len(others) else len(o)
+        of_G, of_A = o[::width], i[:width]
+        if torch.equal((of_G[:, None] * A.A.size + of_A).flatten(), positions):
+            parts = submatrix(A.G, of_G, of_G), submatrix(A.A, of_A, of_A)
+            assert isinstance(parts[0], Factor)
+            assert isinstance(parts[1], Factor)
+            return Kronecker(*parts)
+    if not _may_be_formed(A, positions):
+        return None
+    entries = _entries(A.G, b, o) * _entries(A.A, b, i)
+    return Dense(entries * (b[:, None] == b) if A.batch else entries, A.structure)
+
+
+def _entries(factor: Factor, b: Tensor, at: Tensor) -> Tensor:  # [k], [k] -> [k, k]
+    """`F[at, at']` of a factor; of a batch, with the matrices that `b` says for the rows."""
+    if isinstance(factor, Dense):
+        rows = factor.matrix[b, at] if factor.batch else factor.matrix[at]
+        return rows[:, at]
+    entries = factor.diagonals()
+    return (entries[b, at] if factor.batch else entries[at])[:, None] * (at[:, None] == at)
+
+
+def _may_be_formed(A: LinearOperator, positions: Tensor) -> bool:
+    return len(positions) ** 2 * torch.finfo(A.dtype).bits // 8 <= LARGEST
 
 
 class _Later(Deferred):
@@ -322,12 +441,16 @@ class _Later(Deferred):
     def __init__(self, A: Deferred, rows: Selection, cols: Selection) -> None:
         super().__init__(cols.space, A.dtype, A.device, A.structure)
         self.A, self.rows, self.cols = A, rows, cols
+        self._known: tuple[LinearOperator, LinearOperator] | None = None
 
     @property
     def operator(self) -> LinearOperator:
-        return submatrix(self.A.operator, _again(self.rows), _again(self.cols))
+        whole = self.A.operator
+        if self._known is None or self._known[0] is not whole:
+            self._known = whole, submatrix(whole, _again(self.rows), _again(self.cols))
+        return self._known[1]
 
 
 @_structured.register
 def _(A: Deferred, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return None if cols.names is None or not rows.same(cols) else _Later(A, rows, cols)
+    return _Later(A, rows, cols) if rows.same(cols) else None

@@ -1,7 +1,7 @@
 """Operators that meet every law of `test_laws.py`: a new one is one line in `CASES`.
 
 A maker gets a dtype and returns the operator with the same matrix formed by other means. `without` lists the closed
-forms that do not follow from its structure; a law also checks that those, and no others, are refused.
+forms that do not follow from its structure; a law also checks that those of `FORMS`, and no others, are refused.
 """
 
 from __future__ import annotations
@@ -163,6 +163,8 @@ GENERAL, SYMMETRIC, PSD = Structure.GENERAL, Structure.SYMMETRIC, Structure.PSD
 INDEFINITE = ("power", "sample")
 NO_EIGENVALUES = ("eigenvalues", *INDEFINITE)
 NO_SPECTRUM = tuple(form for form in FORMS if form not in ("trace", "diagonal"))
+#: Of an inverse with damping that is solved for.
+SOLVED = ("logdet_of_damped_inverse", "gradient_of_damped_inverse")
 
 CASES = [
     Case("dense", of(lambda M: Dense(M), lambda M: M, normal(4, 4)), NO_EIGENVALUES),
@@ -262,6 +264,64 @@ CASES = [
         NO_SPECTRUM,
     ),
     Case(
+        "sum of dense",
+        of(
+            lambda M, N: Dense(M, PSD) + 2 * Dense(N, PSD),
+            lambda M, N: M + 2 * N,
+            psd(5, 5),
+            psd(5, 5, seed=2),
+        ),
+    ),
+    Case(
+        "sum of diagonal and dense",
+        from_case("diagonal", lambda A: A - Dense(psd(5, 5).to(A.dtype), PSD), lambda M: M - psd(5, 5)),
+        INDEFINITE,
+    ),
+    Case("sum of diagonals", from_case("diagonal", lambda A: A + Diagonal(A.vector), lambda M: 2 * M)),
+    Case(
+        "sum of two products",
+        from_case("kronecker", lambda A: 2 * A + another(A), lambda M: 2 * M + another_dense()),
+        ("eigenvalues", "power", *SOLVED),
+    ),
+    Case(
+        "sum of two products, shifted",
+        from_case("kronecker", lambda A: A.shift(0.3) + another(A), lambda M: M + another_dense() + 0.3 * eye_like(M)),
+        ("eigenvalues", "power", "logdet", "sample", *SOLVED),
+    ),
+    Case(
+        "sum of three products",
+        from_case("kronecker", lambda A: sum([A, another(A), A]), lambda M: 2 * M + another_dense()),
+        ("eigenvalues", "power", "logdet", "sample", *SOLVED),
+    ),
+    Case(
+        "sum of batched products",
+        of(
+            lambda G, A, H, a: Kronecker(G, A) + Kronecker(H, Diagonal(a)),
+            lambda G, A, H, a: batched_kron(G, A) + batched_kron(H, torch.diag(a)),
+            psd(2, 3, 3),
+            psd(2, 2, seed=1),
+            psd(2, 3, 3, seed=2),
+            normal(2).abs() + 0.1,
+        ),
+        ("eigenvalues", "power", *SOLVED),
+    ),
+    Case(
+        "sum of products with one factor",
+        of(
+            lambda G, A, B: Kronecker(G, A) + Kronecker(G, B),
+            lambda G, A, B: torch.kron(G, A + B),
+            psd(3, 3),
+            psd(2, 2, seed=1),
+            psd(2, 2, seed=2),
+        ),
+    ),
+    Case("sum of one basis", from_case("eigendecomposed", lambda A: A + A / 2, lambda M: 1.5 * M)),
+    Case(
+        "inverse of a sum",
+        from_case("kronecker", lambda A: (A + another(A)).inverse(), lambda M: torch.linalg.inv(M + another_dense())),
+        ("eigenvalues", "power", "frobenius_norm", "damped_inverse"),
+    ),
+    Case(
         "product",
         from_case(
             "kronecker", lambda A: A @ Dense(psd(12, 12, seed=2).to(A.dtype), PSD), lambda M: M @ psd(12, 12, seed=2)
@@ -296,6 +356,14 @@ CASES = [
         (*NO_EIGENVALUES, "damped_inverse"),
     ),
 ]
+
+
+def another(A: LinearOperator) -> Kronecker:
+    return kronecker((psd(3, 3, seed=7), psd(4, 4, seed=8)), A.dtype)
+
+
+def another_dense() -> Tensor:
+    return torch.kron(psd(3, 3, seed=7), psd(4, 4, seed=8))
 
 
 def general_blocks(A: LinearOperator) -> BlockDiagonal:

@@ -18,6 +18,7 @@ from curvlinops_plus.linalg import (
     Dense,
     Diagonal,
     IdentityLinearOperator,
+    Kronecker,
     LinearOperator,
     Space,
     Structure,
@@ -158,7 +159,7 @@ def test_structure_stays() -> None:
     eye = IdentityLinearOperator({"w": (2, 2), "b": (2,)}, dtype=F64)
     assert isinstance(eye["b", "b"], IdentityLinearOperator)
     assert eye["b", "b"].in_space.names == ["b"]
-    assert isinstance(Dense(psd(2, 3, 3), PSD)[[0, 1], [0, 1]], SubmatrixLinearOperator)
+    assert isinstance(Dense(psd(2, 3, 3), PSD)[[0, 4, 1], [0, 4, 1]], Dense)
 
 
 def test_whole_blocks_stay_blocks() -> None:
@@ -174,9 +175,53 @@ def test_whole_blocks_stay_blocks() -> None:
     close(S.to_dense(), M[positions][:, positions])
     close(S.logdet, torch.logdet(M[positions][:, positions]))
     cut = K[["conv.weight"], ["conv.weight"]]
-    assert isinstance(cut, SubmatrixLinearOperator)
-    close(cut.to_dense(), M[at["conv.weight"].flatten()][:, at["conv.weight"].flatten()])
+    assert isinstance(cut, BlockDiagonal)
+    assert cut.in_shapes == ((2, 2, 1, 3),)
+    assert isinstance(cut.blocks["conv"], Kronecker)  # all columns of the weight, none of the bias
+    expected = M[at["conv.weight"].flatten()][:, at["conv.weight"].flatten()]
+    close(cut.to_dense(), expected)
+    close(cut.inverse(0.1).to_dense(), torch.linalg.inv(expected + 0.1 * torch.eye(12, dtype=F64)))
     assert isinstance(K["scale", "grouped"], SubmatrixLinearOperator)
+
+
+@pytest.mark.parametrize("which", ["sorted", "shuffled", "every other", "one"])
+def test_parts_of_blocks(which: str) -> None:
+    """A part of every block: entries in the order asked for, with the inverse and determinant of the part."""
+    K, M = block_diagonal(F64)
+    n = len(M)
+    shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    at = {
+        "sorted": shuffled[: n // 2].sort().values,
+        "shuffled": shuffled[: n // 2],
+        "every other": torch.arange(0, n, 2),
+        "one": torch.tensor([n - 1]),
+    }[which]
+    expected = M[at][:, at]
+    for S, D in ((K[at, at], expected), ((2 * K).shift(0.1)[at, at], 2 * expected + 0.1 * torch.eye(len(at)))):
+        assert isinstance(S, BlockDiagonal)
+        close(S.to_dense(), D)
+        close(S @ normal(len(at)), D @ normal(len(at)))
+        close(S.inverse(0.1).to_dense(), torch.linalg.inv(D + 0.1 * torch.eye(len(at))))
+        close(S.logdet, torch.logdet(D))
+        close(S.diagonal(), D.diagonal())
+        close((S + S).to_dense(), 2 * D)
+
+
+def test_whole_rows_and_columns_of_a_product_are_one() -> None:
+    """Of a weight [3, 4]: neurons 2 and 0, inputs 3, 1 and 0."""
+    K = Kronecker(psd(3, 3), psd(4, 4, seed=1))
+    at = (torch.tensor([2, 0])[:, None] * 4 + torch.tensor([3, 1, 0])).flatten()
+    assert isinstance(K[at, at], Kronecker)
+    close(K[at, at].to_dense(), K.to_dense()[at][:, at])
+    assert isinstance(K[at[:-1], at[:-1]], Dense)
+
+
+def test_large_parts_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("curvlinops_plus.linalg.submatrices.LARGEST", 8 * 9)
+    K, at = Kronecker(psd(3, 3), psd(4, 4, seed=1)), [0, 5, 6, 11]
+    assert isinstance(K[at[:3], at[:3]], Dense)
+    assert isinstance(K[at, at], SubmatrixLinearOperator)
+    close(K[at, at].to_dense(), K.to_dense()[at][:, at])
 
 
 def test_layers_of_a_network() -> None:
