@@ -19,7 +19,6 @@ from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.factor_views import FactorOwner, blocks_from_factors, factor_names, read_factor
 from curvlinops_plus.blocks.fingerprint import Fingerprint
 from curvlinops_plus.blocks.plan import LayerPlan
-from curvlinops_plus.blocks.serialization import FORMAT, copied, pack, unpack
 from curvlinops_plus.blocks.stored_options import (
     as_data,
     plain,
@@ -29,6 +28,7 @@ from curvlinops_plus.blocks.stored_options import (
 )
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Space
+from curvlinops_plus.linalg.packing import FORMAT, copied, pack, unpack
 from curvlinops_plus.risk import EmpiricalRisk, Vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses

@@ -1,6 +1,4 @@
-"""Operators as tensors and plain Python, and back: what `torch.save` with `weights_only=True` and safetensors can
-carry.
-"""
+"""Files of states: one safetensors file holds what `torch.save` with `weights_only=True` can carry."""
 
 from __future__ import annotations
 
@@ -10,82 +8,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg import (
-    Dense,
-    Diagonal,
-    Eigendecomposed,
-    Factor,
-    IdentityLinearOperator,
-    Kronecker,
-    LinearOperator,
-    Scaled,
-    Structure,
-)
+from curvlinops_plus.linalg.packing import FORMAT, copied
 
-__all__ = ["copied", "load", "pack", "save", "unpack"]
+__all__ = ["load", "save"]
 
-FORMAT = "curvlinops_plus"
 _MISSING = "save and load need the package safetensors: pip install safetensors. torch.save carries a state_dict, too."
-
-
-def pack(operator: LinearOperator) -> dict[str, Any]:
-    """A structured operator as a nested dict of tensors and strings.
-
-    Raises:
-        ValueError: If its type can't be saved.
-    """
-    if isinstance(operator, Kronecker):
-        return {"type": "Kronecker", "G": pack(operator.G), "A": pack(operator.A)}
-    if isinstance(operator, Eigendecomposed):
-        return {"type": "Eigendecomposed", "basis": pack(operator.basis), "values": copied(operator.values)}
-    if isinstance(operator, Diagonal):
-        return {"type": "Diagonal", "vector": copied(operator.vector)}
-    if isinstance(operator, Dense):
-        return {"type": "Dense", "matrix": copied(operator.matrix), "structure": operator.structure.name}
-    if isinstance(operator, Scaled) and isinstance(operator.A, IdentityLinearOperator):
-        scale = torch.as_tensor(operator.c, dtype=operator.dtype, device=operator.device)
-        return {"type": "ScaledIdentity", "scale": copied(scale), "size": operator.shape[0]}
-    raise ValueError(
-        f"A block of type {type(operator).__name__} can't be saved; known are Kronecker, Eigendecomposed, "
-        "Diagonal, Dense and multiples of the identity."
-    )
-
-
-def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
-    """The operator that `pack` described, on `device`; it shares no memory with the state.
-
-    Raises:
-        ValueError: If the state is not one of `pack`.
-    """
-    try:
-        kind = state["type"]
-        if kind == "Kronecker":
-            G, A = unpack(state["G"], device), unpack(state["A"], device)
-            assert isinstance(G, Factor)
-            assert isinstance(A, Factor)
-            return Kronecker(G, A)
-        if kind == "Eigendecomposed":
-            return Eigendecomposed(unpack(state["basis"], device), copied(state["values"]).to(device))
-        if kind == "Diagonal":
-            return Diagonal(copied(state["vector"]).to(device))
-        if kind == "Dense":
-            return Dense(copied(state["matrix"]).to(device), Structure[state["structure"]])
-        if kind == "ScaledIdentity":
-            scale = state["scale"]
-            return Scaled(IdentityLinearOperator([(state["size"],)], device, scale.dtype), float(scale))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"The state of a block is incomplete ({error!r}); is the file cut off, or not ours?"
-        ) from error
-    raise ValueError(f"The state has a block of unknown type {kind!r}; is it from a newer version?")
-
-
-def copied(t: Tensor) -> Tensor:
-    """A copy without graph, with the memory in the usual order."""
-    return t.detach().clone(memory_format=torch.contiguous_format)
 
 
 def save(state: Any, path: str | PathLike[str]) -> None:

@@ -15,8 +15,8 @@ from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
 from curvlinops_plus.blocks.kfac import EKFAC, KFAC
 from curvlinops_plus.blocks.nearest import NearestKronecker
 from curvlinops_plus.blocks.per_example import DiagonalBlock, FullBlock, ScaledIdentity
-from curvlinops_plus.blocks.serialization import copied
 from curvlinops_plus.blocks.tnt import TNT
+from curvlinops_plus.linalg.packing import copied
 from curvlinops_plus.risk import CurvaturePropagation, Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
 
 __all__ = ["as_data", "plain", "rebuild_approximations", "rebuild_vectors", "same_data"]

@@ -14,6 +14,7 @@ from curvlinops_plus.linalg.damping import Damping, Scalar
 from curvlinops_plus.linalg.kronecker import Kronecker
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
+from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.products import error_context, outside_autocast
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.linalg.space import Space
@@ -179,6 +180,56 @@ class BlockDiagonal(LinearOperator):
             with outside_autocast(self.device):
                 dense[at[:, None], at] = block.to_dense()
         return dense
+
+    def nearest_kronecker(self) -> BlockDiagonal:
+        """The same with blocks that are sums of Kronecker products replaced by the nearest single one."""
+        return self._with(self._each(lambda block: getattr(block, "nearest_kronecker", lambda: block)()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All blocks and what they are of, in tensors and plain Python, as `save` and `torch.save` take it.
+
+        Raises:
+            ValueError: If a block is known by its products alone.
+        """
+        layouts = {name: {"patterns": x.patterns, "sizes": x.sizes} for name, x in self.layouts.items()}
+        space = {name: list(shape) for name, shape in self.in_space.shapes.items()}
+        return {
+            "format": FORMAT,
+            "class": "BlockDiagonal",
+            "space": space,
+            "layouts": layouts,
+            "blocks": self._each(pack),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any], device: torch.device | str = "cpu") -> BlockDiagonal:
+        """The operator that a state describes.
+
+        Args:
+            state_dict: What `state_dict()` returned.
+            device: Where its tensors shall be.
+
+        Raises:
+            ValueError: If it is no such state, or cut off.
+
+        Example:
+            >>> from curvlinops_plus.linalg import Diagonal
+            >>> layouts = {"w": Layout({"w": "d -> 1 d"}, {"w": (2,)})}
+            >>> K = BlockDiagonal({"w": Diagonal(torch.ones(2))}, layouts, Space({"w": (2,)}))
+            >>> BlockDiagonal.from_state_dict((K + 2 * K).state_dict()).diagonal()
+            tensor([3., 3.])
+        """
+        keys = ("space", "layouts", "blocks")
+        if not isinstance(state_dict, Mapping) or state_dict.get("class") != "BlockDiagonal":
+            raise ValueError("This is not the state of a BlockDiagonal: expected what its state_dict() returns.")
+        if missing := [key for key in keys if key not in state_dict]:
+            raise ValueError(f"The state lacks {missing}; is the file cut off?")
+        space = Space(state_dict["space"])
+        layouts = {
+            name: Layout(x["patterns"], {key: space.shapes[key] for key in x["patterns"]}, x["sizes"])
+            for name, x in state_dict["layouts"].items()
+        }
+        return cls({name: unpack(x, torch.device(device)) for name, x in state_dict["blocks"].items()}, layouts, space)
 
     # Closed forms ----------------------------------------------------------------------------------------------------
 

@@ -54,8 +54,9 @@ class KroneckerSum(LinearOperator):
         for term in self.terms:
             sizes, rows = (*term.batch, term.G.size, term.A.size), (*term.batch, term.G.rows, term.A.rows)
             if sizes != self._sizes or rows != sizes:
+                pairs = [[list(t.G.shape), list(t.A.shape)] for t in (first, term)]
                 raise ValueError(
-                    f"Expected square Kronecker products of one shape, got {first.label} and {term.label}."
+                    f"Expected products of square factors of equal sizes, got factors {pairs[0]} and {pairs[1]}."
                 )
             if term.dtype != first.dtype or term.device != first.device:
                 raise ValueError(f"Expected one dtype and device, got {first.label} and {term.label}.")
@@ -155,7 +156,7 @@ class KroneckerSum(LinearOperator):
     @cached_property
     def _diagonalised(self) -> Congruent:
         axes = len(self._batch)
-        (U_G, of_G), (U_A, of_A) = _simultaneous(*self._G, axes), _simultaneous(*self._A, axes)
+        (U_G, of_G), (U_A, of_A) = (_simultaneous(F[0], F[1], axes) for F in (self._G, self._A))
         values = _total([(g[..., :, None] * a[..., None, :]).flatten() for g, a in zip(of_G, of_A, strict=True)])
         return Congruent(Kronecker(U_G[0], U_A[0]), Kronecker(U_G[1], U_A[1]), values)
 
@@ -172,7 +173,7 @@ class Congruent(LinearOperator):
         >>> U, half = torch.tensor([[2.0, 0.0], [2.0, 2.0]]), torch.tensor([[0.5, 0.0], [-0.5, 0.5]])
         >>> C = Congruent(Dense(U), Dense(half), torch.tensor([1.0, 2.0]))
         >>> C.diagonal(), C.inverse() @ (C @ torch.ones(2)), C.det
-        (tensor([ 4., 12.]), tensor([1., 1.]), tensor(32.0000))
+        (tensor([ 4., 12.]), tensor([1., 1.]), tensor(32.))
     """
 
     structure = Structure.PSD
@@ -239,7 +240,8 @@ def _entries(factors: Sequence[Factor], batch: tuple[int, ...]) -> list[Tensor]:
 
 def _product(G: Tensor, A: Tensor, batch_axes: int = 0) -> Kronecker:
     """The Kronecker product of factors as `_entries` gives them."""
-    return Kronecker(*(Diagonal(factor) if factor.ndim == batch_axes + 1 else factor for factor in (G, A)))
+    G_, A_ = (Diagonal(factor) if factor.ndim == batch_axes + 1 else factor for factor in (G, A))
+    return Kronecker(G_, A_)
 
 
 def _inner(M: Tensor, N: Tensor, batch_axes: int) -> Tensor:  # [*b, ...], twice -> [*b]

@@ -99,8 +99,8 @@ def _of_dense(A: Dense, B: LinearOperator) -> LinearOperator | None:
         return None
     M, N = (A.matrix, B.matrix) if A.batch == B.batch else (A.to_dense(), B.to_dense())
     space = A if not A.in_space.is_flat else B
-    spaces = {"in_space": space.in_space, "out_space": space.out_space}
-    return Dense(M + N, min(A.structure, B.structure), **spaces)
+    structure = min(A.structure, B.structure)
+    return Dense(M + N, structure, in_space=space.in_space, out_space=space.out_space)
 
 
 def _vector(A: Diagonal, other: Diagonal) -> Tensor:
@@ -128,4 +128,4 @@ def _same(F: Factor, G: Factor) -> bool:
 
 
 # Set from here, because operators are defined without the classes that build on them.
-LinearOperator._structured_sum = structured_sum
+LinearOperator._structured_sum = lambda self, other: structured_sum(self, other)

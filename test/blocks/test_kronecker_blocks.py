@@ -43,9 +43,9 @@ from curvlinops_plus.blocks import nearest as nearest_module
 from curvlinops_plus.blocks import tnt
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.blocks.nearest import PowerStep
-from curvlinops_plus.blocks.serialization import pack, unpack
-from curvlinops_plus.linalg import Dense, Kronecker, Scaled, Structure
+from curvlinops_plus.linalg import Dense, Kronecker, Scaled
 from curvlinops_plus.linalg.kronecker_approximation import balanced, nearest_to_matrix
+from curvlinops_plus.linalg.packing import pack, unpack
 from curvlinops_plus.risk import find_layers
 from curvlinops_plus.risk.sweep import sweep
 
@@ -545,8 +545,8 @@ def test_multiples_of_the_identity_are_packed() -> None:
         assert isinstance(back, Scaled)
         assert back.dtype == dtype
         same(back.to_dense(), block.to_dense())
-    with pytest.raises(ValueError, match=r"Scaled can't be saved; known are .* multiples of the identity"):
-        pack(2.0 * Dense(torch.eye(2), Structure.PSD))
+    with pytest.raises(ValueError, match=r"Product can't be saved; known are .* multiples of the identity"):
+        pack(Dense(torch.eye(2)) @ Dense(torch.eye(2)))
     with pytest.raises(ValueError, match="incomplete"):
         unpack({"type": "ScaledIdentity", "size": 3}, torch.device("cpu"))
 

@@ -35,6 +35,7 @@ from curvlinops_plus import (
     load,
     save,
 )
+from curvlinops_plus.linalg import BlockDiagonal
 
 ROOT = Path(__file__).parents[2]
 both = pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator], ids=["KFAC", "EKFAC"])
@@ -604,8 +605,8 @@ def test_the_state_of_an_estimator_that_is_edited_in_place_leaves_it_alone(appro
 
 
 def test_every_packed_matrix_is_a_copy() -> None:
-    from curvlinops_plus.blocks.serialization import pack, unpack
     from curvlinops_plus.linalg import Dense, Diagonal, Eigendecomposed, Kronecker, Structure
+    from curvlinops_plus.linalg.packing import pack, unpack
 
     Q, G, A = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64)).Q.contiguous() for n in (6, 2, 3))
     values = torch.rand(6, dtype=torch.float64)
@@ -621,3 +622,19 @@ def test_every_packed_matrix_is_a_copy() -> None:
         overwrite(state)
         same(operator.to_dense(), before)
         same(made.to_dense(), before)
+
+
+def test_sums_of_curvatures_are_saved(tmp_path: Path) -> None:
+    """Of two data sets: blocks, inverse and file of the sum."""
+    p, q = problem("mlp"), problem("mlp")
+    K, L = (curvature(EmpiricalRisk(p.model, p.loss, data), KFAC) for data in (p.data, q.data[:1]))
+    total = 2 * K + L
+    assert isinstance(total, BlockDiagonal)
+    assert list(total.blocks) == list(K.blocks)
+    close(total.to_dense(), 2 * K.to_dense() + L.to_dense(), 1e-12)
+    save(total, tmp_path / "total.safetensors")
+    loaded = BlockDiagonal.from_state_dict(load(tmp_path / "total.safetensors"))
+    close(loaded.to_dense(), total.to_dense(), 1e-12)
+    v = torch.ones(total.shape[0], dtype=total.dtype)
+    solved = torch.linalg.solve(total.shift(0.1).to_dense(), v)
+    close(loaded.inverse(0.1) @ v, solved, 1e-9)

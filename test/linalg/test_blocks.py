@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from io import BytesIO
+
 import pytest
 import torch
+from torch import Tensor
 
+from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg import (
     BlockDiagonal,
     Dense,
     Diagonal,
     IdentityLinearOperator,
     Kronecker,
+    KroneckerSum,
     Layout,
     Space,
     Structure,
+    Sum,
 )
 
 from .cases import F64, block_diagonal, eye_like, normal, psd
@@ -158,3 +164,118 @@ def test_merge_refuses_what_is_not_split() -> None:
         K.merge({name: parts[name]})
     with pytest.raises(ValueError, match=rf'block "{name}": expected \[{len(parts[name])}\] or'):
         K.merge(parts | {name: parts[name][:-1]})
+
+
+# Sums and states -----------------------------------------------------------------------------------------------------
+
+
+def renamed(K: BlockDiagonal) -> BlockDiagonal:
+    """The same matrix of another network, whose blocks and parameters have other names and another order."""
+    new = {name: f"model.{name}" for name in K.space.names}
+    layouts = {
+        f"other {block}": Layout(
+            {new[name]: pattern for name, pattern in layout.patterns.items()},
+            {new[name]: shape for name, shape in layout.shapes.items()},
+            layout.sizes,
+        )
+        for block, layout in reversed(K.layouts.items())
+    }
+    blocks = {f"other {block}": operator for block, operator in reversed(K.blocks.items())}
+    return BlockDiagonal(blocks, layouts, Space({new[name]: shape for name, shape in K.space.shapes.items()}))
+
+
+def test_sums_of_different_networks() -> None:
+    K, M = blocks()
+    total = K + 0.5 * renamed(K)
+    assert isinstance(total, BlockDiagonal)
+    assert list(total.blocks) == list(K.blocks)
+    close(total.to_dense(), 1.5 * M)
+    close(total.inverse(0.1).to_dense(), torch.linalg.inv(1.5 * M + 0.1 * eye_like(M)))
+
+
+def test_other_groups_are_not_summed_block_by_block() -> None:
+    K, M = blocks()
+    shapes = K.space.shapes
+    one = {"all": Layout({name: f"{axes(shape)} -> 1 ({axes(shape)})" for name, shape in shapes.items()}, shapes)}
+    total = K + BlockDiagonal({"all": Diagonal(torch.ones(len(M), dtype=F64))}, one, K.space)
+    assert isinstance(total, Sum)
+    close(total.to_dense(), M + eye_like(M))
+
+
+def axes(shape: torch.Size) -> str:
+    return " ".join(f"a{k}" for k in range(len(shape)))
+
+
+def test_states_of_block_diagonal_matrices() -> None:
+    K, _ = blocks()
+    other = K._with({**K.blocks, "conv": Kronecker(psd(2, 2, seed=8), psd(7, 7, seed=9))})
+    total = K + other
+    for A in (K, 2 * K, K.shift(0.1), total, total.shift(0.1), total.nearest_kronecker(), K.inverse(), K.inverse(0.1)):
+        state = A.state_dict()
+        torch.save(state, file := BytesIO())
+        file.seek(0)
+        B = BlockDiagonal.from_state_dict(torch.load(file, weights_only=True))
+        close(B.to_dense(), A.to_dense())
+        assert B.structure == A.structure
+        close(B.trace, A.trace)
+        assert list(B.blocks) == list(A.blocks)
+        assert B.space == A.space
+    with pytest.raises(ValueError, match="not the state of a BlockDiagonal"):
+        BlockDiagonal.from_state_dict({"blocks": {}})
+    with pytest.raises(ValueError, match=r"lacks \['layouts'\]; is the file cut off"):
+        BlockDiagonal.from_state_dict({key: value for key, value in state.items() if key != "layouts"})
+
+
+def test_nearest_kronecker_of_blocks() -> None:
+    K, _ = blocks()
+    conv = K.blocks["conv"]
+    assert isinstance(conv, Kronecker)
+    twice = K + K._with({**K.blocks, "conv": Kronecker(2 * conv.G.to_dense(), 2 * conv.A.to_dense())})
+    assert isinstance(twice.blocks["conv"], KroneckerSum)
+    near = twice.nearest_kronecker()
+    close(near.to_dense(), twice.to_dense())  # all terms are multiples of one
+    assert isinstance(near.blocks["conv"], Kronecker)
+    assert isinstance(near.blocks["groups"], Kronecker)
+
+
+@pytest.mark.parametrize("shape", [((3, 3), (4, 4)), ((2, 3, 3), (2, 2, 2)), ((3,), (4, 4)), ((3,), (4,))])
+def test_singular_sums_of_two_products(shape: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Each term is singular, and their sum may be: then there is no inverse, and the determinant is zero."""
+
+    def factor(size: tuple[int, ...], seed: int, keep: slice) -> Tensor:
+        if len(size) == 1 or (len(size) == 2 and size[0] != size[1]):
+            d = torch.zeros(size, dtype=F64)
+            d[..., keep] = 1.0
+            return d
+        Q = normal(*size, seed=seed)[..., keep]
+        return Q @ Q.mT
+
+    def product(keep_G: slice, keep_A: slice, seed: int) -> Kronecker:
+        G, A = factor(shape[0], seed, keep_G), factor(shape[1], seed + 1, keep_A)
+        return Kronecker(*(Diagonal(F) if F.ndim == 1 else F for F in (G, A)))
+
+    head, tail, every = slice(0, 1), slice(1, None), slice(None)
+    regular = product(every, head, 1) + product(every, tail, 5)
+    M = regular.to_dense()
+    close(regular.inverse().to_dense() @ M, eye_like(M))
+    close(regular.logdet, torch.logdet(M))
+    singular = product(head, head, 1) + product(tail, tail, 5)
+    assert singular.logdet == -torch.inf
+    with pytest.raises(SingularMatrixError, match=r"Congruent.*is singular"):
+        singular.inverse()
+    M = singular.to_dense()
+    close(singular.inverse(0.1).to_dense() @ (M + 0.1 * eye_like(M)), eye_like(M))
+    root = singular._root_matmat(eye_like(M))
+    close(root @ root.T, M)
+
+
+def test_messages_of_sums_of_products() -> None:
+    with pytest.raises(ValueError, match=r"factors \[\[2, 2\], \[3, 3\]\] and \[\[3, 3\], \[2, 2\]\]"):
+        KroneckerSum([Kronecker(psd(2, 2), psd(3, 3)), Kronecker(psd(3, 3), psd(2, 2))])
+    with pytest.raises(ValueError, match="Expected one dtype and device, got Kronecker"):
+        KroneckerSum([Kronecker(psd(2, 2), psd(3, 3)), Kronecker(psd(2, 2).float(), psd(3, 3).float())])
+    indefinite = Kronecker(psd(2, 2), psd(3, 3)) - Kronecker(psd(2, 2, seed=1), psd(3, 3, seed=2))
+    assert indefinite.structure == Structure.SYMMETRIC
+    with pytest.raises(NoClosedForm, match=r"KroneckerSum.*no closed form of `power`"):
+        indefinite.nearest_kronecker()
+    assert isinstance(Kronecker(psd(2, 2), psd(3, 3)) + Kronecker(psd(3, 3), psd(2, 2)), Sum)

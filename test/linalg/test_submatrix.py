@@ -25,7 +25,7 @@ from curvlinops_plus.linalg import (
 )
 from curvlinops_plus.linalg.submatrices import ProjectedLinearOperator, SubmatrixLinearOperator, submatrix
 
-from .cases import CASES, F64, Case, OnlyProducts, block_diagonal, normal, psd
+from .cases import CASES, F64, Case, OnlyProducts, block_diagonal, eye_like, normal, psd
 from .test_laws import close
 
 PSD, GENERAL = Structure.PSD, Structure.GENERAL
@@ -197,11 +197,11 @@ def test_parts_of_blocks(which: str) -> None:
         "one": torch.tensor([n - 1]),
     }[which]
     expected = M[at][:, at]
-    for S, D in ((K[at, at], expected), ((2 * K).shift(0.1)[at, at], 2 * expected + 0.1 * torch.eye(len(at)))):
+    for S, D in ((K[at, at], expected), ((2 * K).shift(0.1)[at, at], 2 * expected + 0.1 * eye_like(expected))):
         assert isinstance(S, BlockDiagonal)
         close(S.to_dense(), D)
         close(S @ normal(len(at)), D @ normal(len(at)))
-        close(S.inverse(0.1).to_dense(), torch.linalg.inv(D + 0.1 * torch.eye(len(at))))
+        close(S.inverse(0.1).to_dense(), torch.linalg.inv(D + 0.1 * eye_like(expected)))
         close(S.logdet, torch.logdet(D))
         close(S.diagonal(), D.diagonal())
         close((S + S).to_dense(), 2 * D)
