@@ -228,8 +228,7 @@ def _(A: Eigendecomposed, rows: Selection, cols: Selection) -> LinearOperator | 
         return None
     units = torch.zeros(A.shape[0], len(cols.positions), dtype=A.dtype, device=A.device)
     units[cols.positions, torch.arange(len(cols.positions), device=A.device)] = 1
-    Q = A.basis._rmatmat(units)
-    return Dense(Q.T @ (A.values[:, None] * Q), A.structure)
+    return Dense(cols.gather(A._matmat(units)), A.structure)
 
 
 @_structured.register
