@@ -22,9 +22,9 @@ from curvlinops_plus.risk.gradient_check import (
     TOLERANCE,
     SentVectors,
     compare_all_rows,
-    halves_by_digits,
     random_halves,
     send_single,
+    send_to_all,
 )
 from curvlinops_plus.risk.preserve import kept_attributes
 from curvlinops_plus.risk.process_state import eager
@@ -200,8 +200,7 @@ class _Check:
             return self._look_apart(backward)
         self._look_apart(backward=False)
         try:
-            reached = self._look_again(every=False)
-            return reached if reached >= self.called else self._look_again(every=True)
+            return self._look_again()
         except UnsupportedError:
             self._look_apart(backward=True)  # knows better of models that keep their parameters elsewhere
             raise
@@ -298,13 +297,11 @@ class _Check:
                 _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
         return found, send_single(own, [f for f in found if f.requires_grad], free, self.batch.num_examples, every)
 
-    def _look_again(self, every: bool) -> set[int]:
-        """Send vectors back through the batch itself; arguments and result as for `_look`."""
-        recorder, live, N = self.recorder, [f for f in self.outputs if f.requires_grad], self.batch.num_examples
-        if not self.all_rows:
-            compare_all_rows(recorder, live, halves_by_digits(N))
-            self.all_rows = True
-        sent = send_single(recorder, live, self.risk.params, N, every, whole=True)
+    def _look_again(self) -> set[int]:
+        """Send vectors back through the batch itself; result as for `run`."""
+        recorder, live = self.recorder, [f for f in self.outputs if f.requires_grad]
+        sent = send_to_all(recorder, live, self.risk.params)
+        self.all_rows = True
         with recorder.disabled(), torch.no_grad(), torch.autocast(self.risk.device.type, enabled=False):
             return self._compare(recorder, live, sent)
 
