@@ -200,8 +200,10 @@ def plain_mode(device: str) -> AbstractContextManager[None]:
     Args:
         device: Type of the device.
     """
-    changes = torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device)
-    return _plain_mode(device) if changes else nullcontext()
+    # Each context costs as much as a small product does.
+    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
+        return _plain_mode(device)
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.call_kinds import are_rows_unclear, batch_kind, rows_per_example
 from curvlinops_plus.risk.constant_statistics import batch_norms
@@ -279,7 +280,7 @@ class _Check:
                 if found is None or not self._compare_outputs(found[0], few, examples):
                     return None
                 # Rules look at the modules, which have their own parameters again.
-                with own.disabled(), torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
+                with own.disabled(), plain_mode(risk.device.type):
                     return self._compare(own, *found)
 
     def _send(
@@ -302,7 +303,7 @@ class _Check:
         recorder, live = self.recorder, [f for f in self.outputs if f.requires_grad]
         sent = send_to_all(recorder, live, self.risk.params)
         self.all_rows = True
-        with recorder.disabled(), torch.no_grad(), torch.autocast(self.risk.device.type, enabled=False):
+        with recorder.disabled(), plain_mode(self.risk.device.type):
             return self._compare(recorder, live, sent)
 
     def _compare(self, own: Recorder, outputs: Sequence[Tensor], sent: SentVectors) -> set[int]:
