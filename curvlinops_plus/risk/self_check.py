@@ -375,4 +375,6 @@ def _compare_expanded(expanded: RecordedCall, found: Sequence[Tensor], plain: Se
 
 def _rows_of(t: Tensor, examples: list[int], N: int) -> Tensor:
     """The rows of some examples; the tensor itself if it does not carry examples first."""
+    if t.ndim and t.shape[0] == N:
+        return t[examples]
     return t.unflatten(0, (N, -1))[examples].flatten(0, 1) if t.ndim and t.shape[0] % N == 0 else t
