@@ -149,6 +149,8 @@ class GramSum:
             return mirror(total)
         framed = total.new_empty(len(total) + 1, len(total) + 1)
         framed[:-1, :-1], framed[-1, :-1], framed[-1, -1] = total, self._sum, self._count
+        self._triangle = None
+        del total
         return mirror(framed)
 
     def _add_ones(self, total: Tensor, count: Tensor | float) -> None:

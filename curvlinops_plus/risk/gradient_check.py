@@ -50,7 +50,7 @@ class SentVectors:
 
     Attributes:
         calls: The recorded calls.
-        first: What a vector for the first example left at their slots, by identity.
+        first: What a vector for the first example left at their slots, by identity, if it reached others.
         grads: The same of a vector for the example in the middle.
         expected: Autograd's gradients of parameters for the latter, by key.
         num_examples: N.
@@ -122,10 +122,12 @@ def send_single(
         return torch.autograd.grad(outputs, inputs, vectors, retain_graph=retain_graph, allow_unused=True)
 
     # Two of them: examples that change places may leave one where it is.
-    first = send(0, edges, retain_graph=True) if N > 1 else ()
+    first = _by_slot(slots, send(0, edges, retain_graph=True)) if N > 1 else {}
+    if _find_rows(recorder.calls, N, [([0], first)]) == []:
+        first = {}  # there is nothing to say of them, and they would take memory in the pass that follows
     found = send(N // 2, [*edges, *free.values()])
-    grads, before = _by_slot(slots, found), _by_slot(slots, first)
-    return SentVectors(recorder.calls, before, grads, _by_key(free, found[len(slots) :]), N, batch_size, every)
+    grads, expected = _by_slot(slots, found), _by_key(free, found[len(slots) :])
+    return SentVectors(recorder.calls, first, grads, expected, N, batch_size, every)
 
 
 def send_to_all(recorder: Recorder, outputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> SentVectors:
@@ -166,11 +168,13 @@ def _are_scaled(
     slots: Sequence[OutputSlot], one: Sequence[Tensor | None], two: Sequence[Tensor | None], factors: Tensor
 ) -> bool:
     """Whether the rows of each example in the second gradients are those in the first times its factor, all finite."""
-    pairs = list(zip(slots, one, two))
-    if any((g is None) != (h is None) for _, g, h in pairs):
-        return False
-    rows = [[slot.arrange(t).reshape(len(factors), -1) for t in (g, h)] for slot, g, h in pairs if g is not None]
-    away = [(g * factors.to(g.dtype)[:, None] - h).count_nonzero() for g, h in rows]
+    away, N = [], len(factors)
+    for slot, g, h in zip(slots, one, two):
+        if g is not None and h is not None:
+            g, h = (slot.arrange(t).reshape(N, -1) for t in (g, h))
+            away.append((g * factors.to(g.dtype)[:, None] - h).count_nonzero())
+        elif g is not h:
+            return False
     return not away or not bool(torch.stack(away).any())  # of numbers that are not finite the difference is NaN
 
 
