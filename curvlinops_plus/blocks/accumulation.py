@@ -11,6 +11,7 @@ from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.determinism import require_same
@@ -140,7 +141,8 @@ class Accumulation:
         def finish(layer: Layer) -> dict[str, Any]:
             return {name: accumulator.finish_for_good() for name, accumulator in pending.pop(layer).items()}
 
-        results = side_by_side(finish, pending, lambda layer: finish_work(layer, pending[layer]))
+        with plain_mode(self.risk.device.type):
+            results = side_by_side(finish, pending, lambda layer: finish_work(layer, pending[layer]))
         return dict(zip(self.pending, results, strict=True))
 
     def _check(self, totals: Totals, layers: list[Layer]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -182,7 +183,7 @@ class Accumulator(metaclass=AccumulatorType):
         if self._scaled is not None:
             self._scaled[name] = value
         # The sum of all entries is finite unless one of them is not, or it overflows: look at each of them only then.
-        if not bool(value.sum().isfinite()) and not bool(value.isfinite().all()):
+        if not isfinite(value.sum()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
         return value
 

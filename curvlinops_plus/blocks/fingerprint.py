@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from math import cos, sin
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops_plus.risk import EmpiricalRisk
 
@@ -17,6 +17,8 @@ Fingerprint = dict[str, list[float]]
 
 # Waves of a longer parameter are those of one piece, shifted.
 _PIECE = 2**18
+# Shorter parameters are summed up together.
+_SHORT = 2**12
 
 
 def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
@@ -29,10 +31,14 @@ def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
     """
     params, tracked = dict(risk.params), {id(p) for p in risk.params.values()}
     params |= {f"model.{name}": p for name, p in risk.model.named_parameters() if id(p) not in tracked}
-    sums = [number for p in params.values() for number in _sums(p.detach())]
-    # Read together: every answer of a GPU is waited for.
-    read = torch.stack([number.to(sums[0].device) for number in sums]).view(-1, 2).tolist() if sums else []
-    return dict(zip(params, read, strict=True))
+    short = [key for key, p in params.items() if _is_short(p, risk.device)]
+    with torch.no_grad():
+        found = {key: torch.stack(_sums(p)).to(risk.device) for key, p in params.items() if key not in short}
+        parts = ([_short_sums([params[key] for key in short])] if short else []) + [*found.values()]
+        # Read together: every answer of a GPU is waited for.
+        read = torch.cat([sums.view(-1, 2) for sums in parts]).tolist()
+    sums = dict(zip([*short, *found], read, strict=True))
+    return {key: sums[key] for key in params}
 
 
 def changed_parameters(
@@ -59,6 +65,26 @@ def require_unchanged(label: str, before: Mapping[str, list[float]], risk: Empir
             "its compute() for the matrix at the present ones, or make it after they change. `curvature` computes at "
             "once, and so does check_deterministic=True of the other classes."
         )
+
+
+def _is_short(p: Tensor, device: torch.device) -> bool:
+    """Whether the sums of a parameter are computed together with those of others on the device."""
+    plain = type(p) in (Tensor, nn.Parameter) and p.is_floating_point() and p.layout == torch.strided
+    return plain and p.numel() <= _SHORT and p.device == device and device.type in ("cpu", "cuda")
+
+
+def _short_sums(params: Sequence[Tensor]) -> Tensor:  # -> [number of parameters, 2]
+    """The same as `_sums`, of all parameters at once."""
+    waves, lengths = _short_waves(tuple(p.numel() for p in params), params[0].device)
+    flat = torch.cat([p.reshape(-1) for p in params]).double()
+    return torch.segment_reduce(torch.stack((flat.abs(), flat * waves), 1), "sum", lengths=lengths)
+
+
+@lru_cache(16)
+def _short_waves(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        cosine = _waves(device)[0]
+        return torch.cat([cosine[:length] for length in lengths]), torch.tensor(lengths, device=device)
 
 
 def _sums(p: Tensor) -> tuple[Tensor, Tensor]:

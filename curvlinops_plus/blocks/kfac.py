@@ -104,7 +104,8 @@ class KFAC(Accumulator):
         for number, role in enumerate(batch.roles()):
             diagonal_A, diagonal_G = diagonal_in_role(self.layer, number, self.diagonal)
             if role.calls and batch.first and self.weight_group is not None:
-                rows, name = role.restrict(self.weight_group).rows, f"A{number or ''}"
+                part = role if len(self.layer.groups) == 1 else role.restrict(self.weight_group)
+                rows, name = part.rows, f"A{number or ''}"
                 if not diagonal_A and (a := rows.stacked_inputs(self.reduce)) is not None:
                     self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(len(a)))
                 else:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
+from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
 __all__ = ["KEPT_BYTES", "SweepCache"]
@@ -78,8 +78,7 @@ class SweepCache:
         """
         assert self._batches is not None
         for batch in tqdm(self._batches, desc=desc, disable=desc is None):
-            device = batch.layer.device
-            with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            with plain_mode(batch.layer.device.type):
                 consume(replace(batch, calls=[replace(call) for call in batch.calls], _shared={}))
         for batch_totals in self._totals:
             after_batch(batch_totals)

@@ -117,7 +117,7 @@ def correlation_pays(geometry: Geometry, x: Tensor) -> bool:
     if any(size <= k for size, k in zip(x.shape[2:], geometry.kernel, strict=True)):
         return False  # all border
     patches, d = len(x) * geometry.positions(x), x.shape[1] * prod(geometry.kernel)
-    return torch.backends.mkldnn.is_available() and patches >= _MIN_PATCHES and patches * d**2 >= _MIN_PRODUCTS
+    return patches >= _MIN_PATCHES and patches * d**2 >= _MIN_PRODUCTS and torch.backends.mkldnn.is_available()
 
 
 def correlation_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]

@@ -9,6 +9,7 @@ copy and are used where the result can be permuted afterwards. Grouped convoluti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -125,9 +126,8 @@ class Geometry:
         steps = list(enumerate(zip(self.kernel, self.stride, self.dilation, self.padding, strict=True), 2))
         for dim, (k, stride, dilation, padding) in reversed(steps):
             size, (before, after) = x.shape[dim], padding if zeros else (0, 0)
-            pixels = torch.eye(before + size + after, dtype=x.dtype, device=x.device)
-            met = pixels.unfold(0, dilation * (k - 1) + 1, stride)[..., ::dilation].sum(0)  # [padded, k]: by which taps
-            x = (x.movedim(dim, -1) @ met[before : before + size]).movedim(-1, dim)
+            met = _met(before + size + after, k, stride, dilation).to(x)[before : before + size]
+            x = (x.movedim(dim, -1) @ met).movedim(-1, dim)
         return x.flatten(1)
 
     def positions(self, x: Tensor) -> int:
@@ -136,3 +136,10 @@ class Geometry:
         for n, pads, k, s, d in zip(x.shape[2:], self.padding, self.kernel, self.stride, self.dilation, strict=True):
             count *= (n + sum(pads) - d * (k - 1) - 1) // s + 1
         return count
+
+
+@lru_cache(256)
+def _met(padded: int, k: int, stride: int, dilation: int) -> Tensor:  # -> [padded, k]
+    """How often each tap of a kernel meets each pixel of a line."""
+    with torch.inference_mode(False):
+        return torch.eye(padded).unfold(0, dilation * (k - 1) + 1, stride)[..., ::dilation].sum(0)

@@ -77,7 +77,7 @@ def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Names and differentiable parameters, once per name."""
-    every = list(module.named_parameters(recurse=False, remove_duplicate=False))
+    every = [(name, p) for name, p in module._parameters.items() if p is not None]
     if parametrize.is_parametrized(module):
         inner = getattr(module, "parametrizations")  # noqa: B009 (unknown to type checkers)
         every += inner.named_parameters(prefix="parametrizations", remove_duplicate=False)

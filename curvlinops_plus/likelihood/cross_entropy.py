@@ -184,7 +184,8 @@ class CrossEntropy(Likelihood):
         N, R, _ = F.shape
         p, root_h = F.softmax(-1), self._root_scale(F, Y)
         drawn = categories(p, uniform(N, R, num).to(F.device)).permute(2, 0, 1)[..., None]  # [num, N, R, 1]
-        return (root_h * p).expand(num, -1, -1, -1).scatter_add(-1, drawn, -root_h.expand(drawn.shape))
+        mean = (root_h * p).expand(num, -1, -1, -1).contiguous()  # of one draw no copy: large vocabularies
+        return mean.scatter_add_(-1, drawn, -root_h.expand(drawn.shape))
 
     # ---------------------------------------------------------------------------------------------- parts
 

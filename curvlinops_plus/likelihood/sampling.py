@@ -56,11 +56,13 @@ def categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """
     C, num = probabilities.shape[-1], uniforms.shape[-1]
     rows = max(1, _WORK_BYTES // (max(C, 1) * uniforms.element_size()))
+    if uniforms.shape[:-1].numel() <= rows:
+        return _categories(probabilities, uniforms)
     parts = zip(probabilities.reshape(-1, C).split(rows), uniforms.reshape(-1, num).split(rows), strict=True)
     return torch.cat([_categories(p, u) for p, u in parts]).view(uniforms.shape)
 
 
-def _categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:  # [M, C], [M, num] -> [M, num]
+def _categories(probabilities: Tensor, uniforms: Tensor) -> Tensor:  # [..., C], [..., num] -> [..., num]
     # Summing thousands of float32 probabilities in float32 would shift the boundaries by many of their spacings.
     cumulative = probabilities.cumsum(-1, dtype=uniforms.dtype)
     total = cumulative[..., -1:]

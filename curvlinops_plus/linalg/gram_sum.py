@@ -6,7 +6,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -86,7 +86,7 @@ class GramSum:
     def merge(self, other: GramSum) -> None:
         """Add another sum, which stays as it is; in `plain_mode`."""
         if other._sum is not None:
-            self._add_ones(other._sum, other._count)
+            self._add_ones(other._sum.clone(), other._count)
         for rows, _ in other._pieces:
             self._add_piece(rows)
         if other._rows is not None:
@@ -145,15 +145,16 @@ class GramSum:
         assert total is not None  # something was added
         if self._factor != 1:
             total *= self._factor
-        total = mirror(total)
         if self._sum is None:
-            return total
+            return mirror(total)
         framed = total.new_empty(len(total) + 1, len(total) + 1)
-        framed[:-1, :-1], framed[-1, :-1], framed[:-1, -1], framed[-1, -1] = total, self._sum, self._sum, self._count
-        return framed
+        framed[:-1, :-1], framed[-1, :-1], framed[-1, -1] = total, self._sum, self._count
+        self._triangle = None
+        del total
+        return mirror(framed)
 
     def _add_ones(self, total: Tensor, count: Tensor | float) -> None:
-        self._sum = total.clone() if self._sum is None else self._sum.add_(total)
+        self._sum = total if self._sum is None else self._sum.add_(total)
         self._count = self._count + count
 
     def _add_piece(self, rows: Tensor) -> None:
@@ -186,19 +187,29 @@ class GramSum:
 
     def _multiply(self, rows: Tensor) -> None:
         rows = _single_at_least(rows)
-        if self._triangle is None:
-            self._triangle = rows.new_zeros(rows.shape[1], rows.shape[1])
-        _add_triangle(rows.to(self._triangle.dtype), self._triangle, self._factor)
+        if self._triangle is None and not _half_pays(rows):
+            self._triangle = rows.T @ rows
+        else:
+            if self._triangle is None:
+                self._triangle = rows.new_zeros(rows.shape[1], rows.shape[1])
+            _add_triangle(rows.to(self._triangle.dtype), self._triangle, self._factor)
         self._factor = 1.0
 
 
-@contextmanager
-def plain_mode(device: str) -> Iterator[None]:
+def plain_mode(device: str) -> AbstractContextManager[None]:
     """Context without autograd and autocast, whatever the modes around it: sums are the same wherever they are made.
 
     Args:
         device: Type of the device.
     """
+    # Each context costs as much as a small product does.
+    if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
+        return _plain_mode(device)
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
+@contextmanager
+def _plain_mode(device: str) -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device, enabled=False):
         yield
 
@@ -211,6 +222,8 @@ def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
         tensor([[1., 2.],
                 [2., 3.]])
     """
+    if C.shape[0] <= _BLOCK:
+        return C.tril_().add_(C.tril(-1).T)
     for start in range(0, C.shape[0], _BLOCK):
         stop = start + _BLOCK
         tile = C[start:stop, start:stop]

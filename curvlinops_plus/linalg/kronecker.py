@@ -77,7 +77,8 @@ class Kronecker(LinearOperator):
 
     @cached_property
     def out_space(self) -> Space:
-        return Space.flat(prod(self.batch) * self.G.rows * self.A.rows)
+        square = self.G.rows == self.G.size and self.A.rows == self.A.size
+        return self.in_space if square else Space.flat(prod(self.batch) * self.G.rows * self.A.rows)
 
     @property
     def structure(self) -> Structure:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
 from curvlinops_plus.risk.process_state import quiet
@@ -236,7 +237,7 @@ class BackwardPasses:
                 recorded.set_gradients({id(s): grads.pop(id(s), None) for s in recorded.slots}, V, batched)
         layer = recorder.layers[index]
         batch = LayerBatch(layer, [c.call for c in calls], recorder.num_examples, self._first, self.mask)
-        with recorder.disabled(), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
+        with recorder.disabled(), plain_mode(layer.device.type):
             self.consume(batch)
         for recorded in calls:
             recorded.call.grads = None

@@ -30,6 +30,7 @@ __all__ = [
     "halves_by_digits",
     "random_halves",
     "send_single",
+    "send_to_all",
 ]
 
 #: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
@@ -49,12 +50,13 @@ class SentVectors:
 
     Attributes:
         calls: The recorded calls.
-        first: What a vector for the first example left at their slots, by identity.
+        first: What a vector for the first example left at their slots, by identity, if it reached others.
         grads: The same of a vector for the example in the middle.
         expected: Autograd's gradients of parameters for the latter, by key.
         num_examples: N.
         batch_size: Of how many examples the N were taken.
         every: Whether the vector was one for all examples instead.
+        rows_known: Whether it is known that these reach rows of their own only.
     """
 
     calls: list[RecordedCall]
@@ -64,6 +66,7 @@ class SentVectors:
     num_examples: int
     batch_size: int
     every: bool = False
+    rows_known: bool = False
 
     @property
     def where(self) -> str:
@@ -83,7 +86,7 @@ class SentVectors:
         N = self.num_examples
         sent: list[tuple[Sequence[int], dict[int, Tensor]]] = [([0], self.first)] if self.first else []
         sent.append((range(N) if self.every else [N // 2], self.grads))
-        found = _find_rows(self.calls, N, sent)
+        found = [] if self.rows_known else _find_rows(self.calls, N, sent)
         if found is None:
             return set()  # statistics that are not finite name layer and batch
         for at, recorded, slot in found:
@@ -97,7 +100,6 @@ def send_single(
     free: Mapping[str, Tensor],
     batch_size: int,
     every: bool = False,
-    whole: bool = False,
 ) -> SentVectors:
     """Send a random vector for the first example back, and one for that in the middle.
 
@@ -107,8 +109,6 @@ def send_single(
         free: Key to the tensor that stood for the parameter in it.
         batch_size: Of how many examples those in the pass were taken.
         every: Send a vector for all examples instead of the latter.
-        whole: Whether this is a batch by itself, which others go back through: the graph is kept, and the vector for
-            the first example is left to `compare_all_rows`.
     """
     N = recorder.num_examples
     if not outputs:
@@ -122,11 +122,66 @@ def send_single(
         return torch.autograd.grad(outputs, inputs, vectors, retain_graph=retain_graph, allow_unused=True)
 
     # Two of them: examples that change places may leave one where it is.
-    first = send(0, edges, retain_graph=True) if N > 1 and not whole else ()
-    found = send(N // 2, [*edges, *free.values()], retain_graph=whole)
-    grads, before = _by_slot(slots, found), _by_slot(slots, first)
-    expected = {key: g for key, g in zip(free, found[len(slots) :]) if g is not None}
-    return SentVectors(recorder.calls, before, grads, expected, N, batch_size, every)
+    first = _by_slot(slots, send(0, edges, retain_graph=True)) if N > 1 else {}
+    if _find_rows(recorder.calls, N, [([0], first)]) == []:
+        first = {}  # there is nothing to say of them, and they would take memory in the pass that follows
+    found = send(N // 2, [*edges, *free.values()])
+    grads, expected = _by_slot(slots, found), _by_key(free, found[len(slots) :])
+    return SentVectors(recorder.calls, first, grads, expected, N, batch_size, every)
+
+
+def send_to_all(recorder: Recorder, outputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> SentVectors:
+    """Send a random vector for all examples back through a whole batch, and once more with a factor for each example.
+
+    Factors are powers of two, by which gradients are multiplied without rounding: if rows of each example are
+    multiplied by its own, bit by bit, then no other example reaches them. Otherwise halves of the examples tell.
+
+    Args:
+        recorder: Which recorded the forward pass; its graph is kept.
+        outputs: What it returned, with a graph.
+        params: Key to parameter.
+
+    Raises:
+        UnsupportedError: Naming a layer in which vectors for half of the examples reach rows of the other half.
+
+    Cost: two backward passes; up to four more where PyTorch rounds otherwise.
+    """
+    N = recorder.num_examples
+    if not outputs:
+        return SentVectors([], {}, {}, {}, N, N)
+    recorder.require_unchanged()
+    slots = [slot for recorded in recorder.calls for slot in recorded.slots]
+    edges, vectors = [slot.edge for slot in slots], [_random_like(f) for f in outputs]
+    inputs = [*edges, *params.values()]
+    found = torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, allow_unused=True)
+    factors = torch.tensor(_factors(N), device=vectors[0].device)
+    scaled = [(v.reshape(N, -1) * factors.to(v.dtype)[:, None]).view(v.shape) for v in vectors]
+    again = torch.autograd.grad(outputs, edges, scaled, retain_graph=True, allow_unused=True)
+    exact = N == 1 or _are_scaled(slots, found, again, factors)
+    if not exact:
+        compare_all_rows(recorder, outputs, halves_by_digits(N))
+    expected = _by_key(params, found[len(slots) :])
+    return SentVectors(recorder.calls, {}, _by_slot(slots, found), expected, N, N, every=True, rows_known=exact)
+
+
+def _are_scaled(
+    slots: Sequence[OutputSlot], one: Sequence[Tensor | None], two: Sequence[Tensor | None], factors: Tensor
+) -> bool:
+    """Whether the rows of each example in the second gradients are those in the first times its factor, all finite."""
+    away, N = [], len(factors)
+    for slot, g, h in zip(slots, one, two):
+        if g is not None and h is not None:
+            g, h = (slot.arrange(t).reshape(N, -1) for t in (g, h))
+            away.append((g * factors.to(g.dtype)[:, None] - h).count_nonzero())
+        elif g is not h:
+            return False
+    return not away or not bool(torch.stack(away).any())  # of numbers that are not finite the difference is NaN
+
+
+@cache
+def _factors(N: int) -> list[float]:
+    """Of each example one of 16 factors, by four binary digits, see `_codes`."""
+    return [(-1.0 if code & 1 else 1.0) * 2.0 ** (code >> 1) for code in _codes(N)]
 
 
 def random_halves(N: int) -> list[list[int]]:
@@ -136,13 +191,18 @@ def random_halves(N: int) -> list[list[int]]:
 
 
 def halves_by_digits(N: int) -> list[list[int]]:
-    """The examples whose numbers have a 1 as one of four binary digits, in which any two of 16 examples differ.
+    """The examples that have a 1 as one of four binary digits, see `_codes`."""
+    codes = _codes(N)
+    return [[n for n, code in enumerate(codes) if code >> digit & 1] for digit in range(min(4, (N - 1).bit_length()))]
+
+
+def _codes(N: int) -> list[int]:
+    """Of each example a number of four binary digits, in which any two of 16 examples differ; the first is its parity.
 
     Of more examples the last three digits are random.
     """
-    digits = range(min(4, (N - 1).bit_length()))
     order = range(N) if N <= 16 else torch.randperm(N, generator=torch.Generator().manual_seed(N)).tolist()
-    return [[n for n in range(N) if (n if digit == 0 else order[n]) >> digit & 1] for digit in digits]
+    return [(n & 1) | (order[n] & 14) for n in range(N)]
 
 
 def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Sequence[Sequence[int]]) -> None:
@@ -207,6 +267,11 @@ def _find_rows(
 def _by_slot(slots: Sequence[OutputSlot], grads: Iterable[Tensor | None]) -> dict[int, Tensor]:
     """Gradients by the identity of the slots where they arrived; those of parameters may follow."""
     return {id(slot): g.detach() for slot, g in zip(slots, grads) if g is not None}
+
+
+def _by_key(params: Mapping[str, Tensor], grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    """Gradients of parameters by their keys, of those that have one."""
+    return {key: g for key, g in zip(params, grads, strict=True) if g is not None}
 
 
 def _are_others(examples: Sequence[int], N: int) -> list[float]:

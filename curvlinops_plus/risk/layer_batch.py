@@ -57,7 +57,9 @@ class LayerBatch:
 
     def restrict(self, group: Group) -> LayerBatch:
         """The same batch with only the parameters of `group`; what was computed is shared."""
-        return replace(self, group=group)
+        return LayerBatch(
+            self.layer, self.calls, self.num_examples, self.first, self.mask, group, self.role, self._shared
+        )
 
     def roles(self) -> list[LayerBatch]:
         """The batch restricted to each role, in the layer's order; a role that was not called has no calls.

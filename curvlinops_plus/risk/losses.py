@@ -339,7 +339,8 @@ class Losses(tuple[OutputLoss, ...]):
     def _divided(self, one: OutputLoss, given: float, count: Number) -> Number:
         if one.reduction == "sum":
             return 1.0
-        if not float(count) > 0:
+        count = float(count)
+        if not count > 0:
             raise ValueError(
                 f"No term of {one.title} counts: every target is ignored or has weight 0, so the mean over them "
                 f"does not exist.{' Leave this loss out.' if len(self) > 1 else ''}"

@@ -11,7 +11,11 @@ from torch import Tensor, nn
 __all__ = ["common_device", "common_dtype", "named_params", "value_of"]
 
 
-def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+def named_params(
+    model: nn.Module,
+    params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+    owned: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """Give each requested parameter a key and find the model's own tensor behind it.
 
     Args:
@@ -19,6 +23,7 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
         params: A list of the model's parameters, a dict of them under names of the caller's, or None for all that
             require a gradient. `p.detach()` and `p.data` are recognised by their memory; any other tensor of the same
             shape, under a name of the model's own in a dict, is another value of that parameter.
+        owned: All parameters of the model, by name, if somebody has looked.
 
     Returns:
         Key to the model's own parameter.
@@ -26,16 +31,16 @@ def named_params(model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tenso
     Raises:
         ValueError: If there are no parameters, one is given twice, or one does not belong to the model.
     """
+    owned = dict(model.named_parameters()) if owned is None else owned
     if params is None:
-        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        params = {name: p for name, p in owned.items() if p.requires_grad}
         if not params:
-            if next(model.parameters(), None) is None:
+            if not owned:
                 raise ValueError(
                     f"The model, a {type(model).__name__}, has no parameters. The arguments are model, loss and data, "
                     "in this order."
                 )
             raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
-    owned = dict(model.named_parameters())
     names = {id(p): name for name, p in owned.items()}
     names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
     own: dict[str, Tensor] = {}

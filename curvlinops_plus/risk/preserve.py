@@ -39,11 +39,11 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
         RuntimeError: If parameters were written to meanwhile, as by another thread that trains.
     """
     with exclusive(), own_passes(), ExitStack() as contexts:
-        for kind in {"cpu", *(p.device.type for p in model.parameters())}:
+        before = [(name, p, _version(p)) for name, p in model.named_parameters()]
+        for kind in {"cpu", *(p.device.type for _, p, _ in before)}:
             contexts.enter_context(torch.autocast(kind, enabled=False))
         contexts.enter_context(kept_attributes(model))
         contexts.enter_context(_restored(model, data))
-        before = [(name, p, _version(p)) for name, p in model.named_parameters()]
         yield
         if changed := [name for name, p, version in before if _version(p) != version]:
             raise RuntimeError(

@@ -49,7 +49,7 @@ class OutputSlot:
         cls, t: Tensor, axis: int, fold: int | None = None, expanded: bool = False, order: RowOrder | None = None
     ) -> OutputSlot:
         """The slot of a tensor that a call returned."""
-        return cls(t.detach().new_empty(()).expand(t.shape), axis, fold, expanded, order)
+        return cls(t.new_empty(()).expand(t.shape), axis, fold, expanded, order)
 
     @property
     def kept(self) -> Tensor | None:

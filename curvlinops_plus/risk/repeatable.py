@@ -153,9 +153,13 @@ def not_repeatable(model: nn.Module, away: float, where: str) -> RuntimeError:
 
 def relative_difference(a: Tensor, b: Tensor) -> float:
     """Relative difference; 0 where it can't be told because a number is not finite."""
-    a, b = a.double(), b.double()
-    size, away = float(torch.linalg.vector_norm(b)), float(torch.linalg.vector_norm(a - b))
-    return away / (size or 1.0) if math.isfinite(size) and math.isfinite(away) else 0.0
+    # Without copies where it goes: large numbers have squares beyond float32.
+    for dtype in (torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32), torch.float64):
+        one, other = a.to(dtype), b.to(dtype)
+        size, away = float(torch.linalg.vector_norm(other)), float(torch.linalg.vector_norm(one - other))
+        if math.isfinite(size) and math.isfinite(away):
+            return away / (size or 1.0)
+    return 0.0
 
 
 def outputs_of_modules(model: nn.Module, run: Callable[[], object]) -> list[tuple[str, list[Tensor]]]:

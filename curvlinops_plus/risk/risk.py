@@ -187,16 +187,16 @@ class EmpiricalRisk:
         check: bool = True,
         example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
     ) -> None:
-        require_module(model)
+        owned = require_module(model)
         check_data(data)
         self.model, self.data = model, data
         self.losses = Losses(loss, reduction)
-        self._own = named_params(model, params)
+        self._own = named_params(model, params, owned)
         self.params = {key: value_of(params, key, p) for key, p in self._own.items()}
         # Found before any parameter is replaced, because replacements may be nested.
         self._places = parameter_places(model, self._own)
         self._paths = paths_to(model, self._places)
-        refuse_parameters(model, self._own)
+        refuse_parameters(model, owned, self._own)
         self._calls = ModelCalls()
         self.space = Space.of(self.params)
         self.device, self.dtype = common_device(self.params), common_dtype(self.params)

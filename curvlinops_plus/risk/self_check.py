@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.call_kinds import are_rows_unclear, batch_kind, rows_per_example
 from curvlinops_plus.risk.constant_statistics import batch_norms
@@ -22,9 +23,9 @@ from curvlinops_plus.risk.gradient_check import (
     TOLERANCE,
     SentVectors,
     compare_all_rows,
-    halves_by_digits,
     random_halves,
     send_single,
+    send_to_all,
 )
 from curvlinops_plus.risk.preserve import kept_attributes
 from curvlinops_plus.risk.process_state import eager
@@ -200,8 +201,7 @@ class _Check:
             return self._look_apart(backward)
         self._look_apart(backward=False)
         try:
-            reached = self._look_again(every=False)
-            return reached if reached >= self.called else self._look_again(every=True)
+            return self._look_again()
         except UnsupportedError:
             self._look_apart(backward=True)  # knows better of models that keep their parameters elsewhere
             raise
@@ -280,7 +280,7 @@ class _Check:
                 if found is None or not self._compare_outputs(found[0], few, examples):
                     return None
                 # Rules look at the modules, which have their own parameters again.
-                with own.disabled(), torch.no_grad(), torch.autocast(risk.device.type, enabled=False):
+                with own.disabled(), plain_mode(risk.device.type):
                     return self._compare(own, *found)
 
     def _send(
@@ -298,14 +298,12 @@ class _Check:
                 _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
         return found, send_single(own, [f for f in found if f.requires_grad], free, self.batch.num_examples, every)
 
-    def _look_again(self, every: bool) -> set[int]:
-        """Send vectors back through the batch itself; arguments and result as for `_look`."""
-        recorder, live, N = self.recorder, [f for f in self.outputs if f.requires_grad], self.batch.num_examples
-        if not self.all_rows:
-            compare_all_rows(recorder, live, halves_by_digits(N))
-            self.all_rows = True
-        sent = send_single(recorder, live, self.risk.params, N, every, whole=True)
-        with recorder.disabled(), torch.no_grad(), torch.autocast(self.risk.device.type, enabled=False):
+    def _look_again(self) -> set[int]:
+        """Send vectors back through the batch itself; result as for `run`."""
+        recorder, live = self.recorder, [f for f in self.outputs if f.requires_grad]
+        sent = send_to_all(recorder, live, self.risk.params)
+        self.all_rows = True
+        with recorder.disabled(), plain_mode(self.risk.device.type):
             return self._compare(recorder, live, sent)
 
     def _compare(self, own: Recorder, outputs: Sequence[Tensor], sent: SentVectors) -> set[int]:
@@ -377,4 +375,6 @@ def _compare_expanded(expanded: RecordedCall, found: Sequence[Tensor], plain: Se
 
 def _rows_of(t: Tensor, examples: list[int], N: int) -> Tensor:
     """The rows of some examples; the tensor itself if it does not carry examples first."""
+    if t.ndim and t.shape[0] == N:
+        return t[examples]
     return t.unflatten(0, (N, -1))[examples].flatten(0, 1) if t.ndim and t.shape[0] % N == 0 else t

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorGroup, vector_groups
 from curvlinops_plus.risk.constant_statistics import constant_statistics
 from curvlinops_plus.risk.layers import Layer
@@ -191,7 +192,7 @@ class RecordedPasses:
     def _terms(self, batch: Batch, outputs: tuple[Any, Any, Any]) -> Terms:
         """What the losses make of the outputs."""
         fs, ys, class_axes = outputs
-        with torch.no_grad(), torch.autocast(self.risk.device.type, enabled=False):
+        with plain_mode(self.risk.device.type):
             try:
                 return self.risk.terms([f.detach() for f in fs], ys, batch, class_axes)
             except (ValueError, TypeError, RuntimeError) as error:

@@ -14,8 +14,8 @@ from curvlinops_plus.errors import UnsupportedError
 __all__ = ["refuse_parameters", "require_module"]
 
 
-def require_module(model: Any) -> None:
-    """Refuse what is no model, or not yet one.
+def require_module(model: Any) -> dict[str, nn.Parameter]:
+    """The parameters of a model, by name; refuses what is no model, or not yet one.
 
     Raises:
         ValueError: If it is no module, or has parameters without shapes.
@@ -30,21 +30,28 @@ def require_module(model: Any) -> None:
                 " A function (params, X) is a model for KFACLinearOperator(function, loss, params, data) and the like."
             )
         raise ValueError(f"`model` is {what}; layers can only be recorded in a torch.nn.Module.{advice}")
-    if lazy := [name for name, p in [*model.named_parameters(), *model.named_buffers()] if is_lazy(p)]:
+    owned = dict(model.named_parameters())
+    if lazy := [name for name, p in [*owned.items(), *model.named_buffers()] if is_lazy(p)]:
         raise ValueError(
             f"{_some(lazy)} of the model have no shapes yet: their modules are lazy, such as nn.LazyLinear. Call the "
             "model once on a batch, model(X), which gives them their shapes."
         )
+    return owned
 
 
-def refuse_parameters(model: nn.Module, params: Mapping[str, Tensor]) -> None:
+def refuse_parameters(model: nn.Module, owned: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
     """Refuse parameters that have no derivatives here.
+
+    Args:
+        model: The model.
+        owned: All of its parameters, by name.
+        params: Those that something is differentiated with respect to, by key.
 
     Raises:
         UnsupportedError: If they have no values (meta device), were made in inference mode, or belong to a compiled
             `ScriptModule`.
     """
-    if meta := [name for name, p in model.named_parameters() if p.is_meta]:
+    if meta := [name for name, p in owned.items() if p.is_meta]:
         raise UnsupportedError(
             f"The parameters {_some(meta)} are on the meta device, so they have shapes and no values. Materialize the "
             "model first: model.to_empty(device=...) and load_state_dict(...)."
