@@ -113,6 +113,23 @@ def test_adaptive_coefficients_of_the_exact_preconditioner_are_one_and_zero() ->
         assert report.momentum == pytest.approx([0.0], abs=1e-6)
 
 
+def test_an_adaptive_coefficient_beside_numbers_of_groups() -> None:
+    """`lr` minimises the quadratic model along the direction, with each group's own part of the velocity."""
+    model, loss = net(), nn.CrossEntropyLoss()
+    groups = [{"params": model[0].parameters(), "momentum": 0.9}, {"params": model[2].parameters(), "momentum": 0.2}]
+    optimizer = KFACOptimizer(model, loss, "adaptive", damping=0.1, params=groups, **EXACT)
+    momenta = torch.tensor([0.9] * 25 + [0.2] * 18, dtype=torch.float64)
+    before, velocity = flat(model), torch.zeros(43).double()
+    for step in range(3):
+        X, y = batch(seed=step)
+        G = GGN(EmpiricalRisk(model, loss, [(X, y)])).to_dense() + 0.1 * torch.eye(43).double()
+        take(optimizer, model, loss, (X, y))
+        delta = flat(model) - before
+        direction, g = delta - momenta * velocity, gradient(model)
+        assert float(direction @ (G @ delta + g)) == pytest.approx(0, abs=1e-10)  # the slope at the minimum
+        before, velocity = flat(model), delta
+
+
 def test_on_a_quadratic_the_ratio_is_one() -> None:
     torch.manual_seed(0)
     X, y = torch.randn(30, 4).double(), torch.randn(30, 2).double()

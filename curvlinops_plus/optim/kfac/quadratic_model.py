@@ -42,7 +42,7 @@ class QuadraticModel:
         cls,
         directions: Vectors,
         gradient: Sequence[Tensor],
-        product: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+        form: Callable[[Vectors], Tensor],
         decays: Sequence[float],
         dampings: Sequence[float],
     ) -> QuadraticModel:
@@ -51,15 +51,13 @@ class QuadraticModel:
         Args:
             directions: The `v_i`; tensors like the parameters.
             gradient: `g`.
-            product: `C v`.
+            form: `⟨v_i, C v_j⟩`, `[k, k]`.
             decays: `η` of each parameter.
             dampings: `λ` of each parameter.
-
-        Cost: a product with each direction that is not zero.
         """
-        curved = [product(v) if any(bool(t.any()) for t in v) else v for v in directions]
+        A = form(directions).double().cpu()
         scaled = [[times(v, factors) for v in directions] for factors in (decays, dampings)]
-        A, R, D = (_inner(directions, others) for others in (curved, *scaled))
+        R, D = (_inner(directions, others) for others in scaled)
         return cls((A + A.T) / 2, R, D, _inner(directions, [gradient])[:, 0])
 
     def minimizer(self, fixed: Sequence[float | None]) -> list[float]:

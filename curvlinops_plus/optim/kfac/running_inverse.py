@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 from warnings import warn
 
@@ -81,6 +82,7 @@ class RunningInverse:
         self._starts: PassStart | None = None  # of the call that is heard
         self._waiting: tuple[HeardBatch, Any] | None = None  # for its backward pass
         self._seen = _Again([])
+        self._again = risk.with_data(self._seen)
         self._dampings: dict[str, float] | None = None  # of the last refresh
         self._inverse: tuple[Any, LinearOperator] | None = None  # with the dampings that it belongs to
 
@@ -169,14 +171,22 @@ class RunningInverse:
     # ----------------------------------------------------------------------------------- the batches of this step again
     def loss(self) -> float:
         """The loss of this step's batches at the parameters of now."""
-        return float(self.risk.with_data(self._seen).loss())
+        return float(self._again.loss())
 
-    def model_product(self, vectors: Mapping[str, Tensor], exact: bool) -> dict[str, Tensor]:
-        """`C v`: with the exact GGN of this step's batches, or with the statistics of now."""
-        if not exact:
-            return self.product(vectors, fresh=True)
-        G = GGN(self.risk.with_data(self._seen), check_deterministic=False)
-        return G @ self._complete(G, vectors)
+    @cached_property
+    def _exact(self) -> GGN:
+        """The GGN of this step's batches; how the model is differentiated is found out once."""
+        return GGN(self._again, check_deterministic=False)
+
+    def quadratic_form(self, rows: Mapping[str, Tensor], exact: bool) -> Tensor:
+        """`V C Vᵀ` of several vectors, `[k, *shape]` of each parameter, `[k, k]`.
+
+        Args:
+            rows: The vectors.
+            exact: With the exact GGN of this step's batches; else with the statistics of now.
+        """
+        C = self._exact if exact else self.estimator.operator
+        return C.quadratic_form(self._complete(C, rows, next(iter(rows.values())).shape[:1]))
 
     # ------------------------------------------------------------------------------------------------------- inverse
     def refresh_if_due(self, dampings: Mapping[str, float]) -> bool:
@@ -210,16 +220,19 @@ class RunningInverse:
         found = P @ self._complete(P, gradients)
         return {key: t for key, t in found.items() if key in gradients}
 
-    def product(self, vectors: Mapping[str, Tensor], fresh: bool = False) -> dict[str, Tensor]:
-        """`K v`, with the statistics of the last refresh, or with those of now; zero where there is no curvature."""
-        K = self.estimator.operator if fresh else self.estimator.refreshed
+    def product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`K v`, with the statistics of the last refresh; zero where there is no curvature."""
+        K = self.estimator.refreshed
         found = K @ self._complete(K, vectors)
         return {key: found[key] if key in found else v.new_zeros(v.shape) for key, v in vectors.items()}
 
-    def _complete(self, operator: LinearOperator, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _complete(
+        self, operator: LinearOperator, vectors: Mapping[str, Tensor], lead: tuple[int, ...] = ()
+    ) -> dict[str, Tensor]:
+        """What an operator multiplies: tensors `[*lead, *shape]`, zero where none is given."""
         params = self.risk.params
         return {
-            key: vectors[key] if key in vectors else params[key].new_zeros(params[key].shape)
+            key: vectors[key] if key in vectors else params[key].new_zeros((*lead, *params[key].shape))
             for key in operator.in_space.names
         }
 
@@ -260,7 +273,8 @@ class RunningInverse:
         self.estimator.load_state_dict(state["estimator"])
         self.steps, self._dampings, self._inverse = state["steps"], state["dampings"], None
         self.drop()
-        self.batches, self._before, self._seen = 0, self.estimator.examples, _Again([])
+        self.batches, self._before = 0, self.estimator.examples
+        self._seen.batches.clear()
 
     def drop(self) -> None:
         """Forget a batch that waits for its backward pass."""
@@ -271,7 +285,7 @@ class RunningInverse:
     def advance(self) -> None:
         """A step was taken."""
         self.steps, self.batches, self._before = self.steps + 1, 0, self.estimator.examples
-        self._seen = _Again([])
+        self._seen.batches.clear()
 
 
 @dataclass(frozen=True)
