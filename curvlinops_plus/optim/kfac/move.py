@@ -44,6 +44,7 @@ class Move:
     ) -> None:
         self.keys, self.params, self.groups, self._state = keys, params, groups, state
         self.gradient, self.direction, self.dampings = gradient, direction, dampings
+        self._constraints = [as_norm_constraint(group["norm_constraint"]) for group in groups]
         self.velocity = self._kept("velocity")
         self._curved_velocity = self._kept("curved_velocity")
         self._sent = gradient  # what `direction` is `P` times
@@ -125,10 +126,6 @@ class Move:
                     self._state[p]["curved_velocity"] = self.curved[i]
 
     # --------------------------------------------------------------------------------------------------------- norms
-    @property
-    def _constraints(self) -> list[NormConstraint | None]:
-        return [as_norm_constraint(group["norm_constraint"]) for group in self.groups]
-
     def _squares(self, norm: str, one: list[Tensor], curved: list[Tensor]) -> list[Tensor]:
         """The squared norm of each parameter's part; `curved` is `(C + λ)` times `one`."""
         if norm == "euclidean":
@@ -143,10 +140,9 @@ class Move:
 
         Groups with the same constraint are bounded together, as one vector.
         """
-        constraints = self._constraints
-        factors = [1.0] * len(constraints)
-        for c in {c for c in constraints if c is not None and c.of == of}:
-            at = [i for i, other in enumerate(constraints) if other == c]
+        factors = [1.0] * len(self._constraints)
+        for c in {c for c in self._constraints if c is not None and c.of == of}:
+            at = [i for i, other in enumerate(self._constraints) if other == c]
             found = squares(c.norm)
             factor = c.factor(float(torch.stack([found[i] for i in at]).sum()))
             self.scale = min(self.scale, factor)
