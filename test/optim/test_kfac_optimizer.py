@@ -566,3 +566,45 @@ def test_a_foreign_state() -> None:
     optimizer = KFACOptimizer(model, nn.CrossEntropyLoss(), **EXACT)
     with pytest.raises(ValueError, match="not the state of a KFACOptimizer: the key 'curvature' is missing"):
         optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+@pytest.mark.parametrize("door", ["hooks", "listen"])
+def test_check_loss_compares_what_is_minimised(door: str) -> None:
+    """Label smoothing, or the sum in place of the mean, that the optimizer was not told of."""
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    for users in (loss, nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(reduction="sum")):
+        optimizer = KFACOptimizer(model, loss, **EXACT)
+        optimizer.check_loss = True
+        optimizer.zero_grad()
+        if door == "hooks":
+            output = model(X)
+            loss(output, y)
+        else:
+            with optimizer.listen((X, y)):
+                output = model(X)
+        value = users(output, y)
+        value.backward()
+        before = flat(model)
+        if users is loss:
+            assert optimizer.step(lambda value=value: value) is value
+            assert not torch.equal(flat(model), before)
+        else:
+            shown = [f"{float(f(output, y).detach()):.6g}" for f in (users, loss)]
+            with pytest.raises(
+                ValueError, match=rf"minimised is {shown[0]}, .* CrossEntropyLoss, is {shown[1]} on the"
+            ):
+                optimizer.step(lambda value=value: value)
+            assert torch.equal(flat(model), before)
+        optimizer.close()
+
+
+def test_check_loss_needs_a_value() -> None:
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    optimizer = KFACPreconditioner(model, loss, **EXACT)
+    optimizer.check_loss = True
+    with optimizer.listen((X, y)):
+        output = model(X)
+    loss(output, y).backward()
+    with pytest.raises(ValueError, match=r"check_loss compares the loss that step's closure returns"):
+        optimizer.step()

@@ -19,7 +19,7 @@ from curvlinops_plus.optim.kfac.policies import (
     number,
 )
 from curvlinops_plus.optim.kfac.quadratic_model import QuadraticModel, times
-from curvlinops_plus.optim.kfac.running_inverse import Inverse
+from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, Inverse
 from curvlinops_plus.optim.kfac.step_report import StepReport
 from curvlinops_plus.risk import Vectors
 
@@ -145,16 +145,9 @@ class KFACOptimizer(CurvatureOptimizer):
             params,
             options,
             schedule=schedule,
-            statistics={
-                "approximation": approximation,
-                "default": default,
-                "vectors": vectors,
-                "decay": decay,
-                "statistics_every": statistics_every,
-                "inverse_every": inverse_every,
-                "inverse": inverse,
-                "power": power,
-            },
+            curvature=CurvatureOptions(
+                approximation, default, vectors, decay, statistics_every, inverse_every, inverse, power
+            ),
             strict=strict,
             risk_options=risk_options,
         )
@@ -171,7 +164,8 @@ class KFACOptimizer(CurvatureOptimizer):
 
     @property
     def _looks_again(self) -> bool:
-        return self._adapts or self._reject is not None or (self._adaptive and self._exact_model)
+        adaptive = self._adaptive and self._exact_model
+        return super()._looks_again or self._adapts or self._reject is not None or adaptive
 
     # --------------------------------------------------------------------------------------------------------- a step
     def _step(self, report: StepReport) -> None:

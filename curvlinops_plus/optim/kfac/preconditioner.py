@@ -10,7 +10,7 @@ from torch import nn
 from curvlinops_plus.blocks import KFAC
 from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer, first_nonfinite, refusal_of_nonfinite
 from curvlinops_plus.optim.kfac.policies import NormConstraint
-from curvlinops_plus.optim.kfac.running_inverse import Inverse
+from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, Inverse
 from curvlinops_plus.optim.kfac.step_report import StepReport
 from curvlinops_plus.risk import Vectors
 
@@ -89,16 +89,9 @@ class KFACPreconditioner(CurvatureOptimizer):
             params,
             {"damping": damping(0) if callable(damping) else damping, "norm_constraint": norm_constraint},
             schedule=schedule,
-            statistics={
-                "approximation": approximation,
-                "default": default,
-                "vectors": vectors,
-                "decay": decay,
-                "statistics_every": statistics_every,
-                "inverse_every": inverse_every,
-                "inverse": inverse,
-                "power": power,
-            },
+            curvature=CurvatureOptions(
+                approximation, default, vectors, decay, statistics_every, inverse_every, inverse, power
+            ),
             strict=strict,
             risk_options=risk_options,
         )

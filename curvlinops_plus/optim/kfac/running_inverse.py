@@ -18,12 +18,51 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedE
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
 from curvlinops_plus.optim.kfac.policies import number
-from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
+from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo, Vectors
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["RunningInverse"]
+__all__ = ["CurvatureOptions", "RunningInverse"]
 
 Inverse = Literal["exact", "factored"]
+
+
+@dataclass(frozen=True)
+class CurvatureOptions:
+    """What the statistics are, and when they and their inverse are renewed.
+
+    Attributes:
+        approximation: As for `CurvatureEstimator`.
+        default: As there.
+        vectors: As there, `MonteCarlo()` for None.
+        decay: As there.
+        statistics_every: Steps between two updates of the statistics.
+        inverse_every: Steps between two refreshes of the inverse.
+        inverse: "exact" is `(K + λI)⁻¹` with the damping of now; "factored" splits `λ` between the factors of each
+            Kronecker product, with the damping of the refresh.
+        power: Of `K + λI`; -1 but for special purposes.
+    """
+
+    approximation: Any
+    default: Any
+    vectors: Vectors | str | None
+    decay: float
+    statistics_every: int
+    inverse_every: int
+    inverse: Inverse
+    power: float
+
+    def __post_init__(self) -> None:
+        number("-power", -self.power, strict=True)
+        if self.inverse not in ("exact", "factored"):
+            raise ValueError(f'inverse={self.inverse!r}; expected "exact" or "factored".')
+        if self.inverse == "factored" and self.power != -1:
+            raise ValueError(
+                f'inverse="factored" and power={self.power:g}: only inverses can be damped factor by factor.'
+            )
+        for name in ("statistics_every", "inverse_every"):
+            every = getattr(self, name)
+            if not isinstance(every, int) or every < 1:
+                raise ValueError(f"{name}={every!r}; expected a number of steps, at least 1.")
 
 
 class RunningInverse:
@@ -31,52 +70,23 @@ class RunningInverse:
 
     Args:
         risk: Model, loss and parameters.
-        approximation: As for `CurvatureEstimator`.
-        default: As there.
-        vectors: As there.
-        decay: As there.
-        statistics_every: Steps between two updates of the statistics.
-        inverse_every: Steps between two refreshes of the inverse.
-        inverse: "exact" is `(K + λI)⁻¹` with the damping of now; "factored" splits `λ` between the factors of each
-            Kronecker product, with the damping of the refresh.
-        power: Of `K + λI`; -1 but for special purposes.
+        options: Which statistics, and when.
 
     Attributes:
         steps: Steps that were taken.
         batches: Batches that were added since the last one.
     """
 
-    def __init__(
-        self,
-        risk: EmpiricalRisk,
-        approximation: Any,
-        *,
-        default: Any,
-        vectors: Any,
-        decay: float,
-        statistics_every: int,
-        inverse_every: int,
-        inverse: Inverse,
-        power: float,
-    ) -> None:
-        if inverse not in ("exact", "factored"):
-            raise ValueError(f'inverse={inverse!r}; expected "exact" or "factored".')
-        if inverse == "factored" and power != -1:
-            raise ValueError(f'inverse="factored" and power={power:g}: only inverses can be damped factor by factor.')
-        for name, every in (("statistics_every", statistics_every), ("inverse_every", inverse_every)):
-            if not isinstance(every, int) or every < 1:
-                raise ValueError(f"{name}={every!r}; expected a number of steps, at least 1.")
-        self.risk = risk
+    def __init__(self, risk: EmpiricalRisk, options: CurvatureOptions) -> None:
+        self.risk, self.options = risk, options
         self.estimator = CurvatureEstimator(
             risk,
-            approximation,
-            default=default,
-            vectors=MonteCarlo() if vectors is None else vectors,
-            decay=decay,
+            options.approximation,
+            default=options.default,
+            vectors=MonteCarlo() if options.vectors is None else options.vectors,
+            decay=options.decay,
             leave_out_uncalled=True,
         )
-        self.statistics_every, self.inverse_every = statistics_every, inverse_every
-        self.kind, self.power = inverse, number("-power", -power, strict=True) * -1
         self.steps = self.batches = 0
         self._before = 0  # examples before this step
         self._starts: PassStart | None = None  # of the call that is heard
@@ -95,7 +105,7 @@ class RunningInverse:
     @property
     def due(self) -> bool:
         """Whether this step updates the statistics."""
-        return self.steps % self.statistics_every == 0 or not self.estimator.updates
+        return self.steps % self.options.statistics_every == 0 or not self.estimator.updates
 
     @contextmanager
     def listen(self, batch: Any, remember: bool = False) -> Iterator[None]:
@@ -195,7 +205,7 @@ class RunningInverse:
         Args:
             dampings: Key of a parameter to the damping of its block.
         """
-        due = self._dampings is None or self.steps % self.inverse_every == 0
+        due = self._dampings is None or self.steps % self.options.inverse_every == 0
         if due:
             self.estimator.refresh(self._of_blocks(self.estimator.operator, dampings))
             self._dampings, self._inverse = dict(dampings), None
@@ -238,20 +248,24 @@ class RunningInverse:
 
     def _damped(self, dampings: Mapping[str, float]) -> LinearOperator:
         """The inverse with these dampings; a factored one keeps those of the refresh."""
-        if self.kind == "factored":
+        if self.options.inverse == "factored":
             assert self._dampings is not None
             dampings = self._dampings
         if self._inverse is None or self._inverse[0] != dampings:
             K = self.estimator.refreshed
             of_blocks = self._of_blocks(K, dampings)
-            P = self.estimator.inverse(of_blocks) if self.power == -1 else K.power(self.power, of_blocks)
+            P = (
+                self.estimator.inverse(of_blocks)
+                if self.options.power == -1
+                else K.power(self.options.power, of_blocks)
+            )
             self._inverse = dict(dampings), P
         return self._inverse[1]
 
     def _of_blocks(self, K: BlockwiseLinearOperator, dampings: Mapping[str, float]) -> Any:
         """The damping of each block, from those of its parameters."""
         found = {name: self._common(layout.names, dampings) for name, layout in K.operator.layouts.items()}
-        return HeuristicDamping(found, min=0.0) if self.kind == "factored" else found
+        return HeuristicDamping(found, min=0.0) if self.options.inverse == "factored" else found
 
     @staticmethod
     def _common(keys: Any, dampings: Mapping[str, float]) -> float:
