@@ -322,7 +322,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
 def first_nonfinite(gradient: Mapping[str, Tensor]) -> str | None:
     """Key of a gradient with NaN or infinite numbers."""
-    if gradient and not bool(torch.stack([g.sum() for g in gradient.values()]).isfinite().all()):
+    if gradient and not bool(torch.stack(torch._foreach_norm(list(gradient.values()))).isfinite().all()):
         return next((key for key, g in gradient.items() if not bool(g.isfinite().all())), None)
     return None
 

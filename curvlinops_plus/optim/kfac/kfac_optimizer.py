@@ -180,13 +180,13 @@ class KFACOptimizer(CurvatureOptimizer):
         move.bound_update(self.curvature.product)
         displacement = move.with_decay()
         report.scale = move.scale
-        report.update_norm = float(torch.stack([d.norm() for d in displacement]).norm())
+        report.update_norm = float(torch.stack(torch._foreach_norm(displacement)).norm())
         if self._adapts or self._reject is not None:
             if known is None or displacement is not move.update:
                 known = self._model(move, [displacement]), [1.0]
             self._add_and_look(move, displacement, known, report)
         else:
-            _add(move.params, displacement)
+            torch._foreach_add_(move.params, displacement)
         if not report.rejected:
             move.remember()
 
@@ -249,7 +249,7 @@ class KFACOptimizer(CurvatureOptimizer):
         model, w = known
         report.quadratic_change = model.change(w, include)
         before, report.loss = [p.clone() for p in move.params], self._objective()
-        _add(move.params, displacement)
+        torch._foreach_add_(move.params, displacement)
         report.new_loss = self._objective()
         predicted = report.quadratic_change
         report.rho = (report.new_loss - report.loss) / predicted if predicted else float("nan")
@@ -295,7 +295,3 @@ class KFACOptimizer(CurvatureOptimizer):
             if "adaptive" in values and len(values) > 1:
                 raise ValueError(f"{name} is adaptive in one group and a number in another; one value serves all then.")
 
-
-def _add(params: Sequence[Tensor], displacement: Sequence[Tensor]) -> None:
-    for p, d in zip(params, displacement, strict=True):
-        p.add_(d)

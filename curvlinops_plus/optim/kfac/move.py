@@ -81,7 +81,9 @@ class Move:
         """`δ = -α P g + μ v`."""
 
         def combined(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-            return [μ * v - α * d for α, μ, d, v in zip(lr, momentum, new, old, strict=True)]
+            total = times(old, momentum)
+            torch._foreach_sub_(total, times(new, lr))
+            return total
 
         self._lr = lr
         self.update = combined(self.direction, self.velocity)

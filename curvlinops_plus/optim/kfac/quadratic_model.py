@@ -88,7 +88,7 @@ def _inner(one: Vectors, two: Vectors) -> Tensor:  # -> [k, l]
 
 def times(tensors: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor]:
     """Each tensor times its factor."""
-    return [factor * t for t, factor in zip(tensors, factors, strict=True)]
+    return list(torch._foreach_mul(list(tensors), list(factors)))
 
 
 def sum_of_products(one: Sequence[Tensor], two: Sequence[Tensor]) -> Tensor:
