@@ -608,3 +608,28 @@ def test_check_loss_needs_a_value() -> None:
     loss(output, y).backward()
     with pytest.raises(ValueError, match=r"check_loss compares the loss that step's closure returns"):
         optimizer.step()
+
+
+def test_norms_of_each_parameter_on_request() -> None:
+    for cls in (KFACOptimizer, KFACPreconditioner):
+        model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+        optimizer = cls(model, loss, **EXACT)
+        take(optimizer, model, loss, (X, y))
+        assert optimizer.last_step.norms == {}
+        optimizer.report_norms = True
+        before = {key: p.detach().clone() for key, p in model.named_parameters()}
+        optimizer.zero_grad()
+        with optimizer.listen((X, y)):
+            output = model(X)
+        loss(output, y).backward()
+        gradient = {key: p.grad.clone() for key, p in model.named_parameters()}
+        optimizer.step()
+        report = optimizer.last_step
+        for key, p in model.named_parameters():
+            update = p.grad if cls is KFACPreconditioner else p - before[key]
+            norms = report.norms[key]
+            assert norms.parameter == pytest.approx(float(before[key].norm()))
+            assert norms.gradient == pytest.approx(float(gradient[key].norm()))
+            assert norms.update == pytest.approx(float(update.detach().norm()))
+            assert norms.direction > 0
+        assert report.update_norm == pytest.approx(sum(n.update**2 for n in report.norms.values()) ** 0.5)

@@ -17,7 +17,7 @@ from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, as_weight_decay, number, plain_policy
 from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, RunningInverse
-from curvlinops_plus.optim.kfac.step_report import StepReport
+from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
 from curvlinops_plus.optim.kfac.watch import Watch
 from curvlinops_plus.risk import EmpiricalRisk
 
@@ -262,6 +262,15 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         )
         move.bound_direction()
         return move
+
+    def _report(self, move: Move, update: list[Tensor], report: StepReport) -> None:
+        """Say how long an update is, before it is added."""
+        report.scale = move.scale
+        report.update_norm = float(torch.stack(torch._foreach_norm(update)).norm())
+        if self.report_norms:
+            columns = (move.params, move.gradient, move.direction, update)
+            table = torch.stack([torch.stack([t.double().norm() for t in column]) for column in columns], 1)
+            report.norms = {key: Norms(*row) for key, row in zip(move.keys, table.tolist(), strict=True)}
 
     def _listed(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
         """Group, key and tensor of every parameter."""

@@ -179,8 +179,7 @@ class KFACOptimizer(CurvatureOptimizer):
         known = self._combine(move, report)
         move.bound_update(self.curvature.product)
         displacement = move.with_decay()
-        report.scale = move.scale
-        report.update_norm = float(torch.stack(torch._foreach_norm(displacement)).norm())
+        self._report(move, displacement, report)
         if self._adapts or self._reject is not None:
             if known is None or displacement is not move.update:
                 known = self._model(move, [displacement]), [1.0]
@@ -294,4 +293,3 @@ class KFACOptimizer(CurvatureOptimizer):
             values = {group[name] for group in self.param_groups}
             if "adaptive" in values and len(values) > 1:
                 raise ValueError(f"{name} is adaptive in one group and a number in another; one value serves all then.")
-

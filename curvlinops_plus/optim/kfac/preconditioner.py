@@ -103,7 +103,7 @@ class KFACPreconditioner(CurvatureOptimizer):
         move = self._move(gradient, report)
         move.combine([-1.0] * len(move.keys), [0.0] * len(move.keys))
         move.bound_update(self.curvature.product)
-        report.scale = move.scale
+        self._report(move, move.update, report)
         for p, d in zip(move.params, move.update, strict=True):
             assert p.grad is not None
             p.grad.copy_(d)  # in place: it may be a view of another's buffer
