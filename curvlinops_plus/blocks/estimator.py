@@ -280,7 +280,8 @@ class CurvatureEstimator:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now.
 
         Args:
-            damping: Of the inverse from now on. Default: as before.
+            damping: Of the inverse from now on, anything that `K.inverse` takes: a number, one for each block, a pair
+                `(λ_A, λ_G)` for the factors, or a rule such as `HeuristicDamping(λ, min)`. Default: as before.
 
         Raises:
             ValueError: If nothing was added yet.
@@ -308,8 +309,10 @@ class CurvatureEstimator:
         """`(K + damping·I)⁻¹` at the last `refresh`; the first call refreshes, with this damping.
 
         Args:
-            damping: Default: that of the last refresh, whose decompositions are kept. With another one the statistics
-                of the last refresh are decomposed again, and nothing is kept.
+            damping: Anything that `K.inverse` takes. Default: that of the last refresh, whose inverse is kept.
+
+        Cost: with another number, none but that of an operator: eigendecompositions of the last refresh are kept. What
+        damps single factors (pairs, `HeuristicDamping`) needs their Cholesky decompositions for each damping.
         """
         if self._snapshot is None:
             self.refresh(damping)
