@@ -243,10 +243,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             gradient: Key of a parameter to its gradient.
             report: Of this step.
         """
-        dampings = {
-            key: group["damping"] + as_weight_decay(group.get("weight_decay", 0.0)).curvature
-            for group, key, _ in self._listed()
-        }
+        dampings: dict[str, float] = {}
+        for group in self.param_groups:
+            damping = group["damping"] + as_weight_decay(group.get("weight_decay", 0.0)).curvature
+            dampings |= dict.fromkeys([self._keys[p] for p in group["params"]], damping)
         report.refreshed = self.curvature.refresh_if_due(dampings)
         direction = self.curvature.apply(gradient, dampings)
         report.left_alone = [key for key in self._keys.values() if key not in direction]

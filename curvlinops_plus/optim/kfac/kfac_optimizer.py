@@ -192,11 +192,14 @@ class KFACOptimizer(CurvatureOptimizer):
     def _gradient(self) -> dict[str, Tensor]:
         """The gradient of what is minimised: with the sign of `maximize`, and with coupled weight decay."""
         found = super()._gradient()
-        for group, key, p in self._listed():
-            if key in found:
-                decay = as_weight_decay(group["weight_decay"])
-                g = -found[key] if self._maximize else found[key]
-                found[key] = g + decay.strength * p.to(g.dtype) if decay.kind == "coupled" and decay.strength else g
+        if self._maximize:
+            found = {key: -g for key, g in found.items()}
+        for group in self.param_groups:
+            decay = as_weight_decay(group["weight_decay"])
+            if decay.kind == "coupled" and decay.strength:
+                for p in group["params"]:
+                    if (g := found.get(key := self._keys[p])) is not None:
+                        found[key] = g + decay.strength * p.to(g.dtype)
         return found
 
     def _combine(self, move: Move, report: StepReport) -> tuple[QuadraticModel, list[float]] | None:

@@ -44,7 +44,9 @@ class Move:
     ) -> None:
         self.keys, self.params, self.groups, self._state = keys, params, groups, state
         self.gradient, self.direction, self.dampings = gradient, direction, dampings
-        self._constraints = [as_norm_constraint(group["norm_constraint"]) for group in groups]
+        self._different = {id(group): group for group in groups}
+        constraints = {index: as_norm_constraint(group["norm_constraint"]) for index, group in self._different.items()}
+        self._constraints = [constraints[id(group)] for group in groups]
         self.velocity = self._kept("velocity")
         self._curved_velocity = self._kept("curved_velocity")
         self._sent = gradient  # what `direction` is `P` times
@@ -111,8 +113,9 @@ class Move:
 
     def with_decay(self) -> list[Tensor]:
         """The update, with decoupled weight decay."""
-        decays = [as_weight_decay(group["weight_decay"]) for group in self.groups]
-        shrink = [-lr * d.strength if d.kind == "decoupled" else 0.0 for lr, d in zip(self._lr, decays, strict=True)]
+        decays = {index: as_weight_decay(group["weight_decay"]) for index, group in self._different.items()}
+        strengths = {index: d.strength if d.kind == "decoupled" else 0.0 for index, d in decays.items()}
+        shrink = [-lr * strengths[id(group)] for lr, group in zip(self._lr, self.groups, strict=True)]
         if not any(shrink):
             return self.update
         return [u + factor * p.to(u.dtype) for u, p, factor in zip(self.update, self.params, shrink, strict=True)]
