@@ -18,6 +18,7 @@ from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, as_weight_decay, number, plain_policy
 from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, RunningInverse
 from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
+from curvlinops_plus.optim.kfac.tensor_lists import norms
 from curvlinops_plus.optim.kfac.watch import Watch
 from curvlinops_plus.risk import EmpiricalRisk
 
@@ -246,7 +247,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         dampings: dict[str, float] = {}
         for group in self.param_groups:
             damping = group["damping"] + as_weight_decay(group.get("weight_decay", 0.0)).curvature
-            dampings |= dict.fromkeys([self._keys[p] for p in group["params"]], damping)
+            dampings |= {self._keys[p]: damping for p in group["params"]}
         report.refreshed = self.curvature.refresh_if_due(dampings)
         direction = self.curvature.apply(gradient, dampings)
         report.left_alone = [key for key in self._keys.values() if key not in direction]
@@ -266,7 +267,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _report(self, move: Move, update: list[Tensor], report: StepReport) -> None:
         """Say how long an update is, before it is added."""
         report.scale = move.scale
-        report.update_norm = float(torch.stack(torch._foreach_norm(update)).norm())
+        report.update_norm = float(norms(update).norm())
         if self.report_norms:
             columns = (move.params, move.gradient, move.direction, update)
             table = torch.stack([torch.stack([t.double().norm() for t in column]) for column in columns], 1)
@@ -331,7 +332,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
 def first_nonfinite(gradient: Mapping[str, Tensor]) -> str | None:
     """Key of a gradient with NaN or infinite numbers."""
-    if gradient and not bool(torch.stack(torch._foreach_norm(list(gradient.values()))).isfinite().all()):
+    if gradient and not bool(norms(list(gradient.values())).isfinite().all()):
         return next((key for key, g in gradient.items() if not bool(g.isfinite().all())), None)
     return None
 

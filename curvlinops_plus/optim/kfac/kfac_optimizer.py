@@ -18,9 +18,10 @@ from curvlinops_plus.optim.kfac.policies import (
     as_weight_decay,
     number,
 )
-from curvlinops_plus.optim.kfac.quadratic_model import QuadraticModel, times
+from curvlinops_plus.optim.kfac.quadratic_model import QuadraticModel
 from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, Inverse
 from curvlinops_plus.optim.kfac.step_report import StepReport
+from curvlinops_plus.optim.kfac.tensor_lists import add_to, times
 from curvlinops_plus.risk import Vectors
 
 __all__ = ["KFACOptimizer"]
@@ -185,7 +186,7 @@ class KFACOptimizer(CurvatureOptimizer):
                 known = self._model(move, [displacement]), [1.0]
             self._add_and_look(move, displacement, known, report)
         else:
-            torch._foreach_add_(move.params, displacement)
+            add_to(move.params, displacement)
         if not report.rejected:
             move.remember()
 
@@ -251,7 +252,7 @@ class KFACOptimizer(CurvatureOptimizer):
         model, w = known
         report.quadratic_change = model.change(w, include)
         before, report.loss = [p.clone() for p in move.params], self._objective()
-        torch._foreach_add_(move.params, displacement)
+        add_to(move.params, displacement)
         report.new_loss = self._objective()
         predicted = report.quadratic_change
         report.rho = (report.new_loss - report.loss) / predicted if predicted else float("nan")

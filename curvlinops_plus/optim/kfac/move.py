@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.optim.kfac.policies import NormConstraint, as_norm_constraint, as_weight_decay
-from curvlinops_plus.optim.kfac.quadratic_model import sum_of_products, times
+from curvlinops_plus.optim.kfac.tensor_lists import difference, sum_of_products, times
 
 __all__ = ["Move"]
 
@@ -83,9 +83,7 @@ class Move:
         """`δ = -α P g + μ v`."""
 
         def combined(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-            total = times(old, momentum)
-            torch._foreach_sub_(total, times(new, lr))
-            return total
+            return difference(times(old, momentum), times(new, lr))
 
         self._lr = lr
         self.update = combined(self.direction, self.velocity)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["QuadraticModel", "sum_of_products", "times"]
+from curvlinops_plus.optim.kfac.tensor_lists import sum_of_products, times
+
+__all__ = ["QuadraticModel"]
 
 Vectors = Sequence[Sequence[Tensor]]  # directions, each a list of tensors like the parameters
 
@@ -84,13 +86,3 @@ def _inner(one: Vectors, two: Vectors) -> Tensor:  # -> [k, l]
     """Inner products, in float64 on the CPU."""
     rows = [torch.stack([sum_of_products(v, u) for u in two]) for v in one]
     return torch.stack(rows).double().cpu()
-
-
-def times(tensors: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor]:
-    """Each tensor times its factor."""
-    return list(torch._foreach_mul(list(tensors), list(factors)))
-
-
-def sum_of_products(one: Sequence[Tensor], two: Sequence[Tensor]) -> Tensor:
-    """`⟨one, two⟩`, a 0-d tensor."""
-    return torch.stack([a.flatten().dot(b.flatten()) for a, b in zip(one, two, strict=True)]).sum()
