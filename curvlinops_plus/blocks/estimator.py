@@ -280,7 +280,7 @@ class CurvatureEstimator:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now.
 
         Args:
-            damping: Of the inverse from now on. Default: as before.
+            damping: Of the inverse from now on, as for `K.inverse`, such as `HeuristicDamping(λ)`. Default: as before.
 
         Raises:
             ValueError: If nothing was added yet.
@@ -290,8 +290,7 @@ class CurvatureEstimator:
         before, self._sums = self._sums, self._sums.in_new_bases()
         damping = self.damping if damping is None else damping
         try:
-            snapshot = self.operator
-            inverse = snapshot.inverse(damping)
+            inverse = (snapshot := self.operator).inverse(damping)
         except Exception:
             self._sums = before
             raise
@@ -308,8 +307,8 @@ class CurvatureEstimator:
         """`(K + damping·I)⁻¹` at the last `refresh`; the first call refreshes, with this damping.
 
         Args:
-            damping: Default: that of the last refresh, whose decompositions are kept. With another one the statistics
-                of the last refresh are decomposed again, and nothing is kept.
+            damping: Default: that of the last refresh, whose inverse is kept. Another number takes its
+                eigendecompositions; what damps single factors decomposes these each time.
         """
         if self._snapshot is None:
             self.refresh(damping)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from curvlinops_plus.exact.base import ParameterCurvature
 from curvlinops_plus.exact.double_backward import loss_hessian_product
 from curvlinops_plus.exact.kept import KEPT_BYTES, KeptLinearizations
-from curvlinops_plus.exact.linearize import Linearizer, Outputs
+from curvlinops_plus.exact.linearize import Linearizer, OutputMap, Outputs
 from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, loss_roots, run_losses
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.loss_weights import LossWeights
+from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["GGN"]
@@ -68,6 +71,7 @@ class GGN(ParameterCurvature):
 
     Cost: one sweep per product, of a forward pass with tangents and a backward pass, or two backward passes of a single
     column where a linearisation stayed; columns of a chunk share the forward pass.
+    `quadratic_form(J)` is a forward pass with tangents for each row, without a backward pass; it keeps no graph of `J`.
     `to_dense()`: a backward pass for each number that a batch's outputs have, or a product for each parameter where
     these are fewer.
 
@@ -113,8 +117,15 @@ class GGN(ParameterCurvature):
                     "random vectors follow that order."
                 )
 
-    def _sweep(self, X: Tensor | None, weights: LossWeights) -> tuple[Tensor, Totals]:
-        """Un-reduced product with `X` [n, K], or the matrix [n, n] for None, and the totals of the data."""
+    def _sum(
+        self, of_batch: Callable[[Batch, int, OutputMap[Any], Tensor | None], Tensor], weights: LossWeights
+    ) -> tuple[Tensor, Totals]:
+        """Un-reduced sum over the batches, and the totals of the data.
+
+        Args:
+            of_batch: From a batch, its number, the product with `M`, and the sum so far, the sum with this batch.
+            weights: Of the losses.
+        """
         totals, draws, total = Totals(), Draws(self.vectors.seed or 0), None
 
         def output_product(F: Outputs, extra: tuple[list[LossTerms], Totals]) -> OutputProduct:
@@ -126,16 +137,33 @@ class GGN(ParameterCurvature):
             return _hessian_product(terms, factors)
 
         for index, batch in enumerate(self._batches()):
-            if X is None:
-                found = self._linear.ggn_matrix(batch, output_product)
-                total = found if total is None else total.add_(found)
-            else:
-                total = self._linear.ggn_product(batch, X.T, output_product, index, total)
+            total = of_batch(batch, index, output_product, total)
         assert total is not None  # without a batch `batches` raises
+        return total, totals
+
+    def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
+        def product(batch: Batch, index: int, output_product: OutputMap[Any], total: Tensor | None) -> Tensor:
+            return self._linear.ggn_product(batch, X.T, output_product, index, total)
+
+        total, totals = self._sum(product, weights)
         return total.T, totals
 
     def _to_dense(self) -> Tensor:
-        return self._scaled(partial(self._sweep, None))
+        def matrix(batch: Batch, index: int, output_product: OutputMap[Any], total: Tensor | None) -> Tensor:
+            found = self._linear.ggn_matrix(batch, output_product)
+            return found if total is None else total.add_(found)
+
+        return self._scaled(partial(self._sum, matrix))
+
+    def _quadratic_form(self, rows: Tensor) -> Tensor:
+        """`⟨J v, M J w⟩` from tangents alone: nothing is sent back."""
+
+        def form(batch: Batch, index: int, output_product: OutputMap[Any], total: Tensor | None) -> Tensor:
+            found = self._linear.ggn_form(batch, torch.atleast_2d(rows), output_product)
+            return found if total is None else total.add_(found)
+
+        found = self._scaled(partial(self._sum, form))
+        return found if rows.ndim > 1 else found[0, 0]
 
 
 def _hessian_product(terms: Sequence[LossTerms], weights: Sequence[float]) -> OutputProduct:

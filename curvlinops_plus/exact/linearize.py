@@ -20,7 +20,7 @@ from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["Linearizer", "Outputs", "Read"]
+__all__ = ["Linearizer", "OutputMap", "Outputs", "Read"]
 
 T = TypeVar("T")
 
@@ -174,6 +174,30 @@ class Linearizer:
 
         found = self._at(batch, inside)
         return found if total is None else total.add_(found)
+
+    def ggn_form(self, batch: Batch, rows: Tensor, output_product: OutputMap[Sequence[Tensor | None]]) -> Tensor:
+        """`⟨J v, M J w⟩` of several vectors, [..., k, n] -> [..., k, k].
+
+        Args:
+            batch: The batch.
+            rows: The vectors.
+            output_product: As for `ggn_product`.
+
+        Cost: one forward pass with tangents for each vector, and one without for several.
+        """
+
+        def output_map(F: Outputs, extra: Any) -> Callable[[list[Tensor]], Tensor]:
+            product = output_product(F, extra)
+
+            def both(JV: list[Tensor]) -> Tensor:
+                MJV = [torch.zeros_like(v) if Mv is None else Mv for v, Mv in zip(JV, product(JV), strict=True)]
+                return torch.cat([t.detach().flatten(1).to(rows.dtype) for t in (*JV, *MJV)], 1)
+
+            return both
+
+        found = self.jvp(batch, rows.detach().flatten(0, -2), output_map)
+        JV, MJV = found.reshape(*rows.shape[:-1], -1).chunk(2, -1)
+        return JV @ MJV.mT
 
     def ggn_matrix(self, batch: Batch, output_product: OutputMap[Sequence[Tensor | None]]) -> Tensor:
         """`Jᵀ M J`, [n, n]: from the rows of `J` if these are fewer than parameters, else column by column.

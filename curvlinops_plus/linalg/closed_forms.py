@@ -149,7 +149,7 @@ class ClosedForms(Products):
     def quadratic_form(self, J: Any) -> Any:
         """`J A Jᵀ`: a number for one vector, `[..., m, m]` for the rows of Jacobians.
 
-        Costs one product with as many columns as `J` has rows.
+        Costs one product with as many columns as `J` has rows; of a `GGN` a forward pass with tangents for each row.
 
         Args:
             J: A tensor or NumPy array `[n]` or `[..., m, n]`; or a list, tuple or dictionary of tensors `[*shape]` or
@@ -176,12 +176,15 @@ class ClosedForms(Products):
             rows, kind = self.in_space.read_rows(J, self.dtype, self.device)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{self.label}.quadratic_form(J): {error}") from error
-        products = (self @ rows.reshape(rows.shape[:-1].numel(), n).T).T.reshape(rows.shape)
         with outside_autocast(self.device):
-            form = rows @ (products.mT if rows.ndim > 1 else products)
+            form = self._quadratic_form(rows)
         return to_numpy(form) if kind == "numpy" else form
 
     # What a structure implements; arguments are checked, and dampings are numbers -------------------------------------
+
+    def _quadratic_form(self, rows: Tensor) -> Tensor:  # [n] -> [], [..., m, n] -> [..., m, m]
+        products = (self @ rows.reshape(-1, self.shape[1]).T).T.reshape(rows.shape)
+        return rows @ (products.mT if rows.ndim > 1 else products)
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
         """Sign of the determinant and logarithm of its absolute value."""

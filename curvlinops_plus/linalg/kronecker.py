@@ -96,10 +96,14 @@ class Kronecker(LinearOperator):
         return G.left(A.right(M)).reshape(K, prod(self.batch) * G.rows * A.rows).T
 
     def _rmatmat(self, X: Tensor) -> Tensor:
-        return self.adjoint()._matmat(X)
+        return self._transposed._matmat(X)
+
+    @cached_property
+    def _transposed(self) -> Kronecker:
+        return Kronecker(self.G.adjoint(), self.A.adjoint())
 
     def adjoint(self) -> Kronecker:
-        return self if self.structure >= Structure.SYMMETRIC else Kronecker(self.G.adjoint(), self.A.adjoint())
+        return self if self.structure >= Structure.SYMMETRIC else self._transposed
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Kronecker:
         return Kronecker(self.G.to(device, dtype), self.A.to(device, dtype))

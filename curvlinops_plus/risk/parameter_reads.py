@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -114,11 +115,12 @@ def refuse_outside_readers(
     Raises:
         OutsideReads: Naming parameter and layer.
     """
+    by_calls = Counter((call.layer, key) for call in calls for key in set(call.call.use.keys.values()))
     for index, layer in enumerate(layers):
         if not all(use.rule.reads_once for use in layer.uses):
             continue
         for key in layer.params:
-            number = sum(call.layer == index and key in call.call.use.keys.values() for call in calls)
+            number = by_calls[index, key]
             found = readers.get(id(params[key]), 0)
             if found > number:
                 raise OutsideReads(

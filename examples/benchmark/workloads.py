@@ -148,7 +148,8 @@ class Decoder(nn.Module):
         self.head = nn.Linear(d, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        x = self.token(tokens) + self.position(places)
         for index, (attention, mlp) in enumerate(zip(self.attention, self.mlp)):
             x = x + attention(self.norms[2 * index](x))
             x = x + mlp(self.norms[2 * index + 1](x))

@@ -29,7 +29,7 @@ from curvlinops_plus import (
     save,
 )
 from curvlinops_plus.blocks.accumulator import Accumulator
-from curvlinops_plus.linalg import Diagonal
+from curvlinops_plus.linalg import Diagonal, HeuristicDamping
 
 SINGLE_PASS = {"KFAC": KFAC, "diagonal": DiagonalBlock, "full": FullBlock, "reduce": KFAC.using(kfac_approx="reduce")}
 EVERY = {**SINGLE_PASS, "EKFAC": EKFAC, "mix": {"0": EKFAC, "*": FullBlock, nn.LayerNorm: DiagonalBlock}}
@@ -558,6 +558,34 @@ def test_the_first_inverse_has_the_damping_that_is_asked_for() -> None:
     close(running.inverse(each).to_dense(), whole(model, KFAC, data).inverse(each).to_dense(), 1e-10)
     running.refresh(each)
     assert running.inverse(each.clone()) is running.inverse()
+
+
+@pytest.mark.parametrize("damping", [HeuristicDamping(0.3), HeuristicDamping(0.3, min=0.2), (0.1, 0.2), 0.3], ids=str)
+def test_dampings_of_factors(damping: Any) -> None:
+    """In `refresh`, in `inverse`, and in an `inverse` before any `refresh`."""
+    model, data = network(), batches(4)
+    expected = whole(model, KFAC, data).inverse(damping).to_dense()
+    for way in ("refresh", "inverse", "at once"):
+        running = estimator(model)
+        running.update(data[0])
+        if way != "at once":
+            running.refresh(damping if way == "refresh" else 0.7)
+        found = running.inverse() if way == "refresh" else running.inverse(damping)
+        close(found.to_dense(), expected, 1e-10)
+
+
+def test_another_damping_keeps_the_decompositions(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = estimator(network(), damping=0.1)
+    running.update(batches(4)[0])
+    running.refresh()
+
+    def refuse(*given: Any, **options: Any) -> None:
+        raise AssertionError("decomposed again")
+
+    monkeypatch.setattr(torch.linalg, "eigh", refuse)
+    running.inverse(0.5)
+    with pytest.raises(AssertionError, match="decomposed again"):
+        running.refresh()
 
 
 @pytest.mark.parametrize("inside", [torch.no_grad, torch.enable_grad, torch.inference_mode])

@@ -113,6 +113,23 @@ def test_adaptive_coefficients_of_the_exact_preconditioner_are_one_and_zero() ->
         assert report.momentum == pytest.approx([0.0], abs=1e-6)
 
 
+def test_an_adaptive_coefficient_beside_numbers_of_groups() -> None:
+    """`lr` minimises the quadratic model along the direction, with each group's own part of the velocity."""
+    model, loss = net(), nn.CrossEntropyLoss()
+    groups = [{"params": model[0].parameters(), "momentum": 0.9}, {"params": model[2].parameters(), "momentum": 0.2}]
+    optimizer = KFACOptimizer(model, loss, "adaptive", damping=0.1, params=groups, **EXACT)
+    momenta = torch.tensor([0.9] * 25 + [0.2] * 18, dtype=torch.float64)
+    before, velocity = flat(model), torch.zeros(43).double()
+    for step in range(3):
+        X, y = batch(seed=step)
+        G = GGN(EmpiricalRisk(model, loss, [(X, y)])).to_dense() + 0.1 * torch.eye(43).double()
+        take(optimizer, model, loss, (X, y))
+        delta = flat(model) - before
+        direction, g = delta - momenta * velocity, gradient(model)
+        assert float(direction @ (G @ delta + g)) == pytest.approx(0, abs=1e-10)  # the slope at the minimum
+        before, velocity = flat(model), delta
+
+
 def test_on_a_quadratic_the_ratio_is_one() -> None:
     torch.manual_seed(0)
     X, y = torch.randn(30, 4).double(), torch.randn(30, 2).double()
@@ -549,3 +566,70 @@ def test_a_foreign_state() -> None:
     optimizer = KFACOptimizer(model, nn.CrossEntropyLoss(), **EXACT)
     with pytest.raises(ValueError, match="not the state of a KFACOptimizer: the key 'curvature' is missing"):
         optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=0.1).state_dict())
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+@pytest.mark.parametrize("door", ["hooks", "listen"])
+def test_check_loss_compares_what_is_minimised(door: str) -> None:
+    """Label smoothing, or the sum in place of the mean, that the optimizer was not told of."""
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    for users in (loss, nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(reduction="sum")):
+        optimizer = KFACOptimizer(model, loss, **EXACT)
+        optimizer.check_loss = True
+        optimizer.zero_grad()
+        if door == "hooks":
+            output = model(X)
+            loss(output, y)
+        else:
+            with optimizer.listen((X, y)):
+                output = model(X)
+        value = users(output, y)
+        value.backward()
+        before = flat(model)
+        if users is loss:
+            assert optimizer.step(lambda value=value: value) is value
+            assert not torch.equal(flat(model), before)
+        else:
+            shown = [f"{float(f(output, y).detach()):.6g}" for f in (users, loss)]
+            with pytest.raises(
+                ValueError, match=rf"minimised is {shown[0]}, .* CrossEntropyLoss, is {shown[1]} on the"
+            ):
+                optimizer.step(lambda value=value: value)
+            assert torch.equal(flat(model), before)
+        optimizer.close()
+
+
+def test_check_loss_needs_a_value() -> None:
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    optimizer = KFACPreconditioner(model, loss, **EXACT)
+    optimizer.check_loss = True
+    with optimizer.listen((X, y)):
+        output = model(X)
+    loss(output, y).backward()
+    with pytest.raises(ValueError, match=r"check_loss compares the loss that step's closure returns"):
+        optimizer.step()
+
+
+def test_norms_of_each_parameter_on_request() -> None:
+    for cls in (KFACOptimizer, KFACPreconditioner):
+        model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+        optimizer = cls(model, loss, **EXACT)
+        take(optimizer, model, loss, (X, y))
+        assert optimizer.last_step.norms == {}
+        optimizer.report_norms = True
+        before = {key: p.detach().clone() for key, p in model.named_parameters()}
+        optimizer.zero_grad()
+        with optimizer.listen((X, y)):
+            output = model(X)
+        loss(output, y).backward()
+        gradient = {key: p.grad.clone() for key, p in model.named_parameters()}
+        optimizer.step()
+        report = optimizer.last_step
+        for key, p in model.named_parameters():
+            update = p.grad if cls is KFACPreconditioner else p - before[key]
+            norms = report.norms[key]
+            assert norms.parameter == pytest.approx(float(before[key].norm()))
+            assert norms.gradient == pytest.approx(float(gradient[key].norm()))
+            assert norms.update == pytest.approx(float(update.detach().norm()))
+            assert norms.direction > 0
+        assert report.update_norm == pytest.approx(sum(n.update**2 for n in report.norms.values()) ** 0.5)

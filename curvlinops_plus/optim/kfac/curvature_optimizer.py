@@ -16,8 +16,9 @@ from curvlinops_plus.blocks.heard_pass import HeardBatch
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, as_weight_decay, number, plain_policy
-from curvlinops_plus.optim.kfac.running_inverse import RunningInverse
-from curvlinops_plus.optim.kfac.step_report import StepReport
+from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, RunningInverse
+from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
+from curvlinops_plus.optim.kfac.tensor_lists import norms
 from curvlinops_plus.optim.kfac.watch import Watch
 from curvlinops_plus.risk import EmpiricalRisk
 
@@ -38,7 +39,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         params: Parameters, or groups of them; None: all that require a gradient.
         options: Options of groups.
         schedule: Damping as a function of the number of steps before, if it is one.
-        statistics: Options of `RunningInverse`.
+        curvature: Which statistics, and when they are renewed.
         strict: Refuse a step for which statistics were due, and no batch was seen.
         risk_options: Options of `EmpiricalRisk`.
     """
@@ -51,7 +52,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         options: dict[str, Any],
         *,
         schedule: Callable[[int], float] | None,
-        statistics: dict[str, Any],
+        curvature: CurvatureOptions,
         strict: bool,
         risk_options: dict[str, Any],
     ) -> None:
@@ -60,13 +61,17 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             raise ValueError("A schedule sets the damping of all groups, and one of them has its own. Give one.")
         risk = EmpiricalRisk(model, loss, (), [p for group in groups for p in group["params"]], **risk_options)
         #: The statistics and their inverse.
-        self.curvature = RunningInverse(risk, **statistics)
+        self.curvature = RunningInverse(risk, curvature)
         self._keys = {p: key for key, p in risk.params.items()}
         self._schedule, self._strict = schedule, strict
         super().__init__(groups, options)
         self._check_groups()
         #: What the last step did.
         self.last_step = StepReport(-1)
+        #: Compare the loss that `step`'s closure returns with that of the statistics, in a pass of its own.
+        self.check_loss = False
+        #: Report norms of each parameter in `last_step`.
+        self.report_norms = False
         losses = [one.loss for one in risk.losses]
         modules = [one for one in losses if isinstance(one, nn.Module)]
         #: Hears plain training loops; None if a loss is a function, which takes no hooks.
@@ -171,7 +176,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     @property
     def _looks_again(self) -> bool:
         """Whether this step runs the model on its batches once more."""
-        return False
+        return self.check_loss
 
     # --------------------------------------------------------------------------------------------------------- steps
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -179,7 +184,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
         Args:
             closure: Zeroes gradients, runs the model, the loss and the backward pass, and returns the loss. Called
-                once.
+                once. With `check_loss`, and a loss that was computed before, `lambda: value` will do.
 
         Returns:
             What the closure returned.
@@ -187,7 +192,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: If statistics were due, and no batch was seen since the last step.
             NumericsError: If a gradient is NaN or infinite; parameters and velocities have not changed then.
-            ValueError: If some parameters of a block have a gradient, and others have none.
+            ValueError: If some parameters of a block have a gradient, and others have none; with `check_loss`, if the
+                closure's loss is another one than that of the statistics.
         """
         loss = None
         if closure is not None:
@@ -202,6 +208,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 self._watch.drop()
             self.curvature.finish()
             self.curvature.require_batches(self._strict, self._looks_again)
+            if self.check_loss:
+                self._compare(loss)
             self.last_step = StepReport(self.curvature.steps, examples=self.curvature.examples)
             self.last_step.damping = [group["damping"] for group in self.param_groups]
             if any(p.grad is not None for _, _, p in self._listed()):
@@ -210,6 +218,20 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 self.last_step.left_alone = list(self._keys.values())
             self.curvature.advance()
         return loss
+
+    def _compare(self, loss: Any) -> None:
+        """Refuse a loss of the user that is another one than that of the statistics."""
+        if loss is None:
+            raise ValueError("check_loss compares the loss that step's closure returns; write step(lambda: value).")
+        theirs, ours = float(torch.as_tensor(loss).detach()), self.curvature.loss()
+        if not abs(theirs - ours) <= 1e-3 * max(abs(theirs), abs(ours)):
+            names = ", ".join(one.title for one in self.curvature.risk.losses)
+            raise ValueError(
+                f"The loss that is minimised is {theirs:.6g}, and that of the statistics, {names}, is {ours:.6g} on "
+                "the same batches. Give the optimizer the loss with the same options (label smoothing, class weights, "
+                "ignored targets) and the same reduction, a mean or a sum. With weight decay in the loss, or a loss "
+                "that was scaled, compare what there is without it."
+            )
 
     @abstractmethod
     def _step(self, report: StepReport) -> None:
@@ -222,10 +244,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             gradient: Key of a parameter to its gradient.
             report: Of this step.
         """
-        dampings = {
-            key: group["damping"] + as_weight_decay(group.get("weight_decay", 0.0)).curvature
-            for group, key, _ in self._listed()
-        }
+        dampings: dict[str, float] = {}
+        for group in self.param_groups:
+            damping = group["damping"] + as_weight_decay(group.get("weight_decay", 0.0)).curvature
+            dampings |= {self._keys[p]: damping for p in group["params"]}
         report.refreshed = self.curvature.refresh_if_due(dampings)
         direction = self.curvature.apply(gradient, dampings)
         report.left_alone = [key for key in self._keys.values() if key not in direction]
@@ -241,6 +263,15 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         )
         move.bound_direction()
         return move
+
+    def _report(self, move: Move, update: list[Tensor], report: StepReport) -> None:
+        """Say how long an update is, before it is added."""
+        report.scale = move.scale
+        report.update_norm = float(norms(update).norm())
+        if self.report_norms:
+            columns = (move.params, move.gradient, move.direction, update)
+            table = torch.stack([torch.stack([t.double().norm() for t in column]) for column in columns], 1)
+            report.norms = {key: Norms(*row) for key, row in zip(move.keys, table.tolist(), strict=True)}
 
     def _listed(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
         """Group, key and tensor of every parameter."""
@@ -258,10 +289,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             number("damping", group["damping"])
             constraint = as_norm_constraint(group["norm_constraint"])
-            if constraint is not None and constraint.norm != "euclidean" and self.curvature.power != -1:
+            if constraint is not None and constraint.norm != "euclidean" and self.curvature.options.power != -1:
                 raise ValueError(
                     f"A norm constraint in the {constraint.norm} norm is for inverses; with power="
-                    f'{self.curvature.power:g} use NormConstraint(..., norm="euclidean"), or None.'
+                    f'{self.curvature.options.power:g} use NormConstraint(..., norm="euclidean"), or None.'
                 )
 
     # --------------------------------------------------------------------------------------------------------- state
@@ -301,7 +332,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
 def first_nonfinite(gradient: Mapping[str, Tensor]) -> str | None:
     """Key of a gradient with NaN or infinite numbers."""
-    if gradient and not bool(torch.stack([g.sum() for g in gradient.values()]).isfinite().all()):
+    if gradient and not bool(norms(list(gradient.values())).isfinite().all()):
         return next((key for key, g in gradient.items() if not bool(g.isfinite().all())), None)
     return None
 

@@ -19,8 +19,9 @@ from curvlinops_plus.optim.kfac.policies import (
     number,
 )
 from curvlinops_plus.optim.kfac.quadratic_model import QuadraticModel
-from curvlinops_plus.optim.kfac.running_inverse import Inverse
+from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, Inverse
 from curvlinops_plus.optim.kfac.step_report import StepReport
+from curvlinops_plus.optim.kfac.tensor_lists import add_to, times
 from curvlinops_plus.risk import Vectors
 
 __all__ = ["KFACOptimizer"]
@@ -145,16 +146,9 @@ class KFACOptimizer(CurvatureOptimizer):
             params,
             options,
             schedule=schedule,
-            statistics={
-                "approximation": approximation,
-                "default": default,
-                "vectors": vectors,
-                "decay": decay,
-                "statistics_every": statistics_every,
-                "inverse_every": inverse_every,
-                "inverse": inverse,
-                "power": power,
-            },
+            curvature=CurvatureOptions(
+                approximation, default, vectors, decay, statistics_every, inverse_every, inverse, power
+            ),
             strict=strict,
             risk_options=risk_options,
         )
@@ -171,7 +165,8 @@ class KFACOptimizer(CurvatureOptimizer):
 
     @property
     def _looks_again(self) -> bool:
-        return self._adapts or self._reject is not None or (self._adaptive and self._exact_model)
+        adaptive = self._adaptive and self._exact_model
+        return super()._looks_again or self._adapts or self._reject is not None or adaptive
 
     # --------------------------------------------------------------------------------------------------------- a step
     def _step(self, report: StepReport) -> None:
@@ -182,54 +177,82 @@ class KFACOptimizer(CurvatureOptimizer):
             self._reject_step(report)
             return
         move = self._move(gradient, report)
-        self._combine(move, report)
+        known = self._combine(move, report)
         move.bound_update(self.curvature.product)
         displacement = move.with_decay()
-        report.scale = move.scale
-        report.update_norm = float(torch.stack([d.norm() for d in displacement]).norm())
+        self._report(move, displacement, report)
         if self._adapts or self._reject is not None:
-            self._add_and_look(move, displacement, report)
+            if known is None or displacement is not move.update:
+                known = self._model(move, [displacement]), [1.0]
+            self._add_and_look(move, displacement, known, report)
         else:
-            _add(move.params, displacement)
+            add_to(move.params, displacement)
         if not report.rejected:
             move.remember()
 
     def _gradient(self) -> dict[str, Tensor]:
         """The gradient of what is minimised: with the sign of `maximize`, and with coupled weight decay."""
         found = super()._gradient()
-        for group, key, p in self._listed():
-            if key in found:
-                decay = as_weight_decay(group["weight_decay"])
-                g = -found[key] if self._maximize else found[key]
-                found[key] = g + decay.strength * p.to(g.dtype) if decay.kind == "coupled" and decay.strength else g
+        if self._maximize:
+            found = {key: -g for key, g in found.items()}
+        for group in self.param_groups:
+            decay = as_weight_decay(group["weight_decay"])
+            if decay.kind == "coupled" and decay.strength:
+                for p in group["params"]:
+                    if (g := found.get(key := self._keys[p])) is not None:
+                        found[key] = g + decay.strength * p.to(g.dtype)
         return found
 
-    def _combine(self, move: Move, report: StepReport) -> None:
-        """Set the update, with coefficients from the options or from the quadratic model."""
-        lr, momentum = move.option("lr"), move.option("momentum")
+    def _combine(self, move: Move, report: StepReport) -> tuple[QuadraticModel, list[float]] | None:
+        """Set the update, with coefficients from the options or from the quadratic model.
+
+        Returns:
+            The quadratic model and the update in its coordinates, if there is one.
+        """
+        coefficients, known = [move.option("lr"), move.option("momentum")], None
         if self._adaptive:
-            model = self._model(move, [[-t for t in move.direction], move.velocity])
-            found = model.minimizer([None if "adaptive" in values else values[0] for values in (lr, momentum)])
-            lr, momentum = ([value] * len(move.keys) for value in found)
+            # The model chooses factors of both directions; a number of a group is part of its direction, times 1.
+            fixed = [None if "adaptive" in values else 1.0 for values in coefficients]
+            coefficients = [[1.0 if value == "adaptive" else value for value in values] for values in coefficients]
+            directions = [times(move.direction, [-lr for lr in coefficients[0]]), times(move.velocity, coefficients[1])]
+            model = self._model(move, directions)
+            known = model, model.minimizer(fixed)
+            coefficients = [[w * value for value in values] for w, values in zip(known[1], coefficients, strict=True)]
+        lr, momentum = coefficients
         report.lr, report.momentum = sorted(set(lr)), sorted(set(momentum))
         move.combine(lr, momentum)
+        return known
 
     def _model(self, move: Move, directions: Sequence[Sequence[Tensor]]) -> QuadraticModel:
         """The quadratic model of this step's loss along some directions."""
 
-        def product(v: Sequence[Tensor]) -> list[Tensor]:
-            found = self.curvature.model_product(dict(zip(move.keys, v, strict=True)), self._exact_model)
-            return [found[key] for key in move.keys]
+        def form(vectors: Sequence[Sequence[Tensor]]) -> Tensor:
+            rows = {key: torch.stack(parts) for key, *parts in zip(move.keys, *vectors, strict=True)}
+            return self.curvature.quadratic_form(rows, self._exact_model)
 
         decays = [as_weight_decay(group["weight_decay"]).curvature for group in move.groups]
-        return QuadraticModel.along(directions, move.gradient, product, decays, move.option("damping"))
+        return QuadraticModel.along(directions, move.gradient, form, decays, move.option("damping"))
 
-    def _add_and_look(self, move: Move, displacement: Sequence[Tensor], report: StepReport) -> None:
-        """Move, and see whether the loss changed as predicted; adapt the damping, or undo the step."""
+    def _add_and_look(
+        self,
+        move: Move,
+        displacement: Sequence[Tensor],
+        known: tuple[QuadraticModel, Sequence[float]],
+        report: StepReport,
+    ) -> None:
+        """Move, and see whether the loss changed as predicted; adapt the damping, or undo the step.
+
+        Args:
+            move: The step.
+            displacement: What is added to its parameters.
+            known: A quadratic model, and the displacement in its coordinates.
+            report: Of the step.
+        """
         include = self._levenberg is not None and self._levenberg.include_damping
-        report.quadratic_change = self._model(move, [displacement]).change([1.0], include)
+        model, w = known
+        report.quadratic_change = model.change(w, include)
         before, report.loss = [p.clone() for p in move.params], self._objective()
-        _add(move.params, displacement)
+        add_to(move.params, displacement)
         report.new_loss = self._objective()
         predicted = report.quadratic_change
         report.rho = (report.new_loss - report.loss) / predicted if predicted else float("nan")
@@ -274,8 +297,3 @@ class KFACOptimizer(CurvatureOptimizer):
             values = {group[name] for group in self.param_groups}
             if "adaptive" in values and len(values) > 1:
                 raise ValueError(f"{name} is adaptive in one group and a number in another; one value serves all then.")
-
-
-def _add(params: Sequence[Tensor], displacement: Sequence[Tensor]) -> None:
-    for p, d in zip(params, displacement, strict=True):
-        p.add_(d)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.optim.kfac.policies import NormConstraint, as_norm_constraint, as_weight_decay
-from curvlinops_plus.optim.kfac.quadratic_model import sum_of_products, times
+from curvlinops_plus.optim.kfac.tensor_lists import difference, sum_of_products, times
 
 __all__ = ["Move"]
 
@@ -44,6 +44,9 @@ class Move:
     ) -> None:
         self.keys, self.params, self.groups, self._state = keys, params, groups, state
         self.gradient, self.direction, self.dampings = gradient, direction, dampings
+        self._different = {id(group): group for group in groups}
+        constraints = {index: as_norm_constraint(group["norm_constraint"]) for index, group in self._different.items()}
+        self._constraints = [constraints[id(group)] for group in groups]
         self.velocity = self._kept("velocity")
         self._curved_velocity = self._kept("curved_velocity")
         self._sent = gradient  # what `direction` is `P` times
@@ -80,7 +83,7 @@ class Move:
         """`δ = -α P g + μ v`."""
 
         def combined(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-            return [μ * v - α * d for α, μ, d, v in zip(lr, momentum, new, old, strict=True)]
+            return difference(times(old, momentum), times(new, lr))
 
         self._lr = lr
         self.update = combined(self.direction, self.velocity)
@@ -108,8 +111,9 @@ class Move:
 
     def with_decay(self) -> list[Tensor]:
         """The update, with decoupled weight decay."""
-        decays = [as_weight_decay(group["weight_decay"]) for group in self.groups]
-        shrink = [-lr * d.strength if d.kind == "decoupled" else 0.0 for lr, d in zip(self._lr, decays, strict=True)]
+        decays = {index: as_weight_decay(group["weight_decay"]) for index, group in self._different.items()}
+        strengths = {index: d.strength if d.kind == "decoupled" else 0.0 for index, d in decays.items()}
+        shrink = [-lr * strengths[id(group)] for lr, group in zip(self._lr, self.groups, strict=True)]
         if not any(shrink):
             return self.update
         return [u + factor * p.to(u.dtype) for u, p, factor in zip(self.update, self.params, shrink, strict=True)]
@@ -125,10 +129,6 @@ class Move:
                     self._state[p]["curved_velocity"] = self.curved[i]
 
     # --------------------------------------------------------------------------------------------------------- norms
-    @property
-    def _constraints(self) -> list[NormConstraint | None]:
-        return [as_norm_constraint(group["norm_constraint"]) for group in self.groups]
-
     def _squares(self, norm: str, one: list[Tensor], curved: list[Tensor]) -> list[Tensor]:
         """The squared norm of each parameter's part; `curved` is `(C + λ)` times `one`."""
         if norm == "euclidean":
@@ -143,10 +143,9 @@ class Move:
 
         Groups with the same constraint are bounded together, as one vector.
         """
-        constraints = self._constraints
-        factors = [1.0] * len(constraints)
-        for c in {c for c in constraints if c is not None and c.of == of}:
-            at = [i for i, other in enumerate(constraints) if other == c]
+        factors = [1.0] * len(self._constraints)
+        for c in {c for c in self._constraints if c is not None and c.of == of}:
+            at = [i for i, other in enumerate(self._constraints) if other == c]
             found = squares(c.norm)
             factor = c.factor(float(torch.stack([found[i] for i in at]).sum()))
             self.scale = min(self.scale, factor)

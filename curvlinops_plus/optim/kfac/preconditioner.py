@@ -10,7 +10,7 @@ from torch import nn
 from curvlinops_plus.blocks import KFAC
 from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer, first_nonfinite, refusal_of_nonfinite
 from curvlinops_plus.optim.kfac.policies import NormConstraint
-from curvlinops_plus.optim.kfac.running_inverse import Inverse
+from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, Inverse
 from curvlinops_plus.optim.kfac.step_report import StepReport
 from curvlinops_plus.risk import Vectors
 
@@ -89,16 +89,9 @@ class KFACPreconditioner(CurvatureOptimizer):
             params,
             {"damping": damping(0) if callable(damping) else damping, "norm_constraint": norm_constraint},
             schedule=schedule,
-            statistics={
-                "approximation": approximation,
-                "default": default,
-                "vectors": vectors,
-                "decay": decay,
-                "statistics_every": statistics_every,
-                "inverse_every": inverse_every,
-                "inverse": inverse,
-                "power": power,
-            },
+            curvature=CurvatureOptions(
+                approximation, default, vectors, decay, statistics_every, inverse_every, inverse, power
+            ),
             strict=strict,
             risk_options=risk_options,
         )
@@ -110,7 +103,7 @@ class KFACPreconditioner(CurvatureOptimizer):
         move = self._move(gradient, report)
         move.combine([-1.0] * len(move.keys), [0.0] * len(move.keys))
         move.bound_update(self.curvature.product)
-        report.scale = move.scale
+        self._report(move, move.update, report)
         for p, d in zip(move.params, move.update, strict=True):
             assert p.grad is not None
             p.grad.copy_(d)  # in place: it may be a view of another's buffer

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["QuadraticModel", "sum_of_products", "times"]
+from curvlinops_plus.optim.kfac.tensor_lists import sum_of_products, times
+
+__all__ = ["QuadraticModel"]
 
 Vectors = Sequence[Sequence[Tensor]]  # directions, each a list of tensors like the parameters
 
@@ -42,7 +44,7 @@ class QuadraticModel:
         cls,
         directions: Vectors,
         gradient: Sequence[Tensor],
-        product: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+        form: Callable[[Vectors], Tensor],
         decays: Sequence[float],
         dampings: Sequence[float],
     ) -> QuadraticModel:
@@ -51,15 +53,13 @@ class QuadraticModel:
         Args:
             directions: The `v_i`; tensors like the parameters.
             gradient: `g`.
-            product: `C v`.
+            form: `⟨v_i, C v_j⟩`, `[k, k]`.
             decays: `η` of each parameter.
             dampings: `λ` of each parameter.
-
-        Cost: a product with each direction that is not zero.
         """
-        curved = [product(v) if any(bool(t.any()) for t in v) else v for v in directions]
+        A = form(directions).double().cpu()
         scaled = [[times(v, factors) for v in directions] for factors in (decays, dampings)]
-        A, R, D = (_inner(directions, others) for others in (curved, *scaled))
+        R, D = (_inner(directions, others) for others in scaled)
         return cls((A + A.T) / 2, R, D, _inner(directions, [gradient])[:, 0])
 
     def minimizer(self, fixed: Sequence[float | None]) -> list[float]:
@@ -86,13 +86,3 @@ def _inner(one: Vectors, two: Vectors) -> Tensor:  # -> [k, l]
     """Inner products, in float64 on the CPU."""
     rows = [torch.stack([sum_of_products(v, u) for u in two]) for v in one]
     return torch.stack(rows).double().cpu()
-
-
-def times(tensors: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor]:
-    """Each tensor times its factor."""
-    return [factor * t for t, factor in zip(tensors, factors, strict=True)]
-
-
-def sum_of_products(one: Sequence[Tensor], two: Sequence[Tensor]) -> Tensor:
-    """`⟨one, two⟩`, a 0-d tensor."""
-    return torch.stack([a.flatten().dot(b.flatten()) for a, b in zip(one, two, strict=True)]).sum()

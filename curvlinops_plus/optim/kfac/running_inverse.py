@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 from warnings import warn
 
@@ -17,12 +18,51 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedE
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
 from curvlinops_plus.optim.kfac.policies import number
-from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
+from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo, Vectors
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["RunningInverse"]
+__all__ = ["CurvatureOptions", "RunningInverse"]
 
 Inverse = Literal["exact", "factored"]
+
+
+@dataclass(frozen=True)
+class CurvatureOptions:
+    """What the statistics are, and when they and their inverse are renewed.
+
+    Attributes:
+        approximation: As for `CurvatureEstimator`.
+        default: As there.
+        vectors: As there, `MonteCarlo()` for None.
+        decay: As there.
+        statistics_every: Steps between two updates of the statistics.
+        inverse_every: Steps between two refreshes of the inverse.
+        inverse: "exact" is `(K + λI)⁻¹` with the damping of now; "factored" splits `λ` between the factors of each
+            Kronecker product, with the damping of the refresh.
+        power: Of `K + λI`; -1 but for special purposes.
+    """
+
+    approximation: Any
+    default: Any
+    vectors: Vectors | str | None
+    decay: float
+    statistics_every: int
+    inverse_every: int
+    inverse: Inverse
+    power: float
+
+    def __post_init__(self) -> None:
+        number("-power", -self.power, strict=True)
+        if self.inverse not in ("exact", "factored"):
+            raise ValueError(f'inverse={self.inverse!r}; expected "exact" or "factored".')
+        if self.inverse == "factored" and self.power != -1:
+            raise ValueError(
+                f'inverse="factored" and power={self.power:g}: only inverses can be damped factor by factor.'
+            )
+        for name in ("statistics_every", "inverse_every"):
+            every = getattr(self, name)
+            if not isinstance(every, int) or every < 1:
+                raise ValueError(f"{name}={every!r}; expected a number of steps, at least 1.")
 
 
 class RunningInverse:
@@ -30,57 +70,29 @@ class RunningInverse:
 
     Args:
         risk: Model, loss and parameters.
-        approximation: As for `CurvatureEstimator`.
-        default: As there.
-        vectors: As there.
-        decay: As there.
-        statistics_every: Steps between two updates of the statistics.
-        inverse_every: Steps between two refreshes of the inverse.
-        inverse: "exact" is `(K + λI)⁻¹` with the damping of now; "factored" splits `λ` between the factors of each
-            Kronecker product, with the damping of the refresh.
-        power: Of `K + λI`; -1 but for special purposes.
+        options: Which statistics, and when.
 
     Attributes:
         steps: Steps that were taken.
         batches: Batches that were added since the last one.
     """
 
-    def __init__(
-        self,
-        risk: EmpiricalRisk,
-        approximation: Any,
-        *,
-        default: Any,
-        vectors: Any,
-        decay: float,
-        statistics_every: int,
-        inverse_every: int,
-        inverse: Inverse,
-        power: float,
-    ) -> None:
-        if inverse not in ("exact", "factored"):
-            raise ValueError(f'inverse={inverse!r}; expected "exact" or "factored".')
-        if inverse == "factored" and power != -1:
-            raise ValueError(f'inverse="factored" and power={power:g}: only inverses can be damped factor by factor.')
-        for name, every in (("statistics_every", statistics_every), ("inverse_every", inverse_every)):
-            if not isinstance(every, int) or every < 1:
-                raise ValueError(f"{name}={every!r}; expected a number of steps, at least 1.")
-        self.risk = risk
+    def __init__(self, risk: EmpiricalRisk, options: CurvatureOptions) -> None:
+        self.risk, self.options = risk, options
         self.estimator = CurvatureEstimator(
             risk,
-            approximation,
-            default=default,
-            vectors=MonteCarlo() if vectors is None else vectors,
-            decay=decay,
+            options.approximation,
+            default=options.default,
+            vectors=MonteCarlo() if options.vectors is None else options.vectors,
+            decay=options.decay,
             leave_out_uncalled=True,
         )
-        self.statistics_every, self.inverse_every = statistics_every, inverse_every
-        self.kind, self.power = inverse, number("-power", -power, strict=True) * -1
         self.steps = self.batches = 0
         self._before = 0  # examples before this step
         self._starts: PassStart | None = None  # of the call that is heard
         self._waiting: tuple[HeardBatch, Any] | None = None  # for its backward pass
         self._seen = _Again([])
+        self._again = risk.with_data(self._seen)
         self._dampings: dict[str, float] | None = None  # of the last refresh
         self._inverse: tuple[Any, LinearOperator] | None = None  # with the dampings that it belongs to
 
@@ -93,7 +105,7 @@ class RunningInverse:
     @property
     def due(self) -> bool:
         """Whether this step updates the statistics."""
-        return self.steps % self.statistics_every == 0 or not self.estimator.updates
+        return self.steps % self.options.statistics_every == 0 or not self.estimator.updates
 
     @contextmanager
     def listen(self, batch: Any, remember: bool = False) -> Iterator[None]:
@@ -169,14 +181,22 @@ class RunningInverse:
     # ----------------------------------------------------------------------------------- the batches of this step again
     def loss(self) -> float:
         """The loss of this step's batches at the parameters of now."""
-        return float(self.risk.with_data(self._seen).loss())
+        return float(self._again.loss())
 
-    def model_product(self, vectors: Mapping[str, Tensor], exact: bool) -> dict[str, Tensor]:
-        """`C v`: with the exact GGN of this step's batches, or with the statistics of now."""
-        if not exact:
-            return self.product(vectors, fresh=True)
-        G = GGN(self.risk.with_data(self._seen), check_deterministic=False)
-        return G @ self._complete(G, vectors)
+    @cached_property
+    def _exact(self) -> GGN:
+        """The GGN of this step's batches; how the model is differentiated is found out once."""
+        return GGN(self._again, check_deterministic=False)
+
+    def quadratic_form(self, rows: Mapping[str, Tensor], exact: bool) -> Tensor:
+        """`V C Vᵀ` of several vectors, `[k, *shape]` of each parameter, `[k, k]`.
+
+        Args:
+            rows: The vectors.
+            exact: With the exact GGN of this step's batches; else with the statistics of now.
+        """
+        C = self._exact if exact else self.estimator.operator
+        return C.quadratic_form(self._complete(C, rows, next(iter(rows.values())).shape[:1]))
 
     # ------------------------------------------------------------------------------------------------------- inverse
     def refresh_if_due(self, dampings: Mapping[str, float]) -> bool:
@@ -185,7 +205,7 @@ class RunningInverse:
         Args:
             dampings: Key of a parameter to the damping of its block.
         """
-        due = self._dampings is None or self.steps % self.inverse_every == 0
+        due = self._dampings is None or self.steps % self.options.inverse_every == 0
         if due:
             self.estimator.refresh(self._of_blocks(self.estimator.operator, dampings))
             self._dampings, self._inverse = dict(dampings), None
@@ -210,35 +230,42 @@ class RunningInverse:
         found = P @ self._complete(P, gradients)
         return {key: t for key, t in found.items() if key in gradients}
 
-    def product(self, vectors: Mapping[str, Tensor], fresh: bool = False) -> dict[str, Tensor]:
-        """`K v`, with the statistics of the last refresh, or with those of now; zero where there is no curvature."""
-        K = self.estimator.operator if fresh else self.estimator.refreshed
+    def product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`K v`, with the statistics of the last refresh; zero where there is no curvature."""
+        K = self.estimator.refreshed
         found = K @ self._complete(K, vectors)
         return {key: found[key] if key in found else v.new_zeros(v.shape) for key, v in vectors.items()}
 
-    def _complete(self, operator: LinearOperator, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _complete(
+        self, operator: LinearOperator, vectors: Mapping[str, Tensor], lead: tuple[int, ...] = ()
+    ) -> dict[str, Tensor]:
+        """What an operator multiplies: tensors `[*lead, *shape]`, zero where none is given."""
         params = self.risk.params
         return {
-            key: vectors[key] if key in vectors else params[key].new_zeros(params[key].shape)
+            key: vectors[key] if key in vectors else params[key].new_zeros((*lead, *params[key].shape))
             for key in operator.in_space.names
         }
 
     def _damped(self, dampings: Mapping[str, float]) -> LinearOperator:
         """The inverse with these dampings; a factored one keeps those of the refresh."""
-        if self.kind == "factored":
+        if self.options.inverse == "factored":
             assert self._dampings is not None
             dampings = self._dampings
         if self._inverse is None or self._inverse[0] != dampings:
             K = self.estimator.refreshed
             of_blocks = self._of_blocks(K, dampings)
-            P = self.estimator.inverse(of_blocks) if self.power == -1 else K.power(self.power, of_blocks)
+            P = (
+                self.estimator.inverse(of_blocks)
+                if self.options.power == -1
+                else K.power(self.options.power, of_blocks)
+            )
             self._inverse = dict(dampings), P
         return self._inverse[1]
 
     def _of_blocks(self, K: BlockwiseLinearOperator, dampings: Mapping[str, float]) -> Any:
         """The damping of each block, from those of its parameters."""
         found = {name: self._common(layout.names, dampings) for name, layout in K.operator.layouts.items()}
-        return HeuristicDamping(found, min=0.0) if self.kind == "factored" else found
+        return HeuristicDamping(found, min=0.0) if self.options.inverse == "factored" else found
 
     @staticmethod
     def _common(keys: Any, dampings: Mapping[str, float]) -> float:
@@ -260,7 +287,8 @@ class RunningInverse:
         self.estimator.load_state_dict(state["estimator"])
         self.steps, self._dampings, self._inverse = state["steps"], state["dampings"], None
         self.drop()
-        self.batches, self._before, self._seen = 0, self.estimator.examples, _Again([])
+        self.batches, self._before = 0, self.estimator.examples
+        self._seen.batches.clear()
 
     def drop(self) -> None:
         """Forget a batch that waits for its backward pass."""
@@ -271,7 +299,7 @@ class RunningInverse:
     def advance(self) -> None:
         """A step was taken."""
         self.steps, self.batches, self._before = self.steps + 1, 0, self.estimator.examples
-        self._seen = _Again([])
+        self._seen.batches.clear()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["StepReport"]
+__all__ = ["Norms", "StepReport"]
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Euclidean norms of one parameter in a step.
+
+    Attributes:
+        parameter: Of the parameter before the step.
+        gradient: Of its gradient.
+        direction: Of the preconditioned gradient.
+        update: Of what was added to it.
+    """
+
+    parameter: float
+    gradient: float
+    direction: float
+    update: float
 
 
 @dataclass
@@ -26,6 +43,7 @@ class StepReport:
         rho: `(new_loss - loss) / quadratic_change`.
         rejected: Whether the update was undone.
         left_alone: Parameters without gradient, or without curvature yet.
+        norms: Of each parameter, by its name, if `optimizer.report_norms` is True.
 
     Example:
         >>> import torch
@@ -52,3 +70,4 @@ class StepReport:
     rho: float | None = None
     rejected: bool = False
     left_alone: list[str] = field(default_factory=list)
+    norms: dict[str, Norms] = field(default_factory=dict)
