@@ -195,6 +195,7 @@ class HeardPass:
                 ) from error
 
         self._again = ""
+        kept = [(f, f.grad) for f in read[0] if f.retains_grad]  # by the user, for gradients that are the user's
         try:
             with exclusive(), own_passes(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes
                 add(show)
@@ -202,6 +203,9 @@ class HeardPass:
             if user is None:
                 raise
             self._again = "`loss.backward()` inside the block"
+        finally:
+            for f, grad in kept:
+                f.grad = grad
 
     def _run_again(self, batch: Batch, outputs: Sequence[Tensor], add: Callable[[Show], None]) -> None:
         """Call `add` with vectors that go through a pass that begins as the user's did."""

@@ -35,7 +35,7 @@ from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
-from curvlinops_plus.risk.process_state import OwnThread
+from curvlinops_plus.risk.process_state import OwnThread, Uncopied
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
 from curvlinops_plus.risk.refused_calls import refusal_of_one_row, refuse_call
 from curvlinops_plus.risk.row_order import RowOrder, packed_order, read_order, refuse_functions
@@ -95,7 +95,7 @@ class Recorder:
             for use in layer.uses:
                 if not use.functional:
                     self._handles += self._functions.watch(use)
-                    hook = partial(self._module_call, index, use)
+                    hook = Uncopied(self._module_call, index, use)
                     self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         return self
 

@@ -310,6 +310,7 @@ def test_batch_norm_and_dropout(door: Callable[..., None]) -> None:
         twin.load_state_dict(model.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:The gradient in .grad differs")
 @pytest.mark.parametrize("options", [{}, {"damping": LevenbergMarquardt(0.1, interval=1)}], ids=["", "evaluates"])
 def test_what_modules_store_is_the_users(options: dict[str, Any]) -> None:
     """An auxiliary loss of stored activations, and a counter in plain Python."""

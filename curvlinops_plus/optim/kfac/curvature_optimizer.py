@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -55,10 +56,18 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         strict: bool,
         risk_options: dict[str, Any],
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"The model is a {type(model).__name__}; expected the nn.Module itself, whose layers are listened to: "
+                f"{type(self).__name__}(model, loss, params=...)."
+            )
+        known = inspect.signature(EmpiricalRisk).parameters
+        if unknown := [name for name in risk_options if name not in known]:
+            raise TypeError(f"{type(self).__name__} has no option {', '.join(map(repr, unknown))}.")
         groups = _groups(model, params)
         if schedule is not None and any("damping" in group for group in groups):
             raise ValueError("A schedule sets the damping of all groups, and one of them has its own. Give one.")
-        risk = EmpiricalRisk(model, loss, (), [p for group in groups for p in group["params"]], **risk_options)
+        risk = EmpiricalRisk(model, loss, (), [p for group in groups for p in _tensors(group)], **risk_options)
         #: The statistics and their inverse.
         self.curvature = RunningInverse(risk, **statistics)
         self._keys = {p: key for key, p in risk.params.items()}
@@ -80,8 +89,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If the optimizer was made without them.
         """
-        given = param_group["params"]
-        for p in _as_list(given):
+        for p in _tensors(param_group):
             if p not in self._keys:
                 raise ValueError(
                     f"A parameter of shape {list(p.shape)} is not among those that the optimizer was made with, so no "
@@ -224,22 +232,24 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self.curvature.finish()
         except (NumericsError, UnsupportedError) as error:
             key = first_nonfinite(gradient)
-            if key is not None or isinstance(error, NumericsError):
-                self._not_finite(error if key is None else refusal_of_nonfinite(key), report)
-                return
-            raise
+            if key is None and isinstance(error, UnsupportedError):
+                raise
+            self._not_finite(error if key is None else refusal_of_nonfinite(key), report)
+            return
         self.curvature.require_batches(self._strict, self._looks_again)
         report.examples = self.curvature.examples
         if (key := first_nonfinite(gradient)) is not None:
             self._not_finite(refusal_of_nonfinite(key), report)
         elif gradient:
+            if self._looks_again:
+                self.curvature.seen.compare(CurvatureOptimizer._gradient(self), self.curvature.scaled)
             self._step(gradient, report)
         else:
             report.left_alone = list(self._keys.values())
 
     def _not_finite(self, error: NumericsError, report: StepReport) -> None:
         """Statistics or gradients are not finite."""
-        raise error
+        raise error from None
 
     @abstractmethod
     def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
@@ -354,5 +364,10 @@ def _groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:
     return [{"params": params}]
 
 
-def _as_list(params: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def _as_list(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _tensors(group: Mapping[str, Any]) -> list[Tensor]:
+    """The parameters of a group, which may come with their names."""
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in _as_list(group["params"])]

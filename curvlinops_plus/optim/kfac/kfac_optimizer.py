@@ -247,7 +247,7 @@ class KFACOptimizer(CurvatureOptimizer):
 
     def _not_finite(self, error: NumericsError, report: StepReport) -> None:
         if self._reject is None:
-            raise error
+            raise error from None
         self._reject_step(report)
 
     def _reject_step(self, report: StepReport) -> None:

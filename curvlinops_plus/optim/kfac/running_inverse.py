@@ -225,7 +225,8 @@ class RunningInverse:
                 f"No batch was seen since the last step: the loss that was given, {names}, was not called on an output "
                 "of the model in training mode. Write `loss(model(X), y).backward()` with that loss; or, for losses "
                 "that are functions and outputs that are changed before, call the model inside "
-                "`with optimizer.listen((X, y)):`. strict=False steps with the statistics of before."
+                "`with optimizer.listen((X, y)):`. A model that was compiled and called before belongs into the "
+                "optimizer as torch.compile returned it. strict=False steps with the statistics of before."
             )
 
     # ----------------------------------------------------------------------------------- the batches of this step again

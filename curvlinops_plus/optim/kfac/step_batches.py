@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from warnings import warn
 
@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from curvlinops_plus.blocks.batch_pass import PassStart
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.risk import EmpiricalRisk, Vectors
+from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.reading import Batch
 
 __all__ = ["Factor", "StepBatches", "require_same_curvature"]
@@ -72,7 +73,7 @@ class StepBatches:
     """
 
     def __init__(self, risk: EmpiricalRisk) -> None:
-        self._risk, self._calls, self._said = risk, list[_Call](), False
+        self._risk, self._calls, self._said, self._looks = risk, list[_Call](), False, 0
 
     def __bool__(self) -> bool:
         return bool(self._calls)
@@ -156,6 +157,39 @@ class StepBatches:
         values = [(_number(call, 0), self._risk.with_data(_Once(call)).loss()) for call in self._counted]
         return sum(unit * c * float(value) for c, value in values)
 
+    def compare(self, gradient: Mapping[str, Tensor], scaled: bool) -> None:
+        """Warn if a gradient is not that of `loss`: what is predicted from one is then compared with the other.
+
+        Looks in the 1st, 2nd, 4th, ... call, for the price of a forward and a backward pass. Batch norm in training
+        mode has other gradients when it is looked at.
+
+        Args:
+            gradient: Key of a parameter to what is in its `.grad`.
+            scaled: As for `factor`.
+        """
+        self._looks += 1
+        if self._said or self._looks & (self._looks - 1) or not self or batch_norms(self._risk.model):
+            return
+        raw = self._raw()
+        if raw is None:
+            found = self._risk.with_data(self).gradient()
+        else:
+            unit = self._without_scale(raw, scaled) / raw / self._risk.losses[0].weight
+            parts = [(_number(c, 0), self._risk.with_data(_Once(c)).gradient()) for c in self._counted]
+            found = {key: sum(unit * c * part[key] for c, part in parts) for key in parts[0][1]}
+        ours = torch.cat([found[key].flatten() for key in gradient])
+        theirs = torch.cat([g.flatten() for g in gradient.values()])
+        away = float(torch.dist(ours, theirs) / theirs.norm().clamp(min=1e-30))
+        if away > 0.03:
+            self._said = True
+            warn(
+                f"The gradient in .grad differs from that of the losses that were seen, by {away:.0%} of its norm: it "
+                "was clipped, or there are further terms (penalties, smoothing outside of the loss). The ratio rho, "
+                "`reject` and adaptive coefficients compare a model with this gradient to the losses alone.",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
+            )
+
     def _raw(self) -> float | None:
         """The factor as it came, with the scale of a gradient scaler."""
         calls = [call for call in self._counted if call.differentiated]
@@ -238,6 +272,6 @@ def require_same_curvature(
         raise UnsupportedError(
             "The loss was called twice on one output of the model, with different targets, and its curvature depends "
             "on them (class weights, ignored targets, vectors that are gradients of the loss), or there are several "
-            "losses. Mix the targets instead, as class probabilities; or call the model inside `with optimizer.listen((X, y)):`, with "
-            "the targets that the statistics should have."
+            "losses. Mix the targets instead, as class probabilities; or call the model inside "
+            "`with optimizer.listen((X, y)):`, with the targets that the statistics should have."
         )

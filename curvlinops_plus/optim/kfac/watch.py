@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.optim.kfac.running_inverse import HeardCall, RunningInverse
 from curvlinops_plus.optim.kfac.step_batches import Factor
 from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.model_calls import tensors_of
-from curvlinops_plus.risk.process_state import in_own_passes, untraced
+from curvlinops_plus.risk.process_state import NoHook, in_own_passes, untraced
 
 __all__ = ["Watch"]
 
@@ -146,6 +148,7 @@ class Watch:
         given = inspect.signature(module.forward).bind(*args, **kwargs).args
         if len(given) < 2 or (found := self._of_output(given[0], index)) is None:
             return
+        self._require_constant(given[1])
         losses, factor = self._curvature.risk.losses, Factor(self._curvature.seen, value)
         if found not in self._calls:
             self._curvature.repeat(found.call, given[0], found.class_axes[index], given[1], factor)
@@ -157,6 +160,22 @@ class Watch:
             y = losses.joined([found.targets[i] for i in range(len(losses))])
             self._curvature.add(found.call, y, [found.factors[i] for i in range(len(losses))])
             found.call.heard.output = None  # it is the user's to keep
+
+    def _require_constant(self, y: Any) -> None:
+        """Refuse targets that depend on the parameters, as a second output of the model.
+
+        Raises:
+            UnsupportedError: If they do.
+        """
+        functions = [t.grad_fn for t in tensors_of(y) if t.grad_fn is not None]
+        if functions:
+            params = set(self._curvature.risk.params.values())
+            if any(getattr(node, "variable", None) in params for node, _ in postorder(functions)):
+                raise UnsupportedError(
+                    "The target of the loss depends on the parameters (another call of the model?), and would count "
+                    "as a constant in the curvature. Detach it; or make a model that returns both outputs as one, and "
+                    "a loss of them."
+                )
 
     def _of_output(self, f: Any, index: int) -> _Call | None:
         """The call that has returned what a loss is called on, if it was not written to since then.
@@ -198,17 +217,8 @@ class _Hook:
         if (method := self._method()) is not None:
             method(*self._first, *args)
 
-    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
-        return _Nothing, ()
-
-
-class _Nothing:
-    """A hook that does nothing."""
-
-    only_reads = True
-
-    def __call__(self, *args: Any) -> None:
-        pass
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
+        return NoHook, ()
 
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
