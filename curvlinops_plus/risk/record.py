@@ -115,10 +115,16 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------- hooks
     def _module_call(
-        self, index: int, use: ModuleUse, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        self,
+        index: int,
+        use: ModuleUse,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any = None,
     ) -> Any:
-        """The forward hook of one module."""
-        if self._disabled or not self._ours() or not self._reads_own(use, module):
+        """The forward hook of one module; if it was removed while the module ran, PyTorch calls it without kwargs."""
+        if self._disabled or not self._handles or not self._ours() or not self._reads_own(use, module):
             return None
         if (order := packed_order(use, out, self.num_examples)) is None:
             return self._output(index, use, args, kwargs, out)

@@ -115,6 +115,7 @@ class Watch:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_deaf or not module.training or not torch.is_grad_enabled():
             return
+        self._added = [call for call in self._added if any(f() is not None for f in call.outputs)]
         if (left := self._left()) is not None:  # it was interrupted, or has called the model itself
             left.heard.close()
         single = len(args) == 1 and not kwargs
