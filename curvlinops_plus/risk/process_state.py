@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -77,11 +77,28 @@ def in_own_passes() -> bool:
     return _own_passes.depth > 0
 
 
+class _Eager:
+    depth = 0
+    contexts = ExitStack()
+
+
 @contextmanager
 def eager() -> Iterator[None]:
-    """Context in which compiled modules run eagerly: hooks of one that was compiled before never fire."""
-    with exclusive(), torch.compiler.set_stance("force_eager"):
-        yield
+    """Context in which compiled modules run eagerly: hooks of one that was compiled before never fire.
+
+    Counted, since these contexts need not be left in the opposite order: an inner one that restored what it had found
+    would leave everything eager for good.
+    """
+    with exclusive():
+        if _Eager.depth == 0:
+            _Eager.contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        _Eager.depth += 1
+        try:
+            yield
+        finally:
+            _Eager.depth -= 1
+            if _Eager.depth == 0:
+                _Eager.contexts.close()
 
 
 @contextmanager
