@@ -100,7 +100,7 @@ def test_accumulation_with_any_weights(reduction: str) -> None:
     for part in (slice(0, 3), slice(3, 12)):
         micro = loss(model(X[part]), y[part]) / 2
         micro.backward()
-        value += float(micro)
+        value += micro.item()
     optimizer.step()
     assert optimizer.last_step.examples == 12
     assert optimizer.last_step.loss == pytest.approx(value)
@@ -294,7 +294,7 @@ def test_gradients_with_respect_to_inputs_are_no_part_of_the_step() -> None:
         value = loss(model(moved), y)
         value.backward()
         optimizer.step()
-        assert optimizer.last_step.loss == pytest.approx(float(value))
+        assert optimizer.last_step.loss == pytest.approx(value.item())
         assert optimizer.last_step.rho == pytest.approx(1.0, rel=1e-2)
 
 
@@ -383,7 +383,7 @@ def test_what_a_scaler_has_skipped_is_no_part_of_the_next_step() -> None:
         scaler.update()
     assert optimizer.curvature.steps == 2
     assert optimizer.curvature.estimator.updates == 4
-    assert optimizer.last_step.loss == pytest.approx(float(value), rel=1e-5)
+    assert optimizer.last_step.loss == pytest.approx(value.item(), rel=1e-5)
     assert optimizer.last_step.rho == pytest.approx(1.0, rel=2e-2)
 
 
