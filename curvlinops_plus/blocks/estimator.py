@@ -195,8 +195,6 @@ class CurvatureEstimator:
         """
         self.risk.require_own_values("`begin`")
         batch = self.risk.read_input(X, unpack)
-        if not batch.num_examples:
-            raise ValueError("The batch has no examples.")
         # Where it is not known yet how functions read parameters, a pass of its own has to find out.
         heard = None if self._looks_first else HeardPass(self._pass(batch))
         return HeardBatch(batch, heard, self._add_heard)

@@ -121,9 +121,12 @@ class HeardPass:
             called: What the model is called with.
 
         Raises:
-            ValueError: If these are other tensors than those of the batch: its targets belong to these.
+            ValueError: If these are other tensors than those of the batch: its targets belong to these; or there are no
+                examples.
         """
         risk = self._owner.risk
+        if not self._owner.batch.num_examples:
+            raise ValueError("The batch has no examples.")
         self._require_input(called)
         self._versions, self._autocast = self._versions_now(), torch.is_autocast_enabled(risk.device.type)
         norms = batch_norms(risk.model)

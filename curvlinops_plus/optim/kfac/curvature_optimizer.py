@@ -232,9 +232,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self.curvature.finish()
         except (NumericsError, UnsupportedError) as error:
             key = first_nonfinite(gradient)
-            if key is None and isinstance(error, UnsupportedError):
+            found = error if key is None else refusal_of_nonfinite(key)
+            if isinstance(found, UnsupportedError):
                 raise
-            self._not_finite(error if key is None else refusal_of_nonfinite(key), report)
+            self._not_finite(found, report)
             return
         self.curvature.require_batches(self._strict, self._looks_again)
         report.examples = self.curvature.examples

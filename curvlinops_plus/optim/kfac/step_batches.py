@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from warnings import warn
 
 import torch
@@ -21,6 +22,7 @@ from curvlinops_plus.risk.reading import Batch
 __all__ = ["Factor", "StepBatches", "require_same_curvature"]
 
 _LIMIT = 1024
+_AWAY = 0.03  # more than rounding under autocast
 
 
 class Factor:
@@ -86,16 +88,17 @@ class StepBatches:
         Raises:
             RuntimeError: If too many batches are kept, and no step comes that looks at them.
         """
-        if start is not None and len(self._calls) >= _LIMIT:
+        if start is None:  # nobody looks at it
+            batch = replace(batch, X=None, y=None)
+            del self._calls[: -_LIMIT + 1]
+        elif len(self._calls) >= _LIMIT:
             self.clear()
             raise RuntimeError(
                 f"{_LIMIT} batches were seen since the last step, and kept, since the step looks at them once more "
                 "(LevenbergMarquardt, reject=, adaptive coefficients). Call optimizer.step(); to train the model "
                 "without this optimizer, call optimizer.close() before."
             )
-        self._calls.append(
-            _Call(batch if start is not None else replace(batch, X=None, y=None), start, factors, repeated)
-        )
+        self._calls.append(_Call(batch, start, factors, repeated))
 
     def clear(self) -> None:
         """A step was taken."""
@@ -150,12 +153,9 @@ class StepBatches:
 
     def loss(self, scaled: bool) -> float:
         """What the gradient is that of, at the parameters of now: the losses, times their numbers."""
-        raw = self._raw()
-        if raw is None:
+        if (weights := self._weights(scaled)) is None:
             return float(self._risk.with_data(self).loss())
-        unit = self._without_scale(raw, scaled) / raw / self._risk.losses[0].weight
-        values = [(_number(call, 0), self._risk.with_data(_Once(call)).loss()) for call in self._counted]
-        return sum(unit * c * float(value) for c, value in values)
+        return sum(c * float(self._risk.with_data(_Once(call)).loss()) for call, c in weights)
 
     def compare(self, gradient: Mapping[str, Tensor], scaled: bool) -> None:
         """Warn if a gradient is not that of `loss`: what is predicted from one is then compared with the other.
@@ -170,17 +170,15 @@ class StepBatches:
         self._looks += 1
         if self._said or self._looks & (self._looks - 1) or not self or batch_norms(self._risk.model):
             return
-        raw = self._raw()
-        if raw is None:
-            found = self._risk.with_data(self).gradient()
-        else:
-            unit = self._without_scale(raw, scaled) / raw / self._risk.losses[0].weight
-            parts = [(_number(c, 0), self._risk.with_data(_Once(c)).gradient()) for c in self._counted]
-            found = {key: sum(unit * c * part[key] for c, part in parts) for key in parts[0][1]}
-        ours = torch.cat([found[key].flatten() for key in gradient])
-        theirs = torch.cat([g.flatten() for g in gradient.values()])
+        parts: list[tuple[Iterable[Any], float]] = [(self, 1.0)]
+        if (weights := self._weights(scaled)) is not None:
+            parts = [(_Once(call), c) for call, c in weights]
+        theirs, ours = torch.cat([g.flatten() for g in gradient.values()]), torch.zeros((), device=self._risk.device)
+        for data, c in parts:
+            found = self._risk.with_data(data).gradient()
+            ours = ours + c * torch.cat([found[key].flatten() for key in gradient])
         away = float(torch.dist(ours, theirs) / theirs.norm().clamp(min=1e-30))
-        if away > 0.03:
+        if away > _AWAY:
             self._said = True
             warn(
                 f"The gradient in .grad differs from that of the losses that were seen, by {away:.0%} of its norm: it "
@@ -190,20 +188,23 @@ class StepBatches:
                 stacklevel=level_of_user(),
             )
 
+    def _weights(self, scaled: bool) -> list[tuple[_Call, float]] | None:
+        """What the loss of each call is multiplied with, without a gradient scaler; None if nobody saw it."""
+        raw = self._raw()
+        if raw is None:
+            return None
+        unit = self._without_scale(raw, scaled) / raw / self._risk.losses[0].weight
+        return [(call, unit * _number(call, 0)) for call in self._counted]
+
     def _raw(self) -> float | None:
         """The factor as it came, with the scale of a gradient scaler."""
         calls = [call for call in self._counted if call.differentiated]
         if not calls:
             return None
-        losses, found = self._risk.losses, list[float]()
-        for index, one in enumerate(losses):
-            numbers = [_number(call, index) for call in calls]
-            sizes = [call.batch.num_examples if one.reduction == "sum" else 1 for call in calls]
-            whole = sum(n for call, n in zip(calls, sizes, strict=True) if not call.repeated)
-            total = sum(c * n for c, n in zip(numbers, sizes, strict=True))  # of sums, each batch is a part
-            found.append((total / whole if one.reduction == "sum" else total) / one.weight)
+        losses = self._risk.losses
+        found = [_of_loss(calls, index, one.reduction) / one.weight for index, one in enumerate(losses)]
         for one, value in zip(losses, found, strict=True):
-            if not abs(value - found[0]) <= 1e-2 * abs(found[0]) and math.isfinite(value):
+            if math.isfinite(value) and not abs(value - found[0]) <= 1e-2 * abs(found[0]):
                 raise ValueError(
                     f"{one.title} was multiplied by {value * one.weight:.4g} before its backward pass, and "
                     f"{losses[0].title} by {found[0] * losses[0].weight:.4g}; their weights are {one.weight:g} and "
@@ -245,6 +246,14 @@ class _Once:
 def _number(call: _Call, index: int) -> float:
     number = call.factors[index].number if call.factors else None
     return 0.0 if number is None else float(number)
+
+
+def _of_loss(calls: Sequence[_Call], index: int, reduction: str) -> float:
+    """How many times one loss, a mean or a sum over the batches of some calls, was differentiated."""
+    if reduction != "sum":
+        return sum(_number(call, index) for call in calls)
+    whole = sum(call.batch.num_examples for call in calls if not call.repeated)
+    return sum(_number(call, index) * call.batch.num_examples for call in calls) / whole  # each batch is a part
 
 
 def require_same_curvature(
