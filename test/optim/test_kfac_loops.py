@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -758,9 +759,26 @@ def test_a_model_that_returns_its_loss() -> None:
         out["loss"].backward()
         optimizer.step()
         assert optimizer.last_step.examples == 6
-        values.append(float(out["loss"]))
+        values.append(out["loss"].item())
     assert values[-1] < 0.7 * values[0]
     out = model(input_ids=tokens, labels=tokens)
     out["loss"].backward()
     with pytest.raises(RuntimeError, match="No batch was seen"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("listening", [False, True])
+def test_what_a_scaler_has_skipped_through_both_doors(listening: bool) -> None:
+    """Batches whose gradients were thrown away are not looked at again."""
+    model, loss = net().float(), nn.CrossEntropyLoss()
+    optimizer = KFACOptimizer(model, loss, lr=1e-4, **LOOKS)
+    for step in range(3):
+        X, y = batch(seed=step)
+        with optimizer.listen((X.float(), y)) if listening else nullcontext():
+            output = model(X.float())
+        value = loss(output, y)
+        optimizer.zero_grad()  # between loss and backward pass
+        value.backward()
+        if step:
+            optimizer.step()
+            assert optimizer.last_step.loss == pytest.approx(value.item(), rel=1e-5)

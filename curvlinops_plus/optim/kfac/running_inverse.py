@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from warnings import warn
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops_plus.blocks import BlockwiseLinearOperator, CurvatureEstimator
 from curvlinops_plus.blocks.batch_pass import PassStart
@@ -19,6 +19,7 @@ from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
 from curvlinops_plus.optim.kfac.policies import number
 from curvlinops_plus.optim.kfac.step_batches import Factor, StepBatches, require_same_curvature
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
+from curvlinops_plus.risk.process_state import own_calls
 from curvlinops_plus.risk.reading import Batch
 
 __all__ = ["HeardCall", "RunningInverse"]
@@ -124,15 +125,22 @@ class RunningInverse:
             batch: As for `CurvatureEstimator.listen`.
             remember: Keep it until the step, which evaluates the model on it again.
         """
-        start = PassStart.now(self.risk.model) if remember else None
-        if self.due:
-            with self.estimator.listen(batch, decay=1.0 if self.batches else None):
-                yield
-            self.batches += 1
-        else:
+        start, due = PassStart.now(self.risk.model) if remember else None, self.due
+        factors: list[Factor] = []
+
+        def returned(module: nn.Module, args: Any, output: Any) -> None:
+            read, _ = self.risk.losses.select(output, self.risk.options.output)
+            factors[:] = [Factor(self.seen, f, is_loss=False) for f in read]
+
+        with ExitStack() as contexts:
+            if start is not None:
+                contexts.callback(self.risk.model.register_forward_hook(own_calls(returned)).remove)
+            if due:
+                contexts.enter_context(self.estimator.listen(batch, decay=1.0 if self.batches else None))
             yield
+        self.batches += due
         if start is not None:
-            self.seen.note(self.risk.read(batch), start)
+            self.seen.note(self.risk.read(batch), start, factors)
 
     def begin(self, X: Any, unpack: bool, remember: bool) -> HeardCall | None:
         """Hear a call of the model whose targets come later, if the step needs it; for `add`."""

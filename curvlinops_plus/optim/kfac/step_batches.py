@@ -28,13 +28,18 @@ _AWAY = 0.03  # more than rounding under autocast
 class Factor:
     """The number that a loss is multiplied with in what is differentiated.
 
+    Args:
+        owner: What wants to know.
+        value: The loss; or, where nobody sees it, what it reads.
+        is_loss: Whether it is the loss.
+
     Attributes:
-        number: 0-d; None until a backward pass has come through the loss to the parameters.
-        task: The backward pass, of several the last one.
+        number: 0-d; None if it is not known.
+        task: The backward pass that came through here to the parameters, of several the last one; None before.
     """
 
-    def __init__(self, owner: StepBatches, value: Tensor) -> None:
-        self._owner = weakref.ref(owner)
+    def __init__(self, owner: StepBatches, value: Tensor, is_loss: bool = True) -> None:
+        self._owner, self._is_loss = weakref.ref(owner), is_loss
         self.number: Tensor | None = None
         self.task: int | None = None
         if value.requires_grad:
@@ -45,8 +50,10 @@ class Factor:
         if owner is None or not owner.accumulates():
             return
         owner.begin(task)
-        g = g.detach().sum()
-        self.number, self.task = g if self.number is None else self.number + g, task
+        self.task = task
+        if self._is_loss:
+            g = g.detach().sum()
+            self.number = g if self.number is None else self.number + g
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +67,7 @@ class _Call:
 
     @property
     def differentiated(self) -> bool:
-        return any(factor.number is not None for factor in self.factors)
+        return any(factor.task is not None for factor in self.factors)
 
 
 class StepBatches:
@@ -199,7 +206,7 @@ class StepBatches:
     def _raw(self) -> float | None:
         """The factor as it came, with the scale of a gradient scaler."""
         calls = [call for call in self._counted if call.differentiated]
-        if not calls:
+        if not calls or any(all(factor.number is None for factor in call.factors) for call in calls):
             return None
         losses = self._risk.losses
         found = [_of_loss(calls, index, one.reduction) / one.weight for index, one in enumerate(losses)]
