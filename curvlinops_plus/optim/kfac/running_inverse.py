@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 from warnings import warn
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from curvlinops_plus.blocks import BlockwiseLinearOperator, CurvatureEstimator
 from curvlinops_plus.blocks.batch_pass import PassStart
@@ -126,21 +126,18 @@ class RunningInverse:
             remember: Keep it until the step, which evaluates the model on it again.
         """
         start, due = PassStart.now(self.risk.model) if remember else None, self.due
-        factors: list[Factor] = []
-
-        def returned(module: nn.Module, args: Any, output: Any) -> None:
-            read, _ = self.risk.losses.select(output, self.risk.options.output)
-            factors[:] = [Factor(self.seen, f, is_loss=False) for f in read]
-
+        returned: list[Any] = []
         with ExitStack() as contexts:
             if start is not None:
-                contexts.callback(self.risk.model.register_forward_hook(own_calls(returned)).remove)
+                note = own_calls(lambda module, args, output: returned.append(output))
+                contexts.callback(self.risk.model.register_forward_hook(note).remove)
             if due:
                 contexts.enter_context(self.estimator.listen(batch, decay=1.0 if self.batches else None))
             yield
         self.batches += due
-        if start is not None:
-            self.seen.note(self.risk.read(batch), start, factors)
+        if start is not None:  # passes of our own are over, those that go back through the outputs are the user's
+            read = self.risk.losses.select(returned[0], self.risk.options.output)[0] if returned else ()
+            self.seen.note(self.risk.read(batch), start, [Factor(self.seen, f, is_loss=False) for f in read])
 
     def begin(self, X: Any, unpack: bool, remember: bool) -> HeardCall | None:
         """Hear a call of the model whose targets come later, if the step needs it; for `add`."""
@@ -148,9 +145,7 @@ class RunningInverse:
         if self._error is not None:  # nobody has called `step`, as after an overflow that a gradient scaler has seen
             error, self._error = self._error, None
             warn(f"A batch was left out of the statistics. {error}", CurvatureWarning, stacklevel=level_of_user())
-        if (
-            not (self.due or remember) or not self.risk.in_place
-        ):  # elsewhere, as in functional_call, it is another model
+        if not (self.due or remember) or not self.risk.in_place:  # with other tensors it is another model
             return None
         start = PassStart.now(self.risk.model) if remember else None
         heard = self.estimator.begin(X, unpack) if self.due else HeardBatch(self.risk.read_input(X, unpack))
