@@ -121,9 +121,12 @@ class HeardPass:
             called: What the model is called with.
 
         Raises:
-            ValueError: If these are other tensors than those of the batch: its targets belong to these.
+            ValueError: If these are other tensors than those of the batch: its targets belong to these; or there are no
+                examples.
         """
         risk = self._owner.risk
+        if not self._owner.batch.num_examples:
+            raise ValueError("The batch has no examples.")
         self._require_input(called)
         self._versions, self._autocast = self._versions_now(), torch.is_autocast_enabled(risk.device.type)
         norms = batch_norms(risk.model)
@@ -195,6 +198,7 @@ class HeardPass:
                 ) from error
 
         self._again = ""
+        kept = [(f, f.grad) for f in read[0] if f.retains_grad]  # by the user, for gradients that are the user's
         try:
             with exclusive(), own_passes(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes
                 add(show)
@@ -202,6 +206,9 @@ class HeardPass:
             if user is None:
                 raise
             self._again = "`loss.backward()` inside the block"
+        finally:
+            for f, grad in kept:
+                f.grad = grad
 
     def _run_again(self, batch: Batch, outputs: Sequence[Tensor], add: Callable[[Show], None]) -> None:
         """Call `add` with vectors that go through a pass that begins as the user's did."""

@@ -14,6 +14,7 @@ from curvlinops_plus.layer.functions import Product
 from curvlinops_plus.risk.function_calls import ParameterViews, View
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.module_uses import ModuleUse, title
+from curvlinops_plus.risk.process_state import Uncopied
 from curvlinops_plus.risk.recorded_call import RecordedCall
 
 __all__ = ["FunctionUses", "is_bias"]
@@ -66,8 +67,8 @@ class FunctionUses:
                 self._inside.pop()
 
         return [
-            use.module.register_forward_pre_hook(enter),
-            use.module.register_forward_hook(leave, always_call=True),
+            use.module.register_forward_pre_hook(Uncopied(enter)),
+            use.module.register_forward_hook(Uncopied(leave), always_call=True),
         ]
 
     def of(self, product: Product) -> list[tuple[int, ModuleUse]]:

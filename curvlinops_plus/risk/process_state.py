@@ -11,14 +11,17 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
 __all__ = [
+    "NoHook",
     "OwnThread",
+    "Uncopied",
     "eager",
     "exclusive",
     "hookable_modules",
@@ -132,6 +135,22 @@ class OwnThread:
         return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
 
 
+class Uncopied(partial[Any]):
+    """A hook of a module that copies and pickles of the module don't carry."""
+
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
+        return NoHook, ()
+
+
+class NoHook:
+    """A hook that does nothing."""
+
+    only_reads = True
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+
 def own_calls(hook: Callable[P, T]) -> Callable[P, T | None]:
     """A hook of a module that ignores calls of other threads, which may evaluate the model meanwhile."""
     ours = OwnThread()
@@ -139,4 +158,4 @@ def own_calls(hook: Callable[P, T]) -> Callable[P, T | None]:
     def called(*args: P.args, **kwargs: P.kwargs) -> T | None:
         return hook(*args, **kwargs) if ours() else None
 
-    return called
+    return Uncopied(called)

@@ -35,7 +35,7 @@ from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
-from curvlinops_plus.risk.process_state import OwnThread
+from curvlinops_plus.risk.process_state import OwnThread, Uncopied
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
 from curvlinops_plus.risk.refused_calls import refusal_of_one_row, refuse_call
 from curvlinops_plus.risk.row_order import RowOrder, packed_order, read_order, refuse_functions
@@ -95,7 +95,7 @@ class Recorder:
             for use in layer.uses:
                 if not use.functional:
                     self._handles += self._functions.watch(use)
-                    hook = partial(self._module_call, index, use)
+                    hook = Uncopied(self._module_call, index, use)
                     self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         return self
 
@@ -115,10 +115,16 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------- hooks
     def _module_call(
-        self, index: int, use: ModuleUse, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+        self,
+        index: int,
+        use: ModuleUse,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any = None,
     ) -> Any:
-        """The forward hook of one module."""
-        if self._disabled or not self._ours() or not self._reads_own(use, module):
+        """The forward hook of one module; if it was removed while the module ran, PyTorch calls it without kwargs."""
+        if self._disabled or not self._handles or not self._ours() or not self._reads_own(use, module):
             return None
         if (order := packed_order(use, out, self.num_examples)) is None:
             return self._output(index, use, args, kwargs, out)

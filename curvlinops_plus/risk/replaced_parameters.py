@@ -86,7 +86,7 @@ def require_places(
         raise ValueError(
             f"The model has other tensors in place of its parameters {other[:5]}{' …' if other[5:] else ''} than when "
             "this risk was made (load_state_dict(..., assign=True), a new nn.Parameter, or another module). Make a new "
-            "EmpiricalRisk."
+            "EmpiricalRisk, or a new optimizer."
         )
 
 

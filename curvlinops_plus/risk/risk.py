@@ -354,6 +354,23 @@ class EmpiricalRisk:
         with nullcontext() if own else replaced_parameters(self._places, self.params):
             yield
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the model holds the tensors that it held when this was made."""
+        try:
+            self.require_in_place()
+        except ValueError:
+            return False
+        return True
+
+    def require_in_place(self) -> None:
+        """Refuse a model that holds other tensors than when this was made.
+
+        Raises:
+            ValueError: Naming some parameters.
+        """
+        require_places(self._places, self._paths, self._own)
+
     def require_own_values(self, what: str) -> None:
         """Refuse other values than the model's own, for what watches the user's forward pass.
 

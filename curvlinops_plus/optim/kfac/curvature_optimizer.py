@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from curvlinops_plus.blocks.heard_pass import HeardBatch
-from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, as_weight_decay, number, plain_policy
 from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, RunningInverse
@@ -21,6 +21,7 @@ from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
 from curvlinops_plus.optim.kfac.tensor_lists import norms
 from curvlinops_plus.optim.kfac.watch import Watch
 from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk.process_state import untraced
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -56,10 +57,18 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         strict: bool,
         risk_options: dict[str, Any],
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"The model is a {type(model).__name__}; expected the nn.Module itself, whose layers are listened to: "
+                f"{type(self).__name__}(model, loss, params=...)."
+            )
+        known = inspect.signature(EmpiricalRisk).parameters
+        if unknown := [name for name in risk_options if name not in known]:
+            raise TypeError(f"{type(self).__name__} has no option {', '.join(map(repr, unknown))}.")
         groups = _groups(model, params)
         if schedule is not None and any("damping" in group for group in groups):
             raise ValueError("A schedule sets the damping of all groups, and one of them has its own. Give one.")
-        risk = EmpiricalRisk(model, loss, (), [p for group in groups for p in group["params"]], **risk_options)
+        risk = EmpiricalRisk(model, loss, (), [p for group in groups for p in _tensors(group)], **risk_options)
         #: The statistics and their inverse.
         self.curvature = RunningInverse(risk, curvature)
         self._keys = {p: key for key, p in risk.params.items()}
@@ -75,7 +84,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         losses = [one.loss for one in risk.losses]
         modules = [one for one in losses if isinstance(one, nn.Module)]
         #: Hears plain training loops; None if a loss is a function, which takes no hooks.
-        self._watch = Watch(model, modules, self._begin, self._read, self._add) if modules == losses else None
+        self._watch: Watch | None = None
+        if modules == losses:
+            self._watch = Watch(model, modules, self.curvature, lambda: self._looks_again)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, in the constructor alone.
@@ -83,8 +94,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: If the optimizer was made without them.
         """
-        given = param_group["params"]
-        for p in _as_list(given):
+        for p in _tensors(param_group):
             if p not in self._keys:
                 raise ValueError(
                     f"A parameter of shape {list(p.shape)} is not among those that the optimizer was made with, so no "
@@ -145,16 +155,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             if self._watch is not None:
                 self._watch.paused = False
 
-    def _begin(self, X: Any, unpack: bool) -> HeardBatch | None:
-        return self.curvature.begin(X, unpack, remember=self._looks_again)
-
-    def _read(self, output: Any) -> Sequence[Tensor]:
-        risk = self.curvature.risk
-        return risk.losses.select(output, risk.options.output)[0]
-
-    def _add(self, heard: HeardBatch, targets: Sequence[Any]) -> None:
-        self.curvature.add(heard, self.curvature.risk.losses.joined(targets))
-
     def close(self) -> None:
         """Remove all hooks from model and losses."""
         if self._watch is not None:
@@ -173,12 +173,24 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def __exit__(self, *error: Any) -> None:
         self.close()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients: batches that these came from belong to no step any more."""
+        super().zero_grad(set_to_none)
+        self.curvature.seen.forget_differentiated()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """No; a gradient scaler asks before it takes a step, so that it is known that there is one."""
+        self.curvature.scaled = True
+        return False
+
     @property
     def _looks_again(self) -> bool:
         """Whether this step runs the model on its batches once more."""
         return self.check_loss
 
     # --------------------------------------------------------------------------------------------------------- steps
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take a step.
 
@@ -191,31 +203,31 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: If statistics were due, and no batch was seen since the last step.
-            NumericsError: If a gradient is NaN or infinite; parameters and velocities have not changed then.
+            NumericsError: If a gradient or a statistic is NaN or infinite; parameters and velocities have not changed
+                then.
             ValueError: If some parameters of a block have a gradient, and others have none; with `check_loss`, if the
-                closure's loss is another one than that of the statistics.
+                closure's loss is another one than that of the statistics; or the model holds other tensors than when
+                the optimizer was made.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            self.curvature.risk.require_in_place()
             self._check_groups()
             if self._schedule is not None:
                 for group in self.param_groups:
                     group["damping"] = number("damping", self._schedule(self.curvature.steps))
             if self._watch is not None:
                 self._watch.drop()
-            self.curvature.finish()
-            self.curvature.require_batches(self._strict, self._looks_again)
-            if self.check_loss:
-                self._compare(loss)
-            self.last_step = StepReport(self.curvature.steps, examples=self.curvature.examples)
+            self.last_step = StepReport(self.curvature.steps)
             self.last_step.damping = [group["damping"] for group in self.param_groups]
-            if any(p.grad is not None for _, _, p in self._listed()):
-                self._step(self.last_step)
-            else:
-                self.last_step.left_alone = list(self._keys.values())
+            try:
+                self._finish_and_step(self.last_step, loss)
+            except NumericsError:
+                self.curvature.forget()  # the next step has batches of its own
+                raise
             self.curvature.advance()
         return loss
 
@@ -233,9 +245,38 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 "that was scaled, compare what there is without it."
             )
 
+    def _finish_and_step(self, report: StepReport, loss: Any) -> None:
+        """Finish the statistics of this step, and take it; `loss` is what a closure returned."""
+        gradient = self._gradient()
+        try:
+            self.curvature.finish()
+        except (NumericsError, UnsupportedError) as error:
+            key = first_nonfinite(gradient)
+            found = error if key is None else refusal_of_nonfinite(key)
+            if isinstance(found, UnsupportedError):
+                raise
+            self._not_finite(found, report)
+            return
+        self.curvature.require_batches(self._strict, self._looks_again)
+        if self.check_loss:
+            self._compare(loss)
+        report.examples = self.curvature.examples
+        if (key := first_nonfinite(gradient)) is not None:
+            self._not_finite(refusal_of_nonfinite(key), report)
+        elif gradient:
+            if self._looks_again:
+                self.curvature.seen.compare(CurvatureOptimizer._gradient(self), self.curvature.scaled)
+            self._step(gradient, report)
+        else:
+            report.left_alone = list(self._keys.values())
+
+    def _not_finite(self, error: NumericsError, report: StepReport) -> None:
+        """Statistics or gradients are not finite."""
+        raise error from None
+
     @abstractmethod
-    def _step(self, report: StepReport) -> None:
-        """Do what the optimizer does, and say what it was."""
+    def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
+        """Do what the optimizer does with a gradient that is finite, and say what it was."""
 
     def _move(self, gradient: dict[str, Tensor], report: StepReport) -> Move:
         """Precondition a gradient.
@@ -355,5 +396,10 @@ def _groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:
     return [{"params": params}]
 
 
-def _as_list(params: Tensor | Sequence[Tensor]) -> list[Tensor]:
+def _as_list(params: Any) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _tensors(group: Mapping[str, Any]) -> list[Tensor]:
+    """The parameters of a group, which may come with their names."""
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in _as_list(group["params"])]

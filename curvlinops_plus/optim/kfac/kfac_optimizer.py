@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks import KFAC
-from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer, first_nonfinite, refusal_of_nonfinite
+from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import (
     LevenbergMarquardt,
@@ -169,13 +170,7 @@ class KFACOptimizer(CurvatureOptimizer):
         return super()._looks_again or self._adapts or self._reject is not None or adaptive
 
     # --------------------------------------------------------------------------------------------------------- a step
-    def _step(self, report: StepReport) -> None:
-        gradient = self._gradient()
-        if (key := first_nonfinite(gradient)) is not None:
-            if self._reject is None:
-                raise refusal_of_nonfinite(key)
-            self._reject_step(report)
-            return
+    def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
         move = self._move(gradient, report)
         known = self._combine(move, report)
         move.bound_update(self.curvature.product)
@@ -272,6 +267,11 @@ class KFACOptimizer(CurvatureOptimizer):
             if decay := as_weight_decay(group["weight_decay"]).curvature:
                 value += decay / 2 * float(p.square().sum())
         return value
+
+    def _not_finite(self, error: NumericsError, report: StepReport) -> None:
+        if self._reject is None:
+            raise error from None
+        self._reject_step(report)
 
     def _reject_step(self, report: StepReport) -> None:
         assert self._reject is not None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from curvlinops_plus.blocks import KFAC
-from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer, first_nonfinite, refusal_of_nonfinite
+from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer
 from curvlinops_plus.optim.kfac.policies import NormConstraint
 from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, Inverse
 from curvlinops_plus.optim.kfac.step_report import StepReport
@@ -96,10 +96,7 @@ class KFACPreconditioner(CurvatureOptimizer):
             risk_options=risk_options,
         )
 
-    def _step(self, report: StepReport) -> None:
-        gradient = self._gradient()
-        if (key := first_nonfinite(gradient)) is not None:
-            raise refusal_of_nonfinite(key)
+    def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
         move = self._move(gradient, report)
         move.combine([-1.0] * len(move.keys), [0.0] * len(move.keys))
         move.bound_update(self.curvature.product)

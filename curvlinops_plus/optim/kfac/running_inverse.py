@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -18,10 +18,12 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedE
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
 from curvlinops_plus.optim.kfac.policies import number
+from curvlinops_plus.optim.kfac.step_batches import Factor, StepBatches, require_same_curvature
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo, Vectors
+from curvlinops_plus.risk.process_state import own_calls
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["CurvatureOptions", "RunningInverse"]
+__all__ = ["CurvatureOptions", "HeardCall", "RunningInverse"]
 
 Inverse = Literal["exact", "factored"]
 
@@ -65,6 +67,21 @@ class CurvatureOptions:
                 raise ValueError(f"{name}={every!r}; expected a number of steps, at least 1.")
 
 
+@dataclass(eq=False)
+class HeardCall:
+    """A call of the model in training.
+
+    Attributes:
+        heard: What hears it.
+        start: What it began with, if the step looks at it once more.
+        added: The batch, with the first targets that losses were called with.
+    """
+
+    heard: HeardBatch
+    start: PassStart | None
+    added: Batch | None = None
+
+
 class RunningInverse:
     """An estimator that is fed by training, and the inverse of its curvature, which is renewed every few steps.
 
@@ -89,10 +106,14 @@ class RunningInverse:
         )
         self.steps = self.batches = 0
         self._before = 0  # examples before this step
-        self._starts: PassStart | None = None  # of the call that is heard
-        self._waiting: tuple[HeardBatch, Any] | None = None  # for its backward pass
-        self._seen = _Again([])
-        self._again = risk.with_data(self._seen)
+        self._waiting: list[tuple[HeardBatch, Any]] = []  # for their backward pass
+        self._error: NumericsError | UnsupportedError | None = None  # of a batch that could not be added
+        #: What the gradient of this step comes from.
+        self.seen = StepBatches(risk)
+        #: Whether a gradient scaler takes this step.
+        self.scaled = False
+        #: How many times the risk's loss is what is minimised: `.grad` is that of `factor * loss`.
+        self.factor = 1.0
         self._dampings: dict[str, float] | None = None  # of the last refresh
         self._inverse: tuple[Any, LinearOperator] | None = None  # with the dampings that it belongs to
 
@@ -115,47 +136,90 @@ class RunningInverse:
             batch: As for `CurvatureEstimator.listen`.
             remember: Keep it until the step, which evaluates the model on it again.
         """
-        start = PassStart.now(self.risk.model) if remember else None
-        if self.due:
-            with self.estimator.listen(batch, decay=1.0 if self.batches else None):
-                yield
-            self.batches += 1
-        else:
+        start, due = PassStart.now(self.risk.model) if remember else None, self.due
+        returned: list[Any] = []
+        with ExitStack() as contexts:
+            if start is not None:
+                note = own_calls(lambda module, args, output: returned.append(output))
+                contexts.callback(self.risk.model.register_forward_hook(note).remove)
+            if due:
+                contexts.enter_context(self.estimator.listen(batch, decay=1.0 if self.batches else None))
             yield
-        if start is not None:
-            self._seen.batches.append((self.risk.read(batch), start))
+        self.batches += due
+        if start is not None:  # passes of our own are over, those that go back through the outputs are the user's
+            read = self.risk.losses.select(returned[0], self.risk.options.output)[0] if returned else ()
+            self.seen.note(self.risk.read(batch), start, [Factor(self.seen, f, is_loss=False) for f in read])
 
-    def begin(self, X: Any, unpack: bool, remember: bool) -> HeardBatch | None:
+    def begin(self, X: Any, unpack: bool, remember: bool) -> HeardCall | None:
         """Hear a call of the model whose targets come later, if the step needs it; for `add`."""
-        try:
-            self.finish()
-        except (NumericsError, UnsupportedError) as error:  # as after an overflow, where a scaler has skipped the step
+        self._finish_waiting()
+        if self._error is not None:  # nobody has called `step`, as after an overflow that a gradient scaler has seen
+            error, self._error = self._error, None
             warn(f"A batch was left out of the statistics. {error}", CurvatureWarning, stacklevel=level_of_user())
-        if not self.due and not remember:
+        if not (self.due or remember) or not self.risk.in_place:  # with other tensors it is another model
             return None
-        self._starts = PassStart.now(self.risk.model) if remember else None
-        return self.estimator.begin(X, unpack) if self.due else HeardBatch(self.risk.read_input(X, unpack))
+        start = PassStart.now(self.risk.model) if remember else None
+        heard = self.estimator.begin(X, unpack) if self.due else HeardBatch(self.risk.read_input(X, unpack))
+        return HeardCall(heard, start)
 
-    def add(self, heard: HeardBatch, y: Any) -> None:
-        """Add what was heard, with these targets."""
+    def add(self, call: HeardCall, y: Any, factors: Sequence[Factor]) -> None:
+        """Add what was heard, with these targets.
+
+        Args:
+            call: The call.
+            y: Targets.
+            factors: What each loss is multiplied with.
+
+        Raises:
+            UnsupportedError: If a layer can't be recorded.
+        """
+        call.added = replace(call.heard.batch, y=y)
+        self.seen.note(call.added, call.start, factors)
         if self.due:
-            self._waiting = heard, y
+            self._waiting.append((call.heard, y))
             vectors = self.estimator.vectors
             if not (vectors.of_loss and vectors.together):  # else gradients of the loss come with its backward pass
-                self.finish()
-        if self._starts is not None:
-            self._seen.batches.append((replace(heard.batch, y=y), self._starts))
+                self._finish_waiting()
+
+    def repeat(self, call: HeardCall, f: Tensor, class_axis: int | None, y: Any, factor: Factor) -> None:
+        """The loss was called once more on an output, with other targets: `a * loss(f, y) + b * loss(f, z)`.
+
+        Raises:
+            UnsupportedError: If its curvature depends on the targets, so that it is not `a + b` times the first one.
+        """
+        assert call.added is not None
+        batch = replace(call.added, y=y)
+        require_same_curvature(self.risk, self.estimator.vectors, f, class_axis, call.added, batch)
+        self.seen.note(batch, call.start, [factor], repeated=True)
 
     def forget_examples(self) -> None:
         """Count examples from now on."""
         self._before = self.estimator.examples
 
     def finish(self) -> None:
-        """Add the batch that waits for its backward pass, if there is one."""
-        if self._waiting is not None:
-            (heard, y), self._waiting = self._waiting, None
-            heard.add(y, decay=1.0 if self.batches else None)
-            self.batches += 1
+        """Add the batches that wait for their backward pass.
+
+        Raises:
+            NumericsError: If a batch since the last step could not be added.
+            UnsupportedError: Likewise.
+        """
+        self._finish_waiting()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _finish_waiting(self) -> None:
+        while self._waiting:
+            heard, y = self._waiting.pop(0)
+            try:
+                heard.add(y, decay=1.0 if self.batches else None)
+                self.batches += 1
+            except NumericsError as error:
+                self._error = error
+            except UnsupportedError as error:
+                if not self.estimator.vectors.of_loss:
+                    raise
+                self._error = error  # of what the user's backward pass has brought
 
     def require_batches(self, statistics: bool, again: bool) -> None:
         """Refuse a step that has not seen what it needs.
@@ -166,59 +230,61 @@ class RunningInverse:
 
         Raises:
             RuntimeError: If it has not.
+            ValueError: If several losses were multiplied with other numbers than their weights.
         """
-        if (self.due and not self.batches and (statistics or not self.estimator.updates)) or (
-            again and not self._seen.batches
-        ):
+        self.factor = self.seen.factor(self.scaled) or self.factor
+        if (self.due and not self.batches and (statistics or not self.estimator.updates)) or (again and not self.seen):
             names = ", ".join(getattr(one.loss, "__name__", type(one.loss).__name__) for one in self.risk.losses)
             raise RuntimeError(
                 f"No batch was seen since the last step: the loss that was given, {names}, was not called on an output "
                 "of the model in training mode. Write `loss(model(X), y).backward()` with that loss; or, for losses "
                 "that are functions and outputs that are changed before, call the model inside "
-                "`with optimizer.listen((X, y)):`. strict=False steps with the statistics of before."
+                "`with optimizer.listen((X, y)):`. A model that was compiled and called before belongs into the "
+                "optimizer as torch.compile returned it. strict=False steps with the statistics of before."
             )
 
     # ----------------------------------------------------------------------------------- the batches of this step again
     def loss(self) -> float:
-        """The loss of this step's batches at the parameters of now."""
-        return float(self._again.loss())
+        """`factor * loss` of this step's batches at the parameters of now."""
+        return self.seen.loss(self.scaled)
 
     @cached_property
     def _exact(self) -> GGN:
         """The GGN of this step's batches; how the model is differentiated is found out once."""
-        return GGN(self._again, check_deterministic=False)
+        return GGN(self.risk.with_data(self.seen), check_deterministic=False)
 
     def quadratic_form(self, rows: Mapping[str, Tensor], exact: bool) -> Tensor:
-        """`V C Vᵀ` of several vectors, `[k, *shape]` of each parameter, `[k, k]`.
+        """`factor * V C Vᵀ` of several vectors, `[k, *shape]` of each parameter, `[k, k]`.
 
         Args:
             rows: The vectors.
             exact: With the exact GGN of this step's batches; else with the statistics of now.
         """
         C = self._exact if exact else self.estimator.operator
-        return C.quadratic_form(self._complete(C, rows, next(iter(rows.values())).shape[:1]))
+        return self.factor * C.quadratic_form(self._complete(C, rows, next(iter(rows.values())).shape[:1]))
 
     # ------------------------------------------------------------------------------------------------------- inverse
     def refresh_if_due(self, dampings: Mapping[str, float]) -> bool:
-        """Renew the inverse if its time has come.
+        """Renew the inverse if its time has come, of `K + λI / factor`, which `apply` makes that of `factor * K + λI`.
 
         Args:
             dampings: Key of a parameter to the damping of its block.
         """
         due = self._dampings is None or self.steps % self.options.inverse_every == 0
+        dampings = self._by_factor(dampings)
         if due:
             self.estimator.refresh(self._of_blocks(self.estimator.operator, dampings))
             self._dampings, self._inverse = dict(dampings), None
         return due
 
     def apply(self, gradients: Mapping[str, Tensor], dampings: Mapping[str, float]) -> dict[str, Tensor]:
-        """`(K + λI)ᵖ g` of the parameters that have gradient and curvature.
+        """`(factor * K + λI)ᵖ g` of the parameters that have gradient and curvature.
 
         Args:
             gradients: Key of a parameter to its gradient; where there is none, it counts as zero.
             dampings: As for `refresh_if_due`.
         """
-        P = self._damped(dampings)
+        P = self._damped(self._by_factor(dampings))
         for layout in self.estimator.refreshed.operator.layouts.values():
             with_gradient = [key for key in layout.names if key in gradients]
             if 0 < len(with_gradient) < len(layout.names):
@@ -228,13 +294,20 @@ class RunningInverse:
                     "out of its `params`."
                 )
         found = P @ self._complete(P, gradients)
-        return {key: t for key, t in found.items() if key in gradients}
+        return self._times_factor({key: t for key, t in found.items() if key in gradients}, self.options.power)
 
     def product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`K v`, with the statistics of the last refresh; zero where there is no curvature."""
+        """`factor * K v`, with the statistics of the last refresh; zero where there is no curvature."""
         K = self.estimator.refreshed
         found = K @ self._complete(K, vectors)
-        return {key: found[key] if key in found else v.new_zeros(v.shape) for key, v in vectors.items()}
+        found = {key: found[key] if key in found else v.new_zeros(v.shape) for key, v in vectors.items()}
+        return self._times_factor(found)
+
+    def _times_factor(self, vectors: dict[str, Tensor], power: float = 1.0) -> dict[str, Tensor]:
+        return vectors if self.factor == 1 else {key: self.factor**power * t for key, t in vectors.items()}
+
+    def _by_factor(self, dampings: Mapping[str, float]) -> Mapping[str, float]:
+        return dampings if self.factor == 1 else {key: damping / self.factor for key, damping in dampings.items()}
 
     def _complete(
         self, operator: LinearOperator, vectors: Mapping[str, Tensor], lead: tuple[int, ...] = ()
@@ -280,35 +353,31 @@ class RunningInverse:
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
         """Everything that going on needs, between two steps."""
-        return {"steps": self.steps, "dampings": self._dampings, "estimator": self.estimator.state_dict()}
+        estimator = self.estimator.state_dict()
+        return {"steps": self.steps, "dampings": self._dampings, "factor": self.factor, "estimator": estimator}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another one stopped."""
         self.estimator.load_state_dict(state["estimator"])
         self.steps, self._dampings, self._inverse = state["steps"], state["dampings"], None
         self.drop()
-        self.batches, self._before = 0, self.estimator.examples
-        self._seen.batches.clear()
+        self.factor = state.get("factor", 1.0)
+        self.forget()
 
     def drop(self) -> None:
-        """Forget a batch that waits for its backward pass."""
-        if self._waiting is not None:
-            self._waiting[0].close()
-            self._waiting = None
+        """Forget batches that wait for their backward pass."""
+        self._error = None
+        for heard, _ in self._waiting:
+            heard.close()
+        self._waiting.clear()
 
     def advance(self) -> None:
         """A step was taken."""
-        self.steps, self.batches, self._before = self.steps + 1, 0, self.estimator.examples
-        self._seen.batches.clear()
+        self.steps += 1
+        self.forget()
 
-
-@dataclass(frozen=True)
-class _Again:
-    """Batches of a step, each from the random state and buffers in which it was first seen."""
-
-    batches: list[tuple[Batch, PassStart]]
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch, start in self.batches:
-            start.restore()
-            yield batch
+    def forget(self) -> None:
+        """What was seen until now belongs to no step any more."""
+        self.batches, self.scaled = 0, False
+        self.forget_examples()
+        self.seen.clear()

@@ -3,32 +3,70 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from curvlinops_plus.blocks.heard_pass import HeardBatch
-from curvlinops_plus.risk.process_state import OwnThread, in_own_passes
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.optim.kfac.running_inverse import HeardCall, RunningInverse
+from curvlinops_plus.optim.kfac.step_batches import Factor
+from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk.autograd_graph import postorder
+from curvlinops_plus.risk.model_calls import tensors_of
+from curvlinops_plus.risk.process_state import NoHook, in_own_passes, untraced
 
 __all__ = ["Watch"]
+
+
+# Calls of a model that wait for their losses; of more, the graphs would be kept for nothing where none comes.
+_LIMIT = 4
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of the model whose losses are waited for, or were called.
+
+    Attributes:
+        call: What hears it.
+        versions: Of the tensors that it returned, by identity.
+        outputs: What each loss reads.
+        class_axes: Theirs, where they are not the losses' own.
+        targets: Of the losses that were called, by their index.
+        factors: What these are multiplied with.
+    """
+
+    call: HeardCall
+    versions: dict[int, int]
+    outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    class_axes: Sequence[int | None] = ()
+    targets: dict[int, Any] = field(default_factory=dict)
+    factors: dict[int, Factor] = field(default_factory=dict)
+
+    def read(self, risk: EmpiricalRisk) -> list[weakref.ref[Tensor]]:
+        """What each loss reads."""
+        if not self.outputs:
+            read, self.class_axes = risk.losses.select(self.call.heard.output, risk.options.output)
+            self.outputs = [weakref.ref(f) for f in read]
+        return self.outputs
 
 
 class Watch:
     """Hears calls of a model, and of the losses that are applied to its outputs.
 
-    A call is heard in training mode with gradients enabled. Calls that no loss is applied to are dropped.
+    A call is heard in training mode with gradients enabled, in any thread. Calls that no loss is applied to are
+    dropped, and so are outputs that were written to.
 
     Args:
         model: The model.
         losses: The loss modules, in the order of the risk's losses.
-        begin: Called before a call of the model, with its input and whether it is unpacked; returns what hears it, or
-            None.
-        outputs: Picks the tensors that the losses read out of what the model returned.
-        add: Called with what has heard a call, and the targets.
+        curvature: What takes the calls.
+        remembers: Whether the step looks at its batches once more.
 
     The hooks hold their owner weakly: they are gone with it.
     """
@@ -37,17 +75,16 @@ class Watch:
         self,
         model: nn.Module,
         losses: Sequence[nn.Module],
-        begin: Callable[[Any, bool], HeardBatch | None],
-        outputs: Callable[[Any], Sequence[Tensor]],
-        add: Callable[[HeardBatch, Sequence[Any]], None],
+        curvature: RunningInverse,
+        remembers: Callable[[], bool],
     ) -> None:
-        self._model, self._losses = model, losses
-        self._begin, self._outputs, self._add = begin, outputs, add
-        self._heard: HeardBatch | None = None
-        self._targets: dict[int, Any] = {}
+        self._model, self._losses, self._curvature, self._remembers = model, losses, curvature, remembers
+        self._open = threading.local()  # the call that this thread is in
+        self._calls: list[_Call] = []
+        self._added: list[_Call] = []  # to which all losses were applied
+        self._dropped: list[weakref.ref[Tensor]] = []  # outputs of calls that waited too long
         #: Whether calls are ignored: somebody else hears them.
         self.paused = False
-        self._ours = OwnThread()
         handles = [
             model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
             model.register_forward_hook(_Hook(self._after), always_call=True),
@@ -64,47 +101,98 @@ class Watch:
         self._remove()
 
     def drop(self) -> None:
-        """Forget a call to which no loss was applied."""
-        if self._heard is not None:
-            self._heard.close()
-        self._heard, self._targets = None, {}
+        """Forget all calls; a step was taken."""
+        for waiting in self._calls:
+            waiting.call.heard.close()
+        self._calls, self._added, self._dropped = [], [], []
 
     # --------------------------------------------------------------------------------------------------------- hooks
     @property
     def _is_deaf(self) -> bool:
-        """Whether a call is none of the user's loop."""
-        return self.paused or in_own_passes() or not self._ours()
+        """Whether a call is none of the user's loop: own passes, and calls again in backward passes."""
+        return self.paused or in_own_passes() or torch._C._current_graph_task_id() != -1
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_deaf or not module.training or not torch.is_grad_enabled():
             return
-        self.drop()
+        self._added = [call for call in self._added if any(f() is not None for f in call.outputs)]
+        if (left := self._left()) is not None:  # it was interrupted, or has called the model itself
+            left.heard.close()
         single = len(args) == 1 and not kwargs
         X = args[0] if single else _by_name(module, args, kwargs)
-        self._heard = self._begin(X, not single)
+        self._open.call = self._curvature.begin(X, not single, self._remembers())
+
+    def _left(self) -> HeardCall | None:
+        """The call that this thread is in; it is in none then."""
+        call, self._open.call = getattr(self._open, "call", None), None
+        return call
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._heard is None or self._is_deaf or self._heard.output is not None:
+        if self._is_deaf or (call := self._left()) is None:
             return
         if output is None:  # the call has failed
-            self.drop()
-        else:
-            self._heard.end(output)
+            call.heard.close()
+            return
+        call.heard.end(output)
+        self._calls.append(_Call(call, {id(t): t._version for t in tensors_of(output) if not t.is_inference()}))
+        if len(self._calls) > _LIMIT:
+            oldest = self._calls.pop(0).call.heard
+            self._dropped = [ref for ref in self._dropped if ref() is not None]
+            self._dropped += [weakref.ref(t) for t in tensors_of(oldest.output)]
+            oldest.close()
 
     def _loss_called(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
     ) -> None:
-        if self._heard is None or self._is_deaf or self._heard.output is None:
+        if self._is_deaf or not (self._calls or self._added or self._dropped):
             return
         given = inspect.signature(module.forward).bind(*args, **kwargs).args
-        read = self._outputs(self._heard.output)
-        if not given or given[0] is not read[index]:
+        if len(given) < 2 or (found := self._of_output(given[0], index)) is None:
             return
-        self._targets[index] = given[1]
-        if len(self._targets) == len(self._losses):
-            heard, targets = self._heard, [self._targets[i] for i in range(len(self._losses))]
-            self._heard, self._targets = None, {}
-            self._add(heard, targets)
+        self._require_constant(given[1])
+        losses, factor = self._curvature.risk.losses, Factor(self._curvature.seen, value)
+        if found not in self._calls:
+            self._curvature.repeat(found.call, given[0], found.class_axes[index], given[1], factor)
+            return
+        found.targets[index], found.factors[index] = given[1], factor
+        if len(found.targets) == len(losses):
+            self._calls.remove(found)
+            self._added.append(found)
+            y = losses.joined([found.targets[i] for i in range(len(losses))])
+            self._curvature.add(found.call, y, [found.factors[i] for i in range(len(losses))])
+            found.call.heard.output = None  # it is the user's to keep
+
+    def _require_constant(self, y: Any) -> None:
+        """Refuse targets that depend on the parameters, as a second output of the model.
+
+        Raises:
+            UnsupportedError: If they do.
+        """
+        functions = [t.grad_fn for t in tensors_of(y) if t.grad_fn is not None]
+        if functions:
+            params = set(self._curvature.risk.params.values())
+            if any(getattr(node, "variable", None) in params for node, _ in postorder(functions)):
+                raise UnsupportedError(
+                    "The target of the loss depends on the parameters (another call of the model?), and would count "
+                    "as a constant in the curvature. Detach it; or make a model that returns both outputs as one, and "
+                    "a loss of them."
+                )
+
+    def _of_output(self, f: Any, index: int) -> _Call | None:
+        """The call that has returned what a loss is called on, if it was not written to since then.
+
+        Raises:
+            RuntimeError: If the model was called too often meanwhile.
+        """
+        for call in (*self._calls, *self._added):
+            if call.read(self._curvature.risk)[index]() is f:
+                return call if call.versions.get(id(f), f._version) == f._version else None
+        if any(ref() is f for ref in self._dropped):
+            raise RuntimeError(
+                f"The model was called {_LIMIT} more times before the loss was called on this output. Call the loss "
+                "earlier; or the model inside `with optimizer.listen((X, y)):`, once for each batch."
+            )
+        return None
 
 
 def _remove(handles: Sequence[RemovableHandle]) -> None:
@@ -125,21 +213,13 @@ class _Hook:
     def __init__(self, method: Callable[..., None], *first: Any) -> None:
         self._method, self._first = weakref.WeakMethod(method), first
 
+    @untraced  # what it does is not part of the model
     def __call__(self, *args: Any) -> None:
         if (method := self._method()) is not None:
             method(*self._first, *args)
 
-    def __reduce__(self) -> tuple[type[_Nothing], tuple[()]]:
-        return _Nothing, ()
-
-
-class _Nothing:
-    """A hook that does nothing."""
-
-    only_reads = True
-
-    def __call__(self, *args: Any) -> None:
-        pass
+    def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
+        return NoHook, ()
 
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,293 @@
+"""The batches whose losses make up the gradient of a step, and with which numbers these are multiplied."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from curvlinops_plus.blocks.batch_pass import PassStart
+from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
+from curvlinops_plus.risk import EmpiricalRisk, Vectors
+from curvlinops_plus.risk.constant_statistics import batch_norms
+from curvlinops_plus.risk.reading import Batch
+
+__all__ = ["Factor", "StepBatches", "require_same_curvature"]
+
+_LIMIT = 1024
+_AWAY = 0.03  # more than rounding under autocast
+
+
+class Factor:
+    """The number that a loss is multiplied with in what is differentiated.
+
+    Args:
+        owner: What wants to know.
+        value: The loss; or, where nobody sees it, what it reads.
+        is_loss: Whether it is the loss.
+
+    Attributes:
+        number: 0-d; None if it is not known.
+        task: The backward pass that came through here to the parameters, of several the last one; None before.
+    """
+
+    def __init__(self, owner: StepBatches, value: Tensor, is_loss: bool = True) -> None:
+        self._owner, self._is_loss = weakref.ref(owner), is_loss
+        self.number: Tensor | None = None
+        self.task: int | None = None
+        if value.requires_grad:
+            value.register_hook(self._arrive)
+
+    def _arrive(self, g: Tensor) -> None:
+        owner, task = self._owner(), torch._C._current_graph_task_id()
+        if owner is None or not owner.accumulates():
+            return
+        owner.begin(task)
+        self.task = task
+        if self._is_loss:
+            g = g.detach().sum()
+            self.number = g if self.number is None else self.number + g
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """Losses that were called on the outputs of one call of the model."""
+
+    batch: Batch
+    start: PassStart | None  # if the model may be run on it once more
+    factors: Sequence[Factor]  # one per loss; none if nobody saw the losses
+    repeated: bool = False  # whether other losses were called on these outputs before
+
+    @property
+    def differentiated(self) -> bool:
+        return any(factor.task is not None for factor in self.factors)
+
+
+class StepBatches:
+    """What the losses were called on since the last step. Iterating reads the batches that the gradient comes from,
+    each from the random state and buffers in which it was first seen.
+
+    A backward pass that finds parameters without gradients begins anew: losses that were differentiated before count no
+    more, as after a step that a gradient scaler has skipped, or where somebody else was trained through the model.
+
+    Args:
+        risk: Model, losses and parameters.
+    """
+
+    def __init__(self, risk: EmpiricalRisk) -> None:
+        self._risk, self._calls, self._said, self._looks = risk, list[_Call](), False, 0
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def note(
+        self, batch: Batch, start: PassStart | None, factors: Sequence[Factor] = (), repeated: bool = False
+    ) -> None:
+        """Losses were called.
+
+        Raises:
+            RuntimeError: If too many batches are kept, and no step comes that looks at them.
+        """
+        if start is None:  # nobody looks at it
+            batch = replace(batch, X=None, y=None)
+            del self._calls[: -_LIMIT + 1]
+        elif len(self._calls) >= _LIMIT:
+            self.clear()
+            raise RuntimeError(
+                f"{_LIMIT} batches were seen since the last step, and kept, since the step looks at them once more "
+                "(LevenbergMarquardt, reject=, adaptive coefficients). Call optimizer.step(); to train the model "
+                "without this optimizer, call optimizer.close() before."
+            )
+        self._calls.append(_Call(batch, start, factors, repeated))
+
+    def clear(self) -> None:
+        """A step was taken."""
+        self._calls.clear()
+
+    def forget_differentiated(self) -> None:
+        """The gradients are zero: losses that were differentiated count no more."""
+        self._calls = [call for call in self._calls if not call.differentiated]
+
+    # ------------------------------------------------------------------------------------------- the backward passes
+    def accumulates(self) -> bool:
+        """Whether the backward pass that is going on brings a gradient to the parameters."""
+        for p in self._risk.params.values():
+            if p.requires_grad:
+                try:
+                    if torch._C._will_engine_execute_node(get_gradient_edge(p).node):
+                        return True
+                except RuntimeError:  # `torch.autograd.grad` with respect to this one
+                    return True
+        return False
+
+    def begin(self, task: int) -> None:
+        """A backward pass begins; those before it count no more if it finds no gradients."""
+        if all(p.grad is None for p in self._risk.params.values()):
+            self._calls = [call for call in self._calls if all(factor.task in (None, task) for factor in call.factors)]
+
+    # --------------------------------------------------------------------------------------------------- their losses
+    @property
+    def _counted(self) -> list[_Call]:
+        """The calls that the gradient comes from: all of them if nobody saw a backward pass."""
+        return [call for call in self._calls if call.differentiated] or self._calls
+
+    def __iter__(self) -> Iterator[Batch]:
+        for call in self._counted:
+            if call.start is not None and not call.repeated:
+                call.start.restore()
+                yield call.batch
+
+    def factor(self, scaled: bool) -> float | None:
+        """How many times the loss, a mean or sum over these batches, makes up the gradient; None if nobody saw it.
+
+        Powers of two from 64 on are taken for the scale of a gradient scaler, which divides it out of the gradient.
+
+        Args:
+            scaled: Whether it is known that a scaler takes the step.
+
+        Raises:
+            ValueError: If several losses were multiplied with other numbers than their weights.
+        """
+        raw = self._raw()
+        return None if raw is None else self._without_scale(raw, scaled)
+
+    def loss(self, scaled: bool) -> float:
+        """What the gradient is that of, at the parameters of now: the losses, times their numbers."""
+        if (weights := self._weights(scaled)) is None:
+            return float(self._risk.with_data(self).loss())
+        return sum(c * float(self._risk.with_data(_Once(call)).loss()) for call, c in weights)
+
+    def compare(self, gradient: Mapping[str, Tensor], scaled: bool) -> None:
+        """Warn if a gradient is not that of `loss`: what is predicted from one is then compared with the other.
+
+        Looks in the 1st, 2nd, 4th, ... call, for the price of a forward and a backward pass. Batch norm in training
+        mode has other gradients when it is looked at.
+
+        Args:
+            gradient: Key of a parameter to what is in its `.grad`.
+            scaled: As for `factor`.
+        """
+        self._looks += 1
+        if self._said or self._looks & (self._looks - 1) or not self or batch_norms(self._risk.model):
+            return
+        parts: list[tuple[Iterable[Any], float]] = [(self, 1.0)]
+        if (weights := self._weights(scaled)) is not None:
+            parts = [(_Once(call), c) for call, c in weights]
+        theirs, ours = torch.cat([g.flatten() for g in gradient.values()]), torch.zeros((), device=self._risk.device)
+        for data, c in parts:
+            found = self._risk.with_data(data).gradient()
+            ours = ours + c * torch.cat([found[key].flatten() for key in gradient])
+        away = float(torch.dist(ours, theirs) / theirs.norm().clamp(min=1e-30))
+        if away > _AWAY:
+            self._said = True
+            warn(
+                f"The gradient in .grad differs from that of the losses that were seen, by {away:.0%} of its norm: it "
+                "was clipped, or there are further terms (penalties, smoothing outside of the loss). The ratio rho, "
+                "`reject` and adaptive coefficients compare a model with this gradient to the losses alone.",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
+            )
+
+    def _weights(self, scaled: bool) -> list[tuple[_Call, float]] | None:
+        """What the loss of each call is multiplied with, without a gradient scaler; None if nobody saw it."""
+        raw = self._raw()
+        if raw is None:
+            return None
+        unit = self._without_scale(raw, scaled) / raw / self._risk.losses[0].weight
+        return [(call, unit * _number(call, 0)) for call in self._counted]
+
+    def _raw(self) -> float | None:
+        """The factor as it came, with the scale of a gradient scaler."""
+        calls = [call for call in self._counted if call.differentiated]
+        if not calls or any(all(factor.number is None for factor in call.factors) for call in calls):
+            return None
+        losses = self._risk.losses
+        found = [_of_loss(calls, index, one.reduction) / one.weight for index, one in enumerate(losses)]
+        for one, value in zip(losses, found, strict=True):
+            if math.isfinite(value) and not abs(value - found[0]) <= 1e-2 * abs(found[0]):
+                raise ValueError(
+                    f"{one.title} was multiplied by {value * one.weight:.4g} before its backward pass, and "
+                    f"{losses[0].title} by {found[0] * losses[0].weight:.4g}; their weights are {one.weight:g} and "
+                    f"{losses[0].weight:g}. Say what each is multiplied by: pairs (loss, weight)."
+                )
+        size = abs(found[0])
+        return size if 0 < size < math.inf else 1.0
+
+    def _without_scale(self, raw: float, scaled: bool) -> float:
+        """The factor without a gradient scaler's; exactly 1 if it is that but for rounding."""
+        nearest = 2.0 ** round(math.log2(raw))
+        if abs(raw - nearest) <= 1e-3 * nearest and (scaled or nearest == 1 or nearest >= 64):
+            return 1.0
+        if not scaled and raw < 1024:
+            return raw
+        if not self._said:
+            self._said = True
+            warn(
+                f"The loss was multiplied by {raw:g} before its backward pass: by a gradient scaler, and by what else, "
+                "can't be told. Steps are those of the loss by itself. Multiply lr instead.",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
+            )
+        return 1.0
+
+
+@dataclass(frozen=True)
+class _Once:
+    """The batch of one call."""
+
+    call: _Call
+
+    def __iter__(self) -> Iterator[Batch]:
+        assert self.call.start is not None
+        self.call.start.restore()
+        yield self.call.batch
+
+
+def _number(call: _Call, index: int) -> float:
+    number = call.factors[index].number if call.factors else None
+    return 0.0 if number is None else float(number)
+
+
+def _of_loss(calls: Sequence[_Call], index: int, reduction: str) -> float:
+    """How many times one loss, a mean or a sum over the batches of some calls, was differentiated."""
+    if reduction != "sum":
+        return sum(_number(call, index) for call in calls)
+    whole = sum(call.batch.num_examples for call in calls if not call.repeated)
+    return sum(_number(call, index) * call.batch.num_examples for call in calls) / whole  # each batch is a part
+
+
+def require_same_curvature(
+    risk: EmpiricalRisk,
+    vectors: Vectors,
+    f: Tensor,
+    class_axis: int | None,
+    one: Batch,
+    two: Batch,
+) -> None:
+    """Refuse losses that are called twice on the same outputs, as `a * loss(out, y) + b * loss(out, z)`, if their
+    curvature depends on the targets: then it is not `a + b` times that of the first.
+
+    Raises:
+        UnsupportedError: If it does.
+    """
+    same = not vectors.of_loss and len(risk.losses) == 1
+    if same:
+        (loss,), f = risk.losses, f.detach().to(risk.dtype)
+        terms = [loss.canonical(f, batch.y, one.num_examples, class_axis) for batch in (one, two)]
+        V = torch.cos(torch.arange(f.numel(), device=f.device)).to(f.dtype).view_as(terms[0][0])
+        products = [loss.likelihood.hessian_product(F, Y, V) / float(loss.likelihood.count(F, Y)) for F, Y in terms]
+        same = torch.allclose(*products, rtol=1e-3, atol=1e-5 * float(products[0].abs().max()))
+    if not same:
+        raise UnsupportedError(
+            "The loss was called twice on one output of the model, with different targets, and its curvature depends "
+            "on them (class weights, ignored targets, vectors that are gradients of the loss), or there are several "
+            "losses. Mix the targets instead, as class probabilities; or call the model inside "
+            "`with optimizer.listen((X, y)):`, with the targets that the statistics should have."
+        )
