@@ -179,7 +179,7 @@ class ModelPasses:
         total: Tensor | None = None,
         last: bool = False,
     ) -> Tensor:
-        """`Jᵀ u` for K vectors, [K, *output] -> [K, n]; added to `total` if there is one. The last one frees the graph."""
+        """`Jᵀ u` for K vectors, [K, *output] -> [K, n], added to `total` if there is one; the last frees the graph."""
         sent = [(f, v.to(f.dtype)) for f, v in zip(F, vectors, strict=True) if v is not None and f.requires_grad]
         parts = vjp([f for f, _ in sent], free, [v for _, v in sent], last) if sent else [None] * len(free)
         return join_rows(parts, free, K, self.risk.dtype, total)
