@@ -99,8 +99,16 @@ def agree(
     return bool((inner.abs() > enough) & (away <= min(10 * eps**0.5, 0.1) * inner.abs()))
 
 
-def vjp(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor | None]:
-    """Vector-Jacobian products of several vectors `[K, *output]`, one tensor for each output; the graph is kept.
+def vjp(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tensor], last: bool = False
+) -> list[Tensor | None]:
+    """Vector-Jacobian products of several vectors `[K, *output]`, one tensor for each output.
+
+    Args:
+        outputs: The outputs.
+        inputs: What they are differentiated by.
+        vectors: The vectors.
+        last: Whether a single vector may free what the graph saved, on the way; otherwise the graph is kept.
 
     Returns:
         Tensors `[K, *input]`; None for inputs that the outputs don't depend on.
@@ -108,7 +116,7 @@ def vjp(outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tens
     Cost: one backward pass, vectorised over K; a single vector takes the plain way, which is faster.
     """
     if len(vectors[0]) == 1:
-        found = torch.autograd.grad(outputs, inputs, [v[0] for v in vectors], retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(outputs, inputs, [v[0] for v in vectors], retain_graph=not last, allow_unused=True)
         return [None if g is None else g[None] for g in found]
     options = {"retain_graph": True, "allow_unused": True}
     try:

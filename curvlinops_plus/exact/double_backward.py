@@ -163,13 +163,19 @@ def refuse_asymmetry(product: Callable[[Tensor], Tensor], like: Tensor, scale: f
     Cost: three products.
     """
     generator = torch.Generator().manual_seed(0)
-    V = torch.randn(3, like.shape[0], generator=generator, dtype=torch.float64).to(like)
-    HV = product(V)
-    inner, size = (V @ HV.T).double(), float(HV.double().norm())
+    V = like.new_empty(3, like.shape[0])
+    for v in V:
+        v.copy_(torch.randn(v.shape, generator=generator, dtype=torch.float64))
+    inner, sizes = V.new_zeros(3, 3, dtype=torch.float64), []
+    for k in range(3):  # one product at a time, of which numbers stay
+        Hv = product(V[k : k + 1])[0]
+        inner[:, k] = V @ Hv
+        sizes.append(torch.linalg.vector_norm(Hv, dtype=torch.float64))
+    size = float(torch.stack(sizes).norm())
     away = float((inner - inner.T).abs().max()) / size if size > 0 else 0.0  # of about |H - Hᵀ| / |H|
     if not away > (1e-5 if dtype == torch.float64 else 0.01):  # NaN is reported elsewhere
         return
-    if size <= scale * torch.finfo(dtype).eps ** 0.5 and only_rounding(HV, lambda: product(3 * V) / 3):
+    if size <= scale * torch.finfo(dtype).eps ** 0.5 and only_rounding(product(V), lambda: product(3 * V) / 3):
         return
     said = f"Products with the Hessian are not symmetric (by {away:.0e} of their length), as second derivatives are: "
     wrong = (

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from curvlinops_plus.exact.base import ParameterCurvature
 from curvlinops_plus.exact.batched import (
@@ -94,13 +95,14 @@ class Hessian(ParameterCurvature):
         risk, totals = self.risk, Totals()
         free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
         X = X.clone() if X.is_inference() else X
-        total, reached = torch.zeros_like(X), []
+        total, reached = None, []
 
         def loop(model: nn.Module) -> None:
             with nullcontext() if self._checked and not self._replaced else replaced_again(model, twice=True):
                 read(model)
 
         def read(model: nn.Module) -> None:
+            nonlocal total
             for batch in self._batches():
                 watch = None if self._checked and not self._replaced else Operations(twice=True)
                 with watch or nullcontext():
@@ -111,14 +113,15 @@ class Hessian(ParameterCurvature):
                 loss, shape = weights.objective(batch_totals), kernel_shape(batch.num_examples, f)
                 if loss.requires_grad:
                     reached.append(shape)
-                    total.add_(self._product(loss, list(free.values()), X, shape))
+                    total = self._product(loss, list(free.values()), X, shape, total)
                 totals.add(batch_totals.detached())
             if not reached:
                 raise_unreached()
 
         with operation_context(), checkpoints_in_words():
             risk.at(free, loop)
-        return total, totals
+        assert total is not None  # or nothing was reached
+        return total.T, totals
 
     def _columns(self) -> int:
         """How many columns are computed together."""
@@ -127,31 +130,67 @@ class Hessian(ParameterCurvature):
         alone = self.chunk_size is None and self.device.type == "cpu"
         return min(size, max(1, CPU_NUMBERS // self._largest)) if alone else size
 
-    def _product(self, loss: Tensor, params: list[Tensor], X: Tensor, shape: Hashable) -> Tensor:
-        """Hessian of one batch's loss times `X` [n, K]."""
+    def _product(
+        self, loss: Tensor, params: list[Tensor], X: Tensor, shape: Hashable, total: Tensor | None
+    ) -> Tensor:  # [K, n]
+        """Hessian of one batch's loss times `X` [n, K], added to `total` if there is one."""
         new = shape not in self._checked
         if new:
             refuse_once_differentiable(loss)
             refuse_outside_reads(loss, self.risk.params)
-        gradient = torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+        hessian = _BatchHessian(loss, params, self._blocks, self.dtype, self._columns())
+        if not new:
+            return hessian.products(X.T, total, last=True)
+        HX = hessian.products(X.T)
+        dtype, some = coarsest_dtype(self.risk), X.shape[1] and is_generic(X[:, 0], params)
+        if not some or not is_symmetric(hessian.products, X[:, 0], HX[0], dtype):
+            refuse_asymmetry(hessian.products, X, float(loss.detach().abs()), dtype)
+        self._checked.add(shape)
+        return HX if total is None else total.add_(HX)
 
-        def product(rows: Tensor) -> Tensor:
-            V, found = split_rows(rows, params), []
-            for block in self._blocks:
-                used = [(g, v) for g, v in zip(gradient[block], V[block]) if g is not None and g.requires_grad]
-                if used:
-                    found += vjp([g for g, _ in used], params[block], [v for _, v in used])
-                else:
-                    found += [None] * len(params[block])
-            return join_rows(found, params, len(rows), self.dtype)
 
-        HX = torch.cat([product(piece) for piece in X.T.split(self._columns())]).T
-        if new:
-            dtype, some = coarsest_dtype(self.risk), X.shape[1] and is_generic(X[:, 0], params)
-            if not some or not is_symmetric(product, X[:, 0], HX[:, 0], dtype):
-                refuse_asymmetry(product, X, float(loss.detach().abs()), dtype)
-            self._checked.add(shape)
-        return HX
+class _BatchHessian:
+    """The Hessian of a batch's loss, by a graph of its gradient.
+
+    Args:
+        loss: The loss.
+        params: The parameters.
+        blocks: The parameters of each block.
+        dtype: Of products.
+        columns: How many vectors are multiplied together.
+    """
+
+    def __init__(
+        self, loss: Tensor, params: list[Tensor], blocks: list[slice], dtype: torch.dtype, columns: int
+    ) -> None:
+        self.params, self.blocks, self.dtype, self.columns = params, blocks, dtype, columns
+        # A gradient is known by where it is in the graph; its numbers are not needed.
+        self.gradient = [
+            get_gradient_edge(g) if g is not None and g.requires_grad else None
+            for g in torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
+        ]
+
+    def products(self, rows: Tensor, total: Tensor | None = None, last: bool = False) -> Tensor:
+        """Products with vectors, [K, n] -> [K, n], added to `total` if there is one; the last free the graph."""
+        if len(rows) <= self.columns:
+            return self._product(rows, total, last)
+        total = torch.zeros_like(rows) if total is None else total
+        starts = range(0, len(rows), self.columns)
+        for k in starts:
+            piece = slice(k, k + self.columns)
+            self._product(rows[piece], total[piece], last and k == starts[-1])
+        return total
+
+    def _product(self, rows: Tensor, total: Tensor | None, last: bool) -> Tensor:
+        V, found = split_rows(rows, self.params), []
+        for block in self.blocks:
+            used = [(g, v) for g, v in zip(self.gradient[block], V[block]) if g is not None]
+            if used:
+                ends = last and block is self.blocks[-1]
+                found += vjp([g for g, _ in used], self.params[block], [v for _, v in used], ends)
+            else:
+                found += [None] * len(self.params[block])
+        return join_rows(found, self.params, len(rows), self.dtype, total)
 
 
 def _blocks(sizes: Sequence[int] | None, count: int) -> list[slice]:

@@ -154,7 +154,7 @@ class Linearizer:
 
             def with_tangents(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> Tensor:
                 self.mode.require_tried(F)
-                return self.passes.vjp(F, free, output_product(F, extra)(JV), 1, total)
+                return self.passes.vjp(F, free, output_product(F, extra)(JV), 1, total, last=True)
 
             return self.passes.at_tangent(batch, rows, with_tangents)
         state, pieces = RandomState.now(self.risk.device), rows.split(self.passes.columns())

@@ -14,6 +14,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
 from curvlinops_plus.exact.double_backward import operation_context
 from curvlinops_plus.exact.operations import Operations, Stopped, checkpoints_in_words, replaced_again
+from curvlinops_plus.exact.tangents import PassingTangents
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.process_state import quiet
@@ -23,7 +24,15 @@ __all__ = ["ModelPasses", "Outputs", "Read", "jvp_double_backward", "with_least_
 
 T = TypeVar("T")
 
+
+class _TangentMissed(Exception):
+    """A tangent was needed after it was freed, or may have been."""
+
+
 Outputs = Sequence[Tensor]
+# Where results of a batch have fewer numbers together, their tangents may stay: freeing them takes longer.
+FEW_NUMBERS = 2**19
+
 Read = Callable[[nn.Module, Batch], tuple[Outputs, Any]]
 
 
@@ -49,6 +58,7 @@ class ModelPasses:
         self.keys, self.params = list(risk.params), list(risk.params.values())
         self.largest, self.numbers, self.stopped = 0, 0, False
         self._replaced = False  # whether operations were replaced
+        self._frees_tangents = True
 
     @property
     def _run(self) -> Read:
@@ -89,17 +99,41 @@ class ModelPasses:
 
     def at_tangent(self, batch: Batch, row: Tensor, function: Callable[..., T]) -> T:  # row [1, n]
         """`function(F, extra, J v, parameters)`: one forward pass, whose graph is there for the backward pass."""
+        if self.is_watched_enough and self.numbers * batch.num_examples < FEW_NUMBERS:
+            return self._at_tangent(batch, row, function, None)
+        state = RandomState.now(self.risk.device)
+        if self._frees_tangents:
+            try:
+                return self._at_tangent(batch, row, function, PassingTangents())
+            except _TangentMissed:
+                pass
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):  # which transformations of `torch.func` don't allow
+                    raise
+            self._frees_tangents = False
+            state.restore()
+        return self._at_tangent(batch, row, function, PassingTangents(free=False))
+
+    def _at_tangent(self, batch: Batch, row: Tensor, function: Callable[..., T], tangents: PassingTangents | None) -> T:
         free = [p.detach().requires_grad_() for p in self.params]
 
         with ExitStack() as level:
             level.enter_context(forward_ad.dual_level())
-            duals = [forward_ad.make_dual(p, t[0]) for p, t in zip(free, split_rows(row, self.params), strict=True)]
+            # `make_dual` copies a tangent that is a part of a larger tensor, unless it doesn't look like one.
+            V = [torch.from_dlpack(t[0].detach()) for t in split_rows(row, self.params)]
+            duals = [forward_ad.make_dual(p, v) for p, v in zip(free, V, strict=True)]
 
             def inside(model: nn.Module) -> T:
                 with nullcontext() if self.is_watched_enough else replaced_again(model):
                     with level:  # left before the backward pass, which would propagate the tangents, too
-                        F, extra = self._run(model, batch)
-                        JV = [t.detach()[None] for t in _tangents(F)]
+                        new = not self.is_watched_enough
+                        with tangents or nullcontext():
+                            F, extra = self._run(model, batch)
+                            JV = [t.detach()[None] for t in _tangents(F)]
+                        # What a GPU computed is looked at once: the host would wait for it.
+                        look = new or self.risk.device.type == "cpu"
+                        if tangents is not None and tangents.missed_one(JV if look else ()):
+                            raise _TangentMissed
                     return function(F, extra, JV, free)
 
             return self.risk.at(dict(zip(self.keys, duals)), inside)
@@ -143,10 +177,11 @@ class ModelPasses:
         vectors: Sequence[Tensor | None],
         K: int,
         total: Tensor | None = None,
+        last: bool = False,
     ) -> Tensor:
-        """`Jᵀ u` for K vectors, [K, *output] -> [K, n]; added to `total` if there is one."""
+        """`Jᵀ u` for K vectors, [K, *output] -> [K, n], added to `total` if there is one; the last frees the graph."""
         sent = [(f, v.to(f.dtype)) for f, v in zip(F, vectors, strict=True) if v is not None and f.requires_grad]
-        parts = vjp([f for f, _ in sent], free, [v for _, v in sent]) if sent else [None] * len(free)
+        parts = vjp([f for f, _ in sent], free, [v for _, v in sent], last) if sent else [None] * len(free)
         return join_rows(parts, free, K, self.risk.dtype, total)
 
     def columns(self) -> int:

@@ -194,9 +194,9 @@ def test_columns_at_once_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None
     expected, widths = H.to_dense(), []
     vjp = hessian.vjp
 
-    def watched(outputs: Any, inputs: Any, vectors: Any) -> Any:
+    def watched(outputs: Any, inputs: Any, vectors: Any, last: bool = False) -> Any:
         widths.append(len(vectors[0]))
-        return vjp(outputs, inputs, vectors)
+        return vjp(outputs, inputs, vectors, last)
 
     monkeypatch.setattr(hessian, "vjp", watched)
     largest = 2 * 4 * 16 * 16

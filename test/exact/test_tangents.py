@@ -1,0 +1,240 @@
+"""Tangents and graphs are freed as soon as nothing needs them, and products stay right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._profiler import _EventType
+from torch.autograd import forward_ad
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from curvlinops_plus import GGN, EmpiricalRisk, Hessian
+from curvlinops_plus.exact import model_passes, tangents
+from curvlinops_plus.exact.tangents import PassingTangents
+
+
+def peak(run: Callable[[], object]) -> int:
+    """The largest number of bytes that are allocated at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+        run()
+    events, found = [*watch.profiler.kineto_results.experimental_event_tree()], []
+    while events:
+        event = events.pop()
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        events += event.children
+    alive: dict[int, int] = {}
+    now = most = 0
+    for _, pointer, size in sorted(found):
+        if size > 0:
+            alive[pointer] = size
+        now += size if size > 0 else -alive.pop(pointer, 0)
+        most = max(most, now)
+    return most
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x)).softmax(-1).tanh()
+
+
+def deep() -> EmpiricalRisk:
+    """Results take much more memory than parameters."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(32) for _ in range(8)))
+    return EmpiricalRisk(model, nn.MSELoss(), [(torch.randn(1024, 32), torch.randn(1024, 32))])
+
+
+@pytest.mark.parametrize("generic", [True, False], ids=["random vector", "ones"])
+def test_a_ggn_product_takes_little_more_memory_than_a_gradient(generic: bool) -> None:
+    """Tangents that stayed with saved tensors would double it; those of softmax and norms take more, 3.5 times it."""
+    risk = deep()
+    X, y = risk.data[0]
+    risk.model(X[:2])
+
+    def gradient() -> None:
+        torch.autograd.grad(nn.functional.mse_loss(risk.model(X), y), [*risk.model.parameters()])
+
+    v = torch.randn(risk.space.dim) if generic else torch.ones(risk.space.dim)
+    GGN(EmpiricalRisk(risk.model, nn.MSELoss(), [(X[:2], y[:2])])) @ v  # what is loaded at first use
+    G = GGN(risk, check_deterministic=False)
+    assert peak(lambda: G @ v) < 1.4 * peak(gradient)  # the first product, with its checks
+    assert peak(lambda: G @ v) < 1.4 * peak(gradient)
+
+
+def wide() -> EmpiricalRisk:
+    """Parameters take much more memory than results."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+    return EmpiricalRisk(model, nn.MSELoss(), [(torch.randn(8, 512), torch.randn(8, 512)) for _ in range(3)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "later"), [(GGN, 2.5, 2.5), (Hessian, 4.5, 2.9)], ids=["GGN", "Hessian"]
+)  # in vectors
+def test_a_product_holds_few_vectors_beside_its_own(kind: type[GGN | Hessian], first: float, later: float) -> None:
+    """The result, and that of a batch; the Hessian's first one checks symmetry with another vector."""
+    risk = wide()
+    v, size = torch.randn(risk.space.dim), 4 * risk.space.dim
+    H = kind(risk, check_deterministic=False)
+    assert peak(lambda: H @ v) < first * size
+    assert peak(lambda: H @ v) < later * size
+
+
+def test_checking_symmetry_holds_one_product_at_a_time() -> None:
+    risk = wide()
+    H = Hessian(risk, check_deterministic=False)
+    assert peak(lambda: H @ torch.ones(risk.space.dim)) < 8.5 * 4 * risk.space.dim
+
+
+class Differentiates(nn.Module):
+    """A backward pass inside of the model reads tangents of what was saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            u = self.net(x)
+            return u + torch.autograd.grad(u.sum(), x, create_graph=True)[0][:, :2]
+
+
+class Transforms(nn.Module):
+    """Transformations of functions allow no hooks of saved tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.jacrev(lambda row: self.second(self.first(row).tanh())))(x).sum(-1)
+
+
+class Views(nn.Module):
+    """Views that outlive what they are views of, writing into views, and results that stay in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 12), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.first(x).tanh().chunk(3, 1)
+        found = [a.T.T * b, (b + 1)[:, :].view(-1, 4), c.reshape(-1, 2, 2).transpose(1, 2).flatten(1)]
+        h = found[0] + found[1] * found[2].exp()
+        h = h.clone()
+        h[:, :2].add_(found[1][:, 2:])
+        h.mul_(c.detach() + 2)
+        return self.second(h.relu_() + torch.stack(found).sum(0))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(3, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, all_states = x.new_zeros(len(x), 5), []
+        for _ in range(4):
+            h = self.cell(x, h)
+            all_states.append(h)
+        return self.head(torch.stack(all_states).mean(0))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(3, 6), nn.Tanh()), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # and whether tangents can be freed
+    "attention": (lambda: nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Linear(1, 4), Attention(), nn.Flatten()), True),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 3, 1)), nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True),
+            nn.MaxPool2d((2, 1)), nn.Flatten(), nn.Linear(4, 2),
+        ),
+        True,
+    ),
+    "views": (Views, True),
+    "recurrent": (Recurrent, True),
+    "checkpointed": (Checkpointed, True),
+    "differentiates": (Differentiates, False),
+    "transforms": (Transforms, False),
+}  # fmt: skip
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_are_right_where_every_tangent_is_freed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_passes, "FEW_NUMBERS", 0)
+    monkeypatch.setattr(tangents, "LEAST_NUMBERS", 1)
+    torch.manual_seed(0)
+    make, freed = MODELS[name]
+    model, X = make().double(), torch.randn(5, 3, dtype=torch.float64)
+    risk = EmpiricalRisk(model, nn.MSELoss(), [(X, torch.zeros_like(model(X))), (2 * X, torch.zeros_like(model(X)))])
+    G, params = GGN(risk), [*model.parameters()]
+
+    def rows(x: Tensor) -> Tensor:
+        found = []
+        for f in model(x).flatten():
+            parts = torch.autograd.grad(f, params, retain_graph=True, allow_unused=True, materialize_grads=True)
+            found.append(torch.cat([g.flatten() for g in parts]))
+        return torch.stack(found)
+
+    J = torch.cat([rows(X), rows(2 * X)])
+    for v in torch.randn(3, len(J.T), dtype=torch.float64):
+        torch.testing.assert_close(G @ v, 2 / len(J) * (J.T @ (J @ v)), rtol=1e-9, atol=1e-12)
+    assert G._linear.passes._frees_tangents is freed
+
+
+def test_a_freed_tangent_is_nan_and_what_is_needed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tangents, "LEAST_NUMBERS", 1)
+    W = torch.randn(3, 3, requires_grad=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(W, torch.ones_like(W))
+        with PassingTangents() as passing:
+            h = dual * 2
+            view, tangent = h.view(9), forward_ad.unpack_dual(h).tangent
+            del h
+            out = view * view  # saves it
+            assert tangent.eq(2).all()  # a view of it lives
+            del view
+            out = out.sum()
+            assert tangent.isnan().all()
+            assert forward_ad.unpack_dual(out).tangent.isfinite()
+    assert not passing.missed_one([torch.ones(2)])
+    assert passing.missed_one([torch.ones(2), torch.tensor([1.0, torch.nan])])
+
+
+def test_results_that_are_modified_after_they_were_saved_are_noticed() -> None:
+    W: Any = torch.randn(3, 3, requires_grad=True)
+    with PassingTangents():
+        h = W * 2
+        out = h * h
+        h += 1
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation: a tensor of shape \[3, 3\] is at versio"
+    ):
+        out.sum().backward()
