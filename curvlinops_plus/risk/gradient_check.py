@@ -370,7 +370,8 @@ def _combinations(
 
 def _made(batch: LayerBatch, left: Tensor) -> Tensor:
     try:
-        return batch.combined_grads(left).sum((0, 1))
+        first, *more = (piece.combined_grads(left).sum((0, 1)) for piece in batch.pieces())
+        return sum(more, first)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError, TypeError) as error:
@@ -427,8 +428,8 @@ def _summed_gradients(batch: LayerBatch) -> dict[str, Tensor]:
     """Gradients of a layer's parameters, by key: those of each example, added up."""
     found: dict[str, Tensor] = {}
     for group in batch.layer.groups:
-        J = batch.restrict(group).per_example_grads
-        J = J.flatten() if J.shape[:2] == (1, 1) else J.sum((0, 1)).flatten()
+        first, *more = (piece.per_example_grads.sum((0, 1)) for piece in batch.restrict(group).pieces())
+        J = sum(more, first).flatten()
         found |= {key: g[..., 0] for key, g in group.layout.split(J[:, None]).items()}
     return found
 

@@ -67,9 +67,10 @@ def check_batch(
     * a vector for one example reaches no other example's rows in any layer;
     * the gradient that each layer's rule makes of its recorded calls is autograd's gradient of the parameters.
 
-    Where little is computed, vectors for halves of the examples and for one are sent back through the batch itself, and
-    the few examples are run for their outputs only. The whole batch stands in for them where they can't be told apart
-    in its input. The statistics of batch norm in training mode are constants in all of these passes.
+    Where little is computed, a vector for all examples is sent back through the batch itself, once more with a power of
+    two as a factor for each example, which its rows must show, and the few examples are run for their outputs
+    only. The whole batch stands in for them where they can't be told apart in its input. The statistics of batch norm
+    in training mode are constants in all of these passes.
 
     Whether layers are called as before is seen from what is recorded of each batch, see `batch_kind`: which modules are
     called in which order, their attributes, hooks and tensors at that moment, their rows per example, and how many
@@ -106,8 +107,8 @@ def check_batch(
 
     Cost: a forward and two backward passes over three examples, and the gradients of the parameters for one of them;
     where all rows are compared, four backward passes to the layers' outputs. Where little is computed, a forward
-    pass over three examples, and up to five backward passes. In batches that are not looked at, a few microseconds per
-    call of a layer.
+    pass over three examples, and two backward passes, up to six where PyTorch rounds. In batches that are not
+    looked at, a few microseconds per call of a layer.
     """
     if not risk.options.check:
         return

@@ -46,7 +46,7 @@ from curvlinops_plus.blocks.nearest import PowerStep
 from curvlinops_plus.linalg import Dense, Kronecker, Scaled
 from curvlinops_plus.linalg.kronecker_approximation import balanced, nearest_to_matrix
 from curvlinops_plus.linalg.packing import pack, unpack
-from curvlinops_plus.risk import find_layers
+from curvlinops_plus.risk import find_layers, layer_batch
 from curvlinops_plus.risk.sweep import sweep
 
 every_net = pytest.mark.parametrize("name", NETS)
@@ -416,6 +416,7 @@ def test_gradients_per_example_are_never_all_there(monkeypatch: pytest.MonkeyPat
         tnt.LayerBatch, "per_example_grads", property(lambda batch: sizes.append(batch.num_examples) or grads(batch))
     )
     monkeypatch.setattr(tnt, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(layer_batch, "_PIECE_BYTES", 1)  # of the self-check
     p = problem("attention")
     p.curvature(TNT)
     assert set(sizes) == {1}
