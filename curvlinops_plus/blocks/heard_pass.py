@@ -15,8 +15,8 @@ from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import Draws, LayerBatch, Totals
 from curvlinops_plus.risk.backward_pass import Consumer
+from curvlinops_plus.risk.compare_rules import TOLERANCE
 from curvlinops_plus.risk.constant_statistics import batch_norms
-from curvlinops_plus.risk.gradient_check import TOLERANCE
 from curvlinops_plus.risk.model_calls import tensors_of
 from curvlinops_plus.risk.process_state import eager, exclusive, own_calls, own_passes
 from curvlinops_plus.risk.reading import Batch

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.random_state import RandomState
+from curvlinops_plus.risk.compare_rules import TOLERANCE
 from curvlinops_plus.risk.determinism import training_modules
 from curvlinops_plus.risk.examples import take_examples
-from curvlinops_plus.risk.gradient_check import TOLERANCE
 from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.process_state import eager, hookable_modules, own_calls
 from curvlinops_plus.risk.reading import Batch

@@ -17,16 +17,10 @@ from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.call_kinds import are_rows_unclear, batch_kind, rows_per_example
+from curvlinops_plus.risk.compare_rules import TOLERANCE, SentVectors
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.examples import take_examples
-from curvlinops_plus.risk.gradient_check import (
-    TOLERANCE,
-    SentVectors,
-    compare_all_rows,
-    random_halves,
-    send_single,
-    send_to_all,
-)
+from curvlinops_plus.risk.gradient_check import compare, compare_all_rows, random_halves, send_single, send_to_all
 from curvlinops_plus.risk.preserve import kept_attributes
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
@@ -310,7 +304,7 @@ class _Check:
     def _compare(self, own: Recorder, outputs: Sequence[Tensor], sent: SentVectors) -> set[int]:
         """Compare rows and rules."""
         try:
-            return sent.compare(own.layers)
+            return compare(sent, own.layers)
         except UnsupportedError:
             own.sources(outputs)  # knows better if something else reads a parameter
             raise

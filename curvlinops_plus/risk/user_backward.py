@@ -9,7 +9,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import postorder
-from curvlinops_plus.risk.gradient_check import TOLERANCE
+from curvlinops_plus.risk.compare_rules import TOLERANCE
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.record import Recorder
