@@ -312,6 +312,31 @@ def test_gradients_that_are_not_finite_change_nothing() -> None:
             assert all(torch.equal(t, state[number][name]) for name, t in entries.items())
 
 
+@pytest.mark.parametrize("constraint", [None, NormConstraint(1e-3), NormConstraint(1e-3, of="step")])
+def test_the_velocity_follows_the_learning_rate(constraint: NormConstraint | None) -> None:
+    """Without a gradient, steps shrink by the momentum and by what the learning rate becomes, as those of SGD."""
+    model, loss = net(), nn.CrossEntropyLoss()
+    optimizer = KFACOptimizer(model, loss, lr=0.1, momentum=0.5, norm_constraint=constraint, damping=0.1)
+    sgd_model = net()
+    sgd = torch.optim.SGD(sgd_model.parameters(), lr=0.1, momentum=0.5)
+    norms: dict[str, list[float]] = {"kfac": [], "sgd": []}
+    for step, lr in enumerate((0.1, 0.1, 0.02, 0.0, 0.05, 0.1)):
+        for name, taken, network in (("kfac", optimizer, model), ("sgd", sgd, sgd_model)):
+            taken.param_groups[0]["lr"] = lr
+            taken.zero_grad()
+            loss(network(batch()[0]), batch()[1]).backward()
+            if step:
+                for p in network.parameters():
+                    p.grad.zero_()
+            before = flat(network).clone()
+            taken.step()
+            norms[name].append(float((flat(network) - before).norm()))
+    relative = {name: [norm / values[0] for norm in values] for name, values in norms.items()}
+    assert relative["sgd"][:3] == pytest.approx([1.0, 0.5, 0.05])
+    assert relative["kfac"][:4] == pytest.approx([1.0, 0.5, 0.05, 0.0])
+    assert relative["kfac"][4] == 0.0  # a velocity that was multiplied by zero is gone
+
+
 def test_parameters_without_gradient_or_curvature_are_left_alone() -> None:
     class TwoHeads(nn.Module):
         def __init__(self) -> None:

@@ -33,8 +33,8 @@ class KFACOptimizer(CurvatureOptimizer):
 
     A step is, in this order: statistics of the batch (they are added in its forward pass); a new inverse, if it is due;
     `P g = (K + λI)⁻¹ g` with the gradients in `.grad`; coefficients; `δ = -lr · P g + momentum · v`, shortened by the
-    norm constraint; `θ ← θ + δ` and `v ← δ`; the damping's adaptation. The velocity `v` is the update before, learning
-    rate included: unlike `torch.optim.SGD`, a new learning rate does not scale what was accumulated under the old one.
+    norm constraint; `θ ← θ + δ` and `v ← δ`; the damping's adaptation. The velocity `v` is the update before,
+    times the learning rate of now over that of then, as in `torch.optim.SGD`: it does not go on when a schedule ends.
 
     Options of parameter groups, read in every step, so that schedulers and anybody may change them: `lr`, `momentum`,
     `damping`, `weight_decay`, `norm_constraint`. Parameters of one block (a layer's weight and bias) belong in one

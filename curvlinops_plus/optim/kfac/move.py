@@ -36,7 +36,7 @@ class Move:
         self,
         keys: Sequence[str],
         params: Sequence[Tensor],
-        groups: Sequence[Mapping[str, Any]],
+        groups: Sequence[MutableMapping[str, Any]],
         state: MutableMapping[Any, dict[str, Any]],
         gradient: list[Tensor],
         direction: list[Tensor],
@@ -47,6 +47,8 @@ class Move:
         self._different = {id(group): group for group in groups}
         constraints = {index: as_norm_constraint(group["norm_constraint"]) for index, group in self._different.items()}
         self._constraints = [constraints[id(group)] for group in groups]
+        # A velocity was taken with another lr: without this it would go on as fast when a schedule ends.
+        self._ratios = [_ratio(group.get("lr"), group.get("velocity_lr")) for group in groups]
         self.velocity = self._kept("velocity")
         self._curved_velocity = self._kept("curved_velocity")
         self._sent = gradient  # what `direction` is `P` times
@@ -56,9 +58,10 @@ class Move:
         self.curved: list[Tensor] = []
 
     def _kept(self, name: str) -> list[Tensor]:
-        """What the last step kept; zero where it kept nothing."""
+        """What the last step kept, as it would be with the lr of now; zero where it kept nothing."""
         kept = [self._of(p).get(name) for p in self.params]
-        return [torch.zeros_like(g) if t is None else t for t, g in zip(kept, self.gradient, strict=True)]
+        kept = [torch.zeros_like(g) if t is None else t for t, g in zip(kept, self.gradient, strict=True)]
+        return kept if all(ratio == 1 for ratio in self._ratios) else times(kept, self._ratios)
 
     def _of(self, p: Tensor) -> dict[str, Any]:
         return self._state.get(p, {})
@@ -123,6 +126,7 @@ class Move:
         for i, (p, group) in enumerate(zip(self.params, self.groups, strict=True)):
             self._of(p).pop("velocity", None)
             self._of(p).pop("curved_velocity", None)
+            group["velocity_lr"] = group["lr"]
             if group["momentum"] != 0:
                 self._state[p]["velocity"] = self.update[i]
                 if _reads_curved(self._constraints[i]):
@@ -152,6 +156,12 @@ class Move:
             for i in at:
                 factors[i] = factor
         return factors if min(factors, default=1.0) < 1 else []
+
+
+def _ratio(lr: Any, before: Any) -> float:
+    """What a velocity is multiplied with; adaptive coefficients have their own measure of it."""
+    known = not isinstance(lr, str) and not isinstance(before, str) and lr is not None and before
+    return lr / before if known else 1.0
 
 
 def _reads_curved(c: NormConstraint | None) -> bool:
