@@ -1,4 +1,4 @@
-"""The optimizers that are compared, each with the hyper-parameters that are tuned and the ranges they are drawn from."""
+"""The optimizers that are compared, with the hyper-parameters that are tuned and the ranges they are drawn from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Contender:
 
     Attributes:
         make: Model, loss and tuned values to the optimizers whose `step` is called.
-        ranges: Of what is tuned; drawn uniformly in the logarithm. Empty: nothing is tuned, and there is one run per seed.
+        ranges: Of what is tuned; drawn uniformly in the logarithm. Empty: nothing is tuned.
         of_task: Ranges that are others for a task.
         equal_time: Whether it also runs at equal time.
         color: Its line in the picture; None: no line.
@@ -96,7 +96,7 @@ STEP = NormConstraint(1e-4, of="step")
 
 CONTENDERS: dict[str, Contender] = {
     "SGD with momentum": Contender(
-        _sgd, {"lr": (0.03, 3.0), "forget": FORGET}, {"autoencoder": {"lr": (1.0, 100.0)}}, color="#999999"
+        _sgd, {"lr": (0.03, 3.0), "forget": FORGET}, {"autoencoder": {"lr": (0.3, 30.0)}}, color="#999999"
     ),
     "Adam": Contender(_adam, FIRST_ORDER, color="#d55e00"),
     "Muon, Adam": Contender(_muon, {"lr": (2e-3, 2e-1), "adam_lr": (1e-3, 5e-2)}, color="#e69f00"),

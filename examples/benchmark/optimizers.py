@@ -7,7 +7,7 @@ time" is that of K-FAC with statistics every five steps: all are tuned again for
 
     pip install -e ".[examples,benchmark]"
     python examples/benchmark/optimizers.py --quick              # under a minute; the figures mean nothing
-    python examples/benchmark/optimizers.py                      # about two hours on one core; continues where it was stopped
+    python examples/benchmark/optimizers.py                      # two hours on one core; goes on where it was stopped
     python examples/benchmark/optimizers.py --tasks cnn --trials 4 --modes steps
     python examples/benchmark/optimizers.py --draw               # tables and picture from optimizers.json alone
 
@@ -76,7 +76,7 @@ def final(task: Task, contender: Contender, values: Mapping[str, float], seed: i
     every, curve, model = max(1, steps // CURVE_POINTS), {}, None
     with suppress(NumericsError):
         for step, (model, _) in enumerate(training(task, contender, values, seed, steps, trial), 1):
-            if not trial and step % every == 0:
+            if not trial and (step % every == 0 or step == steps):
                 curve[step] = next(iter(errors(task, model, "test").values()))
         assert model is not None
         return {split: errors(task, model, split) for split in (["validation"] if trial else task.splits)}, curve
