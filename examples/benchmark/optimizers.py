@@ -39,7 +39,7 @@ from curvlinops_plus.errors import NumericsError
 MODES = ["steps", "time"]
 #: Its time is what all get at equal time.
 YARDSTICK = "K-FAC, statistics / 5"
-CURVE_POINTS = 40
+CURVE_POINTS = 25
 
 
 # ----------------------------------------------------------------------------------------------------------- running
@@ -125,24 +125,27 @@ def at_edge(values: Mapping[str, float], ranges: Mapping[str, tuple[float, float
     return found
 
 
-def compete(task: Task, name: str, contender: Contender, steps: int, trials: int, seeds: int) -> dict[str, Any]:
-    """Tune a contender on seed 0, train the best from other seeds."""
-    ranges, tried = contender.ranges_for(name), []
-    for values in points(ranges, trials):
-        if ranges:
-            found = next(iter(final(task, contender, values, 0, steps, trial=True)[0]["validation"].values()))
-            tried.append({"values": values, "validation": found})
+def compete(
+    task: Task, name: str, contender: Contender, trials: int, seeds: int, result: dict[str, Any]
+) -> Iterator[None]:
+    """Tune a contender on seed 0, train the best from other seeds; yields after each run that `result` has got."""
+    ranges, tried, finals = contender.ranges_for(name), result["tried"], result["finals"]
+    steps = result["steps"]
+    for values in points(ranges, trials)[len(tried) :] if ranges else ():
+        found = final(task, contender, values, 0, steps, trial=True)[0]["validation"]
+        tried.append({"values": values, "validation": next(iter(found.values()))})
+        yield
     best = min(tried, key=lambda one: one["validation"])["values"] if tried else {}
-    finals = [final(task, contender, best, seed, steps, trial=False) for seed in range(1, seeds + 1)]
-    common = set.intersection(*(set(curve) for _, curve in finals))
-    return {
-        "steps": steps,
-        "tried": tried,
-        "best": best,
-        "edge": at_edge(best, ranges, tried),
-        "finals": [found for found, _ in finals],
-        "curve": [[step, statistics.mean(curve[step] for _, curve in finals)] for step in sorted(common)],
-    }
+    result |= {"best": best, "edge": at_edge(best, ranges, tried)}
+    for seed in range(len(finals) + 1, seeds + 1):
+        found, curve = final(task, contender, best, seed, steps, trial=False)
+        before = result["curve"] or [[step, 0.0] for step in curve]  # a mean over the seeds
+        weights = len(finals) / seed, 1 / seed
+        result["curve"] = [
+            [step, weights[0] * mean + weights[1] * curve[step]] for step, mean in before if step in curve
+        ]
+        finals.append(found)
+        yield
 
 
 def run(given: argparse.Namespace, kept: dict[str, Any]) -> None:
@@ -151,18 +154,19 @@ def run(given: argparse.Namespace, kept: dict[str, Any]) -> None:
         task = TASKS[name]()
         of_task = kept.setdefault(name, {"floor": task.floor, "steps": {}, "time": {}})
         steps = 2 if given.quick else task.steps
+        if "ms" not in of_task:
+            of_task["ms"] = milliseconds(task, name, *((1, 2) if given.quick else (5, 20)))
         for mode in given.modes:
-            if mode == "time" and "ms" not in of_task:
-                of_task["ms"] = milliseconds(task, name, *((1, 2) if given.quick else (5, 20)))
             for key, contender in CONTENDERS.items():
-                if key in of_task[mode] or (given.only and key not in given.only):
-                    continue
-                if mode == "time" and not contender.equal_time:
+                if (given.only and key not in given.only) or (mode == "time" and not contender.equal_time):
                     continue
                 filling = steps * of_task["ms"][YARDSTICK] / of_task["ms"][key] if mode == "time" else steps
-                of_task[mode][key] = compete(task, name, contender, round(filling), given.trials, given.seeds)
-                given.results.write_text(json.dumps(_rounded(kept), indent=None, separators=(",", ":")) + "\n")
-                print(f"{name}, equal {mode}: {key}", end="\r" if given.quick else "\n", flush=True)
+                new = {"steps": round(filling), "tried": [], "finals": [], "curve": []}
+                result = of_task[mode].setdefault(key, new)
+                for _ in compete(task, name, contender, given.trials, given.seeds, result):
+                    given.results.write_text(json.dumps(_rounded(kept), separators=(",", ":")) + "\n")
+                done = f"{name}, equal {mode}: {key}, {len(result['tried'])} trials, {len(result['finals'])} seeds"
+                print(f"{done:79}", end="\r" if given.quick else "\n", flush=True)
 
 
 def _rounded(value: Any) -> Any:
@@ -185,12 +189,16 @@ def spread(finals: list[Any], split: str, measure: str) -> str:
     return f"{figure(statistics.mean(found))} ± {(max(found) - min(found)) / 2:.2g}"
 
 
+def _mean_test(result: Mapping[str, Any]) -> float:
+    return statistics.mean(next(iter(one["test"].values())) for one in result["finals"])
+
+
 def rows(of_task: Mapping[str, Any], mode: str) -> Iterator[list[str]]:
     """The table of a task: a row per optimizer."""
     results, ms = of_task[mode], of_task.get("ms", {})
     adam = of_task["steps"].get("Adam")
-    target = adam["curve"][-1][1] if adam and adam["curve"] else None
-    for key in [key for key in CONTENDERS if key in results]:
+    target = _mean_test(adam) if adam and adam["finals"] else None
+    for key in [key for key in CONTENDERS if key in results and results[key]["finals"]]:
         one = results[key]
         splits = [split for split in ("train", "test") if split in one["finals"][0]]
         judged = [spread(one["finals"], split, m) for split in splits for m in one["finals"][0][split]]
@@ -213,8 +221,8 @@ def report(kept: Mapping[str, Any]) -> None:
     )
     for name, of_task in kept.items():
         for mode in [mode for mode in MODES if of_task[mode]]:
-            results = of_task[mode].values()
-            trials, finals = max(len(one["tried"]) for one in results), next(iter(results))["finals"]
+            results = [one for one in of_task[mode].values() if one["finals"]]
+            trials, finals = max(len(one["tried"]) for one in results), results[0]["finals"]
             measures = [f"{split}: {m}" for split in ("train", "test") if split in finals[0] for m in finals[0][split]]
             floor = f"; no model has less than {figure(of_task['floor'])}" if of_task["floor"] else ""
             print(f"\n### {name}, equal {mode}: {trials} trials, {len(finals)} seeds{floor}\n")
@@ -229,15 +237,16 @@ def draw(kept: Mapping[str, Any], picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = {name: of_task for name, of_task in kept.items() if of_task["steps"] and "ms" in of_task}
+    shown = {name: of_task for name, of_task in kept.items() if any(one["finals"] for one in of_task["steps"].values())}
     if not shown:
         return
     panels, axes = pyplot.subplots(2, len(shown), figsize=(4 * len(shown), 5.4), sharey="col", squeeze=False)
     for column, (name, of_task) in enumerate(shown.items()):
         for row, mode in enumerate(MODES):
             at = axes[row][column]
+            at.set_visible(bool(of_task[mode]))
             for key, contender in CONTENDERS.items():
-                if contender.color is None or key not in of_task[mode]:
+                if contender.color is None or not of_task[mode].get(key, {}).get("finals"):
                     continue
                 steps, found = zip(*of_task[mode][key]["curve"])
                 x = steps if mode == "steps" else [step * of_task["ms"][key] / 1000 for step in steps]
@@ -247,7 +256,7 @@ def draw(kept: Mapping[str, Any], picture: Path) -> None:
                 at.axhline(of_task["floor"], color="black", linestyle=":", linewidth=1)
         first = next(iter(of_task["steps"].values()))
         axes[0][column].set_title(name, fontsize=10)
-        lasts = [one["curve"][-1][1] for one in of_task["steps"].values()]
+        lasts = [_mean_test(one) for one in of_task["steps"].values() if one["finals"]]
         axes[0][column].set_ylim(0.9 * max(min(lasts), of_task["floor"]), 3 * statistics.median(lasts))
         for row in range(2):
             axes[row][column].set_ylabel(f"test: {next(iter(first['finals'][0]['test']))}", fontsize=8)
