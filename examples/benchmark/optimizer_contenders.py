@@ -107,7 +107,7 @@ CONTENDERS: dict[str, Contender] = {
     "K-FAC, bound of step": Contender(_kfac(norm_constraint=STEP), TUNED),
     "EKFAC, bound of step": Contender(_kfac(approximation=EKFAC, norm_constraint=STEP), TUNED),
     "K-FAC, statistics / 5": Contender(_kfac(statistics_every=5), TUNED, color="#56b4e9"),
-    "EKFAC, statistics / 5": Contender(_kfac(approximation=EKFAC, statistics_every=5), TUNED),
+    "EKFAC, statistics / 5": Contender(_kfac(approximation=EKFAC, statistics_every=5), TUNED, color="#000000"),
     "K-FAC, only lr tuned": Contender(_kfac(), {"lr": TUNED["lr"]}, equal_time=False),
     "K-FAC, defaults": Contender(_kfac(), equal_time=False),
     "K-FAC, adaptive": Contender(
