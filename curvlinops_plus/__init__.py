@@ -41,10 +41,12 @@ from curvlinops_plus.classic import (
     KFOCLinearOperator,
     TransposedJacobianLinearOperator,
 )
+from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import (
     CurvatureWarning,
     NoClosedForm,
     NumericsError,
+    ProcessError,
     SingularMatrixError,
     UnsupportedError,
     VerificationError,
@@ -179,6 +181,8 @@ __all__ = [
     "NoClosedForm",
     "NormConstraint",
     "NumericsError",
+    "ProcessError",
+    "Processes",
     "ProjectedLinearOperator",
     "RelativeDamping",
     "ScaledIdentity",

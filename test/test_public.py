@@ -68,6 +68,8 @@ NAMES = [
     "NoClosedForm",
     "NormConstraint",
     "NumericsError",
+    "ProcessError",
+    "Processes",
     "ProjectedLinearOperator",
     "RelativeDamping",
     "ScaledIdentity",

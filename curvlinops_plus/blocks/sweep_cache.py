@@ -61,10 +61,10 @@ class SweepCache:
             self._totals.append(batch_totals)
 
     def has(self, layers: Iterable[Layer]) -> bool:
-        """Whether everything that these layers received is here, unmodified."""
+        """Whether everything that these layers received is here, unmodified; also if there was nothing."""
         if self._batches is None or any(t._version != version for t, version in self._versions):
             return False
-        return set(layers) <= {batch.layer for batch in self._batches}
+        return not self._totals or set(layers) <= {batch.layer for batch in self._batches}
 
     def replay(
         self, consume: Callable[[LayerBatch], None], after_batch: Callable[[Totals], None], desc: str | None

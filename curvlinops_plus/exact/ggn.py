@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from curvlinops_plus.exact.base import ParameterCurvature
@@ -125,13 +126,15 @@ class GGN(ParameterCurvature):
                 return loss_roots(self.risk, self.vectors, terms, factors, draws).outer_product
             return _hessian_product(terms, factors)
 
-        for index, batch in enumerate(self._batches()):
+        for index, batch in enumerate(self._batches(draws=draws)):
             if X is None:
                 found = self._linear.ggn_matrix(batch, output_product)
                 total = found if total is None else total.add_(found)
             else:
                 total = self._linear.ggn_product(batch, X.T, output_product, index, total)
-        assert total is not None  # without a batch `batches` raises
+        if total is None:  # the examples are in other processes
+            n = self.risk.space.dim
+            total = torch.zeros(n if X is None else X.shape[1], n, dtype=self.dtype, device=self.device)
         return total.T, totals
 
     def _to_dense(self) -> Tensor:

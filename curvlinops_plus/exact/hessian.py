@@ -113,7 +113,7 @@ class Hessian(ParameterCurvature):
                     reached.append(shape)
                     total.add_(self._product(loss, list(free.values()), X, shape))
                 totals.add(batch_totals.detached())
-            if not reached:
+            if not reached and totals.examples:
                 raise_unreached()
 
         with operation_context(), checkpoints_in_words():

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
 from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 from curvlinops_plus.risk.user_backward import UserBackward
-from curvlinops_plus.risk.vectors import Draws, Vectors
+from curvlinops_plus.risk.vectors import Vectors
 
 __all__ = ["BackwardPasses", "Consumer", "VectorGroup", "vector_groups"]
 

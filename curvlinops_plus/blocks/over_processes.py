@@ -1,0 +1,149 @@
+"""Sums and decompositions of accumulators by several processes, each of which has seen a part of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.blocks.accumulator import Accumulator
+from curvlinops_plus.distributed import Alone
+from curvlinops_plus.distributed.schedule import schedule
+from curvlinops_plus.errors import NumericsError, ProcessError
+from curvlinops_plus.linalg.side_by_side import side_by_side
+from curvlinops_plus.risk import Totals
+
+__all__ = ["decompose_together", "sum_over_processes"]
+
+# Name of a sum to its shape and dtype, and the same of divisors that are tensors.
+Shapes = dict[str, tuple[list[int], torch.dtype]]
+
+
+def sum_over_processes(accumulators: Iterable[Accumulator], processes: Alone) -> None:
+    """Replace sums, divisors and totals by those over all processes, in place. Collective.
+
+    A sum that is missing in some processes, such as that of a layer that their data do not call, counts as zero there.
+
+    Args:
+        accumulators: The same ones, in the same order, in all processes.
+        processes: The processes.
+
+    Raises:
+        NumericsError: If a sum of this process has NaN or infinite entries; names layer and statistic.
+        ProcessError: If the accumulators of the processes are of different layers or shapes.
+        ValueError: If several losses had other weights in other processes.
+
+    Cost: one triangle of each symmetric sum is sent, and all numbers of others.
+    """
+    if processes.world == 1:
+        return
+    accumulators = list(accumulators)
+    for accumulator in accumulators:
+        _require_finite(accumulator)
+    told = processes.gather("comparing statistics", _described(accumulators))
+    tensors: list[Tensor] = []
+    symmetric: list[bool] = []
+    _require_same_kinds([one["kinds"] for one in told])
+    for index, accumulator in enumerate(accumulators):
+        sums, own, device = accumulator.sums, accumulator.counts, accumulator.layer.device
+        kind = told[0]["kinds"][index]
+        shapes = _united(kind, [one["sums"][index] for one in told])
+        counts = _united(kind, [one["tensor counts"][index] for one in told])
+        for name, (shape, dtype) in shapes.items():
+            sums[name] = sums[name].contiguous() if name in sums else torch.zeros(shape, dtype=dtype, device=device)
+            symmetric.append(accumulator.symmetric and len(shape) > 1 and shape[-1] == shape[-2])
+            tensors.append(sums[name])
+        for name, (shape, dtype) in counts.items():
+            own[name] = torch.zeros(shape, dtype=dtype, device=device) + own.get(name, 0.0)
+            symmetric.append(False)
+            tensors.append(own[name])
+        for name in {name for one in told for name in one["counts"][index]} - counts.keys():
+            own[name] = sum(one["counts"][index].get(name, 0.0) for one in told)
+    unions: dict[tuple[int, ...], Totals] = {}  # most accumulators have the same totals
+    for index, accumulator in enumerate(accumulators):
+        parts = [one["totals"][index] for one in told]
+        key = tuple(map(id, parts))
+        unions[key] = unions.get(key) or Totals.union(parts)
+        accumulator.totals = replace(unions[key])
+    processes.sum_("adding statistics", tensors, symmetric)
+
+
+def decompose_together(accumulators: Iterable[Accumulator], processes: Alone) -> None:
+    """Spread the decompositions that `finish` needs over processes, by their cost, `d³`. Collective.
+
+    Args:
+        accumulators: The same ones, with the same sums, in the same order, in all processes.
+        processes: The processes.
+
+    Raises:
+        NumericsError: If one of this process fails; names layer and factor.
+    """
+    if processes.world == 1:
+        return
+    jobs = [(a, name, M) for a in accumulators for name, M in a.decompositions().items()]
+    costs = [float(M.numel() * M.shape[-1]) for _, _, M in jobs]
+    owners = schedule(costs, processes.world)
+    mine = [k for k, owner in enumerate(owners) if owner == processes.rank]
+    found = side_by_side(lambda k: jobs[k][0].decompose(*jobs[k][1:]), mine, lambda k: 10 * costs[k])
+    results = [torch.empty_like(M, memory_format=torch.contiguous_format) for _, _, M in jobs]
+    for k, result in zip(mine, found, strict=True):
+        results[k] = result.contiguous()
+    processes.hand_out("decompositions", results, owners)
+    for (accumulator, name, _), result in zip(jobs, results, strict=True):
+        accumulator.decomposed[name] = result
+
+
+def _described(accumulators: Sequence[Accumulator]) -> dict[str, Any]:
+    """What processes tell each other: small objects."""
+    totals: list[Totals] = []
+    for accumulator in accumulators:
+        own = accumulator.totals.plain()
+        totals.append(totals[-1] if totals and totals[-1] == own else own)  # the same object is sent once
+    return {
+        "kinds": [f"{type(a).__name__} of layer {a.layer.name!r}" for a in accumulators],
+        "sums": [_shapes(a.sums) for a in accumulators],
+        "tensor counts": [_shapes(a.counts) for a in accumulators],
+        "counts": [{name: float(c) for name, c in a.counts.items() if not _has_axes(c)} for a in accumulators],
+        "totals": totals,
+    }
+
+
+def _has_axes(count: Any) -> bool:
+    return isinstance(count, Tensor) and count.ndim > 0
+
+
+def _shapes(tensors: Mapping[str, Any]) -> Shapes:
+    return {name: ([*t.shape], t.dtype) for name, t in tensors.items() if _has_axes(t)}
+
+
+def _united(kind: str, told: Sequence[Shapes]) -> Shapes:
+    """The sums that any process has."""
+    united: Shapes = {}
+    for rank, shapes in enumerate(told):
+        for name, shape in shapes.items():
+            if united.setdefault(name, shape) != shape:
+                raise ProcessError(
+                    f"{kind}: the statistic {name!r} has {shape[1]} {shape[0]} in process {rank}, and "
+                    f"{united[name][1]} {united[name][0]} in another one. Models and options have to be the same."
+                )
+    return united
+
+
+def _require_same_kinds(told: Sequence[Sequence[str]]) -> None:
+    for rank, kinds in enumerate(told):
+        if kinds != told[0]:
+            here, there = [*dict.fromkeys(told[0])], [*dict.fromkeys(kinds)]
+            raise ProcessError(
+                f"The processes have statistics of different layers: {[k for k in here if k not in there]} only in "
+                f"process 0, {[k for k in there if k not in here]} only in process {rank} (of {len(here)} and "
+                f"{len(there)}). Models, parameters and approximations have to be the same."
+            )
+
+
+def _require_finite(accumulator: Accumulator) -> None:
+    for name, total in accumulator.sums.items():
+        if not bool(total.sum().isfinite()) and not bool(total.isfinite().all()):
+            raise NumericsError(f"{accumulator.layer.title}: the statistic {name!r} has NaN or infinite entries.")
