@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,31 +44,36 @@ def sum_over_processes(accumulators: Iterable[Accumulator], processes: Alone) ->
     for accumulator in accumulators:
         _require_finite(accumulator)
     told = processes.gather("comparing statistics", _described(accumulators))
+    _require_same_kinds([one["kinds"] for one in told])
     tensors: list[Tensor] = []
     symmetric: list[bool] = []
-    _require_same_kinds([one["kinds"] for one in told])
-    for index, accumulator in enumerate(accumulators):
-        sums, own, device = accumulator.sums, accumulator.counts, accumulator.layer.device
-        kind = told[0]["kinds"][index]
-        shapes = _united(kind, [one["sums"][index] for one in told])
-        counts = _united(kind, [one["tensor counts"][index] for one in told])
-        for name, (shape, dtype) in shapes.items():
-            sums[name] = sums[name].contiguous() if name in sums else torch.zeros(shape, dtype=dtype, device=device)
-            symmetric.append(accumulator.symmetric and len(shape) > 1 and shape[-1] == shape[-2])
-            tensors.append(sums[name])
-        for name, (shape, dtype) in counts.items():
-            own[name] = torch.zeros(shape, dtype=dtype, device=device) + own.get(name, 0.0)
-            symmetric.append(False)
-            tensors.append(own[name])
-        for name in {name for one in told for name in one["counts"][index]} - counts.keys():
-            own[name] = sum(one["counts"][index].get(name, 0.0) for one in told)
     unions: dict[tuple[int, ...], Totals] = {}  # most accumulators have the same totals
     for index, accumulator in enumerate(accumulators):
-        parts = [one["totals"][index] for one in told]
-        key = tuple(map(id, parts))
-        unions[key] = unions.get(key) or Totals.union(parts)
+        own = {name: [one[name][index] for one in told] for name in told[0]}
+        for t, half in _completed(accumulator, own):
+            tensors.append(t)
+            symmetric.append(half)
+        key = tuple(map(id, own["totals"]))
+        unions[key] = unions.get(key) or Totals.union(own["totals"])
         accumulator.totals = replace(unions[key])
     processes.sum_("adding statistics", tensors, symmetric)
+
+
+def _completed(accumulator: Accumulator, told: Mapping[str, list[Any]]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors of an accumulator that processes add, with zeros for what others have alone; and whether symmetric.
+
+    Divisors that are numbers are added at once.
+    """
+    sums, counts, device = accumulator.sums, accumulator.counts, accumulator.layer.device
+    for name, (shape, dtype) in _united(told["kinds"][0], told["sums"]).items():
+        sums[name] = sums[name].contiguous() if name in sums else torch.zeros(shape, dtype=dtype, device=device)
+        yield sums[name], accumulator.symmetric and len(shape) > 1 and shape[-1] == shape[-2]
+    with_axes = _united(told["kinds"][0], told["tensor counts"])
+    for name, (shape, dtype) in with_axes.items():
+        counts[name] = own = torch.zeros(shape, dtype=dtype, device=device) + counts.get(name, 0.0)
+        yield own, False
+    for name in {name for numbers in told["counts"] for name in numbers} - with_axes.keys():
+        counts[name] = sum(numbers.get(name, 0.0) for numbers in told["counts"])
 
 
 def decompose_together(accumulators: Iterable[Accumulator], processes: Alone) -> None:

@@ -149,7 +149,7 @@ class Processes(Alone):
         if self.rank < 0:
             raise ValueError("This process is not in the group that was given to Processes.")
         self.bucket_bytes = bucket_bytes
-        self._inside = False  # of `together`
+        self._inside = ""  # what is done together
         cuda = "nccl" in dist.get_backend(self.group)
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
@@ -163,7 +163,7 @@ class Processes(Alone):
     def together(self, what: str, work: Callable[[], T]) -> T:
         if self._inside:  # whoever began raises for all
             return work()
-        self._inside = True
+        self._inside = what
         try:
             try:
                 result = work()
@@ -175,7 +175,7 @@ class Processes(Alone):
             self._agree(what)
             return result
         finally:
-            self._inside = False
+            self._inside = ""
 
     def _agree(self, what: str, error: Exception | None = None) -> None:
         """Find out whether a process has failed, or is somewhere else.
@@ -183,6 +183,7 @@ class Processes(Alone):
         Raises:
             ProcessError: In all processes.
         """
+        what = what if what == self._inside or not self._inside else f"{self._inside}, {what}"
         code = crc32(what.encode())
         with _in_contact(self, what):
             flags = torch.tensor([error is not None, code, -code], device=self._device)

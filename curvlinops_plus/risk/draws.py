@@ -15,13 +15,14 @@ __all__ = ["Draws"]
 class Draws:
     """Uniform random numbers of our own, for each example.
 
-    A number depends on the seed, the update, the number of the example, and its position among the example's numbers:
+    A number depends on the seed, the step, the number of the example, and its position among the example's numbers:
     not on the batch sizes, the processes that examples are spread over, the dtype and device of the model, or anybody
     else's random numbers.
 
     Args:
         seed: Where the numbers start.
-        update: Number of the update, in a training loop.
+        step: Of a training loop.
+        before: How many examples of this process came before in the step.
 
     Example:
         >>> import torch
@@ -31,8 +32,8 @@ class Draws:
         True
     """
 
-    def __init__(self, seed: int, update: int = 0) -> None:
-        self._key = counter_key(seed, update)
+    def __init__(self, seed: int, step: int = 0, before: int = 0) -> None:
+        self._key, self.before = counter_key(seed, step), before
         self._examples: Sequence[int] | Tensor | None = None
         self._position = 0
 

@@ -303,14 +303,18 @@ class EmpiricalRisk:
         """
         return Batch(X, None, count_examples(X, None, 0, self.options.batch_size_fn, unpack), unpack)
 
-    def example_numbers(self, batch: Batch) -> Sequence[int] | Tensor:
+    def example_numbers(self, batch: Batch, before: int = 0) -> Sequence[int] | Tensor:
         """The numbers of a batch's examples in the whole data set.
+
+        Args:
+            batch: The batch.
+            before: How many examples came before the pass.
 
         Raises:
             ValueError: If `example_ids` returned something else than N integers.
         """
         if self.options.example_ids is None:
-            return self.processes.numbers(batch.first, batch.num_examples)
+            return self.processes.numbers(before + batch.first, batch.num_examples)
         found = torch.as_tensor(self.options.example_ids(batch.X, batch.y)).cpu()
         if found.shape != (batch.num_examples,) or found.is_floating_point() or found.dtype == torch.bool:
             raise ValueError(

@@ -174,7 +174,7 @@ class RecordedPasses:
             The totals of the batch.
         """
         risk, recorder, vectors, (fs, _, class_axes) = self.risk, self.recorder, self.vectors, outputs
-        draws.of_examples(risk.example_numbers(batch))
+        draws.of_examples(risk.example_numbers(batch, draws.before))
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():

@@ -11,7 +11,7 @@ from torch import nn
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 
-__all__ = ["common_processes", "inner_model", "wrapper_of"]
+__all__ = ["common_processes", "inner_model", "wrapped_processes", "wrapper_of"]
 
 #: What this process was told already.
 _told: set[str] = set()
@@ -39,6 +39,12 @@ def wrapper_of(model: nn.Module) -> tuple[str, Any]:
     if any(kind.__name__ == "FSDPModule" for module in model.modules() for kind in type(module).__mro__):
         return "fully_shard (FSDP)", None
     return "", None
+
+
+def wrapped_processes(model: nn.Module) -> Processes | None:
+    """The processes that train a model inside of `DistributedDataParallel`; None without one."""
+    name, group = wrapper_of(model)
+    return Processes(group) if name and group is not None else None
 
 
 def common_processes(model: nn.Module, processes: Any) -> Alone:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import traceback
 import warnings
@@ -18,9 +19,11 @@ from curvlinops_plus import (
     EKFAC,
     GGN,
     KFAC,
+    CurvatureEstimator,
     CurvatureWarning,
     EmpiricalRisk,
     Hessian,
+    KFACOptimizer,
     ProcessError,
     Processes,
     curvature,
@@ -130,17 +133,17 @@ def failures(processes: Processes) -> dict[str, str]:
         found["data"] = raises(lambda: curvature(risk(Broken(mine) if last else mine), KFAC))
         handle = model[2].register_forward_pre_hook(fail) if last else None
         found["forward"] = raises(lambda: curvature(risk(), EKFAC))
-        found["product"] = raises(lambda: GGN(risk()) @ torch.ones(38, dtype=torch.float64))
+        found["product"] = raises(lambda: GGN(risk()) @ torch.ones(43, dtype=torch.float64))
         if handle is not None:
             handle.remove()
         nan = [(X * float("nan"), y) for X, y in mine] if last else mine
         found["nan"] = raises(lambda: curvature(risk(nan), EKFAC))
         found["loss"] = raises(lambda: risk().loss() if last else risk().gradient())
     with torch.no_grad():
-        model[0].bias[0] += last
+        model[0].bias[0] += float(last)
     found["replicas"] = raises(lambda: risk().loss())
     with torch.no_grad():
-        model[0].bias[0] -= last
+        model[0].bias[0] -= float(last)
     found["empty"] = raises(lambda: risk([]).loss())
     found["afterwards"] = str(blocks(processes, "mlp", "EKFAC", "mc") < 1e-10)
     return found
@@ -152,3 +155,99 @@ def lonely(processes: Processes) -> str:
         os._exit(1)
     p = problem("mlp")
     return raises(lambda: curvature(p.risk(processes.share(p.data), processes=processes), KFAC))
+
+
+def streams(processes: Processes, approximation: str, vectors: str, decay: float) -> dict[str, float]:
+    """An estimator that is fed parts of each batch, in other numbers of micro-batches; and its state."""
+    p, options = problem("mlp"), {"vectors": VECTORS[vectors], "decay": decay, "damping": 0.1}
+    batches = [(X[:n], y[:n]) for n in (6, 5, 6) for X, y in [[torch.cat(t) for t in zip(*p.data, strict=True)]]]
+    one = CurvatureEstimator(p.risk(()), APPROXIMATIONS[approximation], **options)
+    several = CurvatureEstimator(p.risk((), processes=processes), APPROXIMATIONS[approximation], **options)
+    found = {}
+
+    def feed(batch: Any) -> None:
+        one.update(batch)
+        X, y = processes.share([batch])[0]
+        if not len(X):
+            several.update((X, y))
+        pieces = range(0, len(X), 1 + processes.rank)
+        for start in pieces:
+            part = slice(start, start + 1 + processes.rank)
+            several.update((X[part], y[part]), decay=1.0 if start else None)
+
+    def compare(when: str) -> None:
+        found[f"operator {when}"] = away(several.operator.to_dense(), one.operator.to_dense())
+        found[f"inverse {when}"] = away(several.inverse().to_dense(), one.inverse().to_dense())
+
+    for number, batch in enumerate(batches):
+        feed(batch)
+        if number == 1:
+            one.refresh()
+            several.refresh()
+            compare("after a refresh")
+    compare("at the end")
+    state = several.state_dict()
+    expected = one.state_dict()
+    assert state["examples"] == expected["examples"]
+    several = CurvatureEstimator(p.risk((), processes=processes), APPROXIMATIONS[approximation], **options)
+    several.load_state_dict(state)
+    compare("after loading")
+    feed(batches[0])
+    one.refresh()
+    several.refresh()
+    compare("going on")
+    return found
+
+
+def train(processes: Processes, options: dict[str, Any], wrapper: dict[str, Any], steps: int = 12) -> dict[str, Any]:
+    """Training of a wrapped model on parts of batches, and of one that is alone on the whole batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    alone, loss = copy.deepcopy(model), nn.CrossEntropyLoss()
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=processes.group, **wrapper)
+    X, y = (
+        torch.randn(steps, 6 * processes.world, 4, dtype=torch.float64),
+        torch.randint(3, (steps, 6 * processes.world)),
+    )
+    one, several = KFACOptimizer(alone, loss, **options), KFACOptimizer(ddp, loss, **options)
+    for step in range(steps):
+        one.zero_grad()
+        loss(alone(X[step]), y[step]).backward()
+        one.step()
+        several.zero_grad()
+        mine = X[step][processes.rank :: processes.world], y[step][processes.rank :: processes.world]
+        with ddp.no_sync():
+            (loss(ddp(mine[0][:4]), mine[1][:4]) * 4 / 6).backward()
+        (loss(ddp(mine[0][4:]), mine[1][4:]) * 2 / 6).backward()
+        several.step()
+    values = [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (model, alone)]
+    names = sorted(several.curvature.estimator.operator.mapping)
+    return {"away": away(*values), "values": values[0].tolist(), "names": names}
+
+
+def heard(processes: Processes, wrapper: dict[str, Any]) -> dict[str, float]:
+    """`listen` leaves gradients of a wrapped model as they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    plain, loss = copy.deepcopy(model), nn.CrossEntropyLoss()
+    wrapped, twin = (
+        nn.parallel.DistributedDataParallel(m, process_group=processes.group, **wrapper) for m in (model, plain)
+    )
+    X, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
+    mine = X[processes.rank :: processes.world], y[processes.rank :: processes.world]
+    found = {}
+    one = CurvatureEstimator(EmpiricalRisk(copy.deepcopy(model), loss, ()), EKFAC)
+    one.update((X, y))
+    for given in (wrapped, model):
+        estimator = CurvatureEstimator(EmpiricalRisk(given, loss, (), processes=processes), EKFAC)
+        for module in (wrapped, twin):
+            module.zero_grad()
+        with estimator.listen(mine):
+            value = loss(wrapped(mine[0]), mine[1])
+        value.backward()
+        loss(twin(mine[0]), mine[1]).backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+        found[type(given).__name__] = away(estimator.operator.to_dense(), one.operator.to_dense())
+        assert sorted(estimator.operator.mapping) == ["0", "2"]
+    return found
