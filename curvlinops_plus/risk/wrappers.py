@@ -8,7 +8,7 @@ from warnings import warn
 import torch.distributed as dist
 from torch import nn
 
-from curvlinops_plus.distributed import Alone
+from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 
 __all__ = ["common_processes", "inner_model", "wrapped_processes", "wrapper_of"]

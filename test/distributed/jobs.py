@@ -168,12 +168,10 @@ def streams(processes: Processes, approximation: str, vectors: str, decay: float
     def feed(batch: Any) -> None:
         one.update(batch)
         X, y = processes.share([batch])[0]
-        if not len(X):
-            several.update((X, y))
-        pieces = range(0, len(X), 1 + processes.rank)
-        for start in pieces:
-            part = slice(start, start + 1 + processes.rank)
-            several.update((X[part], y[part]), decay=1.0 if start else None)
+        # EKFAC's first basis is that of the first micro-batches: these have to be the same.
+        size = 1 + processes.rank if several.updates else max(len(X), 1)
+        for start in range(0, max(len(X), 1), size):
+            several.update((X[start : start + size], y[start : start + size]), decay=1.0 if start else None)
 
     def compare(when: str) -> None:
         found[f"operator {when}"] = away(several.operator.to_dense(), one.operator.to_dense())

@@ -34,3 +34,11 @@ def test_optimizer(workers: Any, world: int, wrapper: dict[str, Any], inverse: s
     assert all(one["values"] == found[0]["values"] for one in found)
     assert found[0]["names"] == ["0", "2"]
     assert max(one["away"] for one in found) < 1e-10, found
+
+
+@pytest.mark.parametrize("wrapper", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_gradients_are_untouched(workers: Any, wrapper: dict[str, Any]) -> None:
+    """Layers have the names of the model inside, whether it or the wrapper is given."""
+    for found in workers.run(2, "heard", wrapper):
+        assert found.keys() == {"DistributedDataParallel", "Sequential"}
+        assert max(found.values()) < 1e-10, found
