@@ -21,6 +21,7 @@ NAMES = [
     "BlockwiseLinearOperator",
     "CGInverseLinearOperator",
     "CenteredFisherLinearOperator",
+    "Checkpoint",
     "CurvatureEstimator",
     "CurvaturePropagation",
     "CurvatureWarning",

@@ -18,6 +18,7 @@ from curvlinops_plus.blocks.estimator_state import read_estimator, with_layers, 
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.heard_pass import HeardBatch, HeardPass, listen
 from curvlinops_plus.blocks.kfac import KFAC
+from curvlinops_plus.blocks.over_processes import decompose_factors
 from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.blocks.stored_options import plain, same_data
@@ -289,6 +290,7 @@ class CurvatureEstimator:
             sums, whole = self._sums.renewed(self.risk.processes)
             snapshot = _operator(self, whole)
             damping = choose(snapshot)
+            decompose_factors(snapshot.blocks, damping, self.risk.processes)
             return sums, snapshot, snapshot.inverse(damping), damping
 
         self._sums, self._snapshot, self._inverse, self.damping = together(self, "a refresh", renew)

@@ -107,5 +107,11 @@ def _require_state(state: Any, decay: float) -> None:
         raise ValueError("This is not the state of a CurvatureEstimator: the key 'format' is missing or foreign.")
     if missing := keys - set(state):
         raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
+    sums = state["sums"]
+    if state["updates"] and not any(one["sums"] for key in sums if key != "called" for one in sums[key]["0"].values()):
+        raise ValueError(
+            "The state has updates, and no statistics of them. Was it loaded by torch.distributed.checkpoint? Save and "
+            "load Checkpoint(estimator) there."
+        )
     if state["decay"] != decay:
         raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {decay}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.distributed.schedule import schedule
 from curvlinops_plus.errors import NumericsError, ProcessError
+from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import Totals
 
-__all__ = ["decompose_together", "sum_over_processes"]
+__all__ = ["decompose_factors", "decompose_together", "sum_over_processes"]
 
 # Name of a sum to its shape and dtype, and the same of divisors that are tensors.
 Shapes = dict[str, tuple[list[int], torch.dtype]]
@@ -99,6 +101,37 @@ def decompose_together(accumulators: Iterable[Accumulator], processes: Alone) ->
     processes.hand_out("decompositions", results, owners)
     for (accumulator, name, _), result in zip(jobs, results, strict=True):
         accumulator.decomposed[name] = result
+
+
+def decompose_factors(blocks: Mapping[str, LinearOperator], damping: Any, processes: Alone) -> None:
+    """Spread the eigendecompositions over processes that inverses of Kronecker products with this damping need.
+
+    They are remembered by the factors, so that `inverse` and `power` find them. Collective.
+
+    Args:
+        blocks: The same ones in all processes.
+        damping: Of the inverse. If it is more than numbers, factors may be inverted without eigendecompositions.
+        processes: The processes.
+    """
+    numbers = damping.values() if isinstance(damping, Mapping) else [damping]
+    if processes.world == 1 or not all(isinstance(number, (Real, Tensor)) for number in numbers):
+        return
+    products = [block for block in blocks.values() if isinstance(block, Kronecker)]
+    of_products = [factor for block in products for factor in (block.G, block.A)]
+    factors = {id(f): f for f in of_products if isinstance(f, Dense) and f.structure == Structure.PSD}
+    jobs = list(factors.values())
+    costs = [float(f.matrix.numel() * f.size) for f in jobs]
+    owners = schedule(costs, processes.world)
+    mine = [k for k, owner in enumerate(owners) if owner == processes.rank]
+    found = dict(zip(mine, side_by_side(lambda k: jobs[k].eigh(), mine, lambda k: 10 * costs[k]), strict=True))
+    values = [torch.empty_like(f.matrix[..., 0]) for f in jobs]
+    bases = [torch.empty_like(f.matrix, memory_format=torch.contiguous_format) for f in jobs]
+    for k, (own, Q) in found.items():
+        values[k].copy_(own)
+        bases[k].copy_(Q.matrix)
+    processes.hand_out("eigendecompositions", [*values, *bases], [*owners, *owners])
+    for factor, own, Q in zip(jobs, values, bases, strict=True):
+        factor.remember_eigh(own, Q)  # also where it was computed: in memory it is the same now, so that products are
 
 
 def _described(accumulators: Sequence[Accumulator]) -> dict[str, Any]:

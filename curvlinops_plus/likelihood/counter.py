@@ -61,8 +61,12 @@ def uniforms(key: int, examples: Sequence[int] | Tensor, first: int, count: int)
     positions = np.arange(first + 1, first + count + 1, dtype=np.uint64) * gamma
     for start in range(0, len(rows), step):
         piece = examples[start : start + step]
-        run = np.arange(piece.start, piece.stop, piece.step) if isinstance(piece, range) else np.array(piece)
-        state = run.astype(np.int64, copy=False).view(np.uint64)
+        run = (
+            np.arange(piece.start, piece.stop, piece.step)
+            if isinstance(piece, range)
+            else torch.as_tensor(piece).numpy()
+        )
+        state = run.astype(np.int64).view(np.uint64)  # a copy
         state *= gamma
         state += np.uint64(key)
         bits = splitmix64(splitmix64(state)[:, None] + positions)

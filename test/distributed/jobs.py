@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
+import pickle
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -12,17 +15,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from cases import APPROXIMATIONS, VECTORS, problem, unchanged
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from curvlinops_plus import (
     EKFAC,
     GGN,
     KFAC,
+    ActivationHessian,
+    Checkpoint,
     CurvatureEstimator,
     CurvatureWarning,
     EmpiricalRisk,
+    GGNFactor,
     Hessian,
+    Jacobian,
     KFACOptimizer,
     ProcessError,
     Processes,
@@ -249,3 +258,121 @@ def heard(processes: Processes, wrapper: dict[str, Any]) -> dict[str, float]:
         found[type(given).__name__] = away(estimator.operator.to_dense(), one.operator.to_dense())
         assert sorted(estimator.operator.mapping) == ["0", "2"]
     return found
+
+
+def half_way(processes: Processes, approximation: str, folder: str) -> bytes:
+    """The state of an estimator after two batches, also in a checkpoint."""
+    risk = problem("mlp").risk((), processes=processes)
+    estimator = CurvatureEstimator(risk, APPROXIMATIONS[approximation], vectors="mc", decay=0.9)
+    for batch in shifted(problem("mlp").data)[:1] * 2:
+        estimator.update(processes.share([batch])[0])
+    estimator.refresh(0.1)
+    dcp.save({"curvature": Checkpoint(estimator)}, checkpoint_id=folder, process_group=processes.group)
+    buffer = io.BytesIO()
+    torch.save(estimator.state_dict(), buffer)
+    return buffer.getvalue()
+
+
+def second_half(processes: Processes, approximation: str, folder: str, state: bytes) -> dict[str, float]:
+    """Go on from it, on any number of processes."""
+    p, kind, found = problem("mlp"), APPROXIMATIONS[approximation], {}
+    one = CurvatureEstimator(p.risk(()), kind, vectors="mc", decay=0.9)
+    one.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
+    batches = shifted(p.data)[:1] * 2
+    for batch in batches:
+        one.update(batch)
+    for way in ("state", "checkpoint"):
+        several = CurvatureEstimator(p.risk((), processes=processes), kind, vectors="mc", decay=0.9)
+        if way == "state":
+            several.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
+        else:
+            state_of = {"curvature": Checkpoint(several)}
+            dcp.load(state_of, checkpoint_id=folder, process_group=processes.group)
+        for batch in batches:
+            several.update(processes.share([batch])[0])
+        found[way] = away(several.operator.to_dense(), one.operator.to_dense())
+        found[f"{way}, inverse"] = away(several.inverse().to_dense(), one.inverse().to_dense())
+    return found
+
+
+def traffic(processes: Processes, approximation: str) -> tuple[int, int, int]:
+    """Bytes of sums, of decompositions, and of all else in a sweep; and whether all have the same bits."""
+    sent = {"sums": 0, "decompositions": 0, "else": 0}
+    reduce, broadcast, gather = dist.all_reduce, dist.broadcast, dist.all_gather_object
+
+    def counted(name: str, function: Any) -> Any:
+        def call(t: Any, *args: Any, **options: Any) -> Any:
+            kind = name if isinstance(t, torch.Tensor) and t.is_floating_point() else "else"
+            sent[kind] += t.nbytes if isinstance(t, torch.Tensor) else len(pickle.dumps(args[0]))
+            return function(t, *args, **options)
+
+        return call
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 10))
+    data = [(torch.randn(50, 20), torch.randint(10, (50,))) for _ in range(2)]
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), processes.share(data), processes=processes)
+    dist.all_reduce, dist.broadcast = counted("sums", reduce), counted("decompositions", broadcast)
+    dist.all_gather_object = counted("else", gather)
+    try:
+        K = curvature(risk, APPROXIMATIONS[approximation], vectors="mc")
+    finally:
+        dist.all_reduce, dist.broadcast, dist.all_gather_object = reduce, broadcast, gather
+    processes.same("bits", lambda: {"numbers": str((K @ torch.ones(K.shape[1])).tolist())})
+    return sent["sums"], sent["decompositions"], sent["else"]
+
+
+def refuses(processes: Processes) -> dict[str, str]:
+    """Messages about what can't be done."""
+    p = problem("mlp")
+    risk = p.risk(processes.share(p.data), processes=processes)
+    dataset = TensorDataset(torch.arange(7))
+    sampler = DistributedSampler(dataset, processes.world, processes.rank)
+    wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(p.model), process_group=processes.group)
+    made = {
+        "Jacobian": lambda: Jacobian(risk),
+        "GGNFactor": lambda: GGNFactor(risk),
+        "ActivationHessian": lambda: ActivationHessian(risk, ("0", "output", 0)),
+        "sampler": lambda: processes.share(DataLoader(dataset, sampler=sampler)),
+        "processes": lambda: p.risk(processes=processes.group),
+        "wrapped": lambda: EmpiricalRisk(wrapped, p.loss, p.data),
+    }
+    found = {}
+    for name, work in made.items():
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", CurvatureWarning)
+                work()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    EmpiricalRisk(wrapped, p.loss, p.data, processes=processes)
+    return found
+
+
+def figures(processes: Processes) -> dict[str, float]:
+    """Time of an agreement, in seconds."""
+    start = time.perf_counter()
+    for _ in range(50):
+        processes.together("nothing", lambda: None)
+    return {"agreement": (time.perf_counter() - start) / 50}
+
+
+def decompositions(processes: Processes, approximation: str) -> tuple[int, list[float]]:
+    """How many this process computes of those that an inverse needs, and the result."""
+    count, original = [0], torch.linalg.eigh
+
+    def counted(M: Any) -> Any:
+        count[0] += 1
+        return original(M)
+
+    p = problem("mlp")
+    estimator = CurvatureEstimator(p.risk((), processes=processes), APPROXIMATIONS[approximation], damping=0.1)
+    batch = processes.share(shifted(p.data)[:1])[0]
+    torch.linalg.eigh = counted
+    try:
+        estimator.update(batch)
+        count[0] = 0
+        estimator.refresh()
+    finally:
+        torch.linalg.eigh = original
+    return count[0], (estimator.inverse() @ torch.ones(43, dtype=torch.float64)).tolist()

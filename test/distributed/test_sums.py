@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -29,3 +30,31 @@ def test_vectors(workers: Any, world: int) -> None:
 def test_exact_operators(workers: Any, world: int, name: str) -> None:
     for found in workers.run(world, "exact", name):
         assert max(found.values()) < 1e-10, found
+
+
+def test_bytes(workers: Any) -> None:
+    """One triangle of each factor is sent, once, the eigenvectors by those that computed them, and little else."""
+    A, G = (21, 31, 31), (30, 30, 10)
+    triangles = 4 * sum(d * (d + 1) // 2 for d in A + G)
+    for sums, decompositions, rest in workers.run(3, "traffic", "KFAC"):
+        assert (sums, decompositions) == (triangles, 0)
+        assert rest < 2**16
+    for sums, decompositions, rest in workers.run(3, "traffic", "EKFAC"):
+        assert sums == triangles + 4 * sum(a * g for a, g in zip(A, G, strict=True))
+        assert decompositions == 4 * sum(d**2 for d in A + G)
+        assert rest < 2**16
+
+
+def test_refused(workers: Any) -> None:
+    words = {
+        "Jacobian": "UnsupportedError: Jacobian can't be computed by several processes",
+        "GGNFactor": "UnsupportedError: GGNFactor can't be computed by several processes",
+        "ActivationHessian": "UnsupportedError: ActivationHessian can't be computed by several processes",
+        "sampler": "ValueError: The loader has a DistributedSampler, .* would count twice",
+        "processes": "TypeError: processes is a ProcessGroup",
+        "wrapped": "CurvatureWarning: The model is wrapped by DistributedDataParallel, .*processes=None",
+    }
+    for found in workers.run(2, "refuses"):
+        assert found.keys() == words.keys()
+        for name, pattern in words.items():
+            assert re.match(pattern, found[name]), found[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,3 +43,23 @@ def test_gradients_are_untouched(workers: Any, wrapper: dict[str, Any]) -> None:
     for found in workers.run(2, "heard", wrapper):
         assert found.keys() == {"DistributedDataParallel", "Sequential"}
         assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+def test_states_go_on_elsewhere(workers: Any, approximation: str, tmp_path: Path) -> None:
+    """A state of two processes, in one and in three."""
+    states = workers.run(2, "half_way", approximation, str(tmp_path))
+    assert states[0] == states[1]
+    for world in (1, 3):
+        for found in workers.run(world, "second_half", approximation, str(tmp_path), states[0]):
+            assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+def test_decompositions_are_shared_out(workers: Any, approximation: str) -> None:
+    """Each is computed by one process, and all have the same bits."""
+    (alone, _), *_ = workers.run(1, "decompositions", approximation)
+    found = workers.run(3, "decompositions", approximation)
+    assert sum(count for count, _ in found) == alone == 4
+    assert max(count for count, _ in found) == 2
+    assert all(result == found[0][1] for _, result in found)
