@@ -116,7 +116,7 @@ class CurvatureEstimator:
         """Forget everything, and start the random numbers anew."""
         self._sums = RunningSums.of_plan(self.plan, self._scale)
         #: The number of the step, and of examples of this process in it, which random numbers depend on.
-        self._drawn = 0, 0
+        self._drawn: tuple[int, int] = 0, 0
         #: Relative weights of several losses, which each batch of a stream has to tell.
         self._weights = LossWeights(self.risk.losses, self.risk.options.num_data)
         self._snapshot: BlockwiseLinearOperator | None = None

@@ -24,12 +24,11 @@ def pack_triangle(M: Tensor) -> Tensor:  # [*b, d, d] -> [*b, d (d + 1) / 2 numb
     """
     d = M.shape[-1]
     m, odd = d // 2, d % 2
-    if odd:  # columns 0 to m of the triangle, and above them the transposed rest
-        packed = M[..., : m + 1].tril()
-        packed[..., :m, 1:] += M[..., m + 1 :, m + 1 :].mT.triu()
-    else:  # the same, one row lower
-        packed = torch.cat([torch.zeros_like(M[..., :1, :m]), M[..., :m].tril()], -2)
-        packed[..., :m, :] += M[..., m:, m:].mT.triu()
+    k = m + odd  # the first k columns of the triangle, and above them the transposed rest
+    packed = M.new_empty(*M.shape[:-2], d + 1 - odd, k)
+    packed[..., 1 - odd :, :] = M[..., :k]
+    corner = packed[..., :m, odd:]
+    corner.copy_(corner.tril(-1) + M[..., k:, k:].mT.triu())
     return packed
 
 
@@ -42,14 +41,14 @@ def unpack_triangle(packed: Tensor, d: int) -> Tensor:  # -> [*b, d, d]
         True
     """
     m, odd = d // 2, d % 2
-    lower = packed.new_zeros(*packed.shape[:-2], d, d)
-    if odd:
-        lower[..., : m + 1] = packed.tril()
-        lower[..., m + 1 :, m + 1 :] = packed[..., :m, 1:].triu().mT
-    else:
-        lower[..., :m] = packed[..., 1:, :].tril()
-        lower[..., m:, m:] = packed[..., :m, :].triu().mT
-    return lower + lower.tril(-1).mT
+    k = m + odd
+    M = packed.new_empty(*packed.shape[:-2], d, d)
+    M[..., :k] = packed[..., 1 - odd :, :]
+    M[..., k:, k:] = packed[..., :m, odd:].mT
+    M[..., :k, k:] = M[..., k:, :k].mT
+    for block in (M[..., :k, :k], M[..., k:, k:]):
+        block.copy_(block.tril() + block.tril(-1).mT)
+    return M
 
 
 @dataclass(frozen=True)

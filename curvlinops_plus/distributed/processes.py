@@ -144,7 +144,9 @@ class Processes(Alone):
             )
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes!r} must be an integer of at least 1.")
-        self.group = dist.group.WORLD if group is None else group
+        group = dist.group.WORLD if group is None else group
+        assert group is not None  # it is initialised
+        self.group = group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("This process is not in the group that was given to Processes.")

@@ -376,3 +376,38 @@ def decompositions(processes: Processes, approximation: str) -> tuple[int, list[
     finally:
         torch.linalg.eigh = original
     return count[0], (estimator.inverse() @ torch.ones(43, dtype=torch.float64)).tolist()
+
+
+def nets(processes: Processes, names: list[str]) -> dict[str, float]:
+    """KFAC and EKFAC of other networks, some with layers that only some processes call."""
+    return {f"{name} {kind}": blocks(processes, name, kind, "exact") for name in names for kind in ("KFAC", "EKFAC")}
+
+
+def several_losses(processes: Processes, reduction: str) -> dict[str, float]:
+    """Losses that are means over other numbers of terms in each batch."""
+    torch.manual_seed(0)
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            h = torch.tanh(self.trunk(x))
+            return {"a": self.a(h), "b": self.b(h)}
+
+    model = Heads().double()
+    weight = torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)
+    losses = {"a": nn.CrossEntropyLoss(weight, ignore_index=1, reduction=reduction), "b": (nn.MSELoss(), 0.5)}
+    X, y = torch.randn(17, 4, dtype=torch.float64), torch.randint(3, (17,))
+    data = [(x, {"a": a, "b": x[:, :2]}) for x, a in zip(X.split(5), y.split(5), strict=True)]
+    one = EmpiricalRisk(model, losses, data)
+    several = EmpiricalRisk(model, losses, processes.share(data), processes=processes)
+    g, expected = (torch.cat([t.flatten() for t in risk.gradient().values()]) for risk in (several, one))
+    found = {"loss": away(several.loss(), one.loss()), "gradient": away(g, expected)}
+    for vectors in ("empirical", "mc", "exact"):
+        ours, theirs = (curvature(risk, EKFAC, vectors=VECTORS[vectors]).to_dense() for risk in (several, one))
+        found[f"EKFAC {vectors}"] = away(ours, theirs)
+    found["GGN"] = away(GGN(several).to_dense(), GGN(one).to_dense())
+    found["Hessian"] = away(Hessian(several).to_dense(), Hessian(one).to_dense())
+    return found

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from cases import APPROXIMATIONS
+from cases import NETS as MADE
 
 WORLDS = (1, 2, 3, 8)
 
@@ -58,3 +59,20 @@ def test_refused(workers: Any) -> None:
         assert found.keys() == words.keys()
         for name, pattern in words.items():
             assert re.match(pattern, found[name]), found[name]
+
+
+NETS = ["strided cnn", "attention", "called twice", "tied", "generic layers", "language model", "called rarely"]
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_other_networks(workers: Any, world: int) -> None:
+    for found in workers.run(world, "nets", [name for name in NETS if name in MADE]):
+        assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_losses(workers: Any, world: int, reduction: str) -> None:
+    """Their relative weights are those of all data."""
+    for found in workers.run(world, "several_losses", reduction):
+        assert max(found.values()) < 1e-10, found
