@@ -282,7 +282,8 @@ class Processes(Alone):
                 over a subset of its data set, with batches of the same size.
 
         Returns:
-            The same kind of thing, without copies. Parts may differ in size by an example, and be empty.
+            The same kind of thing; of a list with copies of its tensors' own part, in batches of about the same sizes.
+            Parts may differ in size by an example, and be empty.
 
         Raises:
             ValueError: If a loader has a sampler of its own, such as `DistributedSampler`, which repeats examples to

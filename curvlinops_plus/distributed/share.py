@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 __all__ = ["share"]
@@ -18,7 +18,7 @@ def share(data: Any, rank: int, world: int) -> Any:
 
     Example:
         >>> share([(torch.arange(3), torch.arange(3)), (torch.arange(3, 5), torch.arange(3, 5))], 1, 2)
-        [(tensor([1]), tensor([1])), (tensor([3]), tensor([3]))]
+        [(tensor([1, 3]), tensor([1, 3]))]
     """
     if isinstance(data, DataLoader):
         return _share_loader(data, rank, world)
@@ -34,13 +34,14 @@ def share(data: Any, rank: int, world: int) -> Any:
             f"`data` is a {type(data).__name__}, which can't be dealt out. Share a list of batches, a Dataset or a "
             "DataLoader, or give each process its own part, and the risk `processes=`."
         )
-    parts, before = [], 0
+    parts: list[Any] = []
+    before = 0
     for item in data:
         if (size := _examples(item)) is None:
             return data[rank::world]
         parts.append(_every(item, (rank - before) % world, world))
         before += size
-    return parts
+    return [batch for start in range(0, len(parts), world) for batch in _joined(parts[start : start + world])]
 
 
 def _length(data: Any) -> int:
@@ -62,6 +63,15 @@ def _examples(item: Any) -> int | None:
 def _every(item: Any, start: int, step: int) -> Any:
     """Every `step`-th example of a batch."""
     return tree_map(lambda t: t[start::step], dict(item) if isinstance(item, Mapping) else item)
+
+
+def _joined(batches: list[Any]) -> list[Any]:
+    """Small batches as one of the usual size, if they fit together: one is faster, but for rounding it is the same."""
+    flat = [tree_flatten(batch) for batch in batches]
+    like = {(spec, *((t.shape[1:], t.dtype, t.device) for t in leaves)) for leaves, spec in flat}
+    if len(like) > 1:
+        return batches
+    return [tree_unflatten([torch.cat(ts) for ts in zip(*(leaves for leaves, _ in flat))], flat[0][1])]
 
 
 def _share_loader(loader: DataLoader[Any], rank: int, world: int) -> DataLoader[Any]:
