@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -91,15 +91,9 @@ def decompose_together(accumulators: Iterable[Accumulator], processes: Alone) ->
     if processes.world == 1:
         return
     jobs = [(a, name, M) for a in accumulators for name, M in a.decompositions().items()]
-    costs = [float(M.numel() * M.shape[-1]) for _, _, M in jobs]
-    owners = schedule(costs, processes.world)
-    mine = [k for k, owner in enumerate(owners) if owner == processes.rank]
-    found = side_by_side(lambda k: jobs[k][0].decompose(*jobs[k][1:]), mine, lambda k: 10 * costs[k])
-    results = [torch.empty_like(M, memory_format=torch.contiguous_format) for _, _, M in jobs]
-    for k, result in zip(mine, found, strict=True):
-        results[k] = result.contiguous()
-    processes.hand_out("decompositions", results, owners)
-    for (accumulator, name, _), result in zip(jobs, results, strict=True):
+    matrices = [M for _, _, M in jobs]
+    found = _share_out([[M] for M in matrices], matrices, lambda k: [jobs[k][0].decompose(*jobs[k][1:])], processes)
+    for (accumulator, name, _), (result,) in zip(jobs, found, strict=True):
         accumulator.decomposed[name] = result
 
 
@@ -120,18 +114,41 @@ def decompose_factors(blocks: Mapping[str, LinearOperator], damping: Any, proces
     of_products = [factor for block in products for factor in (block.G, block.A)]
     factors = {id(f): f for f in of_products if isinstance(f, Dense) and f.structure == Structure.PSD}
     jobs = list(factors.values())
-    costs = [float(f.matrix.numel() * f.size) for f in jobs]
+
+    def eigh(k: int) -> list[Tensor]:
+        values, Q = jobs[k].eigh()
+        return [values, Q.matrix]
+
+    matrices = [factor.matrix for factor in jobs]
+    found = _share_out([[M[..., 0], M] for M in matrices], matrices, eigh, processes)
+    for factor, (values, Q) in zip(jobs, found, strict=True):
+        factor.remember_eigh(values, Q)  # also where it was computed: products depend on how it is stored, in the bits
+
+
+def _share_out(
+    like: Sequence[Sequence[Tensor]],
+    matrices: Sequence[Tensor],
+    compute: Callable[[int], Sequence[Tensor]],
+    processes: Alone,
+) -> list[list[Tensor]]:
+    """Results of decompositions, each computed by one process. Collective.
+
+    Args:
+        like: For each, tensors of the shapes and dtypes of its results.
+        matrices: What is decomposed, at a cost of `d³`.
+        compute: Computes the results of number `k`.
+        processes: The processes.
+    """
+    costs = [float(M.numel() * M.shape[-1]) for M in matrices]
     owners = schedule(costs, processes.world)
     mine = [k for k, owner in enumerate(owners) if owner == processes.rank]
-    found = dict(zip(mine, side_by_side(lambda k: jobs[k].eigh(), mine, lambda k: 10 * costs[k]), strict=True))
-    values = [torch.empty_like(f.matrix[..., 0]) for f in jobs]
-    bases = [torch.empty_like(f.matrix, memory_format=torch.contiguous_format) for f in jobs]
-    for k, (own, Q) in found.items():
-        values[k].copy_(own)
-        bases[k].copy_(Q.matrix)
-    processes.hand_out("eigendecompositions", [*values, *bases], [*owners, *owners])
-    for factor, own, Q in zip(jobs, values, bases, strict=True):
-        factor.remember_eigh(own, Q)  # also where it was computed: in memory it is the same now, so that products are
+    results = [[torch.empty_like(t, memory_format=torch.contiguous_format) for t in each] for each in like]
+    for k, found in zip(mine, side_by_side(compute, mine, lambda k: 10 * costs[k]), strict=True):
+        for result, t in zip(results[k], found, strict=True):
+            result.copy_(t)
+    sent = [(t, owner) for each, owner in zip(results, owners, strict=True) for t in each]
+    processes.hand_out("decompositions", [t for t, _ in sent], [owner for _, owner in sent])
+    return results
 
 
 def _described(accumulators: Sequence[Accumulator]) -> dict[str, Any]:
