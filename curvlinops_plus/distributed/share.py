@@ -68,8 +68,8 @@ def _every(item: Any, start: int, step: int) -> Any:
 def _joined(batches: list[Any]) -> list[Any]:
     """Small batches as one of the usual size, if they fit together: one is faster, but for rounding it is the same."""
     flat = [tree_flatten(batch) for batch in batches]
-    like = {(spec, *((t.shape[1:], t.dtype, t.device) for t in leaves)) for leaves, spec in flat}
-    if len(like) > 1:
+    like = [(spec, [(t.shape[1:], t.dtype, t.device) for t in leaves]) for leaves, spec in flat]
+    if any(one != like[0] for one in like):
         return batches
     return [tree_unflatten([torch.cat(ts) for ts in zip(*(leaves for leaves, _ in flat))], flat[0][1])]
 
