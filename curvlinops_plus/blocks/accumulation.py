@@ -96,7 +96,7 @@ class Accumulation:
         self.sweeps += 1
         desc = f"{self.title} sweep {self.sweeps}"
         add, count = partial(add_batch, self.pending), partial(count_batch, self.pending)
-        kept = self._cache is not None and self._cache.has(layers)
+        kept = self._cache is not None and self._cache.can_replay(layers)
         if self.risk.processes.every("looking for what was kept", kept):
             assert self._cache is not None
             self._cache.replay(add, count, f"{desc} (kept)" if self.risk.options.progressbar else None)

@@ -61,10 +61,15 @@ class SweepCache:
             self._totals.append(batch_totals)
 
     def has(self, layers: Iterable[Layer]) -> bool:
-        """Whether everything that these layers received is here, unmodified; also if there was nothing."""
+        """Whether everything that these layers received is here, unmodified."""
         if self._batches is None or any(t._version != version for t, version in self._versions):
             return False
-        return not self._totals or set(layers) <= {batch.layer for batch in self._batches}
+        return set(layers) <= {batch.layer for batch in self._batches}
+
+    def can_replay(self, layers: Iterable[Layer]) -> bool:
+        """Whether it has what these layers received, also if that is nothing: a process may have no examples."""
+        nothing = self._batches is not None and not self._batches and not self._totals
+        return nothing or self.has(layers)
 
     def replay(
         self, consume: Callable[[LayerBatch], None], after_batch: Callable[[Totals], None], desc: str | None
