@@ -10,6 +10,7 @@ from curvlinops_plus.blocks import (
     TNT,
     Accumulator,
     BlockwiseLinearOperator,
+    Checkpoint,
     CurvatureEstimator,
     DiagonalBlock,
     FullBlock,
@@ -41,10 +42,12 @@ from curvlinops_plus.classic import (
     KFOCLinearOperator,
     TransposedJacobianLinearOperator,
 )
+from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import (
     CurvatureWarning,
     NoClosedForm,
     NumericsError,
+    ProcessError,
     SingularMatrixError,
     UnsupportedError,
     VerificationError,
@@ -136,6 +139,7 @@ __all__ = [
     "BlockwiseLinearOperator",
     "CGInverseLinearOperator",
     "CenteredFisherLinearOperator",
+    "Checkpoint",
     "CurvatureEstimator",
     "CurvaturePropagation",
     "CurvatureWarning",
@@ -179,6 +183,8 @@ __all__ = [
     "NoClosedForm",
     "NormConstraint",
     "NumericsError",
+    "ProcessError",
+    "Processes",
     "ProjectedLinearOperator",
     "RelativeDamping",
     "ScaledIdentity",

@@ -12,6 +12,7 @@ __all__ = [
     "CurvatureWarning",
     "NoClosedForm",
     "NumericsError",
+    "ProcessError",
     "SingularMatrixError",
     "UnsupportedError",
     "VerificationError",
@@ -36,6 +37,10 @@ class NoClosedForm(NotImplementedError):
 
 class NumericsError(RuntimeError):
     """A matrix with NaN or infinite entries, or a decomposition that failed in every precision."""
+
+
+class ProcessError(RuntimeError):
+    """A computation by several processes that failed in one of them, in which all raise this; nothing has changed."""
 
 
 class SingularMatrixError(NumericsError):

@@ -2,6 +2,7 @@
 
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, curvature
+from curvlinops_plus.blocks.checkpoint import Checkpoint
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.blocks.kfac import EKFAC, KFAC, compute_eigenvalue_correction_linear_weight_sharing
 from curvlinops_plus.blocks.nearest import NearestKronecker
@@ -17,6 +18,7 @@ __all__ = [
     "Accumulator",
     "Approximation",
     "BlockwiseLinearOperator",
+    "Checkpoint",
     "CurvatureEstimator",
     "DiagonalBlock",
     "FullBlock",

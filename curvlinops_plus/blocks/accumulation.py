@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch, finish_work
+from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
 from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.blocks.stored_options import same_data
 from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator
@@ -15,6 +17,7 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.determinism import require_same
+from curvlinops_plus.risk.find_functions import describe_reads, rebuild_reads
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.outside_reads import OutsideReads
@@ -94,7 +97,9 @@ class Accumulation:
         self.sweeps += 1
         desc = f"{self.title} sweep {self.sweeps}"
         add, count = partial(add_batch, self.pending), partial(count_batch, self.pending)
-        if self._cache is not None and self._cache.has(layers):
+        kept = self._cache is not None and self._cache.can_replay(layers)
+        if self.risk.processes.every("looking for what was kept", kept):
+            assert self._cache is not None
             self._cache.replay(add, count, f"{desc} (kept)" if self.risk.options.progressbar else None)
             return
         again = [layer for layer in layers if any(a.needs_another_sweep for a in self.pending[layer].values())]
@@ -120,6 +125,9 @@ class Accumulation:
     def _finish(self) -> None:
         """Turn sums into blocks, or into the accumulators of the next sweep."""
         try:
+            accumulators = [a for of_layer in self.pending.values() for a in of_layer.values()]
+            sum_over_processes(accumulators, self.risk.processes)
+            decompose_together(accumulators, self.risk.processes)
             for layer, results in self._finish_accumulators().items():
                 for name, result in results.items():
                     if isinstance(result, Accumulator):
@@ -191,16 +199,24 @@ class Planned(Protocol):
     def learn_reads(self, *, error: OutsideReads) -> None:
         """Take into the plan how functions read parameters."""
 
+    def renew_plan(self) -> None:
+        """Make the plan anew, from how functions read parameters."""
+
     def confirm_plan(self) -> None:
         """Say what the plan leaves to say, as it will not change any more."""
 
 
 def run_accumulation(K: Planned, max_kept_bytes: int = 0, **options: Any) -> Accumulation:
-    """An accumulation of an operator that has run, with options of `Accumulation.run`.
+    """An accumulation of an operator that has run, with options of `Accumulation.run`. Collective.
 
     If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
     """
+    return K.risk.together(type(K).__name__, lambda: _run_accumulation(K, max_kept_bytes, **options))
+
+
+def _run_accumulation(K: Planned, max_kept_bytes: int, **options: Any) -> Accumulation:
     while True:
+        _agree_on_reads(K)
         accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, max_kept_bytes)
         try:
             accumulation.run(**options)
@@ -210,3 +226,13 @@ def run_accumulation(K: Planned, max_kept_bytes: int = 0, **options: Any) -> Acc
         else:
             K.confirm_plan()
             return accumulation
+
+
+def _agree_on_reads(K: Planned) -> None:
+    """Take over what other processes know of functions that read parameters; those without examples know nothing."""
+    own = describe_reads(K.risk.reads)
+    found = [one for one in K.risk.processes.gather("what functions read", own) if one is not None]
+    most = max(found, key=lambda one: len(one["products"]) + len(one["enclosing"]), default=None)
+    if not same_data(most, own):
+        K.risk.reads = rebuild_reads(K.risk, most)
+        K.renew_plan()

@@ -79,6 +79,8 @@ class Accumulator(metaclass=AccumulatorType):
     changes_basis: ClassVar[bool] = False
     #: Whether `finish` is so much work that those of several layers are called at the same time, in several threads.
     finishes_side_by_side: ClassVar[bool] = False
+    #: Whether all sums that are square matrices are symmetric, so that processes need to send one triangle only.
+    symmetric: ClassVar[bool] = False
     #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that they are in.
     constants: ClassVar[tuple[str, ...]] = ()
 
@@ -90,6 +92,8 @@ class Accumulator(metaclass=AccumulatorType):
         self._scaled: dict[str, Tensor] | None = None  # sums that were divided in place, see `finish_for_good`
         self.counts: dict[str, Tensor | float] = {}
         self.totals = Totals()
+        #: Results of `decompose` that other processes have computed, by the names of `decompositions`.
+        self.decomposed: dict[str, Tensor] = {}
 
     @classmethod
     def using(cls, **options: Any) -> Approximation:
@@ -187,9 +191,17 @@ class Accumulator(metaclass=AccumulatorType):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
         return value
 
+    def decompositions(self) -> dict[str, Tensor]:
+        """The matrices that `finish` decomposes, by name, so that processes can share this work; none by default."""
+        return {}
+
+    def decompose(self, name: str, M: Tensor) -> Tensor:
+        """The decomposition of a matrix of `decompositions`, a tensor like it."""
+        raise NotImplementedError
+
     def finish_for_good(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         """What `finish` returns, made in the memory of the sums, which are gone afterwards."""
-        self._scaled = {}
+        self._scaled = self._scaled or {}
         return self.finish()
 
     @property
@@ -220,7 +232,7 @@ class Accumulator(metaclass=AccumulatorType):
     def empty(self) -> Self:
         """The same without anything added to it."""
         other = copy.copy(self)
-        other.sums, other.counts, other.totals, other._short = {}, {}, Totals(), False
+        other.sums, other.counts, other.totals, other._short, other.decomposed = {}, {}, Totals(), False, {}
         return other
 
     def of_batch(self) -> Self:

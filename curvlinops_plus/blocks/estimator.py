@@ -13,10 +13,12 @@ from torch import Tensor
 from curvlinops_plus.blocks.accumulation import refuse_unread
 from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
+from curvlinops_plus.blocks.estimator_processes import sums_of_batch, together
 from curvlinops_plus.blocks.estimator_state import read_estimator, with_layers, write_estimator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.heard_pass import HeardBatch, HeardPass, listen
 from curvlinops_plus.blocks.kfac import KFAC
+from curvlinops_plus.blocks.over_processes import decompose_factors
 from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.blocks.stored_options import plain, same_data
@@ -113,7 +115,8 @@ class CurvatureEstimator:
     def reset(self) -> None:
         """Forget everything, and start the random numbers anew."""
         self._sums = RunningSums.of_plan(self.plan, self._scale)
-        self._draws = Draws(0 if self.vectors.seed is None else self.vectors.seed)
+        #: The number of the step, and of examples of this process in it, which random numbers depend on.
+        self._drawn: tuple[int, int] = 0, 0
         #: Relative weights of several losses, which each batch of a stream has to tell.
         self._weights = LossWeights(self.risk.losses, self.risk.options.num_data)
         self._snapshot: BlockwiseLinearOperator | None = None
@@ -237,16 +240,16 @@ class CurvatureEstimator:
         """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
         decay = self.decay if decay is None else decay
         _check_decay(decay)
-        draws = Draws(0)
+        step, before = self._drawn if decay == 1 or not self.updates else (self._drawn[0] + 1, 0)
 
-        def show_again(consume: Consumer) -> Totals:
-            draws.generator.set_state(self._draws.generator.get_state())  # the same vectors each time
-            return show(consume, draws).detached()
+        def show_again(consume: Consumer) -> Totals:  # with the same vectors each time
+            return show(consume, Draws(self.vectors.seed or 0, step, before)).detached()
 
-        batch, totals = self._sums.of_batch(show_again)
+        batch, totals = sums_of_batch(self, show_again)
         batch.require_finite()
         self._sums.add(batch, decay)
-        self._draws, self.updates, self.examples = draws, self.updates + 1, self.examples + totals.examples
+        self._drawn = step, before + totals.examples
+        self.updates, self.examples = self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1
         self.begun = max(1.0, self.begun) if decay == 1 else decay * self.begun + 1
         self._blank.confirm_plan()
@@ -256,20 +259,12 @@ class CurvatureEstimator:
     def operator(self) -> BlockwiseLinearOperator:
         """The curvature of all batches until now, like that of `curvature`; later updates don't change it.
 
+        Of several processes: that of the batches of all. Collective.
+
         Raises:
             ValueError: If nothing was added yet, or a layer was never called (see `leave_out_uncalled`).
         """
-        _require_updates(self)
-        called = self._sums.called
-        layer: Layer | None = next((layer for layer in self._layers if layer not in called), None)
-        if layer is not None and not self.leave_out_uncalled:
-            raise _no_curvature(layer, self)
-        K, blocks = with_layers(self._blank, [layer.name for layer in called]), self._sums.blocks()
-        for layer in called:
-            refuse_unread(self.risk, layer, blocks)
-        K.parameters = fingerprint(self.risk)
-        K._set_blocks(blocks, self.examples)
-        return K
+        return together(self, "the estimator's operator", lambda: _operator(self, self._sums.over(self.risk.processes)))
 
     @property
     def uncalled(self) -> list[str]:
@@ -277,7 +272,7 @@ class CurvatureEstimator:
         return [layer.name for layer in self._layers if layer not in self._sums.called]
 
     def refresh(self, damping: Any = None) -> None:
-        """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now.
+        """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now. Collective.
 
         Args:
             damping: Of the inverse from now on, as for `K.inverse`, such as `HeuristicDamping(λ)`. Default: as before.
@@ -286,15 +281,19 @@ class CurvatureEstimator:
             ValueError: If nothing was added yet.
             SingularMatrixError: If a block is singular and the damping is 0; names the block.
         """
-        _require_updates(self)
-        before, self._sums = self._sums, self._sums.in_new_bases()
-        damping = self.damping if damping is None else damping
-        try:
-            inverse = (snapshot := self.operator).inverse(damping)
-        except Exception:
-            self._sums = before
-            raise
-        self._snapshot, self._inverse, self.damping = snapshot, inverse, damping
+        self.refresh_by(lambda K: self.damping if damping is None else damping)
+
+    def refresh_by(self, choose: Callable[[BlockwiseLinearOperator], Any]) -> None:
+        """The same, with a damping `choose(K)` that depends on the curvature."""
+
+        def renew() -> tuple[RunningSums, BlockwiseLinearOperator, LinearOperator, Any]:
+            sums, whole = self._sums.renewed(self.risk.processes)
+            snapshot = _operator(self, whole)
+            damping = choose(snapshot)
+            decompose_factors(snapshot.blocks, damping, self.risk.processes)
+            return sums, snapshot, snapshot.inverse(damping), damping
+
+        self._sums, self._snapshot, self._inverse, self.damping = together(self, "a refresh", renew)
 
     @property
     def refreshed(self) -> BlockwiseLinearOperator:
@@ -363,9 +362,11 @@ class CurvatureEstimator:
     def state_dict(self) -> dict[str, Any]:
         """Everything that going on needs, in tensors and plain Python: sums, bases, random state, the last refresh.
 
+        Of several processes the same state in all, so that any number of them may go on from it. Collective.
+
         `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors).
         """
-        return write_estimator(self)
+        return together(self, "the estimator's state", lambda: write_estimator(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another estimator stopped; random numbers, bases and the inverse are as they were there.
@@ -383,6 +384,21 @@ class CurvatureEstimator:
         return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"
 
 
+def _operator(estimator: CurvatureEstimator, sums: RunningSums) -> BlockwiseLinearOperator:
+    """The curvature that these sums make."""
+    _require_updates(estimator)
+    called = sums.called
+    layer: Layer | None = next((layer for layer in estimator._layers if layer not in called), None)
+    if layer is not None and not estimator.leave_out_uncalled:
+        raise _no_curvature(layer, estimator)
+    K, blocks = with_layers(estimator._blank, [layer.name for layer in called]), sums.blocks()
+    for layer in called:
+        refuse_unread(estimator.risk, layer, blocks)
+    K.parameters = fingerprint(estimator.risk)
+    K._set_blocks(blocks, sum(estimator.risk.processes.gather("counting examples", estimator.examples)))
+    return K
+
+
 def _has_unknown_code(layers: Iterable[Layer]) -> bool:
     return any(use.without_rule for layer in layers for use in layer.uses)
 
@@ -396,7 +412,7 @@ def _no_curvature(layer: Layer, estimator: CurvatureEstimator) -> ValueError:
 
 
 def _require_updates(estimator: CurvatureEstimator) -> None:
-    if not estimator.updates:
+    if not any(estimator.risk.processes.gather("counting updates", estimator.updates)):
         raise ValueError("The estimator has seen no batch yet: call `update(batch)`, or `listen(batch)`, first.")
 
 

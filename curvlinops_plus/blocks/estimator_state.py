@@ -11,9 +11,9 @@ from torch import Tensor
 
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.running_sums import RunningSums
-from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
+from curvlinops_plus.risk import EmpiricalRisk, Totals, Vectors
 
 __all__ = ["read_estimator", "with_layers", "write_estimator"]
 
@@ -30,9 +30,10 @@ class Streaming(Protocol):
     examples: int
     weight: float
     begun: float
+    vectors: Vectors
     _blank: BlockwiseLinearOperator
     _sums: RunningSums
-    _draws: Draws
+    _drawn: tuple[int, int]
     _snapshot: BlockwiseLinearOperator | None
     _inverse: LinearOperator | None
 
@@ -41,18 +42,21 @@ class Streaming(Protocol):
 
 def write_estimator(estimator: Streaming) -> dict[str, Any]:
     """The state; see `CurvatureEstimator.state_dict`."""
-    damping, snapshot = estimator.damping, estimator._snapshot
+    damping, snapshot, processes = estimator.damping, estimator._snapshot, estimator.risk.processes
+    step, drawn = estimator._drawn
+    told = processes.gather("counting updates and examples", (estimator.updates, estimator.examples, drawn))
+    updates, examples, drawn = (tuple(numbers) for numbers in zip(*told))
     return {
         "format": FORMAT,
         "about": estimator._blank.state_dict(),
         "decay": estimator.decay,
-        "updates": estimator.updates,
-        "examples": estimator.examples,
+        "updates": max(updates),
+        "examples": sum(examples),
         "weight": estimator.weight,
         "begun": estimator.begun,
-        "draws": estimator._draws.generator.get_state(),
+        "draws": [step, sum(drawn)],
         "damping": damping if isinstance(damping, (int, float, Tensor)) else None,
-        "sums": estimator._sums.state_dict(),
+        "sums": estimator._sums.over(processes).state_dict(),
         "refreshed": None if snapshot is None else snapshot.state_dict(),
     }
 
@@ -60,6 +64,12 @@ def write_estimator(estimator: Streaming) -> dict[str, Any]:
 def read_estimator(estimator: Streaming, state: Mapping[str, Any]) -> None:
     """Take over a state; see `CurvatureEstimator.load_state_dict`."""
     _require_state(state, estimator.decay)
+    if isinstance(state["draws"], Tensor) and estimator.vectors.random:
+        warnings.warn(
+            "The state is of an earlier version, which drew random numbers in another way: vectors go on with others.",
+            CurvatureWarning,
+            stacklevel=level_of_user(),
+        )
     with warnings.catch_warnings():  # in training, parameters are meant to change
         warnings.simplefilter("ignore", CurvatureWarning)
         blank, snapshot = copy.copy(estimator._blank), None
@@ -69,10 +79,14 @@ def read_estimator(estimator: Streaming, state: Mapping[str, Any]) -> None:
             snapshot.load_state_dict(state["refreshed"])
     own = estimator._blank
     estimator.risk.reads, own.plan, own._reads = blank.risk.reads, blank.plan, blank._reads
-    estimator._sums = RunningSums.from_state_dict(state["sums"], own.plan, estimator._scale)
+    sums = RunningSums.from_state_dict(state["sums"], own.plan, estimator._scale)
+    first = estimator.risk.processes.rank == 0  # what was summed before belongs to it; others go on from zero
+    estimator._sums = sums if first else sums.emptied()
     estimator._snapshot, estimator._inverse = snapshot, None
-    estimator._draws.generator.set_state(state["draws"].cpu())
-    estimator.updates, estimator.examples, estimator.weight = state["updates"], state["examples"], state["weight"]
+    step, drawn = (state["updates"], 0) if isinstance(state["draws"], Tensor) else state["draws"]
+    estimator._drawn = step, -(-drawn // estimator.risk.processes.world)
+    estimator.updates, estimator.weight = state["updates"], state["weight"]
+    estimator.examples = state["examples"] if first else 0
     # States before it was there.
     estimator.begun = state.get("begun", estimator.weight if estimator.decay < 1 else 1.0)
     estimator.damping = estimator.damping if state["damping"] is None else state["damping"]
@@ -93,5 +107,11 @@ def _require_state(state: Any, decay: float) -> None:
         raise ValueError("This is not the state of a CurvatureEstimator: the key 'format' is missing or foreign.")
     if missing := keys - set(state):
         raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
+    sums = state["sums"]
+    if state["updates"] and not any(one["sums"] for key in sums if key != "called" for one in sums[key]["0"].values()):
+        raise ValueError(
+            "The state has updates, and no statistics of them. Was it loaded by torch.distributed.checkpoint? Save and "
+            "load Checkpoint(estimator) there."
+        )
     if state["decay"] != decay:
         raise ValueError(f"State mismatch in the decay: the state has {state['decay']}, this one {decay}.")

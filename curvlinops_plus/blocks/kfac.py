@@ -77,6 +77,7 @@ class KFAC(Accumulator):
 
     per_group = False
     affine = True
+    symmetric = True
 
     def __init__(
         self,
@@ -263,13 +264,16 @@ class EKFAC(KFAC):
         return True
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
+        bases = self.decomposed or {name: self.decompose(name, M) for name, M in self.decompositions().items()}
+        return Correction(self.layer, self.scale, bases.get("G"), bases.get("A"))
+
+    def decompositions(self) -> dict[str, Tensor]:
         A, G = self.factors()
-        return Correction(
-            self.layer,
-            self.scale,
-            None if "G" in self.diagonal else eigenvectors(self.layer, "G", G, self.basis_rtol),
-            None if A is None or "A" in self.diagonal else eigenvectors(self.layer, "A", A, self.basis_rtol),
-        )
+        factors = {"G": G} if A is None else {"G": G, "A": A}
+        return {name: factor for name, factor in factors.items() if name not in self.diagonal}
+
+    def decompose(self, name: str, M: Tensor) -> Tensor:
+        return eigenvectors(self.layer, name, M, self.basis_rtol)
 
 
 class Correction(Accumulator):

@@ -130,6 +130,7 @@ class PowerStep(Accumulator):
     """
 
     affine = True
+    symmetric = True
     constants = ("given",)
 
     def __init__(

@@ -57,6 +57,8 @@ class FullBlock(Accumulator):
 
     needs_gradients = True
 
+    symmetric = True
+
     def __init__(self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30) -> None:
         super().__init__(layer, group, scale)
         keys = layer.params if group is None else group.keys

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, add_batch, count_batch, finish_work
+from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
 from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
@@ -42,24 +44,46 @@ class RunningSums:
         return cls({entry.layer: [entry.accumulators(scale)] for entry in plan})
 
     # --------------------------------------------------------------------------------------------------------- adding
-    def of_batch(self, show: Callable[[Callable[[LayerBatch], None]], Totals]) -> tuple[RunningSums, Totals]:
+    def of_batch(
+        self, show: Callable[[Callable[[LayerBatch], None]], Totals], processes: Alone
+    ) -> tuple[RunningSums, Totals]:
         """The sums of one batch alone, in the bases of these.
 
         Args:
             show: Shows the batch to a consumer and returns its totals; called more than once if a layer is called for
                 the first time whose approximation needs several sweeps.
+            processes: Those whose batches determine the bases of such layers. Collective.
         """
         fresh = RunningSums(
             {layer: [_map(stage, Accumulator.of_batch) for stage in stages] for layer, stages in self.stages.items()}
         )
         totals = fresh._add(show)
-        known = self.called
-        new = {layer: fresh.stages[layer] for layer in fresh.called if layer not in known}
-        while new := {layer: [stage] for layer, stages in new.items() if (stage := _following(stages[-1]))}:
+        known, whole = self.called, fresh.over(processes)
+        new = {layer: whole.stages[layer][-1:] for layer in whole.called if layer not in known}
+        while new := RunningSums(new)._following(processes):
             RunningSums(new)._add(show)
             for layer, (stage,) in new.items():
                 fresh.stages[layer].append(stage)
+            new = RunningSums(new).over(processes).stages
         return fresh, totals
+
+    def _following(self, processes: Alone) -> dict[Layer, list[Stage]]:
+        """The stages of the next sweep, of layers whose approximations need one."""
+        last = {layer: stages[-1] for layer, stages in self.stages.items()}
+        decompose_together(chain.from_iterable(stage.values() for stage in last.values()), processes)
+        return {layer: [stage] for layer, before in last.items() if (stage := _following(before))}
+
+    def over(self, processes: Alone) -> RunningSums:
+        """The sums of all processes; these stay as they are. Collective.
+
+        Moving averages are linear: the average of sums is the sum of averages.
+        """
+        if processes.world == 1:
+            return self
+        with self._plain_mode():
+            copies = {layer: [_map(stage, _copied) for stage in stages] for layer, stages in self.stages.items()}
+        sum_over_processes((a for stages in copies.values() for stage in stages for a in stage.values()), processes)
+        return RunningSums(copies)
 
     def _add(self, show: Callable[[Callable[[LayerBatch], None]], Totals]) -> Totals:
         pending = {
@@ -124,6 +148,11 @@ class RunningSums:
         found = {index for a in accumulators for index in a.totals.called}
         return [layer for index, layer in enumerate(self.stages) if index in found]
 
+    @property
+    def need_bases(self) -> bool:
+        """Whether an approximation needs a basis before it can be summed."""
+        return any(a.needs_another_sweep for stages in self.stages.values() for a in stages[0].values())
+
     def blocks(self) -> dict[str, LinearOperator]:
         """Block name to operator, of all layers that were called."""
         blocks: dict[str, LinearOperator] = {}
@@ -154,6 +183,17 @@ class RunningSums:
                         "overflow, or for parameters that diverged."
                     )
 
+    def renewed(self, processes: Alone) -> tuple[RunningSums, RunningSums]:
+        """These sums, and those over all processes, with later sweeps in the bases that follow from the first one now.
+
+        Collective.
+        """
+        whole = self.over(processes)
+        first = [a for stages in whole.stages.values() if len(stages) > 1 for a in stages[0].values()]
+        decompose_together(first, processes)
+        new = whole.in_new_bases()
+        return (new if whole is self else self.in_bases_of(new)), new
+
     def in_new_bases(self) -> RunningSums:
         """The same sums, those of later sweeps expressed in the bases that follow from the first one now."""
         called = self.called
@@ -182,6 +222,11 @@ class RunningSums:
                 changed[layer].append(_changed_basis(stage, stages[number]) if mine else _with_totals(stage, stages))
             changed[layer] += stages[len(changed[layer]) :]
         return RunningSums(changed)
+
+    def emptied(self) -> RunningSums:
+        """No sums, in the same bases."""
+        empty = {layer: [_map(stage, Accumulator.empty) for stage in stages] for layer, stages in self.stages.items()}
+        return RunningSums(empty)
 
     # --------------------------------------------------------------------------------------------------------- saving
     def state_dict(self) -> dict[str, Any]:
@@ -220,6 +265,12 @@ class RunningSums:
 
 def _map(stage: Stage, function: Callable[[Accumulator], Accumulator]) -> Stage:
     return {name: function(accumulator) for name, accumulator in stage.items()}
+
+
+def _copied(accumulator: Accumulator) -> Accumulator:
+    copied = accumulator.empty()
+    copied.add_sums(accumulator)
+    return copied
 
 
 def _used(stages: list[Stage]) -> bool:

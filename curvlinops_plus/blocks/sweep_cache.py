@@ -66,6 +66,11 @@ class SweepCache:
             return False
         return set(layers) <= {batch.layer for batch in self._batches}
 
+    def can_replay(self, layers: Iterable[Layer]) -> bool:
+        """Whether it has what these layers received, also if that is nothing: a process may have no examples."""
+        nothing = self._batches is not None and not self._batches and not self._totals
+        return nothing or self.has(layers)
+
     def replay(
         self, consume: Callable[[LayerBatch], None], after_batch: Callable[[Totals], None], desc: str | None
     ) -> None:

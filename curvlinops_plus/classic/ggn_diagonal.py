@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.per_example import DiagonalBlock
 from curvlinops_plus.classic.build_risk import build_layer_risk
+from curvlinops_plus.distributed import Processes
 from curvlinops_plus.risk import Exact, MonteCarlo
 
 __all__ = ["GGNDiagonalLinearOperator"]
@@ -35,6 +36,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         mask: `mask(X, y)` gives [N, T] bool: positions that count in the statistics of layers with T positions.
         example_axis: Module name or glob to the axis of the examples, where it is not the first.
         shift_labels: Language models: position t predicts the label at t + 1.
+        processes: Several processes, each with its part of the data, as for `EmpiricalRisk`.
 
     Raises:
         ValueError: For an unknown loss, or a negative `mc_samples`.
@@ -71,6 +73,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         mask: Callable[[Any, Any], Tensor] | None = None,
         example_axis: Mapping[str, int] | None = None,
         shift_labels: bool | None = None,
+        processes: Processes | None = None,
     ) -> None:
         if mc_samples < 0:
             raise ValueError(
@@ -89,6 +92,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
             mask=mask,
             example_axis=example_axis,
             shift_labels=shift_labels,
+            processes=processes,
         )
         vectors = MonteCarlo(mc_samples, seed) if mc_samples else Exact()
         super().__init__(

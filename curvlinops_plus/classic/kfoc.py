@@ -12,6 +12,7 @@ from curvlinops_plus.blocks.nearest import NearestKronecker
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.classic.fisher_types import FisherType
 from curvlinops_plus.classic.kronecker_factored import KFACLinearOperator
+from curvlinops_plus.distributed import Processes
 
 __all__ = ["KFOCLinearOperator"]
 
@@ -68,6 +69,7 @@ class KFOCLinearOperator(KFACLinearOperator):
         mask: Callable[[Any, Any], Tensor] | None = None,
         example_axis: Mapping[str, int] | None = None,
         shift_labels: bool | None = None,
+        processes: Processes | None = None,
     ) -> None:
         super().__init__(
             model_func,
@@ -87,6 +89,7 @@ class KFOCLinearOperator(KFACLinearOperator):
             mask=mask,
             example_axis=example_axis,
             shift_labels=shift_labels,
+            processes=processes,
         )
 
     @property

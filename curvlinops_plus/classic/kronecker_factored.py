@@ -16,6 +16,7 @@ from curvlinops_plus.blocks.kfac import EKFAC, KFAC, Correction
 from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
 from curvlinops_plus.classic.build_risk import build_layer_risk
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType
+from curvlinops_plus.distributed import Processes
 from curvlinops_plus.linalg import BlockDiagonal
 from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
 
@@ -54,6 +55,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         example_axis: Module name or glob to the axis of the examples, where it is not the first.
         shift_labels: Language models: position t predicts the label at t + 1.
         max_kept_bytes: Memory for what stays between two sweeps, as for `curvature`; KFAC alone keeps nothing.
+        processes: Several processes, each with its part of the data, as for `EmpiricalRisk`.
 
     Raises:
         ValueError: For an unknown loss, an unknown option value, a negative `max_kept_bytes`, or `mc_samples` with
@@ -103,6 +105,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         example_axis: Mapping[str, int] | None = None,
         shift_labels: bool | None = None,
         max_kept_bytes: int = KEPT_BYTES,
+        processes: Processes | None = None,
     ) -> None:
         supported = [FisherType(item).value for item in self._SUPPORTED_FISHER_TYPE]
         if fisher_type not in supported:
@@ -127,6 +130,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             mask=mask,
             example_axis=example_axis,
             shift_labels=shift_labels,
+            processes=processes,
         )
         approximation, expand = self._APPROXIMATION, kfac_approx == KFACType.EXPAND
         # KFAC-expand sums over positions independently: with R > 1 loss terms a random sign for each saves R times the

@@ -13,7 +13,7 @@ from torch import Tensor
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.exact.double_backward import differentiable
 from curvlinops_plus.linalg import LinearOperator, Space, Structure
-from curvlinops_plus.risk import EmpiricalRisk, Totals
+from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.determinism import coarsest_dtype, require_same, training_modules
 from curvlinops_plus.risk.first_order import loss_pass
 from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
@@ -24,7 +24,7 @@ from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.repeatable import require_repeatable
 from curvlinops_plus.risk.takes_risk import takes_risk
 
-__all__ = ["ParameterCurvature", "RiskOperator", "SymmetricRiskOperator", "require_same_products"]
+__all__ = ["ParameterCurvature", "RiskOperator", "SymmetricRiskOperator", "refuse_several", "require_same_products"]
 
 
 class RiskOperator(LinearOperator):
@@ -47,11 +47,18 @@ class RiskOperator(LinearOperator):
         self.risk, self._compares_few = risk, check_deterministic is not False
         self.dtype, self.device = risk.dtype, risk.device
 
-    def _batches(self, what: str = "") -> Iterator[Batch]:
-        """The batches of the data; on the first one two evaluations of the model have to agree, once per risk."""
+    def _batches(self, what: str = "", draws: Draws | None = None) -> Iterator[Batch]:
+        """The batches of the data; on the first one two evaluations of the model have to agree, once per risk.
+
+        Args:
+            what: Says in a progress bar what they are read for.
+            draws: Random numbers, which go on with the examples of each batch.
+        """
         for number, batch in enumerate(self.risk.batches(type(self).__name__ + what)):
             if self._compares_few and not number:
                 require_repeatable(self.risk, batch)
+            if draws is not None:
+                draws.of_examples(self.risk.example_numbers(batch))
             yield batch
 
 
@@ -72,15 +79,26 @@ class SymmetricRiskOperator(RiskOperator):
         """The result of a sweep over the data, times the factor of the reduction."""
         risk = self.risk
         with preserve_state(self.risk.model, self.risk.data), differentiable():
-            total, self._totals = with_consistent_weights(risk, sweep, self._totals)
+            total, self._totals = self._summed(sweep)
         return total * risk.scale(self._totals)
+
+    def _summed(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]]) -> tuple[Tensor, Totals]:
+        """The sum of what sweeps over the data of all processes return. Collective."""
+        risk, name = self.risk, type(self).__name__
+
+        def own(weights: LossWeights) -> tuple[Tensor, Totals]:
+            total, totals = sweep(weights)
+            risk.processes.sum_(f"adding {name}", [total])
+            return total, totals.over(risk.processes)
+
+        return risk.together(f"a product with {name}", lambda: with_consistent_weights(risk, own, self._totals))
 
     def _check_products(self, cause: str | None = None) -> None:
         """Compare two products; `cause` says what differs if they do, if it is known."""
         require_same_products(
             self,
             self.in_space.dim,
-            lambda v: with_consistent_weights(self.risk, partial(self._sweep, v), self._totals)[0],
+            lambda v: self._summed(partial(self._sweep, v))[0],
             cause,
         )
 
@@ -96,15 +114,29 @@ class ParameterCurvature(SymmetricRiskOperator):
     @untraced
     def _check_loss(self) -> None:
         """Compare the total losses of two passes."""
-        with preserve_state(self.risk.model, self.risk.data):
-            first, second = loss_pass(self.risk), loss_pass(self.risk)
-        require_same(self.risk, first, second)
+        risk = self.risk
+        with preserve_state(risk.model, risk.data):
+            first, second = risk.together("the determinism check", lambda: (loss_pass(risk), loss_pass(risk)))
+        require_same(risk, first, second)
 
     @untraced
     def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:
         """Gradient of the loss in the order of the parameters, and the loss, over all data."""
         gradient, loss = self.risk.gradient_and_loss()
         return list(gradient.values()), loss
+
+
+def refuse_several(risk: EmpiricalRisk, name: str) -> None:
+    """Refuse an operator whose rows belong to the data, where these are spread over processes.
+
+    Raises:
+        UnsupportedError: Naming it.
+    """
+    risk.processes.require_alone(
+        name,
+        "Its rows belong to the data, of which each process has a part: make it of a risk without `processes=`, for "
+        "the rows of this part.",
+    )
 
 
 @untraced

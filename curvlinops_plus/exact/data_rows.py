@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from curvlinops_plus.exact.base import RiskOperator, require_same_products
+from curvlinops_plus.exact.base import RiskOperator, refuse_several, require_same_products
 from curvlinops_plus.exact.double_backward import differentiable
 from curvlinops_plus.exact.linearize import Linearizer, Outputs, Read
 from curvlinops_plus.linalg import Space
@@ -59,6 +59,7 @@ class DataRows(RiskOperator):
     ) -> None:
         super().__init__(risk, check_deterministic)
         require_rereadable(risk.data, f"{type(self).__name__} reads the data once per product")
+        refuse_several(risk, type(self).__name__)
         self._seed, self._linear = seed, Linearizer(risk, read, chunk_size)
         if check_deterministic:
             require_same_products(self, risk.space.dim, lambda v: self._reduced(partial(self._rows_sweep, v)))
@@ -110,7 +111,7 @@ class DataRows(RiskOperator):
             place.take(block.shapes)
             return lambda V: torch.cat([u.flatten(1) for u in block.transpose_product(V)], 1)
 
-        for batch in self._batches():
+        for batch in self._batches(draws=draws):
             rows = self._linear.jvp(batch, X.T, output_map)
             place.write(result, rows.T)
         place.check_complete()
@@ -125,7 +126,7 @@ class DataRows(RiskOperator):
             rows = [X[part].T.to(F[0].dtype) for part in place.take(block.shapes)]
             return [*block.product([u.reshape(-1, *shape) for u, shape in zip(rows, block.shapes, strict=True)])]
 
-        for batch in self._batches():
+        for batch in self._batches(draws=draws):
             result += self._linear.vjp(batch, vectors)
         place.check_complete()
         return result.T, totals
@@ -134,7 +135,7 @@ class DataRows(RiskOperator):
         place, totals, draws = _Placement(self), Totals(), Draws(self._seed)
         n, like = self.risk.space.dim, {"dtype": self.dtype, "device": self.device}
         result = torch.zeros(place.space.dim, n, **like)
-        for batch in self._batches():
+        for batch in self._batches(draws=draws):
             F, extra = self._linear.outputs(batch)
             block = self._row_block(F, extra, draws, totals, weights)
             place.take(block.shapes)

@@ -118,12 +118,16 @@ class GGN(ParameterCurvature):
                 )
 
     def _sum(
-        self, of_batch: Callable[[Batch, int, OutputMap[Any], Tensor | None], Tensor], weights: LossWeights
+        self,
+        of_batch: Callable[[Batch, int, OutputMap[Any], Tensor | None], Tensor],
+        size: tuple[int, int],
+        weights: LossWeights,
     ) -> tuple[Tensor, Totals]:
         """Un-reduced sum over the batches, and the totals of the data.
 
         Args:
             of_batch: From a batch, its number, the product with `M`, and the sum so far, the sum with this batch.
+            size: Of the sum.
             weights: Of the losses.
         """
         totals, draws, total = Totals(), Draws(self.vectors.seed or 0), None
@@ -136,16 +140,17 @@ class GGN(ParameterCurvature):
                 return loss_roots(self.risk, self.vectors, terms, factors, draws).outer_product
             return _hessian_product(terms, factors)
 
-        for index, batch in enumerate(self._batches()):
+        for index, batch in enumerate(self._batches(draws=draws)):
             total = of_batch(batch, index, output_product, total)
-        assert total is not None  # without a batch `batches` raises
+        if total is None:  # the examples are in other processes
+            total = torch.zeros(size, dtype=self.dtype, device=self.device)
         return total, totals
 
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         def product(batch: Batch, index: int, output_product: OutputMap[Any], total: Tensor | None) -> Tensor:
             return self._linear.ggn_product(batch, X.T, output_product, index, total)
 
-        total, totals = self._sum(product, weights)
+        total, totals = self._sum(product, (X.shape[1], X.shape[0]), weights)
         return total.T, totals
 
     def _to_dense(self) -> Tensor:
@@ -153,7 +158,7 @@ class GGN(ParameterCurvature):
             found = self._linear.ggn_matrix(batch, output_product)
             return found if total is None else total.add_(found)
 
-        return self._scaled(partial(self._sum, matrix))
+        return self._scaled(partial(self._sum, matrix, self.shape))
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:
         """`⟨J v, M J w⟩` from tangents alone: nothing is sent back."""
@@ -162,7 +167,8 @@ class GGN(ParameterCurvature):
             found = self._linear.ggn_form(batch, torch.atleast_2d(rows), output_product)
             return found if total is None else total.add_(found)
 
-        found = self._scaled(partial(self._sum, form))
+        k = 1 if rows.ndim == 1 else len(rows)
+        found = self._scaled(partial(self._sum, form, (k, k)))
         return found if rows.ndim > 1 else found[0, 0]
 
 

@@ -110,7 +110,7 @@ class GGNFactor(DataRows):
 
     def _count_rows(self) -> dict[str, tuple[int, ...]]:
         draws, found = Draws(self._seed), []
-        for batch in self._batches(", sizes"):
+        for batch in self._batches(", sizes", draws):
             _, (terms, _) = self._linear.outputs(batch)
             found.append(loss_roots(self.risk, self.vectors, terms, [1.0] * len(terms), draws).shapes)
         rows = []

@@ -115,7 +115,7 @@ class Hessian(ParameterCurvature):
                     reached.append(shape)
                     total = self._product(loss, list(free.values()), X, shape, total)
                 totals.add(batch_totals.detached())
-            if not reached:
+            if not reached and totals.examples:
                 raise_unreached()
 
         with operation_context(), checkpoints_in_words():

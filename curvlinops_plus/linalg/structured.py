@@ -172,6 +172,11 @@ class Dense(OneTensor):
             raise self._no_closed_form("eigenvalues")
         return self._remember("eigh", self._decompose)
 
+    def remember_eigh(self, values: Tensor, Q: Tensor) -> None:
+        """Take over what `eigh` has returned, here or in another process."""
+        self._memory.pop("eigh", None)
+        self._remember("eigh", lambda: (values, Dense(Q)))
+
     def _decompose(self) -> tuple[Tensor, Dense]:
         semidefinite = self.structure == Structure.PSD
         values, Q = eigh(self._tensor, semidefinite=semidefinite)

@@ -1,6 +1,7 @@
 """Floor 3: a risk is model, losses and data; its mini-batches are read, run and recorded here."""
 
 from curvlinops_plus.risk.affine_rows import AffineRows
+from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Group, Layer, find_layers
 from curvlinops_plus.risk.module_uses import ModuleUse
@@ -9,7 +10,6 @@ from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.vectors import (
     CurvaturePropagation,
-    Draws,
     Empirical,
     Exact,
     ForwardOnly,

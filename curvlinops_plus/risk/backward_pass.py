@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.gram_sum import plain_mode
+from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
 from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 from curvlinops_plus.risk.user_backward import UserBackward
-from curvlinops_plus.risk.vectors import Draws, Vectors
+from curvlinops_plus.risk.vectors import Vectors
 
 __all__ = ["BackwardPasses", "Consumer", "VectorGroup", "vector_groups"]
 

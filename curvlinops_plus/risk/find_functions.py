@@ -70,7 +70,9 @@ def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: V
     if before is None or keys - before.unexplained.keys():
         state = preserve_state(risk.model, risk.data)
         with state, risk.placed(), torch.inference_mode(False), torch.enable_grad():
-            batch = next(risk.batches("functions")) if batch is None else batch
+            batch = next(risk.batches("functions"), None) if batch is None else batch
+            if batch is None:  # the examples are in other processes, which tell what they find
+                return
             # A module that did not have rows for examples either: the next one around it.
             beyond = {key: (name, key in keys) for key, name in known.items()}
             risk.reads = find_functions(risk, batch, {*keys, *known}, beyond)

@@ -37,7 +37,7 @@ def loss_pass(risk: Evaluated) -> Totals:
             with eager():
                 outputs, targets, class_axes = risk.run(batch)
                 totals.add(risk.terms(outputs, targets, batch, class_axes).totals)
-    return totals
+    return totals.over(risk.processes)
 
 
 def gradient_pass(risk: Differentiated, weights: LossWeights) -> tuple[dict[str, Tensor], Totals]:
@@ -68,9 +68,10 @@ def gradient_pass(risk: Differentiated, weights: LossWeights) -> tuple[dict[str,
             for total, g in zip(grads.values(), found):
                 if g is not None:
                     total += g
-        if not reached:
+        if not reached and totals.examples:
             raise_unreached()
 
     with torch.inference_mode(False), torch.enable_grad():
         risk.at(free, add_batches)
-    return grads, totals
+    risk.processes.sum_("adding gradients", list(grads.values()))
+    return grads, totals.over(risk.processes)

@@ -14,9 +14,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from curvlinops_plus.distributed import Alone
 from curvlinops_plus.risk.losses import Losses, Terms
 from curvlinops_plus.risk.process_state import eager
-from curvlinops_plus.risk.reading import Batch, is_iterator
+from curvlinops_plus.risk.reading import Batch, is_iterator, require_rereadable
 from curvlinops_plus.risk.totals import Totals
 
 __all__ = ["LossWeights", "UnevenError", "count_loss_terms", "loss_weights", "with_consistent_weights"]
@@ -117,6 +118,7 @@ class Evaluated(Protocol):
     losses: Losses
     data: Any
     device: torch.device
+    processes: Alone
 
     @property
     def options(self) -> Any: ...
@@ -134,7 +136,7 @@ def count_loss_terms(risk: Evaluated) -> Totals:
                 outputs, targets, class_axes = risk.run(batch)
             with torch.autocast(risk.device.type, enabled=False):
                 totals.add(risk.terms(outputs, targets, batch, class_axes).totals)
-    return totals
+    return totals.over(risk.processes)
 
 
 def loss_weights(risk: Evaluated) -> LossWeights:
@@ -143,8 +145,8 @@ def loss_weights(risk: Evaluated) -> LossWeights:
     Cost: one forward pass over the data if they depend on it, which is never so for one loss or one batch. For an
     iterator each batch has to determine them.
     """
-    single = isinstance(risk.data, Sequence) and len(risk.data) == 1
-    if risk.losses.constant_weights or single or is_iterator(risk.data):
+    single = _is_single(risk)
+    if risk.losses.constant_weights or single or _reads_once(risk):
         return LossWeights(risk.losses, risk.options.num_data, single_batch=single)
     return LossWeights(risk.losses, risk.options.num_data, count_loss_terms(risk))
 
@@ -164,9 +166,11 @@ def with_consistent_weights(
     Raises:
         ValueError: If passes don't agree.
     """
-    single = isinstance(risk.data, Sequence) and len(risk.data) == 1
-    weights = LossWeights(risk.losses, risk.options.num_data, before, single)
-    if risk.losses.constant_weights or is_iterator(risk.data):
+    if before is None and risk.processes.world > 1 and not risk.losses.constant_weights:
+        _ = _reads_once(risk)
+        before = count_loss_terms(risk)  # all have to assume the same
+    weights = LossWeights(risk.losses, risk.options.num_data, before, _is_single(risk))
+    if risk.losses.constant_weights or _reads_once(risk):
         return attempt(weights)
     for _ in range(2):
         try:
@@ -179,6 +183,22 @@ def with_consistent_weights(
                 return result, totals
         weights = LossWeights(risk.losses, risk.options.num_data, whole)
     raise ValueError(weights.changing())
+
+
+def _is_single(risk: Evaluated) -> bool:
+    """Whether one batch is the whole data set."""
+    return isinstance(risk.data, Sequence) and len(risk.data) == 1 and risk.processes.world == 1
+
+
+def _reads_once(risk: Evaluated) -> bool:
+    """Whether the data can't be read again, so that each batch has to determine the weights.
+
+    Raises:
+        ValueError: If they are spread over processes, whose batches could determine other ones.
+    """
+    if risk.processes.world > 1:
+        require_rereadable(risk.data, "the loss terms of all processes are counted first")
+    return is_iterator(risk.data)
 
 
 def _equal(one: Sequence[float], other: Sequence[float]) -> bool:

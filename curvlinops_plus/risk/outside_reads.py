@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.module_uses import ModuleUse
 
-__all__ = ["OutsideReads", "not_by_example"]
+__all__ = ["OutsideReads", "not_by_example", "raise_for_all"]
 
 
 class OutsideReads(UnsupportedError):
@@ -25,6 +26,13 @@ class OutsideReads(UnsupportedError):
     def __init__(self, message: str, keys: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.keys = tuple(keys)
+
+
+def raise_for_all(processes: Alone, error: OutsideReads | None) -> None:
+    """Raise what was noticed in any process, in all of them. Collective."""
+    found = [each for each in processes.gather("looking for outside reads", error) if each is not None]
+    if found:
+        raise error or found[0]
 
 
 def not_by_example(use: ModuleUse, inputs: Any, N: int, message: str) -> UnsupportedError:

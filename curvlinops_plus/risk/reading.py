@@ -43,12 +43,14 @@ class Batch:
         y: Targets.
         num_examples: N.
         unpack: Call the model as `model(**X)` rather than `model(X)`.
+        first: How many examples came before in this pass.
     """
 
     X: Any
     y: Any
     num_examples: int
     unpack: bool = False
+    first: int = 0
 
 
 def check_data(data: Any) -> None:

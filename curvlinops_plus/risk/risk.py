@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk.autograd_graph import prepare_graph
@@ -37,8 +38,10 @@ from curvlinops_plus.risk.reading import (
     require_numbers,
 )
 from curvlinops_plus.risk.replaced_parameters import parameter_places, paths_to, replaced_parameters, require_places
+from curvlinops_plus.risk.replicas import require_replicas
 from curvlinops_plus.risk.totals import Number, Totals
 from curvlinops_plus.risk.usable_model import refuse_parameters, require_module
+from curvlinops_plus.risk.wrappers import common_processes, inner_model
 
 __all__ = ["EmpiricalRisk", "RiskOptions"]
 
@@ -60,6 +63,7 @@ class RiskOptions:
     reduction: str | None = None
     check: bool = True
     example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None
+    example_ids: Callable[[Any, Any], Any] | None = None
 
 
 @dataclass
@@ -132,6 +136,11 @@ class EmpiricalRisk:
         check: Whether three examples of a batch are looked at when its layers are called for the first time: that layer
             rules agree with autograd, that examples don't depend on each other, that two evaluations agree. And whether
             a loss that the model computes from `labels` is compared with this one.
+        example_ids: `example_ids(X, y)` gives the numbers of the examples of a batch in the whole data set, N integers:
+            random vectors depend on them. Default: examples are numbered in their order, through each pass.
+        processes: Several processes, of which each has its part of the data: `processes.share(data)`. Whatever is
+            computed of the risk is that of all data, and equal in all; they have to compute it together. Default: this
+            process alone.
 
     Passes over the data evaluate the model as it stands, whatever the caller's modes are: neither `torch.autocast`,
     `torch.no_grad()` and `torch.inference_mode()` around them nor the compiler change a number. Autocast inside the
@@ -186,9 +195,14 @@ class EmpiricalRisk:
         reduction: str | None = None,
         check: bool = True,
         example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
+        example_ids: Callable[[Any, Any], Any] | None = None,
+        processes: Processes | None = None,
     ) -> None:
         owned = require_module(model)
         check_data(data)
+        #: The processes that share the data; `Alone()` if there are none.
+        self.processes = common_processes(model, processes)
+        model = inner_model(model)
         self.model, self.data = model, data
         self.losses = Losses(loss, reduction)
         self._own = named_params(model, params, owned)
@@ -213,6 +227,7 @@ class EmpiricalRisk:
             reduction,
             check,
             functions_of_rows(model, example_of_row),
+            example_ids,
         )
         _check_options(self.options, self.losses)
         #: What was found out in the first batches.
@@ -244,20 +259,20 @@ class EmpiricalRisk:
 
     # ------------------------------------------------------------------------------------------------- one batch
     def batches(self, desc: str) -> Iterator[Batch]:
-        """Read the data once; empty batches are left out.
+        """Read the data of this process once; empty batches are left out.
 
         Raises:
-            ValueError: If there is no batch at all.
+            ValueError: If there is no batch at all, and there are no other processes that may have some.
         """
-        found, options = False, self.options
+        seen, options = 0, self.options
         bar = tqdm(self.data, desc=f"{desc} (on {self.device})") if options.progressbar else nullcontext(self.data)
         with bar as items:
             for index, item in enumerate(items):
                 batch = self.read(item, index)
                 if batch.num_examples:
-                    found = True
-                    yield batch
-        if not found:
+                    yield batch if batch.first == seen else replace(batch, first=seen)
+                    seen += batch.num_examples
+        if not seen and self.processes.world == 1:
             again = (
                 " It is an iterator, which can be read only once: pass a list or a DataLoader."
                 if is_iterator(self.data)
@@ -287,6 +302,26 @@ class EmpiricalRisk:
             ValueError: If its examples can't be counted.
         """
         return Batch(X, None, count_examples(X, None, 0, self.options.batch_size_fn, unpack), unpack)
+
+    def example_numbers(self, batch: Batch, before: int = 0) -> Sequence[int] | Tensor:
+        """The numbers of a batch's examples in the whole data set.
+
+        Args:
+            batch: The batch.
+            before: How many examples came before the pass.
+
+        Raises:
+            ValueError: If `example_ids` returned something else than N integers.
+        """
+        if self.options.example_ids is None:
+            return self.processes.numbers(before + batch.first, batch.num_examples)
+        found = torch.as_tensor(self.options.example_ids(batch.X, batch.y)).cpu()
+        if found.shape != (batch.num_examples,) or found.is_floating_point() or found.dtype == torch.bool:
+            raise ValueError(
+                f"example_ids returned {found.dtype} {list(found.shape)}; expected the numbers of the batch's "
+                f"{batch.num_examples} examples in the whole data set, integers [{batch.num_examples}]."
+            )
+        return found
 
     def run(self, batch: Batch, model: Callable[..., Any] | None = None) -> tuple[Any, Any, Any]:
         """Forward pass: for each loss its output, its target, and its class axis if that is not the loss's own."""
@@ -384,14 +419,23 @@ class EmpiricalRisk:
             )
 
     # ---------------------------------------------------------------------------------------------- all the data
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        """`work()`, which reads the data, by all processes, whose models are the same; a failure raises in all."""
+
+        def agreed() -> T:
+            require_replicas(self)
+            return work()
+
+        return self.processes.together(what, agreed)
+
     @untraced
     def loss(self) -> Tensor:
-        """The loss over all data, a 0-d tensor. Cost: one forward pass."""
+        """The loss over all data, a 0-d tensor. Cost: one forward pass. Collective."""
         with preserve_state(self.model, self.data):
-            return self._value(loss_pass(self))
+            return self._value(self.together("the loss", lambda: loss_pass(self)))
 
     def gradient(self) -> dict[str, Tensor]:
-        """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass.
+        """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass. Collective.
 
         Several means over numbers of terms that are not in the same proportion in all batches: up to two more passes.
         """
@@ -399,9 +443,11 @@ class EmpiricalRisk:
 
     @untraced
     def gradient_and_loss(self) -> tuple[dict[str, Tensor], Tensor]:
-        """Gradient and loss over all data in one pass; nothing is written to `.grad`."""
+        """Gradient and loss over all data in one pass; nothing is written to `.grad`. Collective."""
         with preserve_state(self.model, self.data):
-            sums, totals = with_consistent_weights(self, lambda weights: gradient_pass(self, weights))
+            sums, totals = self.together(
+                "the gradient", lambda: with_consistent_weights(self, lambda weights: gradient_pass(self, weights))
+            )
         c = self.scale(totals)
         return {key: g * c for key, g in sums.items()}, self._value(totals)
 
@@ -412,11 +458,16 @@ class EmpiricalRisk:
         else:
             scales = self.losses.scales(totals, self.options.num_data)
             value = sum(one.weight * c * loss for one, c, loss in zip(self.losses, scales, totals.losses))
-        return torch.as_tensor(value).to(self.dtype)
+        return torch.as_tensor(value, dtype=self.dtype, device=self.device)
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
-    for name, example in {"output": "lambda o: o[0]", "mask": "lambda X, y: ...", "batch_size_fn": "len"}.items():
+    for name, example in {
+        "output": "lambda o: o[0]",
+        "mask": "lambda X, y: ...",
+        "batch_size_fn": "len",
+        "example_ids": "lambda X, y: ...",
+    }.items():
         given = getattr(options, name)
         if given is not None and not callable(given):
             raise TypeError(f"{name} is a {type(given).__name__}; expected a function, for instance {name}={example}.")

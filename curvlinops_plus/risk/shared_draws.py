@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.vectors import Draws
+from curvlinops_plus.risk.draws import Draws
 
 __all__ = ["requested_size", "share_draws"]
 

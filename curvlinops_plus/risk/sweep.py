@@ -15,9 +15,11 @@ from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorGroup, vector_groups
 from curvlinops_plus.risk.constant_statistics import constant_statistics
+from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms
+from curvlinops_plus.risk.outside_reads import OutsideReads, raise_for_all
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
@@ -26,7 +28,7 @@ from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.self_check import check_batch
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.user_backward import UserBackward
-from curvlinops_plus.risk.vectors import Draws, Exact, Vectors
+from curvlinops_plus.risk.vectors import Exact, Vectors
 
 __all__ = ["RecordedPasses", "sweep"]
 
@@ -62,15 +64,20 @@ def sweep(
     Cost: one forward pass, and one backward pass per vector to the layers' outputs only. Several losses, of which at
     least one has the reduction "mean": see `loss_weights`.
     """
-    totals, draws = Totals(), Draws(vectors.seed or 0)
+    totals, draws, outside = Totals(), Draws(vectors.seed or 0), None
     if weights is None:
         weights = loss_weights(risk) if vectors.backward else LossWeights(risk.losses)
     with RecordedPasses(risk, layers, vectors, weights, repeatable=repeatable) as passes:
-        for batch in risk.batches(desc):
-            batch_totals = passes.observe(batch, draws, consume)
-            totals.add(batch_totals)
-            if after_batch is not None:
-                after_batch(batch_totals)
+        try:
+            for batch in risk.batches(desc):
+                batch_totals = passes.observe(batch, draws, consume)
+                totals.add(batch_totals)
+                if after_batch is not None:
+                    after_batch(batch_totals)
+        except OutsideReads as error:
+            outside = error
+    raise_for_all(risk.processes, outside)
+    totals = totals.over(risk.processes)
     if vectors.backward and not weights.agree(totals):
         raise ValueError(weights.changing())
     return totals
@@ -168,6 +175,7 @@ class RecordedPasses:
             The totals of the batch.
         """
         risk, recorder, vectors, (fs, _, class_axes) = self.risk, self.recorder, self.vectors, outputs
+        draws.of_examples(risk.example_numbers(batch, draws.before))
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
+
+from curvlinops_plus.distributed import Alone
 
 __all__ = ["Totals"]
 
@@ -69,6 +72,32 @@ class Totals:
         if other.counts:
             self.counts = tuple(a + b for a, b in zip(self.counts or (0.0,) * len(other.counts), other.counts))
             self.losses = tuple(a + b for a, b in zip(self.losses or (0.0,) * len(other.losses), other.losses))
+
+    def over(self, processes: Alone) -> Totals:
+        """The totals of all processes. Collective.
+
+        Raises:
+            ValueError: If there are no examples, or several losses have other weights in other processes.
+        """
+        if processes.world == 1:
+            return self
+        whole = Totals.union(processes.gather("adding totals", self.plain()))
+        if not whole.examples:
+            raise ValueError(f"`data` has no examples in any of the {processes.world} processes.")
+        return whole
+
+    def plain(self) -> Totals:
+        """The same without tensors."""
+        counts, losses = tuple(map(float, self.counts)), tuple(map(float, self.losses))
+        return replace(self, loss_count=float(self.loss_count), loss=float(self.loss), counts=counts, losses=losses)
+
+    @classmethod
+    def union(cls, parts: Iterable[Totals]) -> Totals:
+        """The totals of all parts together."""
+        whole = cls()
+        for totals in parts:
+            whole.add(totals)
+        return whole
 
     def detached(self) -> Totals:
         """The same without a graph behind the losses."""

@@ -34,11 +34,11 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
+from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.roots import ColumnsRoot, HessianRoot, Root
 
 __all__ = [
     "CurvaturePropagation",
-    "Draws",
     "Empirical",
     "Exact",
     "ForwardOnly",
@@ -46,36 +46,6 @@ __all__ = [
     "Vectors",
     "as_vectors",
 ]
-
-
-class Draws:
-    """Uniform random numbers of our own, in the order of the examples.
-
-    The numbers depend on the seed and on how many examples came before, never on the batch sizes, the dtype of the
-    model or anybody else's random numbers. They are made on the CPU, whose generator fills memory one number after the
-    other.
-
-    Args:
-        seed: Where the stream starts.
-
-    Example:
-        >>> import torch
-        >>> whole = Draws(0).uniform(4, 2)
-        >>> halves = Draws(0)
-        >>> bool((torch.cat([halves.uniform(1, 2), halves.uniform(3, 2)]) == whole).all())
-        True
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def uniform(self, *shape: int) -> Tensor:
-        """Numbers in [0, 1), float64 on the CPU; the first axis is the examples'."""
-        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
-
-    def signs(self, *shape: int) -> Tensor:
-        """1 or -1 with equal chance, from as many of the numbers, float64 on the CPU."""
-        return self.uniform(*shape).lt_(0.5).mul_(-2).add_(1)
 
 
 def _near(numbers: Tensor, F: Tensor) -> Tensor:

@@ -101,8 +101,9 @@ def test_signs_depend_on_the_examples_not_on_their_batches(sizes: list[int], sam
     for vectors in (CurvaturePropagation(samples, seed=1), Exact(signs=True, seed=1)):
         whole = torch.stack([*vectors.send(likelihood, F, Y, Draws(1))])
         draws, parts = Draws(1), []
-        for f, y in zip(F.split(sizes), Y.split(sizes), strict=True):
-            parts.append(torch.stack([*vectors.send(likelihood, f, y, draws)]))
+        numbers = torch.arange(len(F)).split(sizes)
+        for f, y, examples in zip(F.split(sizes), Y.split(sizes), numbers, strict=True):
+            parts.append(torch.stack([*vectors.send(likelihood, f, y, draws.of_examples(examples))]))
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-12, atol=1e-14)
 
 

@@ -22,6 +22,7 @@ from curvlinops_plus.optim.kfac.tensor_lists import norms
 from curvlinops_plus.optim.kfac.watch import Watch
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.process_state import untraced
+from curvlinops_plus.risk.wrappers import wrapped_processes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -68,6 +69,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         groups = _groups(model, params)
         if schedule is not None and any("damping" in group for group in groups):
             raise ValueError("A schedule sets the damping of all groups, and one of them has its own. Give one.")
+        risk_options = {"processes": wrapped_processes(model), **risk_options}  # replicas must not drift apart
         risk = EmpiricalRisk(model, loss, (), [p for group in groups for p in _tensors(group)], **risk_options)
         #: The statistics and their inverse.
         self.curvature = RunningInverse(risk, curvature)

@@ -160,8 +160,9 @@ class Move:
 
 def _ratio(lr: Any, before: Any) -> float:
     """What a velocity is multiplied with; adaptive coefficients have their own measure of it."""
-    known = not isinstance(lr, str) and not isinstance(before, str) and lr is not None and before
-    return lr / before if known else 1.0
+    if not before or lr is None or "adaptive" in (lr, before):
+        return 1.0
+    return float(lr) / float(before)
 
 
 def _reads_curved(c: NormConstraint | None) -> bool:

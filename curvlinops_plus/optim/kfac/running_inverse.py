@@ -273,7 +273,7 @@ class RunningInverse:
         due = self._dampings is None or self.steps % self.options.inverse_every == 0
         dampings = self._by_factor(dampings)
         if due:
-            self.estimator.refresh(self._of_blocks(self.estimator.operator, dampings))
+            self.estimator.refresh_by(lambda K: self._of_blocks(K, dampings))
             self._dampings, self._inverse = dict(dampings), None
         return due
 

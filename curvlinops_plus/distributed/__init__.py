@@ -1,0 +1,5 @@
+"""Floor 1: several processes; knows tensors and processes only."""
+
+from curvlinops_plus.distributed.processes import Alone, Processes
+
+__all__ = ["Alone", "Processes"]

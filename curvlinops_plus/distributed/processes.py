@@ -1,0 +1,324 @@
+"""Several processes that work on one thing, and one process that works alone, with the same verbs.
+
+Each process runs the same program on its own part of the data. Those verbs that communicate say so: all processes have
+to call them in the same order. Each begins with an agreement, a reduction of three integers, by which all learn whether
+one of them has failed or is somewhere else; so nobody waits for one that will not come.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from curvlinops_plus.distributed.packing import Bucket, buckets
+from curvlinops_plus.distributed.share import share
+from curvlinops_plus.errors import ProcessError, UnsupportedError
+
+__all__ = ["Alone", "Processes"]
+
+T = TypeVar("T")
+
+_IN_FLIGHT = 2  # buckets
+
+
+class Alone:
+    """One process, which has all data: each verb of `Processes`, at no cost.
+
+    Attributes:
+        rank: 0.
+        world: 1.
+
+    Example:
+        >>> alone = Alone()
+        >>> alone.together("adding", lambda: 1 + 1), alone.gather("numbers", 5), alone.numbers(10, 2)
+        (2, [5], range(10, 12))
+    """
+
+    rank = 0
+    world = 1
+
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        """The result of `work()`, if it fails in no process. Collective.
+
+        Args:
+            what: Names the work in errors.
+            work: May communicate by the other verbs.
+
+        Raises:
+            ProcessError: In all processes, if it fails in one of them.
+        """
+        return work()
+
+    def gather(self, what: str, part: T) -> list[T]:
+        """What each process has, in the order of their ranks: small objects without tensors of a GPU. Collective."""
+        return [part]
+
+    def every(self, what: str, holds: bool) -> bool:
+        """Whether it holds in all processes. Collective."""
+        return all(self.gather(what, holds))
+
+    def sum_(self, what: str, tensors: Sequence[Tensor], symmetric: Sequence[bool] = ()) -> None:
+        """Write the sums over all processes into tensors, which have the same shapes and dtypes in all. Collective.
+
+        Args:
+            what: Names it in errors.
+            tensors: The tensors.
+            symmetric: Which of them are symmetric matrices, of which one triangle is sent; none by default.
+        """
+
+    def hand_out(self, what: str, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Write the tensors of their owners into those of all processes. Collective.
+
+        Args:
+            what: Names it in errors.
+            tensors: Of the same shapes and dtypes in all processes.
+            owners: The rank that has the numbers of each.
+        """
+
+    def same(self, what: str, describe: Callable[[], Mapping[str, Any]]) -> None:
+        """Refuse processes that differ in what has to be the same. Collective.
+
+        Args:
+            what: Names it in errors.
+            describe: Name to plain Python value. Numbers in floating point may differ by rounding.
+
+        Raises:
+            ProcessError: In all processes, saying what differs.
+        """
+
+    def numbers(self, first: int, count: int) -> range:
+        """The numbers in the whole data set of `count` examples, the first of which is number `first` of this part."""
+        return range(first, first + count)
+
+    def share(self, data: Any) -> Any:
+        """The part of the data that belongs to this process, see `Processes.share`."""
+        return data
+
+    def require_alone(self, what: str, advice: str) -> None:
+        """Refuse what several processes can't do together.
+
+        Raises:
+            UnsupportedError: If there are several.
+        """
+
+
+class Processes(Alone):
+    """The processes of a group, such as `torchrun` starts, each with its part of the data.
+
+    An argument of `EmpiricalRisk`, whose data are then the part of this process: all that is made of the risk is that
+    of the whole data, and equal in all processes.
+
+    Args:
+        group: The group of `torch.distributed`; default: the one of all processes.
+        bucket_bytes: Tensors are sent in pieces of at most about this many bytes, 64 MiB by default.
+
+    Attributes:
+        rank: The number of this process.
+        world: How many there are.
+
+    Raises:
+        ValueError: If `torch.distributed` is not initialised, or this process is not in the group.
+
+    Example:
+        >>> import tempfile
+        >>> file = tempfile.NamedTemporaryFile()
+        >>> torch.distributed.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+        >>> processes = Processes()
+        >>> processes.rank, processes.world, processes.numbers(10, 2)
+        (0, 1, range(10, 12))
+        >>> torch.distributed.destroy_process_group()
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, bucket_bytes: int = 2**26) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ValueError(
+                "Processes() needs torch.distributed: start the program by torchrun, and call "
+                "torch.distributed.init_process_group() first."
+            )
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes!r} must be an integer of at least 1.")
+        group = dist.group.WORLD if group is None else group
+        assert group is not None  # it is initialised
+        self.group = group
+        self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise ValueError("This process is not in the group that was given to Processes.")
+        self.bucket_bytes = bucket_bytes
+        self._inside = ""  # what is done together
+        cuda = "nccl" in dist.get_backend(self.group)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+    def __deepcopy__(self, memo: Any) -> Processes:
+        return self  # a group can't be copied
+
+    def __repr__(self) -> str:
+        return f"Processes, {self.rank} of {self.world}"
+
+    # ------------------------------------------------------------------------------------------------------- agreement
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        if self._inside:  # whoever began raises for all
+            return work()
+        self._inside = what
+        try:
+            try:
+                result = work()
+            except ProcessError:  # everybody knows
+                raise
+            except Exception as error:
+                self._agree(what, error)
+                raise
+            self._agree(what)
+            return result
+        finally:
+            self._inside = ""
+
+    def _agree(self, what: str, error: Exception | None = None) -> None:
+        """Find out whether a process has failed, or is somewhere else.
+
+        Raises:
+            ProcessError: In all processes.
+        """
+        what = what if what == self._inside or not self._inside else f"{self._inside}, {what}"
+        code = crc32(what.encode())
+        with _in_contact(self, what):
+            flags = torch.tensor([error is not None, code, -code], device=self._device)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, self.group)
+            failed, most, least = flags.tolist()
+            if not failed and most == -least:
+                return
+            told: list[Any] = [None] * self.world
+            words = None if error is None else (type(error).__name__, str(error), _traceback(error))
+            dist.all_gather_object(told, (what, words), self.group)
+        places = [place for place, _ in told]
+        for rank, (_, words) in enumerate(told):
+            if words is not None:
+                kind, message, trace = words
+                raise ProcessError(
+                    f"Process {rank} of {self.world} failed in {places[rank]}, and all have stopped there, unchanged. "
+                    f"{kind}: {message}\n\nIts traceback:\n{trace}"
+                ) from error
+        raise ProcessError(
+            f"The processes are in different places: {dict(enumerate(places))}. All have to make the same collective "
+            "calls in the same order; see the list in the documentation of several processes."
+        )
+
+    # ------------------------------------------------------------------------------------------------------------ verbs
+    def gather(self, what: str, part: T) -> list[T]:
+        self._agree(what)
+        parts: list[Any] = [None] * self.world
+        with _in_contact(self, what):
+            dist.all_gather_object(parts, part, self.group)
+        return parts
+
+    def sum_(self, what: str, tensors: Sequence[Tensor], symmetric: Sequence[bool] = ()) -> None:
+        self._agree(what)
+
+        def start(flat: Tensor, bucket: int) -> Any:
+            return dist.all_reduce(flat, group=self.group, async_op=True)
+
+        self._send(what, list(buckets(tensors, symmetric or [False] * len(tensors), self.bucket_bytes)), start)
+
+    def hand_out(self, what: str, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        self._agree(what)
+        found: list[Bucket] = []
+        sources: list[int] = []
+        for rank in range(self.world):
+            own = [t for t, owner in zip(tensors, owners, strict=True) if owner == rank]
+            found += buckets(own, [False] * len(own), self.bucket_bytes)
+            sources += [dist.get_global_rank(self.group, rank)] * (len(found) - len(sources))
+
+        def start(flat: Tensor, bucket: int) -> Any:
+            return dist.broadcast(flat, sources[bucket], group=self.group, async_op=True)
+
+        self._send(what, found, start)
+
+    def _send(self, what: str, found: Sequence[Bucket], start: Callable[[Tensor, int], Any]) -> None:
+        """Pack buckets, start their communication, and unpack what has come, a few of them at a time."""
+        flying: list[tuple[Bucket, Tensor, Any]] = []
+
+        def land() -> None:
+            bucket, flat, handle = flying.pop(0)
+            handle.wait()
+            bucket.unpack_(flat)
+
+        with _in_contact(self, what), torch.no_grad():
+            for number, bucket in enumerate(found):
+                if len(flying) == _IN_FLIGHT:
+                    land()
+                flat = bucket.pack().detach()
+                flat = flat.to(self._device) if self._device.type == "cuda" else flat
+                flying.append((bucket, flat, start(flat, number)))
+            while flying:
+                land()
+
+    def same(self, what: str, describe: Callable[[], Mapping[str, Any]]) -> None:
+        found = self.gather(what, dict(describe()))
+        for name in dict.fromkeys(name for facts in found for name in facts):
+            values = [facts.get(name) for facts in found]
+            if other := next((rank for rank, value in enumerate(values) if not _equal(values[0], value)), None):
+                raise ProcessError(
+                    f"The processes differ in {what}: {name} is {values[0]!r} in process 0, and {values[other]!r} in "
+                    f"process {other}. Everything but the data has to be the same in all."
+                )
+
+    def numbers(self, first: int, count: int) -> range:
+        start = self.rank + self.world * first
+        return range(start, start + self.world * count, self.world)
+
+    def share(self, data: Any) -> Any:
+        """The part of the data that belongs to this process: each example is in exactly one part.
+
+        Args:
+            data: A list of batches `(X, y)`, or of mappings of tensors, whose examples are dealt out: of all examples
+                in their order those of number `rank`, `rank + world`, and so on. Of other sequences the items are
+                dealt out. Of a `Dataset` a `Subset`. A `DataLoader` in order, or with `shuffle=True`, becomes one
+                over a subset of its data set, with batches of the same size.
+
+        Returns:
+            The same kind of thing; of a list with copies of its tensors' own part, in batches of about the same sizes.
+            Parts may differ in size by an example, and be empty.
+
+        Raises:
+            ValueError: If a loader has a sampler of its own, such as `DistributedSampler`, which repeats examples to
+                make parts even so that they count twice, or leaves out a last batch.
+            TypeError: If it can't be dealt out, as an iterator.
+        """
+        return share(data, self.rank, self.world)
+
+    def require_alone(self, what: str, advice: str) -> None:
+        if self.world > 1:
+            raise UnsupportedError(f"{what} can't be computed by several processes together. {advice}")
+
+
+@contextmanager
+def _in_contact(processes: Processes, what: str) -> Iterator[None]:
+    """Say in words that others are gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, ProcessError):
+            raise
+        raise ProcessError(
+            f"Process {processes.rank} of {processes.world} has lost contact with others in {what}: one of them has "
+            f"ended, or did not come within the timeout of the group. {type(error).__name__}: {error}"
+        ) from error
+
+
+def _traceback(error: Exception) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two plain values are the same; numbers in floating point up to rounding in single precision."""
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= 1e-5 * max(abs(one), abs(other)) or (one != one and other != other)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)

@@ -1,0 +1,117 @@
+"""Dealing out data to processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
+
+__all__ = ["share"]
+
+
+def share(data: Any, rank: int, world: int) -> Any:
+    """The part of one process, see `Processes.share`.
+
+    Example:
+        >>> share([(torch.arange(3), torch.arange(3)), (torch.arange(3, 5), torch.arange(3, 5))], 1, 2)
+        [(tensor([1, 3]), tensor([1, 3]))]
+    """
+    if isinstance(data, DataLoader):
+        return _share_loader(data, rank, world)
+    if isinstance(data, IterableDataset):
+        raise TypeError(
+            f"`data` is a {type(data).__name__}, an IterableDataset, which can't be dealt out: give each process its "
+            "own part, and the risk `processes=`."
+        )
+    if isinstance(data, Dataset) and not isinstance(data, Sequence):
+        return Subset(data, range(rank, _length(data), world))
+    if not isinstance(data, Sequence) or isinstance(data, str):
+        raise TypeError(
+            f"`data` is a {type(data).__name__}, which can't be dealt out. Share a list of batches, a Dataset or a "
+            "DataLoader, or give each process its own part, and the risk `processes=`."
+        )
+    parts: list[Any] = []
+    before = 0
+    for item in data:
+        if (size := _examples(item)) is None:
+            return data[rank::world]
+        parts.append(_every(item, (rank - before) % world, world))
+        before += size
+    return [batch for start in range(0, len(parts), world) for batch in _joined(parts[start : start + world])]
+
+
+def _length(data: Any) -> int:
+    if not hasattr(data, "__len__"):
+        raise TypeError(f"`data` is a {type(data).__name__} without a length, so it can't be dealt out.")
+    return len(data)
+
+
+def _examples(item: Any) -> int | None:
+    """N of a batch of tensors that all have N rows, None if it is something else."""
+    pair = isinstance(item, (tuple, list)) and len(item) == 2
+    leaves = tree_leaves(dict(item) if isinstance(item, Mapping) else item) if pair or isinstance(item, Mapping) else []
+    if not leaves or not all(isinstance(t, Tensor) and t.ndim for t in leaves):
+        return None
+    sizes = {t.shape[0] for t in leaves}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _every(item: Any, start: int, step: int) -> Any:
+    """Every `step`-th example of a batch."""
+    return tree_map(lambda t: t[start::step], dict(item) if isinstance(item, Mapping) else item)
+
+
+def _joined(batches: list[Any]) -> list[Any]:
+    """Small batches as one of the usual size, if they fit together: one is faster, but for rounding it is the same."""
+    flat = [tree_flatten(batch) for batch in batches]
+    like = [(spec, [(t.shape[1:], t.dtype, t.device) for t in leaves]) for leaves, spec in flat]
+    if any(one != like[0] for one in like):
+        return batches
+    return [tree_unflatten([torch.cat(ts) for ts in zip(*(leaves for leaves, _ in flat))], flat[0][1])]
+
+
+def _share_loader(loader: DataLoader[Any], rank: int, world: int) -> DataLoader[Any]:
+    """A loader over every `world`-th example, with batches of the same size."""
+    data = loader.dataset
+    if isinstance(data, IterableDataset):
+        raise TypeError(
+            "The loader's data set is an IterableDataset, which can't be dealt out: give each process a loader of its "
+            "own part, and the risk `processes=`."
+        )
+    sampler = loader.sampler
+    kind = type(sampler).__name__
+    shuffles = type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    if type(sampler) is not SequentialSampler and not shuffles:
+        why = " It repeats examples to make parts even, and those would count twice." if "Distributed" in kind else ""
+        raise ValueError(
+            f"The loader has a {kind}, and share() deals out the data itself.{why} Share a DataLoader without a "
+            "sampler, in order or with shuffle=True; or give each process its own part, and the risk `processes=`."
+        )
+    if type(loader.batch_sampler) not in (torch.utils.data.BatchSampler, type(None)):
+        raise ValueError(
+            f"The loader has batches of its own, a {type(loader.batch_sampler).__name__}; share() deals out examples. "
+            "Share a DataLoader with a batch size."
+        )
+    if loader.drop_last:
+        raise ValueError(
+            "The loader has drop_last=True: each process would leave out other examples than one process alone. Say "
+            "drop_last=False; batches may have different sizes."
+        )
+    options: dict[str, Any] = {
+        "batch_size": loader.batch_size,
+        "shuffle": shuffles,
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+    }
+    return DataLoader(Subset(data, range(rank, _length(data), world)), **options)

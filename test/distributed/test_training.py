@@ -1,0 +1,65 @@
+"""Estimators and optimizers of several processes follow those of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PLAIN = {"lr": 0.1, "inverse_every": 3}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("approximation", "vectors", "decay"),
+    [
+        ("KFAC", "mc", 0.9),
+        ("KFAC", "exact", 1.0),
+        ("EKFAC", "mc", 0.9),
+        ("EKFAC", "exact", 1.0),
+        ("FullBlock", "mc", 0.5),
+    ],
+)
+def test_estimator(workers: Any, world: int, approximation: str, vectors: str, decay: float) -> None:
+    for found in workers.run(world, "streams", approximation, vectors, decay):
+        assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("wrapper", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
+@pytest.mark.parametrize("inverse", ["exact", "factored"])
+def test_optimizer(workers: Any, world: int, wrapper: dict[str, Any], inverse: str) -> None:
+    """Replicas are the same bit by bit."""
+    found = workers.run(world, "train", PLAIN | {"inverse": inverse}, wrapper)
+    assert all(one["values"] == found[0]["values"] for one in found)
+    assert found[0]["names"] == ["0", "2"]
+    assert max(one["away"] for one in found) < 1e-10, found
+
+
+@pytest.mark.parametrize("wrapper", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_gradients_are_untouched(workers: Any, wrapper: dict[str, Any]) -> None:
+    """Layers have the names of the model inside, whether it or the wrapper is given."""
+    for found in workers.run(2, "heard", wrapper):
+        assert found.keys() == {"DistributedDataParallel", "Sequential"}
+        assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+def test_states_go_on_elsewhere(workers: Any, approximation: str, tmp_path: Path) -> None:
+    """A state of two processes, in one and in three."""
+    states = workers.run(2, "half_way", approximation, str(tmp_path))
+    assert states[0] == states[1]
+    for world in (1, 3):
+        for found in workers.run(world, "second_half", approximation, str(tmp_path), states[0]):
+            assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+def test_decompositions_are_shared_out(workers: Any, approximation: str) -> None:
+    """Each is computed by one process, and all have the same bits."""
+    (alone, _), *_ = workers.run(1, "decompositions", approximation)
+    found = workers.run(3, "decompositions", approximation)
+    assert sum(count for count, _ in found) == alone == 4
+    assert max(count for count, _ in found) == 2
+    assert all(result == found[0][1] for _, result in found)
