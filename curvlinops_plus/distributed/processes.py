@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from curvlinops_plus.distributed.packing import Bucket, buckets
+from curvlinops_plus.distributed.buckets import Bucket, buckets
 from curvlinops_plus.distributed.share import share
 from curvlinops_plus.errors import ProcessError, UnsupportedError
 

@@ -384,26 +384,13 @@ class EmpiricalRisk:
     @contextmanager
     def placed(self) -> Iterator[None]:
         """The model has the values of `params` in here, where these are not its own tensors."""
-        require_places(self._places, self._paths, self._own)
+        self.require_in_place()
         own = all(self.params[key] is p for key, p in self._own.items())
         with nullcontext() if own else replaced_parameters(self._places, self.params):
             yield
 
-    @property
-    def in_place(self) -> bool:
-        """Whether the model holds the tensors that it held when this was made."""
-        try:
-            self.require_in_place()
-        except ValueError:
-            return False
-        return True
-
     def require_in_place(self) -> None:
-        """Refuse a model that holds other tensors than when this was made.
-
-        Raises:
-            ValueError: Naming some parameters.
-        """
+        """Refuse, with a ValueError that names some, a model that holds other tensors than when this was made."""
         require_places(self._places, self._paths, self._own)
 
     def require_own_values(self, what: str) -> None:

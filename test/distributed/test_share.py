@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from curvlinops_plus.distributed import Alone
-from curvlinops_plus.distributed.packing import buckets, pack_triangle, unpack_triangle
+from curvlinops_plus.distributed.buckets import buckets, pack_triangle, unpack_triangle
 from curvlinops_plus.distributed.schedule import schedule
 from curvlinops_plus.distributed.share import share
 

@@ -156,7 +156,7 @@ class RunningInverse:
         if self._error is not None:  # nobody has called `step`, as after an overflow that a gradient scaler has seen
             error, self._error = self._error, None
             warn(f"A batch was left out of the statistics. {error}", CurvatureWarning, stacklevel=level_of_user())
-        if not (self.due or remember) or not self.risk.in_place:  # with other tensors it is another model
+        if not (self.due or remember) or not _is_in_place(self.risk):  # with other tensors it is another model
             return None
         start = PassStart.now(self.risk.model) if remember else None
         heard = self.estimator.begin(X, unpack) if self.due else HeardBatch(self.risk.read_input(X, unpack))
@@ -381,3 +381,12 @@ class RunningInverse:
         self.batches, self.scaled = 0, False
         self.forget_examples()
         self.seen.clear()
+
+
+def _is_in_place(risk: EmpiricalRisk) -> bool:
+    """Whether the model holds its own tensors."""
+    try:
+        risk.require_in_place()
+    except ValueError:
+        return False
+    return True
