@@ -185,21 +185,21 @@ class Tied(nn.Module):
 
 
 class Expands(nn.Module):
-    """Views that are larger than what they are views of, and end before it; copies into buffers of its own."""
+    """Views that are larger than what they are views of, and end before it; copies of parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second, self.scale = nn.Linear(3, 4), nn.Linear(4, 2), nn.Parameter(torch.zeros(4))
+        self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
         scale = self.scale.exp()
-        row, h = scale.view(1, 4), self.first(x)
+        row = scale.view(1, -1)
         for _ in range(2):
-            h = (h * row.expand(len(x), 4)).tanh()
-        W = torch.zeros_like(self.second.weight.detach()).copy_(self.second.weight)
-        h = h + torch.ops.aten.alias(scale) + W[:1]
-        del W
-        return self.second(h * scale)
+            x = (x * row.expand(x.shape)).tanh()
+        copy = torch.zeros_like(self.scale.detach()).copy_(self.scale)
+        x = x + torch.ops.aten.alias(scale) + copy
+        del copy
+        return x * scale + self.scale
 
 
 class Sparse(nn.Module):
@@ -285,7 +285,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # and whether tange
     "encoder": (encoder, True),
     "transposed": (Transposed, True),
     "tied": (Tied, True),
-    "expands": (Expands, True),
+    "expands": (lambda: sequence(Expands(4)), True),
     "sparse": (Sparse, True),
     "forwards": (lambda: Forwards().eval(), True),
     "refuses": (Refuses, False),
@@ -328,7 +328,9 @@ def test_products_are_right_where_every_tangent_is_freed(name: str, monkeypatch:
 
 
 @pytest.mark.parametrize("sizes", [(8, 8192), (8192, 8)], ids=["later", "at first"])
-@pytest.mark.parametrize("inside", [nn.ReLU(inplace=True), nn.Dropout().eval()], ids=["ReLU", "Dropout"])
+@pytest.mark.parametrize(
+    "inside", [nn.ReLU(inplace=True), nn.Dropout().eval(), Expands(64)], ids=["ReLU", "Dropout", "expands"]
+)
 def test_batches_of_many_and_of_few_examples_have_the_same_product(inside: nn.Module, sizes: tuple[int, int]) -> None:
     """Tangents of few numbers stay."""
     torch.manual_seed(0)
@@ -349,18 +351,20 @@ def test_batches_of_many_and_of_few_examples_have_the_same_product(inside: nn.Mo
     assert G._linear.passes._frees_tangents
 
 
-def test_an_error_of_the_model_is_that_of_the_model() -> None:
+def test_an_error_of_the_model_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fails(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if len(x) > 4:
                 raise RuntimeError("too many examples")
             return super().forward(x)
 
-    model, X = Fails(3, 2), torch.randn(4, 3)
-    data = [(X, torch.zeros(4, 2)), (torch.randn(5, 3), torch.zeros(5, 2))]
-    G = GGN(EmpiricalRisk(model, nn.MSELoss(), data), check_deterministic=False)
+    monkeypatch.setattr(model_passes, "FEW_NUMBERS", 0)
+    data = [(torch.randn(n, 3), torch.zeros(n, 2)) for n in (4, 5)]
+    G = GGN(EmpiricalRisk(Fails(3, 2), nn.MSELoss(), data), check_deterministic=False)
     with pytest.raises(RuntimeError, match="too many examples"):
         _ = G @ torch.randn(8)
+    assert G._linear.mode.right
+    assert G._linear.passes._frees_tangents
 
 
 def test_a_freed_tangent_is_nan_and_what_is_needed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +372,8 @@ def test_a_freed_tangent_is_nan_and_what_is_needed_stays(monkeypatch: pytest.Mon
     W = torch.randn(3, 3, requires_grad=True)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(W, torch.ones_like(W))
-        with PassingTangents() as passing:
+        kept = forward_ad.unpack_dual(dual).tangent
+        with PassingTangents([kept]) as passing:
             h = dual * 2
             view, tangent = h.view(9), forward_ad.unpack_dual(h).tangent
             del h
@@ -378,6 +383,14 @@ def test_a_freed_tangent_is_nan_and_what_is_needed_stays(monkeypatch: pytest.Mon
             out = out.sum()
             assert tangent.isnan().all()
             assert forward_ad.unpack_dual(out).tangent.isfinite()
+            turned = torch.ops.aten.alias(dual).t()
+            del turned
+            assert (dual * 2).shape == (3, 3)
+            assert kept.eq(1).all()
+            before = passing.freed
+            for _ in range(3):
+                out.relu_()
+            assert passing.freed <= before + 1
     assert not passing.missed_one([torch.ones(2)])
     assert passing.missed_one([torch.ones(2), torch.tensor([1.0, torch.nan])])
 
