@@ -58,7 +58,7 @@ class ModelPasses:
         self.keys, self.params = list(risk.params), list(risk.params.values())
         self.largest, self.numbers, self.stopped = 0, 0, False
         self._replaced = False  # whether operations were replaced
-        self._frees_tangents = True
+        self._frees_tangents, self._most_freed = True, 0
 
     @property
     def _run(self) -> Read:
@@ -101,20 +101,17 @@ class ModelPasses:
         """`function(F, extra, J v, parameters)`: one forward pass, whose graph is there for the backward pass."""
         if self.is_watched_enough and self.numbers * batch.num_examples < FEW_NUMBERS:
             return self._at_tangent(batch, row, function, None)
-        state = RandomState.now(self.risk.device)
         if self._frees_tangents:
+            state = RandomState.now(self.risk.device)
             try:
-                return self._at_tangent(batch, row, function, PassingTangents())
+                return self._at_tangent(batch, row, function, True)
             except _TangentMissed:
-                pass
-            except RuntimeError as error:
-                if "saved tensor hooks" not in str(error):  # which transformations of `torch.func` don't allow
-                    raise
-            self._frees_tangents = False
-            state.restore()
-        return self._at_tangent(batch, row, function, PassingTangents(free=False))
+                state.restore()
+        found = self._at_tangent(batch, row, function, False)
+        self._frees_tangents = False  # unless the forward pass has an error either way
+        return found
 
-    def _at_tangent(self, batch: Batch, row: Tensor, function: Callable[..., T], tangents: PassingTangents | None) -> T:
+    def _at_tangent(self, batch: Batch, row: Tensor, function: Callable[..., T], frees: bool | None) -> T:
         free = [p.detach().requires_grad_() for p in self.params]
 
         with ExitStack() as level:
@@ -122,21 +119,36 @@ class ModelPasses:
             # `make_dual` copies a tangent that is a part of a larger tensor, unless it doesn't look like one.
             V = [torch.from_dlpack(t[0].detach()) for t in split_rows(row, self.params)]
             duals = [forward_ad.make_dual(p, v) for p, v in zip(free, V, strict=True)]
+            passing = None if frees is None else PassingTangents(_tangents(duals), frees)
 
             def inside(model: nn.Module) -> T:
                 with nullcontext() if self.is_watched_enough else replaced_again(model):
                     with level:  # left before the backward pass, which would propagate the tangents, too
-                        new = not self.is_watched_enough
-                        with tangents or nullcontext():
-                            F, extra = self._run(model, batch)
-                            JV = [t.detach()[None] for t in _tangents(F)]
-                        # What a GPU computed is looked at once: the host would wait for it.
-                        look = new or self.risk.device.type == "cpu"
-                        if tangents is not None and tangents.missed_one(JV if look else ()):
-                            raise _TangentMissed
+                        F, extra, JV = self._with_tangents(model, batch, passing)
                     return function(F, extra, JV, free)
 
             return self.risk.at(dict(zip(self.keys, duals)), inside)
+
+    def _with_tangents(
+        self, model: nn.Module, batch: Batch, passing: PassingTangents | None
+    ) -> tuple[Outputs, Any, list[Tensor]]:
+        try:
+            with passing or nullcontext():
+                F, extra = self._run(model, batch)
+                JV = [t.detach()[None] for t in _tangents(F)]
+        except (UnsupportedError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            if passing is None or not passing.free:
+                raise
+            raise _TangentMissed from error  # perhaps hooks of saved tensors, which parts of models don't allow
+        if passing is not None and passing.free:
+            # What a GPU computed is looked at only where more is freed: the host would wait for it.
+            look = self.risk.device.type == "cpu" or passing.freed > self._most_freed
+            if passing.missed_one(JV if look else ()):
+                raise _TangentMissed
+            self._most_freed = max(self._most_freed, passing.freed)
+        return F, extra, JV
 
     def jvp_forward(self, batch: Batch, rows: Tensor, state: RandomState) -> list[Tensor]:
         """`J v` without a graph, [K, n] -> [K, *output]; random numbers are those of the forward pass at `state`."""

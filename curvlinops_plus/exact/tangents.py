@@ -7,9 +7,8 @@ pass needs. Both is twice to four times the memory of the graph alone.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdRef
 
 __all__ = ["PassingTangents"]
 
@@ -31,28 +31,33 @@ class PassingTangents(TorchFunctionMode):
     The graph then saves tensors without their tangents. Should anything read a tangent that was freed, it reads NaN.
 
     Args:
+        kept: Tangents that are not freed: those of parameters.
         free: Whether tangents are freed; otherwise only what their computation saved.
+
+    Attributes:
+        freed: How many tangents were freed, or will be.
     """
 
-    def __init__(self, free: bool = True) -> None:
+    def __init__(self, kept: Sequence[Tensor] = (), free: bool = True) -> None:
         super().__init__()
-        self._free, self._active, self._read = free, False, False
-        self._watched: dict[weakref.ref[Tensor], Tensor] = {}  # to its tangent
-        self._alive: Counter[int] = Counter()  # how many tensors have it
-        self._ended: list[weakref.ref[Tensor]] = []
+        self.free, self.freed, self._active, self._read = free, 0, False, False
+        self._kept = kept  # so that no other tensor gets the identity of one
+        self._watched: dict[WeakIdRef, Tensor] = {}  # to its tangent; tensors themselves are compared by numbers
+        self._alive = Counter(id(t) for t in kept)  # how many tensors have it
+        self._ended: list[WeakIdRef] = []
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
 
     def __enter__(self) -> PassingTangents:
         self._active = True
-        if self._free:
+        if self.free:
             self._hooks.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if self._free:
+        if self.free:
             self._hooks.__exit__(*error)
-        self._active = False
+        self._active, self._kept = False, ()
         self._watched.clear()
         self._alive.clear()
 
@@ -72,27 +77,38 @@ class PassingTangents(TorchFunctionMode):
             made: Tangents that came out.
         """
         # A backward pass inside of the model reads what was saved, whose tangents it takes from there.
-        return self._free and (self._read or not all(bool(t.isfinite().all()) for t in made))
+        return self._read or not all(bool(t.isfinite().all()) for t in made)
 
     def _watch(self, t: Tensor) -> None:
         if torch._C._functorch.is_functorch_wrapped_tensor(t):  # pyright: ignore[reportAttributeAccessIssue]
             return
-        tangent = forward_ad.unpack_dual(t).tangent
+        try:
+            tangent = forward_ad.unpack_dual(t).tangent
+        except RuntimeError:  # sparse and nested tensors
+            return
         if tangent is None:
             return
         if tangent.requires_grad and not tangent._is_view():  # views follow what they are views of
             tangent.detach_()
-        if self._free:
-            self._watched[weakref.ref(t, self._ended.append)] = tangent
-            self._alive[id(tangent)] += 1
+        if not self.free:
+            return
+        ref = WeakIdRef(t, self._ended.append)
+        before = self._watched.get(ref)
+        if before is tangent:  # an operation that returns its input
+            return
+        self._watched[ref] = tangent
+        self.freed += 1
+        self._alive[id(tangent)] += 1
+        if before is not None:
+            self._end(before)
+        elif t._is_view() and t._base is not None:  # a function may have made it inside; it ends with its last view
+            self._watch(t._base)
 
     def _end(self, tangent: Tensor) -> None:
         """Free the tangent of a tensor that ended; tensors that live have others, also of the same memory."""
         self._alive[id(tangent)] -= 1
-        # What functions made inside, to return a view of it, ended with that.
-        for t in (tangent, tangent._base if tangent._is_view() else None):
-            if t is not None and not self._alive[id(t)]:
-                t.data = t.new_full((), torch.nan).expand(t.shape)
+        if not self._alive[id(tangent)]:
+            tangent.data = tangent.new_full((), torch.nan).expand(tangent.shape)
 
     # A graph that holds other tensors of the same memory lets those of the model's code end.
     def _pack(self, t: Tensor) -> tuple[Tensor, int]:

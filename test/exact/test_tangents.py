@@ -160,6 +160,114 @@ class Checkpointed(nn.Module):
         return self.head(checkpoint(self.body, x, use_reentrant=False))
 
 
+class Transposed(nn.Module):
+    """A recurrent cell written by hand, which takes new views of the same parameters at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.U, self.W = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(4, 4) / 2)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 4)
+        for _ in range(3):
+            h = (x @ self.U.t() + h @ self.W.t()).tanh()
+        return self.head(h)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x @ self.W.T).tanh() @ self.W).exp() @ self.W.T[:, :2]
+
+
+class Expands(nn.Module):
+    """Views that are larger than what they are views of, and end before it; copies of parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.exp()
+        row = scale.view(1, -1)
+        for _ in range(2):
+            x = (x * row.expand(x.shape)).tanh()
+        copy = torch.zeros_like(self.scale.detach()).copy_(self.scale)
+        x = x + torch.ops.aten.alias(scale) + copy
+        del copy
+        return x * scale + self.scale
+
+
+class Sparse(nn.Module):
+    """Sparse tensors have no tangents, and looking for one is an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        to, of = torch.ones(len(x), len(x)).triu().to_sparse().indices()
+        h = self.first(x).tanh()
+        return self.second(torch.zeros_like(h).index_add(0, to, h[of]))
+
+
+class Refuses(nn.Module):
+    """Hooks of saved tensors are refused with a message of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            return self.second(self.first(x).tanh())
+
+
+class Sine(torch.autograd.Function):
+    """Forward mode is the only way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * ctx.saved_tensors[0].cos()
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Tensor:
+        return t * ctx.saved_tensors[0].cos()
+
+
+class Forwards(nn.Module):
+    """Results of functions written by hand, of which views end before they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Any = Sine.apply(self.first(x))
+        pairs = self.drop(h.view(-1, 2, 2)).view(-1, 2, 2).sum(1)
+        return self.second(self.drop(h)) * pairs
+
+
+def sequence(*inside: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), *inside, nn.Linear(4, 2)).eval()
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Linear(1, 4), layer, nn.Flatten()).eval()
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # and whether tangents can be freed
     "attention": (lambda: nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Linear(1, 4), Attention(), nn.Flatten()), True),
     "convolutions": (
@@ -172,6 +280,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # and whether tange
     "views": (Views, True),
     "recurrent": (Recurrent, True),
     "checkpointed": (Checkpointed, True),
+    "in place": (lambda: sequence(nn.ReLU(inplace=True)), True),
+    "returns its input": (lambda: sequence(nn.Tanh(), nn.Dropout(), nn.Dropout(0.0)), True),
+    "encoder": (encoder, True),
+    "transposed": (Transposed, True),
+    "tied": (Tied, True),
+    "expands": (lambda: sequence(Expands(4)), True),
+    "sparse": (Sparse, True),
+    "forwards": (lambda: Forwards().eval(), True),
+    "refuses": (Refuses, False),
     "differentiates": (Differentiates, False),
     "transforms": (Transforms, False),
 }  # fmt: skip
@@ -206,7 +323,48 @@ def test_products_are_right_where_every_tangent_is_freed(name: str, monkeypatch:
     J = torch.cat([rows(X), rows(2 * X)])
     for v in torch.randn(3, len(J.T), dtype=torch.float64):
         torch.testing.assert_close(G @ v, 2 / len(J) * (J.T @ (J @ v)), rtol=1e-9, atol=1e-12)
+    assert G._linear.mode.right
     assert G._linear.passes._frees_tangents is freed
+
+
+@pytest.mark.parametrize("sizes", [(8, 8192), (8192, 8)], ids=["later", "at first"])
+@pytest.mark.parametrize(
+    "inside", [nn.ReLU(inplace=True), nn.Dropout().eval(), Expands(64)], ids=["ReLU", "Dropout", "expands"]
+)
+def test_batches_of_many_and_of_few_examples_have_the_same_product(inside: nn.Module, sizes: tuple[int, int]) -> None:
+    """Tangents of few numbers stay."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), inside, nn.Linear(64, 3)).double()
+    data = [(torch.randn(n, 32, dtype=torch.float64), torch.randn(n, 3, dtype=torch.float64)) for n in sizes]
+    G, params = GGN(EmpiricalRisk(model, nn.MSELoss(), data), check_deterministic=False), [*model.parameters()]
+    v, found = torch.randn(sum(p.numel() for p in params), dtype=torch.float64), []
+    parts = [t.view_as(p) for t, p in zip(v.split([p.numel() for p in params]), params, strict=True)]
+    for X, _ in data:
+        F = model(X)
+        u = torch.zeros_like(F, requires_grad=True)
+        back = torch.autograd.grad(F, params, u, create_graph=True)
+        JV = torch.autograd.grad(back, u, parts, retain_graph=True)
+        found.append(torch.cat([g.flatten() for g in torch.autograd.grad(F, params, JV)]))
+    for _ in range(2):
+        torch.testing.assert_close(G @ v, 2 / (3 * sum(sizes)) * sum(found), rtol=1e-9, atol=1e-12)
+    assert G._linear.mode.right
+    assert G._linear.passes._frees_tangents
+
+
+def test_an_error_of_the_model_is_that_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if len(x) > 4:
+                raise RuntimeError("too many examples")
+            return super().forward(x)
+
+    monkeypatch.setattr(model_passes, "FEW_NUMBERS", 0)
+    data = [(torch.randn(n, 3), torch.zeros(n, 2)) for n in (4, 5)]
+    G = GGN(EmpiricalRisk(Fails(3, 2), nn.MSELoss(), data), check_deterministic=False)
+    with pytest.raises(RuntimeError, match="too many examples"):
+        _ = G @ torch.randn(8)
+    assert G._linear.mode.right
+    assert G._linear.passes._frees_tangents
 
 
 def test_a_freed_tangent_is_nan_and_what_is_needed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +372,8 @@ def test_a_freed_tangent_is_nan_and_what_is_needed_stays(monkeypatch: pytest.Mon
     W = torch.randn(3, 3, requires_grad=True)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(W, torch.ones_like(W))
-        with PassingTangents() as passing:
+        kept = forward_ad.unpack_dual(dual).tangent
+        with PassingTangents([kept]) as passing:
             h = dual * 2
             view, tangent = h.view(9), forward_ad.unpack_dual(h).tangent
             del h
@@ -224,6 +383,14 @@ def test_a_freed_tangent_is_nan_and_what_is_needed_stays(monkeypatch: pytest.Mon
             out = out.sum()
             assert tangent.isnan().all()
             assert forward_ad.unpack_dual(out).tangent.isfinite()
+            turned = torch.ops.aten.alias(dual).t()
+            del turned
+            assert (dual * 2).shape == (3, 3)
+            assert kept.eq(1).all()
+            before = passing.freed
+            for _ in range(3):
+                out.relu_()
+            assert passing.freed <= before + 1
     assert not passing.missed_one([torch.ones(2)])
     assert passing.missed_one([torch.ones(2), torch.tensor([1.0, torch.nan])])
 
