@@ -181,7 +181,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """No; a gradient scaler asks before it takes a step, so that it is known that there is one."""
-        self.curvature.scaled = True
+        self.curvature.scale = None
         return False
 
     @property
@@ -191,12 +191,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------------------------------- steps
     @untraced
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, scaler: Any = None) -> Any:  # type: ignore[override]
         """Take a step.
 
         Args:
             closure: Zeroes gradients, runs the model, the loss and the backward pass, and returns the loss. Called
                 once. With `check_loss`, and a loss that was computed before, `lambda: value` will do.
+            scaler: The `GradScaler` whose scale was divided out of the gradients. Needed where it is not the scaler
+                that takes the step, and where the losses were multiplied with other numbers besides.
 
         Returns:
             What the closure returned.
@@ -216,6 +218,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self.curvature.risk.require_in_place()
             self._check_groups()
+            if scaler is not None:
+                self.curvature.scale = float(scaler.get_scale())
             if self._schedule is not None:
                 for group in self.param_groups:
                     group["damping"] = number("damping", self._schedule(self.curvature.steps))
@@ -265,7 +269,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._not_finite(refusal_of_nonfinite(key), report)
         elif gradient:
             if self._looks_again:
-                self.curvature.seen.compare(CurvatureOptimizer._gradient(self), self.curvature.scaled)
+                self.curvature.seen.compare(CurvatureOptimizer._gradient(self), self.curvature.scale)
             self._step(gradient, report)
         else:
             report.left_alone = list(self._keys.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 from warnings import warn
@@ -18,7 +18,7 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedE
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
 from curvlinops_plus.optim.kfac.policies import number
-from curvlinops_plus.optim.kfac.step_batches import Factor, StepBatches, require_same_curvature
+from curvlinops_plus.optim.kfac.step_batches import Factor, StepBatches, require_same_curvature, same_targets
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo, Vectors
 from curvlinops_plus.risk.process_state import own_calls
 from curvlinops_plus.risk.reading import Batch
@@ -75,11 +75,13 @@ class HeardCall:
         heard: What hears it.
         start: What it began with, if the step looks at it once more.
         added: The batch, with the first targets that losses were called with.
+        key: Stands for the call.
     """
 
     heard: HeardBatch
     start: PassStart | None
     added: Batch | None = None
+    key: object = field(default_factory=object)
 
 
 class RunningInverse:
@@ -110,8 +112,8 @@ class RunningInverse:
         self._error: NumericsError | UnsupportedError | None = None  # of a batch that could not be added
         #: What the gradient of this step comes from.
         self.seen = StepBatches(risk)
-        #: Whether a gradient scaler takes this step.
-        self.scaled = False
+        #: What a gradient scaler has multiplied the losses with; None if there is one, and it is not known.
+        self.scale: float | None = 1.0
         #: How many times the risk's loss is what is minimised: `.grad` is that of `factor * loss`.
         self.factor = 1.0
         self._dampings: dict[str, float] | None = None  # of the last refresh
@@ -174,23 +176,33 @@ class RunningInverse:
             UnsupportedError: If a layer can't be recorded.
         """
         call.added = replace(call.heard.batch, y=y)
-        self.seen.note(call.added, call.start, factors)
+        self.seen.note(call.added, call.start, factors, call.key)
         if self.due:
             self._waiting.append((call.heard, y))
             vectors = self.estimator.vectors
             if not (vectors.of_loss and vectors.together):  # else gradients of the loss come with its backward pass
                 self._finish_waiting()
 
-    def repeat(self, call: HeardCall, f: Tensor, class_axis: int | None, y: Any, factor: Factor) -> None:
-        """The loss was called once more on an output, with other targets: `a * loss(f, y) + b * loss(f, z)`.
+    def repeat(self, call: HeardCall, index: int, f: Tensor, class_axis: int | None, y: Any, factor: Factor) -> None:
+        """A loss was called once more on an output: for a log, or as in `a * loss(f, y) + b * loss(f, z)`.
+
+        Args:
+            call: The call.
+            index: Of the loss.
+            f: The output.
+            class_axis: Its own, if it has one.
+            y: Targets of this loss.
+            factor: What it is multiplied with.
 
         Raises:
             UnsupportedError: If its curvature depends on the targets, so that it is not `a + b` times the first one.
         """
         assert call.added is not None
-        batch = replace(call.added, y=y)
-        require_same_curvature(self.risk, self.estimator.vectors, f, class_axis, call.added, batch)
-        self.seen.note(batch, call.start, [factor], repeated=True)
+        losses, batch = self.risk.losses, call.added
+        if not same_targets(losses.targets(batch.y)[index], y):
+            batch = replace(batch, y=y)
+            require_same_curvature(self.risk, self.estimator.vectors, f, class_axis, call.added, batch)
+        self.seen.note(batch, call.start, [factor if i == index else None for i in range(len(losses))], call.key)
 
     def forget_examples(self) -> None:
         """Count examples from now on."""
@@ -232,7 +244,7 @@ class RunningInverse:
             RuntimeError: If it has not.
             ValueError: If several losses were multiplied with other numbers than their weights.
         """
-        self.factor = self.seen.factor(self.scaled) or self.factor
+        self.factor = self.seen.factor(self.scale) or self.factor
         if (self.due and not self.batches and (statistics or not self.estimator.updates)) or (again and not self.seen):
             names = ", ".join(getattr(one.loss, "__name__", type(one.loss).__name__) for one in self.risk.losses)
             raise RuntimeError(
@@ -246,7 +258,7 @@ class RunningInverse:
     # ----------------------------------------------------------------------------------- the batches of this step again
     def loss(self) -> float:
         """`factor * loss` of this step's batches at the parameters of now."""
-        return self.seen.loss(self.scaled)
+        return self.seen.loss(self.scale)
 
     @cached_property
     def _exact(self) -> GGN:
@@ -378,6 +390,6 @@ class RunningInverse:
 
     def forget(self) -> None:
         """What was seen until now belongs to no step any more."""
-        self.batches, self.scaled = 0, False
+        self.batches, self.scale = 0, 1.0
         self.forget_examples()
         self.seen.clear()

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.optim.kfac.running_inverse import HeardCall, RunningInverse
-from curvlinops_plus.optim.kfac.step_batches import Factor
+from curvlinops_plus.optim.kfac.step_batches import Factor, other_targets, same_targets
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.model_calls import tensors_of
@@ -150,9 +150,16 @@ class Watch:
         if len(given) < 2 or (found := self._of_output(given[0], index)) is None:
             return
         self._require_constant(given[1])
-        losses, factor = self._curvature.risk.losses, Factor(self._curvature.seen, value)
-        if found not in self._calls:
-            self._curvature.repeat(found.call, given[0], found.class_axes[index], given[1], factor)
+        losses = self._curvature.risk.losses
+        waits = found in self._calls  # for others of the losses
+        if waits and index in found.targets:
+            if not same_targets(found.targets[index], given[1]):
+                raise other_targets()
+            found.factors[index].watch(value)
+            return
+        factor = Factor(self._curvature.seen, value)
+        if not waits:
+            self._curvature.repeat(found.call, index, given[0], found.class_axes[index], given[1], factor)
             return
         found.targets[index], found.factors[index] = given[1], factor
         if len(found.targets) == len(losses):
