@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from curvlinops_plus import CurvatureWarning, FullBlock, NumericsError, UnsupportedError
+from curvlinops_plus import GGN, CurvatureWarning, EmpiricalRisk, FullBlock, NumericsError, UnsupportedError
 from curvlinops_plus.optim.kfac import KFACOptimizer, KFACPreconditioner, LevenbergMarquardt
 from test.optim.test_kfac_optimizer import EXACT, batch, flat, net
 
@@ -106,6 +106,23 @@ def test_accumulation_with_any_weights(reduction: str) -> None:
     assert optimizer.last_step.examples == 12
     assert optimizer.last_step.loss == pytest.approx(value)
     assert optimizer.last_step.rho == pytest.approx(1.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_exact_quadratic_model_of_unequal_micro_batches(reduction: str) -> None:
+    """`Σ c_i GGN_i`, as the loss is `Σ c_i loss_i`, against dense matrices."""
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(reduction=reduction), batch(12)
+    optimizer = KFACOptimizer(model, loss, lr="adaptive", momentum=0.0, **{**LOOKS, "damping": 0.01})
+    parts, C = ((slice(0, 2), 0.3), (slice(2, 12), 1.5), (slice(2, 12), 0.2)), torch.zeros(43, 43).double()
+    for part, c in parts:
+        (c * loss(model(X[part]), y[part])).backward()
+        C += c * GGN(EmpiricalRisk(model, loss, [(X[part], y[part])])).to_dense()
+    g, before = torch.cat([p.grad.flatten() for p in model.parameters()]), flat(model)
+    optimizer.step()
+    d = flat(model) - before
+    d /= d.norm()
+    coefficient = -(g @ d) / (d @ C @ d + 0.01)
+    torch.testing.assert_close(flat(model) - before, coefficient * d, rtol=1e-8, atol=1e-10)
 
 
 def test_mixup_is_one_batch() -> None:

@@ -269,7 +269,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._not_finite(refusal_of_nonfinite(key), report)
         elif gradient:
             if self._looks_again:
-                self.curvature.seen.compare(CurvatureOptimizer._gradient(self), self.curvature.scale)
+                self.curvature.compare(CurvatureOptimizer._gradient(self))
             self._step(gradient, report)
         else:
             report.left_alone = list(self._keys.values())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 from warnings import warn
 
+import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks import BlockwiseLinearOperator, CurvatureEstimator
@@ -84,6 +85,16 @@ class HeardCall:
     key: object = field(default_factory=object)
 
 
+@dataclass(eq=False)
+class _Part:
+    """Batches that others may take the place of."""
+
+    data: Iterable[Batch] = ()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.data)
+
+
 class RunningInverse:
     """An estimator that is fed by training, and the inverse of its curvature, which is renewed every few steps.
 
@@ -116,6 +127,7 @@ class RunningInverse:
         self.scale: float | None = 1.0
         #: How many times the risk's loss is what is minimised: `.grad` is that of `factor * loss`.
         self.factor = 1.0
+        self._part = _Part()
         self._dampings: dict[str, float] | None = None  # of the last refresh
         self._inverse: tuple[Any, LinearOperator] | None = None  # with the dampings that it belongs to
 
@@ -257,23 +269,35 @@ class RunningInverse:
 
     # ----------------------------------------------------------------------------------- the batches of this step again
     def loss(self) -> float:
-        """`factor * loss` of this step's batches at the parameters of now."""
-        return self.seen.loss(self.scale)
+        """What the gradient of this step is that of, at the parameters of now: the losses, times their numbers."""
+        return sum(c * float(self.risk.with_data(data).loss()) for data, c in self.seen.parts(self.scale, self.factor))
+
+    def compare(self, gradient: Mapping[str, Tensor]) -> None:
+        """Warn if a gradient is not that of `loss`."""
+        self.seen.compare(gradient, self.scale, self.factor)
 
     @cached_property
     def _exact(self) -> GGN:
-        """The GGN of this step's batches; how the model is differentiated is found out once."""
-        return GGN(self.risk.with_data(self.seen), check_deterministic=False)
+        """The GGN of a part of this step's batches; how the model is differentiated is found out once."""
+        return GGN(self.risk.with_data(self._part), check_deterministic=False)
 
     def quadratic_form(self, rows: Mapping[str, Tensor], exact: bool) -> Tensor:
-        """`factor * V C Vᵀ` of several vectors, `[k, *shape]` of each parameter, `[k, k]`.
+        """`V C Vᵀ` of several vectors, `[k, *shape]` of each parameter, `[k, k]`.
 
         Args:
             rows: The vectors.
-            exact: With the exact GGN of this step's batches; else with the statistics of now.
+            exact: `C` is the exact GGN of `loss`; else the statistics of now, times `factor`.
         """
         C = self._exact if exact else self.estimator.operator
-        return self.factor * C.quadratic_form(self._complete(C, rows, next(iter(rows.values())).shape[:1]))
+        V = self._complete(C, rows, next(iter(rows.values())).shape[:1])
+        if not exact:
+            return self.factor * C.quadratic_form(V)
+        forms = []
+        for data, c in self.seen.parts(self.scale, self.factor, merged=True):
+            self._part.data = data
+            forms.append(c * C.quadratic_form(V))
+        self._part.data = ()
+        return torch.stack(forms).sum(0)
 
     # ------------------------------------------------------------------------------------------------------- inverse
     def refresh_if_due(self, dampings: Mapping[str, float]) -> bool:

@@ -188,14 +188,27 @@ class StepBatches:
             self._ask_for_scale()
         return None if raw is None else self._without_scale(raw, scale)
 
-    def loss(self, scale: float | None) -> float:
-        """What the gradient is that of, at the parameters of now: the losses, times their numbers."""
-        if (weights := self._weights(scale)) is None:
-            return float(self._risk.with_data(self).loss())
-        return sum(c * float(self._risk.with_data(_Once(call)).loss()) for call, c in weights)
+    def parts(self, scale: float | None, otherwise: float, merged: bool = False) -> list[tuple[Iterable[Batch], float]]:
+        """The sum that the gradient is that of: batches, and what their losses are multiplied with.
 
-    def compare(self, gradient: Mapping[str, Tensor], scale: float | None) -> None:
-        """Warn if a gradient is not that of `loss`: what is predicted from one is then compared with the other.
+        Args:
+            scale: As for `factor`.
+            otherwise: The number, if nobody saw it.
+            merged: Make one part of several losses of the same outputs, whose curvature is the same.
+        """
+        raw = self._raw()
+        if raw is None:
+            return [(self, otherwise)]
+        unit = self._without_scale(raw, scale) / raw / self._risk.losses[0].weight
+        if not merged:
+            return [(_Once(call), unit * _number(call, 0)) for call in self._counted]
+        numbers: dict[int, float] = {}
+        for call in self._counted:
+            numbers[id(call.of)] = numbers.get(id(call.of), 0.0) + unit * _number(call, 0)
+        return [(_Once(call), numbers[id(call.of)]) for call in _one_of_each(self._counted)]
+
+    def compare(self, gradient: Mapping[str, Tensor], scale: float | None, otherwise: float) -> None:
+        """Warn if a gradient is not that of the losses: what is predicted from one is then compared with the other.
 
         Looks in the 1st, 2nd, 4th, ... call, for the price of a forward and a backward pass. Batch norm in training
         mode has other gradients when it is looked at.
@@ -203,15 +216,13 @@ class StepBatches:
         Args:
             gradient: Key of a parameter to what is in its `.grad`.
             scale: As for `factor`.
+            otherwise: As for `parts`.
         """
         self._looks += 1
         if self._said or self._looks & (self._looks - 1) or not self or batch_norms(self._risk.model):
             return
-        parts: list[tuple[Iterable[Any], float]] = [(self, 1.0)]
-        if (weights := self._weights(scale)) is not None:
-            parts = [(_Once(call), c) for call, c in weights]
         theirs, ours = torch.cat([g.flatten() for g in gradient.values()]), torch.zeros((), device=self._risk.device)
-        for data, c in parts:
+        for data, c in self.parts(scale, otherwise):
             found = self._risk.with_data(data).gradient()
             ours = ours + c * torch.cat([found[key].flatten() for key in gradient])
         away = float(torch.dist(ours, theirs) / theirs.norm().clamp(min=1e-30))
@@ -224,14 +235,6 @@ class StepBatches:
                 CurvatureWarning,
                 stacklevel=level_of_user(),
             )
-
-    def _weights(self, scale: float | None) -> list[tuple[_Call, float]] | None:
-        """What the loss of each call is multiplied with, without a gradient scaler; None if nobody saw it."""
-        raw = self._raw()
-        if raw is None:
-            return None
-        unit = self._without_scale(raw, scale) / raw / self._risk.losses[0].weight
-        return [(call, unit * _number(call, 0)) for call in self._counted]
 
     def _raw(self) -> float | None:
         """The factor as it came, with the scale of a gradient scaler."""
