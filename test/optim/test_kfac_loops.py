@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -915,3 +916,85 @@ def test_what_may_be_a_scale_is_asked_for() -> None:
         (factor * loss(model(X), y)).backward()
         with pytest.warns(CurvatureWarning, match=rf"multiplied by {factor:g} .*say so: step\(scaler=scaler\)"):
             optimizer.step()
+
+
+# ----------------------------------------------------------------------------------------------- what `listen` learns
+@pytest.mark.parametrize("options", [{}, ADAPTIVE, {"vectors": "empirical"}], ids=str)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_factor_in_front_of_a_loss_that_nobody_sees(options: dict[str, Any], inside: bool, reduction: str) -> None:
+    """The same steps as through hooks; micro-batches of different sizes and numbers."""
+    found = []
+    for listens in (True, False):
+        model, loss = net(), nn.CrossEntropyLoss(reduction=reduction)
+        optimizer = KFACOptimizer(model, loss, **{**LOOKS, **options})
+        for step in range(3):
+            optimizer.zero_grad()
+            total = 0.0
+            for n, c in ((4, 10.0), (8, 3.0)):
+                X, y = batch(n, seed=step)
+                with optimizer.listen((X, y)) if listens else nullcontext():
+                    output = model(X)
+                    value = c * (F.cross_entropy(output, y, reduction=reduction) if listens else loss(output, y))
+                    if inside:
+                        value.backward(retain_graph=True)
+                if not inside:
+                    value.backward()
+                total += value.item()
+            optimizer.step()
+            assert optimizer.last_step.loss == pytest.approx(total)
+        found.append((flat(model), optimizer.last_step.rho))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
+
+
+def test_several_losses_with_a_factor_that_nobody_sees() -> None:
+    found = []
+    for listens in (True, False):
+        model = TwoHeads().double()
+        losses = {"one": (nn.CrossEntropyLoss(), 1.0), "two": (nn.MSELoss(), 0.5)}
+        optimizer = KFACOptimizer(model, losses, output=lambda out: {"one": out[0], "two": out[1]}, **LOOKS)
+        for step in range(3):
+            X, y = batch(seed=step)
+            optimizer.zero_grad()
+            with optimizer.listen((X, {"one": y, "two": X[:, :2]})) if listens else nullcontext():
+                one, two = model(X)
+            if listens:
+                value = F.cross_entropy(one, y) + 0.5 * F.mse_loss(two, X[:, :2])
+            else:
+                value = losses["one"][0](one, y) + 0.5 * losses["two"][0](two, X[:, :2])
+            (7.0 * value).backward()
+            optimizer.step()
+        found.append((flat(model), optimizer.last_step.rho))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
+
+
+def test_shifted_labels_with_a_factor() -> None:
+    class WithAttributes(LanguageModel):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+            return SimpleNamespace(**super().forward(input_ids, labels))
+
+    model = WithAttributes().double()
+    optimizer = KFACOptimizer(model, nn.CrossEntropyLoss(), shift_labels=True, **LOOKS)
+    tokens = torch.arange(6).add(torch.arange(6)[:, None]) % 7
+    with optimizer.listen({"input_ids": tokens, "labels": tokens}):
+        out = model(input_ids=tokens, labels=tokens)
+    (5 * out.loss).backward()
+    optimizer.step()
+    assert optimizer.curvature.factor == pytest.approx(5.0)
+    assert optimizer.last_step.loss == pytest.approx(5 * out.loss.item())
+
+
+@pytest.mark.parametrize("change", ["another term", "written to"])
+def test_what_is_no_multiple_of_the_loss(change: str) -> None:
+    """Then the curvature is that of the loss by itself."""
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    optimizer = KFACOptimizer(model, loss, **EXACT)
+    with optimizer.listen((X, y)):
+        output = model(X)
+    (
+        output.square().mean() + 3 * F.cross_entropy(output, y)
+        if change == "another term"
+        else 3 * F.cross_entropy(output.mul_(2.0), y)
+    ).backward()
+    optimizer.step()
+    assert optimizer.curvature.factor == 1.0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus import EKFAC, GGN, EmpiricalRisk, FullBlock, NumericsError
+from curvlinops_plus import EKFAC, GGN, CurvatureWarning, EmpiricalRisk, FullBlock, NumericsError
 from curvlinops_plus.optim.kfac import (
     KFACOptimizer,
     KFACPreconditioner,
@@ -458,6 +459,28 @@ def test_resuming_is_exact(options: dict[str, Any], at: int, tmp_path: Any) -> N
     assert torch.equal(flat(resumed), flat(straight))
 
 
+def test_a_state_between_micro_batches() -> None:
+    """Statistics of both are one update after resuming, too; what the state can't have is said."""
+    loss, straight, resumed = nn.CrossEntropyLoss(), net(), net(seed=9)
+    optimizer, again = (KFACOptimizer(model, loss, **EXACT) for model in (straight, resumed))
+    take(optimizer, straight, loss, batch())
+    (loss(straight(batch()[0]), batch()[1]) / 2).backward()
+    with pytest.warns(CurvatureWarning, match="between a backward pass and its step: the gradients"):
+        stored = copy.deepcopy(optimizer.state_dict())
+    resumed.load_state_dict(straight.state_dict())
+    again.load_state_dict(stored)
+    X, y = batch(seed=5)
+    for model, one in ((straight, optimizer), (resumed, again)):
+        (loss(model(X), y) / 2).backward()
+        one.step()
+        assert one.last_step.examples == 24
+    dense = [one.curvature.estimator.operator.to_dense() for one in (optimizer, again)]
+    assert torch.equal(*dense)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.state_dict()
+
+
 # ------------------------------------------------------------------------------------------------------------ messages
 def test_a_step_without_a_batch() -> None:
     model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
@@ -596,7 +619,8 @@ def test_a_foreign_state() -> None:
 # -------------------------------------------------------------------------------------------------------------- checks
 @pytest.mark.parametrize("door", ["hooks", "listen"])
 def test_check_loss_compares_what_is_minimised(door: str) -> None:
-    """Label smoothing, or the sum in place of the mean, that the optimizer was not told of."""
+    """Label smoothing, or the sum in place of the mean, that the optimizer was not told of. Inside of `listen` the sum
+    is found to be so many times the mean, and the curvature is that of the sum."""
     model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
     for users in (loss, nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(reduction="sum")):
         optimizer = KFACOptimizer(model, loss, **EXACT)
@@ -611,8 +635,9 @@ def test_check_loss_compares_what_is_minimised(door: str) -> None:
         value = users(output, y)
         value.backward()
         before = flat(model)
-        if users is loss:
+        if users is loss or (users.reduction == "sum" and door == "listen"):
             assert optimizer.step(lambda value=value: value) is value
+            assert optimizer.curvature.factor == pytest.approx(1.0 if users is loss else len(X))
             assert not torch.equal(flat(model), before)
         else:
             shown = [f"{float(f(output, y).detach()):.6g}" for f in (users, loss)]

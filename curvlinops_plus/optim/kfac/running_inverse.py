@@ -10,7 +10,7 @@ from typing import Any, Literal
 from warnings import warn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops_plus.blocks import BlockwiseLinearOperator, CurvatureEstimator
 from curvlinops_plus.blocks.batch_pass import PassStart
@@ -19,7 +19,13 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedE
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
 from curvlinops_plus.optim.kfac.policies import number
-from curvlinops_plus.optim.kfac.step_batches import Factor, StepBatches, require_same_curvature, same_targets
+from curvlinops_plus.optim.kfac.step_batches import (
+    Factor,
+    StepBatches,
+    listening_factors,
+    require_same_curvature,
+    same_targets,
+)
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo, Vectors
 from curvlinops_plus.risk.process_state import own_calls
 from curvlinops_plus.risk.reading import Batch
@@ -151,18 +157,24 @@ class RunningInverse:
             remember: Keep it until the step, which evaluates the model on it again.
         """
         start, due = PassStart.now(self.risk.model) if remember else None, self.due
-        returned: list[Any] = []
+        found, factors = self.risk.read(batch), list[Factor]()
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            factors[:] = factors or listening_factors(self.seen, self.risk, found, output)
+
+        def pause(paused: bool) -> None:
+            for factor in factors:
+                factor.paused = paused
+
         with ExitStack() as contexts:
-            if start is not None:
-                note = own_calls(lambda module, args, output: returned.append(output))
-                contexts.callback(self.risk.model.register_forward_hook(note).remove)
+            contexts.callback(pause, False)
+            contexts.callback(self.risk.model.register_forward_hook(own_calls(note)).remove)
             if due:
                 contexts.enter_context(self.estimator.listen(batch, decay=1.0 if self.batches else None))
+            contexts.callback(pause, True)  # vectors go back through the outputs
             yield
         self.batches += due
-        if start is not None:  # passes of our own are over, those that go back through the outputs are the user's
-            read = self.risk.losses.select(returned[0], self.risk.options.output)[0] if returned else ()
-            self.seen.note(self.risk.read(batch), start, [Factor(self.seen, f, is_loss=False) for f in read])
+        self.seen.note(found, start, factors)
 
     def begin(self, X: Any, unpack: bool, remember: bool) -> HeardCall | None:
         """Hear a call of the model whose targets come later, if the step needs it; for `add`."""
@@ -388,9 +400,23 @@ class RunningInverse:
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
-        """Everything that going on needs, between two steps."""
-        estimator = self.estimator.state_dict()
-        return {"steps": self.steps, "dampings": self._dampings, "factor": self.factor, "estimator": estimator}
+        """Everything that going on needs; but gradients that were accumulated since the last step are the user's."""
+        if self.seen.differentiated:
+            warn(
+                "The state is taken between a backward pass and its step: the gradients, and the numbers that the "
+                "losses of these batches were multiplied with, are not in it, so resuming takes another step. Call "
+                "state_dict() after step().",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
+            )
+        return {
+            "steps": self.steps,
+            "batches": self.batches,
+            "examples": self.examples,
+            "dampings": self._dampings,
+            "factor": self.factor,
+            "estimator": self.estimator.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another one stopped."""
@@ -399,6 +425,8 @@ class RunningInverse:
         self.drop()
         self.factor = state.get("factor", 1.0)
         self.forget()
+        self.batches = state.get("batches", 0)
+        self._before -= state.get("examples", 0)
 
     def drop(self) -> None:
         """Forget batches that wait for their backward pass."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from warnings import warn
 
@@ -19,7 +20,7 @@ from curvlinops_plus.risk import EmpiricalRisk, Vectors
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["Factor", "StepBatches", "other_targets", "require_same_curvature", "same_targets"]
+__all__ = ["Factor", "StepBatches", "listening_factors", "other_targets", "require_same_curvature", "same_targets"]
 
 _LIMIT = 1024
 _AWAY = 0.03  # more than rounding under autocast
@@ -31,33 +32,60 @@ class Factor:
     Args:
         owner: What wants to know.
         value: The loss; or, where nobody sees it, what it reads.
-        is_loss: Whether it is the loss.
+        by_itself: The gradient that the loss by itself has there, if it is no loss.
 
     Attributes:
-        number: 0-d; None if it is not known.
+        number: 0-d; None before it is differentiated, NaN if what arrives is no multiple of the loss's gradient.
         task: The backward pass that came through here to the parameters, of several the last one; None before.
+        paused: Whether what arrives is not the user's.
     """
 
-    def __init__(self, owner: StepBatches, value: Tensor, is_loss: bool = True) -> None:
-        self._owner, self._is_loss = weakref.ref(owner), is_loss
+    def __init__(self, owner: StepBatches, value: Tensor, by_itself: Callable[[], Tensor] | None = None) -> None:
+        self._owner = weakref.ref(owner)
         self.number: Tensor | None = None
         self.task: int | None = None
-        self.watch(value)
+        self.paused = False
+        self.watch(value, by_itself)
 
-    def watch(self, value: Tensor) -> None:
+    def watch(self, value: Tensor, by_itself: Callable[[], Tensor] | None = None) -> None:
         """The loss was computed once more: both are part of what is differentiated, or the one that is."""
         if value.requires_grad:
-            value.register_hook(self._arrive)
+            value.register_hook(partial(self._arrive, by_itself))  # which goes with the graph
 
-    def _arrive(self, g: Tensor) -> None:
+    def _arrive(self, by_itself: Callable[[], Tensor] | None, g: Tensor) -> None:
         owner, task = self._owner(), torch._C._current_graph_task_id()
-        if owner is None or not owner.accumulates():
+        if owner is None or self.paused or not owner.accumulates():
             return
         owner.begin(task)
         self.task = task
-        if self._is_loss:
-            g = g.detach().sum()
-            self.number = g if self.number is None else self.number + g
+        number = g.detach().sum() if by_itself is None else _multiple(g.detach(), by_itself())
+        self.number = number if self.number is None else self.number + number
+
+
+def _multiple(g: Tensor, one: Tensor) -> Tensor:
+    """`c` with `g = c * one`; NaN if there is none."""
+    tolerance = _AWAY if torch.finfo(g.dtype).bits < 32 else 1e-3
+    g, one = g.to(one.dtype).flatten(), one.flatten()
+    c = g.dot(one) / one.dot(one)
+    return torch.where(torch.dist(g, c * one) <= tolerance * g.norm(), c, torch.nan)
+
+
+def listening_factors(owner: StepBatches, risk: EmpiricalRisk, batch: Batch, output: Any) -> list[Factor]:
+    """What losses that nobody sees are multiplied with, from what arrives at the outputs that they read."""
+    outputs, axes = risk.losses.select(output, risk.options.output)
+    targets = risk.losses.targets(batch.y)
+
+    def by_itself(index: int, f: Tensor, version: int) -> Tensor:
+        if f._version != version:  # it was written to
+            return torch.full_like(f, torch.nan)
+        with torch.enable_grad():
+            leaf, one = f.float() if torch.finfo(f.dtype).bits < 32 else f.clone(), risk.losses[index]
+            (read,), (y,) = risk.aligned([leaf.requires_grad_()], [targets[index]])
+            count, total = one.sums(*one.canonical(read, y, batch.num_examples, axes[index]), batch.num_examples)
+            (found,) = torch.autograd.grad(total, leaf)
+        return found / count if one.reduction == "mean" else found
+
+    return [Factor(owner, f, partial(by_itself, i, f.detach(), f._version)) for i, f in enumerate(outputs)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +94,7 @@ class _Call:
 
     batch: Batch
     start: PassStart | None  # if the model may be run on it once more
-    factors: Sequence[Factor | None]  # one per loss, None if it was not called; none at all if nobody saw the losses
+    factors: Sequence[Factor | None]  # one per loss, None if it was not called
     of: object  # the call of the model, which losses may be applied to several times
 
     @property
@@ -118,6 +146,11 @@ class StepBatches:
                 "without this optimizer, call optimizer.close() before."
             )
         self._calls.append(_Call(batch, start, factors, object() if of is None else of))
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether a backward pass has brought gradients since the last step."""
+        return any(call.differentiated for call in self._calls)
 
     def clear(self) -> None:
         """A step was taken."""
@@ -239,7 +272,7 @@ class StepBatches:
     def _raw(self) -> float | None:
         """The factor as it came, with the scale of a gradient scaler."""
         calls = [call for call in self._counted if call.differentiated]
-        if not calls or any(all(f is None or f.number is None for f in call.factors) for call in calls):
+        if not calls or any(_unknown(call) for call in calls):
             return None
         losses = self._risk.losses
         found = [_of_loss(calls, index, one.reduction) / one.weight for index, one in enumerate(losses)]
@@ -287,6 +320,12 @@ class _Once:
 def _number(call: _Call, index: int) -> float:
     factor = call.factors[index] if call.factors else None
     return 0.0 if factor is None or factor.number is None else float(factor.number)
+
+
+def _unknown(call: _Call) -> bool:
+    """Whether it is not known what the losses of a call were multiplied with."""
+    found = [factor.number for factor in call.factors if factor is not None and factor.number is not None]
+    return not found or any(bool(number.isnan()) for number in found)
 
 
 def _one_of_each(calls: Iterable[_Call]) -> list[_Call]:
