@@ -16,6 +16,7 @@ from tqdm import tqdm
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, as_weight_decay, number, plain_policy
+from curvlinops_plus.optim.kfac.refusals import require_common
 from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, RunningInverse
 from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
 from curvlinops_plus.optim.kfac.tensor_lists import norms
@@ -290,9 +291,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             report: Of this step.
         """
         dampings: dict[str, float] = {}
+        options: dict[str, dict[str, Any]] = {"lr": {}, "momentum": {}, "norm_constraint": {}}
         for group in self.param_groups:
+            for name, values in options.items():
+                values |= dict.fromkeys((self._keys[p] for p in group["params"]), group.get(name))
             damping = group["damping"] + as_weight_decay(group.get("weight_decay", 0.0)).curvature
             dampings |= {self._keys[p]: damping for p in group["params"]}
+        blocks = [group.layout.names for layer in self.curvature.estimator.plan for group in layer.layer.groups]
+        require_common(blocks, options)
         report.refreshed = self.curvature.refresh_if_due(dampings)
         direction = self.curvature.apply(gradient, dampings)
         report.left_alone = [key for key in self._keys.values() if key not in direction]
@@ -332,7 +338,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         """Refuse options that are out of range."""
         for group in self.param_groups:
-            number("damping", group["damping"])
+            group["damping"] = number("damping", group["damping"])
             constraint = as_norm_constraint(group["norm_constraint"])
             if constraint is not None and constraint.norm != "euclidean" and self.curvature.options.power != -1:
                 raise ValueError(

@@ -19,6 +19,7 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedE
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
 from curvlinops_plus.optim.kfac.policies import number
+from curvlinops_plus.optim.kfac.refusals import common_damping, naming_batch_norm, no_batch
 from curvlinops_plus.optim.kfac.step_batches import (
     Factor,
     StepBatches,
@@ -115,14 +116,15 @@ class RunningInverse:
 
     def __init__(self, risk: EmpiricalRisk, options: CurvatureOptions) -> None:
         self.risk, self.options = risk, options
-        self.estimator = CurvatureEstimator(
-            risk,
-            options.approximation,
-            default=options.default,
-            vectors=MonteCarlo() if options.vectors is None else options.vectors,
-            decay=options.decay,
-            leave_out_uncalled=True,
-        )
+        with naming_batch_norm(risk):
+            self.estimator = CurvatureEstimator(
+                risk,
+                options.approximation,
+                default=options.default,
+                vectors=MonteCarlo() if options.vectors is None else options.vectors,
+                decay=options.decay,
+                leave_out_uncalled=True,
+            )
         self.steps = self.batches = 0
         self._before = 0  # examples before this step
         self._waiting: list[tuple[HeardBatch, Any]] = []  # for their backward pass
@@ -133,6 +135,8 @@ class RunningInverse:
         self.scale: float | None = 1.0
         #: How many times the risk's loss is what is minimised: `.grad` is that of `factor * loss`.
         self.factor = 1.0
+        #: Whether a loss was called inside of the model.
+        self.called_inside = False
         self._part = _Part()
         self._dampings: dict[str, float] | None = None  # of the last refresh
         self._inverse: tuple[Any, LinearOperator] | None = None  # with the dampings that it belongs to
@@ -270,14 +274,7 @@ class RunningInverse:
         """
         self.factor = self.seen.factor(self.scale) or self.factor
         if (self.due and not self.batches and (statistics or not self.estimator.updates)) or (again and not self.seen):
-            names = ", ".join(getattr(one.loss, "__name__", type(one.loss).__name__) for one in self.risk.losses)
-            raise RuntimeError(
-                f"No batch was seen since the last step: the loss that was given, {names}, was not called on an output "
-                "of the model in training mode. Write `loss(model(X), y).backward()` with that loss; or, for losses "
-                "that are functions and outputs that are changed before, call the model inside "
-                "`with optimizer.listen((X, y)):`. A model that was compiled and called before belongs into the "
-                "optimizer as torch.compile returned it. strict=False steps with the statistics of before."
-            )
+            raise no_batch(self.risk, self.called_inside)
 
     # ----------------------------------------------------------------------------------- the batches of this step again
     def loss(self) -> float:
@@ -385,18 +382,8 @@ class RunningInverse:
 
     def _of_blocks(self, K: BlockwiseLinearOperator, dampings: Mapping[str, float]) -> Any:
         """The damping of each block, from those of its parameters."""
-        found = {name: self._common(layout.names, dampings) for name, layout in K.operator.layouts.items()}
+        found = {name: common_damping(layout.names, dampings) for name, layout in K.operator.layouts.items()}
         return HeuristicDamping(found, min=0.0) if self.options.inverse == "factored" else found
-
-    @staticmethod
-    def _common(keys: Any, dampings: Mapping[str, float]) -> float:
-        found = {dampings[key] for key in keys}
-        if len(found) > 1:
-            raise ValueError(
-                f"The parameters {list(keys)} are one block of the curvature, and have dampings (weight decay "
-                f"included) {sorted(found)}. Put them in one group."
-            )
-        return found.pop()
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:

@@ -144,7 +144,10 @@ class Watch:
     def _loss_called(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
     ) -> None:
-        if self._is_deaf or not (self._calls or self._added or self._dropped):
+        if self._is_deaf:
+            return
+        self._curvature.called_inside |= getattr(self._open, "call", None) is not None
+        if not (self._calls or self._added or self._dropped):
             return
         given = inspect.signature(module.forward).bind(*args, **kwargs).args
         if len(given) < 2 or (found := self._of_output(given[0], index)) is None:
