@@ -348,11 +348,14 @@ class EmpiricalRisk:
         graph = self.checked.batch_norm and any(f.requires_grad for f in outputs)
         if graph and not prepare_graph(outputs, batch.num_examples):
             self.checked.batch_norm = False
-        targets = self.losses.targets(batch.y)
+        return *self.aligned(outputs, self.losses.targets(batch.y)), class_axes
+
+    def aligned(self, outputs: Sequence[Tensor], targets: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Any]]:
+        """Outputs and targets by position, where labels are those of the next one."""
         shifts = self.options.shift_labels
         if self.checked.shift if shifts is None else shifts:
             outputs, targets = tuple(f[:, :-1] for f in outputs), tuple(y[:, 1:] for y in targets)
-        return outputs, targets, class_axes
+        return outputs, targets
 
     def terms(
         self, outputs: Sequence[Tensor], targets: Sequence[Any], batch: Batch, class_axes: Sequence[int | None]

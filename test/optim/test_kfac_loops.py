@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from curvlinops_plus import CurvatureWarning, FullBlock, NumericsError, UnsupportedError
+from curvlinops_plus import GGN, CurvatureWarning, EmpiricalRisk, FullBlock, NumericsError, UnsupportedError
 from curvlinops_plus.optim.kfac import KFACOptimizer, KFACPreconditioner, LevenbergMarquardt
 from test.optim.test_kfac_optimizer import EXACT, batch, flat, net
 
@@ -106,6 +107,23 @@ def test_accumulation_with_any_weights(reduction: str) -> None:
     assert optimizer.last_step.examples == 12
     assert optimizer.last_step.loss == pytest.approx(value)
     assert optimizer.last_step.rho == pytest.approx(1.0, rel=1e-2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_exact_quadratic_model_of_unequal_micro_batches(reduction: str) -> None:
+    """`Σ c_i GGN_i`, as the loss is `Σ c_i loss_i`, against dense matrices."""
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(reduction=reduction), batch(12)
+    optimizer = KFACOptimizer(model, loss, lr="adaptive", momentum=0.0, **{**LOOKS, "damping": 0.01})
+    parts, C = ((slice(0, 2), 0.3), (slice(2, 12), 1.5), (slice(2, 12), 0.2)), torch.zeros(43, 43).double()
+    for part, c in parts:
+        (c * loss(model(X[part]), y[part])).backward()
+        C += c * GGN(EmpiricalRisk(model, loss, [(X[part], y[part])])).to_dense()
+    g, before = torch.cat([p.grad.flatten() for p in model.parameters()]), flat(model)
+    optimizer.step()
+    d = flat(model) - before
+    d /= d.norm()
+    coefficient = -(g @ d) / (d @ C @ d + 0.01)
+    torch.testing.assert_close(flat(model) - before, coefficient * d, rtol=1e-8, atol=1e-10)
 
 
 def test_mixup_is_one_batch() -> None:
@@ -782,3 +800,201 @@ def test_what_a_scaler_has_skipped_through_both_doors(listening: bool) -> None:
         if step:
             optimizer.step()
             assert optimizer.last_step.loss == pytest.approx(value.item(), rel=1e-5)
+
+
+# --------------------------------------------------------------------------------------------- losses that are logged
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("options", [{}, ADAPTIVE, {"vectors": "empirical"}], ids=str)
+@pytest.mark.parametrize("others", [False, True])
+def test_a_loss_that_is_computed_for_a_log(reduction: str, options: dict[str, Any], others: bool) -> None:
+    """`loss(out, y).item()` before, between and after the one that is differentiated changes nothing."""
+    if others and "vectors" in options:
+        pytest.skip("refused: the statistics would be those of the first targets")
+    found = []
+    for logged in (False, True):
+        model, loss = net(), nn.CrossEntropyLoss(reduction=reduction)
+        optimizer = KFACOptimizer(model, loss, **{**LOOKS, **options})
+        for step in range(3):
+            X, y = batch(seed=step)
+            optimizer.zero_grad()
+            output = model(X)
+            if logged:
+                loss(output, y.flip(0) if others else y).item()
+            value = loss(output, y)
+            value.backward(retain_graph=True)
+            if logged:
+                loss(output, y).item()
+            optimizer.step()
+            assert optimizer.last_step.loss == pytest.approx(value.item())
+        found.append((flat(model), optimizer.last_step.rho))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(X), self.two(X)
+
+
+def test_several_losses_that_are_computed_for_a_log() -> None:
+    found = []
+    for logged in (False, True):
+        model = TwoHeads().double()
+        losses = ((nn.CrossEntropyLoss(), 1.0), (nn.MSELoss(), 0.5))
+        optimizer = KFACOptimizer(model, losses, **LOOKS)
+        for step in range(3):
+            X, y = batch(seed=step)
+            optimizer.zero_grad()
+            one, two = model(X)
+            if logged:
+                losses[0][0](one, y).item()
+            terms = [losses[0][0](one, y), losses[1][0](two, X[:, :2])]
+            if logged:
+                losses[1][0](two, X[:, :2]).item()
+                losses[0][0](one, y).item()
+            (terms[0] + 0.5 * terms[1]).backward()
+            optimizer.step()
+        found.append((flat(model), optimizer.last_step.rho))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+    one, two = model(X)
+    losses[0][0](one, y)
+    with pytest.raises(UnsupportedError, match="called twice on one output of the model, with different targets"):
+        losses[0][0](one, y.flip(0))
+
+
+# ------------------------------------------------------------------------------------------- factors that are large
+def scaled_steps(make: Callable[[nn.Module, nn.Module], Any], factor: float, micro: int, scaler: Any = None) -> Tensor:
+    """One step of `factor` times the mean over micro-batches, summed; the update over lr, or the new gradient."""
+    model, loss = net(), nn.CrossEntropyLoss()
+    optimizer = make(model, loss)
+    optimizer.zero_grad()
+    for k in range(micro):
+        X, y = batch(seed=k)
+        value = factor * loss(model(X), y)
+        (value if scaler is None else scaler.scale(value)).backward()
+    before = flat(model)
+    if isinstance(optimizer, KFACOptimizer):
+        optimizer.step() if scaler is None else scaler.step(optimizer, scaler=scaler)
+        return before - flat(model)
+    if scaler is not None:
+        for p in model.parameters():
+            p.grad /= scaler.get_scale()
+    optimizer.step(scaler=scaler)
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("preconditioner", [False, True])
+@pytest.mark.parametrize(("factor", "micro"), [(64.0, 1), (65536.0, 1), (1.0, 64), (2.0, 4), (100.0, 1)])
+@pytest.mark.filterwarnings("ignore:The loss was multiplied by")
+def test_large_factors_without_a_scaler(factor: float, micro: int, preconditioner: bool) -> None:
+    """They are the user's: with as many times the damping the direction is that of the loss by itself."""
+    options: dict[str, Any] = {**EXACT, "norm_constraint": None}
+
+    def make(damping: float) -> Callable[[nn.Module, nn.Module], Any]:
+        def of(model: nn.Module, loss: nn.Module) -> Any:
+            if preconditioner:
+                return KFACPreconditioner(model, loss, damping, **options)
+            return KFACOptimizer(model, loss, 1.0, 0.0, damping, **options)
+
+        return of
+
+    large = scaled_steps(make(0.1 * factor * micro), factor, micro)
+    torch.testing.assert_close(large, scaled_steps(make(0.1), 1 / micro, micro), rtol=1e-9, atol=1e-12)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    told = scaled_steps(make(0.1 * factor * micro), factor, micro, scaler)
+    torch.testing.assert_close(told, large, rtol=1e-9, atol=1e-12)
+
+
+def test_what_may_be_a_scale_is_asked_for() -> None:
+    for kind, factor in ((KFACPreconditioner, 64.0), (KFACOptimizer, 65536.0)):
+        model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+        optimizer = kind(model, loss)
+        (factor * loss(model(X), y)).backward()
+        with pytest.warns(CurvatureWarning, match=rf"multiplied by {factor:g} .*say so: step\(scaler=scaler\)"):
+            optimizer.step()
+
+
+# ----------------------------------------------------------------------------------------------- what `listen` learns
+@pytest.mark.parametrize("options", [{}, ADAPTIVE, {"vectors": "empirical"}], ids=str)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_factor_in_front_of_a_loss_that_nobody_sees(options: dict[str, Any], inside: bool, reduction: str) -> None:
+    """The same steps as through hooks; micro-batches of different sizes and numbers."""
+    found = []
+    for listens in (True, False):
+        model, loss = net(), nn.CrossEntropyLoss(reduction=reduction)
+        optimizer = KFACOptimizer(model, loss, **{**LOOKS, **options})
+        for step in range(3):
+            optimizer.zero_grad()
+            total = 0.0
+            for n, c in ((4, 10.0), (8, 3.0)):
+                X, y = batch(n, seed=step)
+                with optimizer.listen((X, y)) if listens else nullcontext():
+                    output = model(X)
+                    value = c * (F.cross_entropy(output, y, reduction=reduction) if listens else loss(output, y))
+                    if inside:
+                        value.backward(retain_graph=True)
+                if not inside:
+                    value.backward()
+                total += value.item()
+            optimizer.step()
+            assert optimizer.last_step.loss == pytest.approx(total)
+        found.append((flat(model), optimizer.last_step.rho))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
+
+
+def test_several_losses_with_a_factor_that_nobody_sees() -> None:
+    found = []
+    for listens in (True, False):
+        model = TwoHeads().double()
+        losses = {"one": (nn.CrossEntropyLoss(), 1.0), "two": (nn.MSELoss(), 0.5)}
+        optimizer = KFACOptimizer(model, losses, output=lambda out: {"one": out[0], "two": out[1]}, **LOOKS)
+        for step in range(3):
+            X, y = batch(seed=step)
+            optimizer.zero_grad()
+            with optimizer.listen((X, {"one": y, "two": X[:, :2]})) if listens else nullcontext():
+                one, two = model(X)
+            if listens:
+                value = F.cross_entropy(one, y) + 0.5 * F.mse_loss(two, X[:, :2])
+            else:
+                value = losses["one"][0](one, y) + 0.5 * losses["two"][0](two, X[:, :2])
+            (7.0 * value).backward()
+            optimizer.step()
+        found.append((flat(model), optimizer.last_step.rho))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
+
+
+def test_shifted_labels_with_a_factor() -> None:
+    class WithAttributes(LanguageModel):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+            return SimpleNamespace(**super().forward(input_ids, labels))
+
+    model = WithAttributes().double()
+    optimizer = KFACOptimizer(model, nn.CrossEntropyLoss(), shift_labels=True, **LOOKS)
+    tokens = torch.arange(6).add(torch.arange(6)[:, None]) % 7
+    with optimizer.listen({"input_ids": tokens, "labels": tokens}):
+        out = model(input_ids=tokens, labels=tokens)
+    (5 * out.loss).backward()
+    optimizer.step()
+    assert optimizer.curvature.factor == pytest.approx(5.0)
+    assert optimizer.last_step.loss == pytest.approx(5 * out.loss.item())
+
+
+@pytest.mark.parametrize("change", ["another term", "written to"])
+def test_what_is_no_multiple_of_the_loss(change: str) -> None:
+    """Then the curvature is that of the loss by itself."""
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    optimizer = KFACOptimizer(model, loss, **EXACT)
+    with optimizer.listen((X, y)):
+        output = model(X)
+    (
+        output.square().mean() + 3 * F.cross_entropy(output, y)
+        if change == "another term"
+        else 3 * F.cross_entropy(output.mul_(2.0), y)
+    ).backward()
+    optimizer.step()
+    assert optimizer.curvature.factor == 1.0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus import EKFAC, GGN, EmpiricalRisk, FullBlock, NumericsError
+from curvlinops_plus import EKFAC, GGN, CurvatureWarning, EmpiricalRisk, FullBlock, NumericsError, UnsupportedError
 from curvlinops_plus.optim.kfac import (
     KFACOptimizer,
     KFACPreconditioner,
@@ -458,6 +460,28 @@ def test_resuming_is_exact(options: dict[str, Any], at: int, tmp_path: Any) -> N
     assert torch.equal(flat(resumed), flat(straight))
 
 
+def test_a_state_between_micro_batches() -> None:
+    """Statistics of both are one update after resuming, too; what the state can't have is said."""
+    loss, straight, resumed = nn.CrossEntropyLoss(), net(), net(seed=9)
+    optimizer, again = (KFACOptimizer(model, loss, **EXACT) for model in (straight, resumed))
+    take(optimizer, straight, loss, batch())
+    (loss(straight(batch()[0]), batch()[1]) / 2).backward()
+    with pytest.warns(CurvatureWarning, match="between a backward pass and its step: the gradients"):
+        stored = copy.deepcopy(optimizer.state_dict())
+    resumed.load_state_dict(straight.state_dict())
+    again.load_state_dict(stored)
+    X, y = batch(seed=5)
+    for model, one in ((straight, optimizer), (resumed, again)):
+        (loss(model(X), y) / 2).backward()
+        one.step()
+        assert one.last_step.examples == 24
+    dense = [one.curvature.estimator.operator.to_dense() for one in (optimizer, again)]
+    assert torch.equal(*dense)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.state_dict()
+
+
 # ------------------------------------------------------------------------------------------------------------ messages
 def test_a_step_without_a_batch() -> None:
     model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
@@ -525,6 +549,67 @@ def test_one_block_in_two_groups() -> None:
     optimizer = KFACOptimizer(model, loss, params=groups, **EXACT)
     with pytest.raises(ValueError, match=r"are one block of the curvature, and have dampings.*Put them in one group"):
         take(optimizer, model, loss, (X, y))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"lr": 0.2},
+            r"\['0.weight', '0.bias'\] are one block .*, and have lr \[0\.1, 0\.2\].*one group",
+        ),
+        ({"norm_constraint": 1.0}, r"are one block of the curvature, and have norm_constraint \[0\.001, 1\.0\]"),
+        ({"weight_decay": WeightDecay(0.1, "coupled")}, "are one block.*possible if it is decoupled, a number"),
+    ],
+)
+def test_other_options_within_a_block(options: dict[str, Any], message: str) -> None:
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    for options_of_bias, refused in ((options, True), ({"weight_decay": 0.1}, False)):
+        groups = [
+            {"params": [p for n, p in model.named_parameters() if n.endswith("weight")]},
+            {"params": [p for n, p in model.named_parameters() if n.endswith("bias")], **options_of_bias},
+        ]
+        optimizer = KFACOptimizer(model, loss, params=groups, **EXACT)
+        with pytest.raises(ValueError, match=message) if refused else nullcontext():
+            take(optimizer, model, loss, (X, y))
+        optimizer.close()
+
+
+def test_options_that_are_tensors() -> None:
+    found = []
+    for as_tensor in (False, True):
+        model, loss = net(), nn.CrossEntropyLoss()
+        lr: Any = torch.tensor(0.125) if as_tensor else 0.125
+        optimizer = KFACOptimizer(model, loss, lr=lr, damping=lr, **EXACT)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(3):
+            take(optimizer, model, loss, batch(seed=step))
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.125 / 8
+        found.append(flat(model))
+    assert torch.equal(*found)
+
+
+def test_batch_norm_that_is_trained() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    with pytest.raises(UnsupportedError, match=r"\['1'\] are batch norm.*out of `params`, and give them to another"):
+        KFACOptimizer(model, nn.CrossEntropyLoss())
+
+
+def test_a_loss_inside_of_the_model() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.loss = net(), nn.CrossEntropyLoss()
+
+        def forward(self, X: Tensor, y: Tensor) -> Tensor:
+            return self.loss(self.net(X), y)
+
+    model, (X, y) = WithLoss(), batch()
+    optimizer = KFACOptimizer(model, model.loss)
+    model(X, y).backward()
+    with pytest.raises(RuntimeError, match=r"It was called inside of the model's forward.*listen"):
+        optimizer.step()
 
 
 def test_a_block_of_which_a_part_has_no_gradient() -> None:
@@ -596,7 +681,8 @@ def test_a_foreign_state() -> None:
 # -------------------------------------------------------------------------------------------------------------- checks
 @pytest.mark.parametrize("door", ["hooks", "listen"])
 def test_check_loss_compares_what_is_minimised(door: str) -> None:
-    """Label smoothing, or the sum in place of the mean, that the optimizer was not told of."""
+    """Label smoothing, or the sum in place of the mean, that the optimizer was not told of. Inside of `listen` the sum
+    is found to be so many times the mean, and the curvature is that of the sum."""
     model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
     for users in (loss, nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(reduction="sum")):
         optimizer = KFACOptimizer(model, loss, **EXACT)
@@ -611,8 +697,9 @@ def test_check_loss_compares_what_is_minimised(door: str) -> None:
         value = users(output, y)
         value.backward()
         before = flat(model)
-        if users is loss:
+        if users is loss or (users.reduction == "sum" and door == "listen"):
             assert optimizer.step(lambda value=value: value) is value
+            assert optimizer.curvature.factor == pytest.approx(1.0 if users is loss else len(X))
             assert not torch.equal(flat(model), before)
         else:
             shown = [f"{float(f(output, y).detach()):.6g}" for f in (users, loss)]

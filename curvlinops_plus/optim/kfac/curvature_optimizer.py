@@ -16,6 +16,7 @@ from tqdm import tqdm
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, as_weight_decay, number, plain_policy
+from curvlinops_plus.optim.kfac.refusals import require_common
 from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, RunningInverse
 from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
 from curvlinops_plus.optim.kfac.tensor_lists import norms
@@ -183,7 +184,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """No; a gradient scaler asks before it takes a step, so that it is known that there is one."""
-        self.curvature.scaled = True
+        self.curvature.scale = None
         return False
 
     @property
@@ -193,12 +194,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
     # --------------------------------------------------------------------------------------------------------- steps
     @untraced
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, scaler: Any = None) -> Any:  # type: ignore[override]
         """Take a step.
 
         Args:
             closure: Zeroes gradients, runs the model, the loss and the backward pass, and returns the loss. Called
                 once. With `check_loss`, and a loss that was computed before, `lambda: value` will do.
+            scaler: The `GradScaler` whose scale was divided out of the gradients. Needed where it is not the scaler
+                that takes the step, and where the losses were multiplied with other numbers besides.
 
         Returns:
             What the closure returned.
@@ -218,6 +221,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             self.curvature.risk.require_in_place()
             self._check_groups()
+            if scaler is not None:
+                self.curvature.scale = float(scaler.get_scale())
             if self._schedule is not None:
                 for group in self.param_groups:
                     group["damping"] = number("damping", self._schedule(self.curvature.steps))
@@ -267,7 +272,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._not_finite(refusal_of_nonfinite(key), report)
         elif gradient:
             if self._looks_again:
-                self.curvature.seen.compare(CurvatureOptimizer._gradient(self), self.curvature.scaled)
+                self.curvature.compare(CurvatureOptimizer._gradient(self))
             self._step(gradient, report)
         else:
             report.left_alone = list(self._keys.values())
@@ -288,9 +293,14 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             report: Of this step.
         """
         dampings: dict[str, float] = {}
+        options: dict[str, dict[str, Any]] = {"lr": {}, "momentum": {}, "norm_constraint": {}}
         for group in self.param_groups:
+            for name, values in options.items():
+                values |= dict.fromkeys((self._keys[p] for p in group["params"]), group.get(name))
             damping = group["damping"] + as_weight_decay(group.get("weight_decay", 0.0)).curvature
             dampings |= {self._keys[p]: damping for p in group["params"]}
+        blocks = [group.layout.names for layer in self.curvature.estimator.plan for group in layer.layer.groups]
+        require_common(blocks, options)
         report.refreshed = self.curvature.refresh_if_due(dampings)
         direction = self.curvature.apply(gradient, dampings)
         report.left_alone = [key for key in self._keys.values() if key not in direction]
@@ -330,7 +340,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         """Refuse options that are out of range."""
         for group in self.param_groups:
-            number("damping", group["damping"])
+            group["damping"] = number("damping", group["damping"])
             constraint = as_norm_constraint(group["norm_constraint"])
             if constraint is not None and constraint.norm != "euclidean" and self.curvature.options.power != -1:
                 raise ValueError(

@@ -287,8 +287,8 @@ class KFACOptimizer(CurvatureOptimizer):
             as_weight_decay(group["weight_decay"])
             coefficients = {name: group[name] for name in ("lr", "momentum")}
             for name, value in coefficients.items():
-                if value != "adaptive":
-                    number(name, value)
+                if not isinstance(value, str) or value != "adaptive":
+                    group[name] = number(name, value)
             if group["norm_constraint"] is not None and "adaptive" in coefficients.values():
                 raise ValueError(
                     "An adaptive lr or momentum and a norm constraint can't both choose the length of a step; give one."

@@ -8,6 +8,8 @@ from math import inf, isfinite, isnan
 from numbers import Real
 from typing import Any, Literal
 
+from torch import Tensor
+
 __all__ = [
     "LevenbergMarquardt",
     "NormConstraint",
@@ -20,12 +22,14 @@ __all__ = [
 
 
 def number(name: str, value: Any, low: float = 0.0, high: float = inf, strict: bool = False) -> float:
-    """A finite number in `[low, high]`, or above `low` if `strict`.
+    """A finite number in `[low, high]`, or above `low` if `strict`; 0-d tensors are numbers.
 
     Raises:
         TypeError: If it is none.
         ValueError: If it is outside.
     """
+    if isinstance(value, Tensor) and value.ndim == 0:
+        value = value.item()
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a number.")
     found = float(value)

@@ -95,6 +95,7 @@ class KFACPreconditioner(CurvatureOptimizer):
             strict=strict,
             risk_options=risk_options,
         )
+        self.curvature.seen.large = 64.0  # no scaler takes its steps, and would be heard of
 
     def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
         move = self._move(gradient, report)

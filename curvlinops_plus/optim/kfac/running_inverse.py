@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 from warnings import warn
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from curvlinops_plus.blocks import BlockwiseLinearOperator, CurvatureEstimator
 from curvlinops_plus.blocks.batch_pass import PassStart
@@ -18,7 +19,14 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedE
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
 from curvlinops_plus.optim.kfac.policies import number
-from curvlinops_plus.optim.kfac.step_batches import Factor, StepBatches, require_same_curvature
+from curvlinops_plus.optim.kfac.refusals import common_damping, naming_batch_norm, no_batch
+from curvlinops_plus.optim.kfac.step_batches import (
+    Factor,
+    StepBatches,
+    listening_factors,
+    require_same_curvature,
+    same_targets,
+)
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo, Vectors
 from curvlinops_plus.risk.process_state import own_calls
 from curvlinops_plus.risk.reading import Batch
@@ -75,11 +83,23 @@ class HeardCall:
         heard: What hears it.
         start: What it began with, if the step looks at it once more.
         added: The batch, with the first targets that losses were called with.
+        key: Stands for the call.
     """
 
     heard: HeardBatch
     start: PassStart | None
     added: Batch | None = None
+    key: object = field(default_factory=object)
+
+
+@dataclass(eq=False)
+class _Part:
+    """Batches that others may take the place of."""
+
+    data: Iterable[Batch] = ()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.data)
 
 
 class RunningInverse:
@@ -96,24 +116,28 @@ class RunningInverse:
 
     def __init__(self, risk: EmpiricalRisk, options: CurvatureOptions) -> None:
         self.risk, self.options = risk, options
-        self.estimator = CurvatureEstimator(
-            risk,
-            options.approximation,
-            default=options.default,
-            vectors=MonteCarlo() if options.vectors is None else options.vectors,
-            decay=options.decay,
-            leave_out_uncalled=True,
-        )
+        with naming_batch_norm(risk):
+            self.estimator = CurvatureEstimator(
+                risk,
+                options.approximation,
+                default=options.default,
+                vectors=MonteCarlo() if options.vectors is None else options.vectors,
+                decay=options.decay,
+                leave_out_uncalled=True,
+            )
         self.steps = self.batches = 0
         self._before = 0  # examples before this step
         self._waiting: list[tuple[HeardBatch, Any]] = []  # for their backward pass
         self._error: NumericsError | UnsupportedError | None = None  # of a batch that could not be added
         #: What the gradient of this step comes from.
         self.seen = StepBatches(risk)
-        #: Whether a gradient scaler takes this step.
-        self.scaled = False
+        #: What a gradient scaler has multiplied the losses with; None if there is one, and it is not known.
+        self.scale: float | None = 1.0
         #: How many times the risk's loss is what is minimised: `.grad` is that of `factor * loss`.
         self.factor = 1.0
+        #: Whether a loss was called inside of the model.
+        self.called_inside = False
+        self._part = _Part()
         self._dampings: dict[str, float] | None = None  # of the last refresh
         self._inverse: tuple[Any, LinearOperator] | None = None  # with the dampings that it belongs to
 
@@ -137,18 +161,24 @@ class RunningInverse:
             remember: Keep it until the step, which evaluates the model on it again.
         """
         start, due = PassStart.now(self.risk.model) if remember else None, self.due
-        returned: list[Any] = []
+        found, factors = self.risk.read(batch), list[Factor]()
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            factors[:] = factors or listening_factors(self.seen, self.risk, found, output)
+
+        def pause(paused: bool) -> None:
+            for factor in factors:
+                factor.paused = paused
+
         with ExitStack() as contexts:
-            if start is not None:
-                note = own_calls(lambda module, args, output: returned.append(output))
-                contexts.callback(self.risk.model.register_forward_hook(note).remove)
+            contexts.callback(pause, False)
+            contexts.callback(self.risk.model.register_forward_hook(own_calls(note)).remove)
             if due:
                 contexts.enter_context(self.estimator.listen(batch, decay=1.0 if self.batches else None))
+            contexts.callback(pause, True)  # vectors go back through the outputs
             yield
         self.batches += due
-        if start is not None:  # passes of our own are over, those that go back through the outputs are the user's
-            read = self.risk.losses.select(returned[0], self.risk.options.output)[0] if returned else ()
-            self.seen.note(self.risk.read(batch), start, [Factor(self.seen, f, is_loss=False) for f in read])
+        self.seen.note(found, start, factors)
 
     def begin(self, X: Any, unpack: bool, remember: bool) -> HeardCall | None:
         """Hear a call of the model whose targets come later, if the step needs it; for `add`."""
@@ -174,23 +204,33 @@ class RunningInverse:
             UnsupportedError: If a layer can't be recorded.
         """
         call.added = replace(call.heard.batch, y=y)
-        self.seen.note(call.added, call.start, factors)
+        self.seen.note(call.added, call.start, factors, call.key)
         if self.due:
             self._waiting.append((call.heard, y))
             vectors = self.estimator.vectors
             if not (vectors.of_loss and vectors.together):  # else gradients of the loss come with its backward pass
                 self._finish_waiting()
 
-    def repeat(self, call: HeardCall, f: Tensor, class_axis: int | None, y: Any, factor: Factor) -> None:
-        """The loss was called once more on an output, with other targets: `a * loss(f, y) + b * loss(f, z)`.
+    def repeat(self, call: HeardCall, index: int, f: Tensor, class_axis: int | None, y: Any, factor: Factor) -> None:
+        """A loss was called once more on an output: for a log, or as in `a * loss(f, y) + b * loss(f, z)`.
+
+        Args:
+            call: The call.
+            index: Of the loss.
+            f: The output.
+            class_axis: Its own, if it has one.
+            y: Targets of this loss.
+            factor: What it is multiplied with.
 
         Raises:
             UnsupportedError: If its curvature depends on the targets, so that it is not `a + b` times the first one.
         """
         assert call.added is not None
-        batch = replace(call.added, y=y)
-        require_same_curvature(self.risk, self.estimator.vectors, f, class_axis, call.added, batch)
-        self.seen.note(batch, call.start, [factor], repeated=True)
+        losses, batch = self.risk.losses, call.added
+        if not same_targets(losses.targets(batch.y)[index], y):
+            batch = replace(batch, y=y)
+            require_same_curvature(self.risk, self.estimator.vectors, f, class_axis, call.added, batch)
+        self.seen.note(batch, call.start, [factor if i == index else None for i in range(len(losses))], call.key)
 
     def forget_examples(self) -> None:
         """Count examples from now on."""
@@ -232,36 +272,41 @@ class RunningInverse:
             RuntimeError: If it has not.
             ValueError: If several losses were multiplied with other numbers than their weights.
         """
-        self.factor = self.seen.factor(self.scaled) or self.factor
+        self.factor = self.seen.factor(self.scale) or self.factor
         if (self.due and not self.batches and (statistics or not self.estimator.updates)) or (again and not self.seen):
-            names = ", ".join(getattr(one.loss, "__name__", type(one.loss).__name__) for one in self.risk.losses)
-            raise RuntimeError(
-                f"No batch was seen since the last step: the loss that was given, {names}, was not called on an output "
-                "of the model in training mode. Write `loss(model(X), y).backward()` with that loss; or, for losses "
-                "that are functions and outputs that are changed before, call the model inside "
-                "`with optimizer.listen((X, y)):`. A model that was compiled and called before belongs into the "
-                "optimizer as torch.compile returned it. strict=False steps with the statistics of before."
-            )
+            raise no_batch(self.risk, self.called_inside)
 
     # ----------------------------------------------------------------------------------- the batches of this step again
     def loss(self) -> float:
-        """`factor * loss` of this step's batches at the parameters of now."""
-        return self.seen.loss(self.scaled)
+        """What the gradient of this step is that of, at the parameters of now: the losses, times their numbers."""
+        return sum(c * float(self.risk.with_data(data).loss()) for data, c in self.seen.parts(self.scale, self.factor))
+
+    def compare(self, gradient: Mapping[str, Tensor]) -> None:
+        """Warn if a gradient is not that of `loss`."""
+        self.seen.compare(gradient, self.scale, self.factor)
 
     @cached_property
     def _exact(self) -> GGN:
-        """The GGN of this step's batches; how the model is differentiated is found out once."""
-        return GGN(self.risk.with_data(self.seen), check_deterministic=False)
+        """The GGN of a part of this step's batches; how the model is differentiated is found out once."""
+        return GGN(self.risk.with_data(self._part), check_deterministic=False)
 
     def quadratic_form(self, rows: Mapping[str, Tensor], exact: bool) -> Tensor:
-        """`factor * V C Vᵀ` of several vectors, `[k, *shape]` of each parameter, `[k, k]`.
+        """`V C Vᵀ` of several vectors, `[k, *shape]` of each parameter, `[k, k]`.
 
         Args:
             rows: The vectors.
-            exact: With the exact GGN of this step's batches; else with the statistics of now.
+            exact: `C` is the exact GGN of `loss`; else the statistics of now, times `factor`.
         """
         C = self._exact if exact else self.estimator.operator
-        return self.factor * C.quadratic_form(self._complete(C, rows, next(iter(rows.values())).shape[:1]))
+        V = self._complete(C, rows, next(iter(rows.values())).shape[:1])
+        if not exact:
+            return self.factor * C.quadratic_form(V)
+        forms = []
+        for data, c in self.seen.parts(self.scale, self.factor, merged=True):
+            self._part.data = data
+            forms.append(c * C.quadratic_form(V))
+        self._part.data = ()
+        return torch.stack(forms).sum(0)
 
     # ------------------------------------------------------------------------------------------------------- inverse
     def refresh_if_due(self, dampings: Mapping[str, float]) -> bool:
@@ -337,24 +382,28 @@ class RunningInverse:
 
     def _of_blocks(self, K: BlockwiseLinearOperator, dampings: Mapping[str, float]) -> Any:
         """The damping of each block, from those of its parameters."""
-        found = {name: self._common(layout.names, dampings) for name, layout in K.operator.layouts.items()}
+        found = {name: common_damping(layout.names, dampings) for name, layout in K.operator.layouts.items()}
         return HeuristicDamping(found, min=0.0) if self.options.inverse == "factored" else found
-
-    @staticmethod
-    def _common(keys: Any, dampings: Mapping[str, float]) -> float:
-        found = {dampings[key] for key in keys}
-        if len(found) > 1:
-            raise ValueError(
-                f"The parameters {list(keys)} are one block of the curvature, and have dampings (weight decay "
-                f"included) {sorted(found)}. Put them in one group."
-            )
-        return found.pop()
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
-        """Everything that going on needs, between two steps."""
-        estimator = self.estimator.state_dict()
-        return {"steps": self.steps, "dampings": self._dampings, "factor": self.factor, "estimator": estimator}
+        """Everything that going on needs; but gradients that were accumulated since the last step are the user's."""
+        if self.seen.differentiated:
+            warn(
+                "The state is taken between a backward pass and its step: the gradients, and the numbers that the "
+                "losses of these batches were multiplied with, are not in it, so resuming takes another step. Call "
+                "state_dict() after step().",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
+            )
+        return {
+            "steps": self.steps,
+            "batches": self.batches,
+            "examples": self.examples,
+            "dampings": self._dampings,
+            "factor": self.factor,
+            "estimator": self.estimator.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another one stopped."""
@@ -363,6 +412,8 @@ class RunningInverse:
         self.drop()
         self.factor = state.get("factor", 1.0)
         self.forget()
+        self.batches = state.get("batches", 0)
+        self._before -= state.get("examples", 0)
 
     def drop(self) -> None:
         """Forget batches that wait for their backward pass."""
@@ -378,7 +429,7 @@ class RunningInverse:
 
     def forget(self) -> None:
         """What was seen until now belongs to no step any more."""
-        self.batches, self.scaled = 0, False
+        self.batches, self.scale = 0, 1.0
         self.forget_examples()
         self.seen.clear()
 

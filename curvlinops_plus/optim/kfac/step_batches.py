@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from warnings import warn
 
@@ -19,7 +20,7 @@ from curvlinops_plus.risk import EmpiricalRisk, Vectors
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["Factor", "StepBatches", "require_same_curvature"]
+__all__ = ["Factor", "StepBatches", "listening_factors", "other_targets", "require_same_curvature", "same_targets"]
 
 _LIMIT = 1024
 _AWAY = 0.03  # more than rounding under autocast
@@ -31,29 +32,60 @@ class Factor:
     Args:
         owner: What wants to know.
         value: The loss; or, where nobody sees it, what it reads.
-        is_loss: Whether it is the loss.
+        by_itself: The gradient that the loss by itself has there, if it is no loss.
 
     Attributes:
-        number: 0-d; None if it is not known.
+        number: 0-d; None before it is differentiated, NaN if what arrives is no multiple of the loss's gradient.
         task: The backward pass that came through here to the parameters, of several the last one; None before.
+        paused: Whether what arrives is not the user's.
     """
 
-    def __init__(self, owner: StepBatches, value: Tensor, is_loss: bool = True) -> None:
-        self._owner, self._is_loss = weakref.ref(owner), is_loss
+    def __init__(self, owner: StepBatches, value: Tensor, by_itself: Callable[[], Tensor] | None = None) -> None:
+        self._owner = weakref.ref(owner)
         self.number: Tensor | None = None
         self.task: int | None = None
-        if value.requires_grad:
-            value.register_hook(self._arrive)
+        self.paused = False
+        self.watch(value, by_itself)
 
-    def _arrive(self, g: Tensor) -> None:
+    def watch(self, value: Tensor, by_itself: Callable[[], Tensor] | None = None) -> None:
+        """The loss was computed once more: both are part of what is differentiated, or the one that is."""
+        if value.requires_grad:
+            value.register_hook(partial(self._arrive, by_itself))  # which goes with the graph
+
+    def _arrive(self, by_itself: Callable[[], Tensor] | None, g: Tensor) -> None:
         owner, task = self._owner(), torch._C._current_graph_task_id()
-        if owner is None or not owner.accumulates():
+        if owner is None or self.paused or not owner.accumulates():
             return
         owner.begin(task)
         self.task = task
-        if self._is_loss:
-            g = g.detach().sum()
-            self.number = g if self.number is None else self.number + g
+        number = g.detach().sum() if by_itself is None else _multiple(g.detach(), by_itself())
+        self.number = number if self.number is None else self.number + number
+
+
+def _multiple(g: Tensor, one: Tensor) -> Tensor:
+    """`c` with `g = c * one`; NaN if there is none."""
+    tolerance = _AWAY if torch.finfo(g.dtype).bits < 32 else 1e-3
+    g, one = g.to(one.dtype).flatten(), one.flatten()
+    c = g.dot(one) / one.dot(one)
+    return torch.where(torch.dist(g, c * one) <= tolerance * g.norm(), c, torch.nan)
+
+
+def listening_factors(owner: StepBatches, risk: EmpiricalRisk, batch: Batch, output: Any) -> list[Factor]:
+    """What losses that nobody sees are multiplied with, from what arrives at the outputs that they read."""
+    outputs, axes = risk.losses.select(output, risk.options.output)
+    targets = risk.losses.targets(batch.y)
+
+    def by_itself(index: int, f: Tensor, version: int) -> Tensor:
+        if f._version != version:  # it was written to
+            return torch.full_like(f, torch.nan)
+        with torch.enable_grad():
+            leaf, one = f.float() if torch.finfo(f.dtype).bits < 32 else f.clone(), risk.losses[index]
+            (read,), (y,) = risk.aligned([leaf.requires_grad_()], [targets[index]])
+            count, total = one.sums(*one.canonical(read, y, batch.num_examples, axes[index]), batch.num_examples)
+            (found,) = torch.autograd.grad(total, leaf)
+        return found / count if one.reduction == "mean" else found
+
+    return [Factor(owner, f, partial(by_itself, i, f.detach(), f._version)) for i, f in enumerate(outputs)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +94,12 @@ class _Call:
 
     batch: Batch
     start: PassStart | None  # if the model may be run on it once more
-    factors: Sequence[Factor]  # one per loss; none if nobody saw the losses
-    repeated: bool = False  # whether other losses were called on these outputs before
+    factors: Sequence[Factor | None]  # one per loss, None if it was not called
+    of: object  # the call of the model, which losses may be applied to several times
 
     @property
     def differentiated(self) -> bool:
-        return any(factor.task is not None for factor in self.factors)
+        return any(factor is not None and factor.task is not None for factor in self.factors)
 
 
 class StepBatches:
@@ -82,15 +114,23 @@ class StepBatches:
     """
 
     def __init__(self, risk: EmpiricalRisk) -> None:
-        self._risk, self._calls, self._said, self._looks = risk, list[_Call](), False, 0
+        self._risk, self._calls, self._looks, self._said, self._asked = risk, list[_Call](), 0, False, False
+        #: A number that a loss is hardly multiplied with but by a gradient scaler.
+        self.large = 1024.0
 
     def __bool__(self) -> bool:
         return bool(self._calls)
 
     def note(
-        self, batch: Batch, start: PassStart | None, factors: Sequence[Factor] = (), repeated: bool = False
+        self, batch: Batch, start: PassStart | None, factors: Sequence[Factor | None] = (), of: object = None
     ) -> None:
         """Losses were called.
+
+        Args:
+            batch: Inputs and targets.
+            start: What the call of the model began with, if the step looks at it once more.
+            factors: What the losses are multiplied with.
+            of: The call of the model; default: one that no other losses are applied to.
 
         Raises:
             RuntimeError: If too many batches are kept, and no step comes that looks at them.
@@ -105,7 +145,12 @@ class StepBatches:
                 "(LevenbergMarquardt, reject=, adaptive coefficients). Call optimizer.step(); to train the model "
                 "without this optimizer, call optimizer.close() before."
             )
-        self._calls.append(_Call(batch, start, factors, repeated))
+        self._calls.append(_Call(batch, start, factors, object() if of is None else of))
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether a backward pass has brought gradients since the last step."""
+        return any(call.differentiated for call in self._calls)
 
     def clear(self) -> None:
         """A step was taken."""
@@ -130,7 +175,9 @@ class StepBatches:
     def begin(self, task: int) -> None:
         """A backward pass begins; those before it count no more if it finds no gradients."""
         if all(p.grad is None for p in self._risk.params.values()):
-            self._calls = [call for call in self._calls if all(factor.task in (None, task) for factor in call.factors)]
+            self._calls = [
+                call for call in self._calls if all(f is None or f.task in (None, task) for f in call.factors)
+            ]
 
     # --------------------------------------------------------------------------------------------------- their losses
     @property
@@ -139,49 +186,76 @@ class StepBatches:
         return [call for call in self._calls if call.differentiated] or self._calls
 
     def __iter__(self) -> Iterator[Batch]:
-        for call in self._counted:
-            if call.start is not None and not call.repeated:
+        for call in _one_of_each(self._counted):
+            if call.start is not None:
                 call.start.restore()
                 yield call.batch
 
-    def factor(self, scaled: bool) -> float | None:
+    def _ask_for_scale(self) -> None:
+        """Warn of what may be a gradient scaler that nobody has told of."""
+        if self._asked:
+            return
+        largest = max((abs(_number(call, i)) for call in self._counted for i in range(len(call.factors))), default=0.0)
+        if largest >= self.large:
+            self._asked = True
+            warn(
+                f"The loss was multiplied by {largest:g} before its backward pass, which is taken for a part of what "
+                "is minimised. If it is the scale of a gradient scaler, that has divided the gradients by it, say so: "
+                "step(scaler=scaler).",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
+            )
+
+    def factor(self, scale: float | None) -> float | None:
         """How many times the loss, a mean or sum over these batches, makes up the gradient; None if nobody saw it.
 
-        Powers of two from 64 on are taken for the scale of a gradient scaler, which divides it out of the gradient.
-
         Args:
-            scaled: Whether it is known that a scaler takes the step.
+            scale: What a gradient scaler has multiplied the losses with, and divided the gradient by; 1 if there is
+                none, None if there is one whose scale is not known, but for that it is a power of two.
 
         Raises:
             ValueError: If several losses were multiplied with other numbers than their weights.
         """
         raw = self._raw()
-        return None if raw is None else self._without_scale(raw, scaled)
+        if scale == 1:
+            self._ask_for_scale()
+        return None if raw is None else self._without_scale(raw, scale)
 
-    def loss(self, scaled: bool) -> float:
-        """What the gradient is that of, at the parameters of now: the losses, times their numbers."""
-        if (weights := self._weights(scaled)) is None:
-            return float(self._risk.with_data(self).loss())
-        return sum(c * float(self._risk.with_data(_Once(call)).loss()) for call, c in weights)
+    def parts(self, scale: float | None, otherwise: float, merged: bool = False) -> list[tuple[Iterable[Batch], float]]:
+        """The sum that the gradient is that of: batches, and what their losses are multiplied with.
 
-    def compare(self, gradient: Mapping[str, Tensor], scaled: bool) -> None:
-        """Warn if a gradient is not that of `loss`: what is predicted from one is then compared with the other.
+        Args:
+            scale: As for `factor`.
+            otherwise: The number, if nobody saw it.
+            merged: Make one part of several losses of the same outputs, whose curvature is the same.
+        """
+        raw = self._raw()
+        if raw is None:
+            return [(self, otherwise)]
+        unit = self._without_scale(raw, scale) / raw / self._risk.losses[0].weight
+        if not merged:
+            return [(_Once(call), unit * _number(call, 0)) for call in self._counted]
+        numbers: dict[int, float] = {}
+        for call in self._counted:
+            numbers[id(call.of)] = numbers.get(id(call.of), 0.0) + unit * _number(call, 0)
+        return [(_Once(call), numbers[id(call.of)]) for call in _one_of_each(self._counted)]
+
+    def compare(self, gradient: Mapping[str, Tensor], scale: float | None, otherwise: float) -> None:
+        """Warn if a gradient is not that of the losses: what is predicted from one is then compared with the other.
 
         Looks in the 1st, 2nd, 4th, ... call, for the price of a forward and a backward pass. Batch norm in training
         mode has other gradients when it is looked at.
 
         Args:
             gradient: Key of a parameter to what is in its `.grad`.
-            scaled: As for `factor`.
+            scale: As for `factor`.
+            otherwise: As for `parts`.
         """
         self._looks += 1
         if self._said or self._looks & (self._looks - 1) or not self or batch_norms(self._risk.model):
             return
-        parts: list[tuple[Iterable[Any], float]] = [(self, 1.0)]
-        if (weights := self._weights(scaled)) is not None:
-            parts = [(_Once(call), c) for call, c in weights]
         theirs, ours = torch.cat([g.flatten() for g in gradient.values()]), torch.zeros((), device=self._risk.device)
-        for data, c in parts:
+        for data, c in self.parts(scale, otherwise):
             found = self._risk.with_data(data).gradient()
             ours = ours + c * torch.cat([found[key].flatten() for key in gradient])
         away = float(torch.dist(ours, theirs) / theirs.norm().clamp(min=1e-30))
@@ -195,18 +269,10 @@ class StepBatches:
                 stacklevel=level_of_user(),
             )
 
-    def _weights(self, scaled: bool) -> list[tuple[_Call, float]] | None:
-        """What the loss of each call is multiplied with, without a gradient scaler; None if nobody saw it."""
-        raw = self._raw()
-        if raw is None:
-            return None
-        unit = self._without_scale(raw, scaled) / raw / self._risk.losses[0].weight
-        return [(call, unit * _number(call, 0)) for call in self._counted]
-
     def _raw(self) -> float | None:
         """The factor as it came, with the scale of a gradient scaler."""
         calls = [call for call in self._counted if call.differentiated]
-        if not calls or any(all(factor.number is None for factor in call.factors) for call in calls):
+        if not calls or any(_unknown(call) for call in calls):
             return None
         losses = self._risk.losses
         found = [_of_loss(calls, index, one.reduction) / one.weight for index, one in enumerate(losses)]
@@ -220,18 +286,19 @@ class StepBatches:
         size = abs(found[0])
         return size if 0 < size < math.inf else 1.0
 
-    def _without_scale(self, raw: float, scaled: bool) -> float:
+    def _without_scale(self, raw: float, scale: float | None) -> float:
         """The factor without a gradient scaler's; exactly 1 if it is that but for rounding."""
-        nearest = 2.0 ** round(math.log2(raw))
-        if abs(raw - nearest) <= 1e-3 * nearest and (scaled or nearest == 1 or nearest >= 64):
+        nearest = 2.0 ** round(math.log2(raw)) if scale is None else scale
+        if abs(raw - nearest) <= 1e-3 * nearest:
             return 1.0
-        if not scaled and raw < 1024:
-            return raw
+        if scale is not None:
+            return raw / scale
         if not self._said:
             self._said = True
             warn(
                 f"The loss was multiplied by {raw:g} before its backward pass: by a gradient scaler, and by what else, "
-                "can't be told. Steps are those of the loss by itself. Multiply lr instead.",
+                "can't be told. Steps are those of the loss by itself. Say what the scale is: "
+                "scaler.step(optimizer, scaler=scaler).",
                 CurvatureWarning,
                 stacklevel=level_of_user(),
             )
@@ -251,15 +318,26 @@ class _Once:
 
 
 def _number(call: _Call, index: int) -> float:
-    number = call.factors[index].number if call.factors else None
-    return 0.0 if number is None else float(number)
+    factor = call.factors[index] if call.factors else None
+    return 0.0 if factor is None or factor.number is None else float(factor.number)
+
+
+def _unknown(call: _Call) -> bool:
+    """Whether it is not known what the losses of a call were multiplied with."""
+    found = [factor.number for factor in call.factors if factor is not None and factor.number is not None]
+    return not found or any(bool(number.isnan()) for number in found)
+
+
+def _one_of_each(calls: Iterable[_Call]) -> list[_Call]:
+    """One of those that losses were applied to several times: its examples count once."""
+    return list({id(call.of): call for call in reversed(list(calls))}.values())[::-1]
 
 
 def _of_loss(calls: Sequence[_Call], index: int, reduction: str) -> float:
     """How many times one loss, a mean or a sum over the batches of some calls, was differentiated."""
     if reduction != "sum":
         return sum(_number(call, index) for call in calls)
-    whole = sum(call.batch.num_examples for call in calls if not call.repeated)
+    whole = sum(call.batch.num_examples for call in _one_of_each(calls))
     return sum(_number(call, index) * call.batch.num_examples for call in calls) / whole  # each batch is a part
 
 
@@ -285,9 +363,20 @@ def require_same_curvature(
         products = [loss.likelihood.hessian_product(F, Y, V) / float(loss.likelihood.count(F, Y)) for F, Y in terms]
         same = torch.allclose(*products, rtol=1e-3, atol=1e-5 * float(products[0].abs().max()))
     if not same:
-        raise UnsupportedError(
-            "The loss was called twice on one output of the model, with different targets, and its curvature depends "
-            "on them (class weights, ignored targets, vectors that are gradients of the loss), or there are several "
-            "losses. Mix the targets instead, as class probabilities; or call the model inside "
-            "`with optimizer.listen((X, y)):`, with the targets that the statistics should have."
-        )
+        raise other_targets()
+
+
+def same_targets(one: Any, two: Any) -> bool:
+    """Whether two targets of a loss are the same."""
+    tensors = isinstance(one, Tensor) and isinstance(two, Tensor)
+    return one is two or (tensors and one.device == two.device and torch.equal(one, two))
+
+
+def other_targets() -> UnsupportedError:
+    """The error about a loss that was called once more with targets that the statistics don't have."""
+    return UnsupportedError(
+        "The loss was called twice on one output of the model, with different targets, and its curvature depends "
+        "on them (class weights, ignored targets, vectors that are gradients of the loss), or there are several "
+        "losses. Mix the targets instead, as class probabilities; or call the model inside "
+        "`with optimizer.listen((X, y)):`, with the targets that the statistics should have."
+    )

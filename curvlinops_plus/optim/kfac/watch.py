@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.optim.kfac.running_inverse import HeardCall, RunningInverse
-from curvlinops_plus.optim.kfac.step_batches import Factor
+from curvlinops_plus.optim.kfac.step_batches import Factor, other_targets, same_targets
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.model_calls import tensors_of
@@ -144,15 +144,25 @@ class Watch:
     def _loss_called(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
     ) -> None:
-        if self._is_deaf or not (self._calls or self._added or self._dropped):
+        if self._is_deaf:
+            return
+        self._curvature.called_inside |= getattr(self._open, "call", None) is not None
+        if not (self._calls or self._added or self._dropped):
             return
         given = inspect.signature(module.forward).bind(*args, **kwargs).args
         if len(given) < 2 or (found := self._of_output(given[0], index)) is None:
             return
         self._require_constant(given[1])
-        losses, factor = self._curvature.risk.losses, Factor(self._curvature.seen, value)
-        if found not in self._calls:
-            self._curvature.repeat(found.call, given[0], found.class_axes[index], given[1], factor)
+        losses = self._curvature.risk.losses
+        waits = found in self._calls  # for others of the losses
+        if waits and index in found.targets:
+            if not same_targets(found.targets[index], given[1]):
+                raise other_targets()
+            found.factors[index].watch(value)
+            return
+        factor = Factor(self._curvature.seen, value)
+        if not waits:
+            self._curvature.repeat(found.call, index, given[0], found.class_axes[index], given[1], factor)
             return
         found.targets[index], found.factors[index] = given[1], factor
         if len(found.targets) == len(losses):
