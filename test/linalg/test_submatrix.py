@@ -23,7 +23,12 @@ from curvlinops_plus.linalg import (
     Space,
     Structure,
 )
-from curvlinops_plus.linalg.submatrices import ProjectedLinearOperator, SubmatrixLinearOperator, submatrix
+from curvlinops_plus.linalg.submatrices import (
+    PrincipalPart,
+    ProjectedLinearOperator,
+    SubmatrixLinearOperator,
+    submatrix,
+)
 
 from .cases import CASES, F64, Case, OnlyProducts, block_diagonal, eye_like, normal, psd
 from .test_laws import close
@@ -159,7 +164,7 @@ def test_structure_stays() -> None:
     eye = IdentityLinearOperator({"w": (2, 2), "b": (2,)}, dtype=F64)
     assert isinstance(eye["b", "b"], IdentityLinearOperator)
     assert eye["b", "b"].in_space.names == ["b"]
-    assert isinstance(Dense(psd(2, 3, 3), PSD)[[0, 4, 1], [0, 4, 1]], Dense)
+    assert isinstance(Dense(psd(2, 3, 3), PSD)[[0, 4, 1], [0, 4, 1]].inverse(), BlockDiagonal)
 
 
 def test_whole_blocks_stay_blocks() -> None:
@@ -213,15 +218,20 @@ def test_whole_rows_and_columns_of_a_product_are_one() -> None:
     at = (torch.tensor([2, 0])[:, None] * 4 + torch.tensor([3, 1, 0])).flatten()
     assert isinstance(K[at, at], Kronecker)
     close(K[at, at].to_dense(), K.to_dense()[at][:, at])
-    assert isinstance(K[at[:-1], at[:-1]], Dense)
+    assert isinstance(K[at[:-1], at[:-1]], PrincipalPart)
+    assert isinstance(K[at[:-1], at[:-1]].inverse(), Dense)
 
 
 def test_large_parts_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("curvlinops_plus.linalg.submatrices.LARGEST", 8 * 9)
+    monkeypatch.setattr("curvlinops_plus.linalg.entries.LARGEST", 8 * 9)
     K, at = Kronecker(psd(3, 3), psd(4, 4, seed=1)), [0, 5, 6, 11]
-    assert isinstance(K[at[:3], at[:3]], Dense)
-    assert isinstance(K[at, at], SubmatrixLinearOperator)
-    close(K[at, at].to_dense(), K.to_dense()[at][:, at])
+    assert isinstance(K[at[:3], at[:3]].inverse(), Dense)
+    expected = K.to_dense()[at][:, at]
+    close(K[at, at].to_dense(), expected)
+    close(K[at, at] @ normal(4), expected @ normal(4))
+    close(K[at, at].trace, expected.trace())
+    with pytest.raises(NoClosedForm, match=r"4 x 4 part of Kronecker\(12.* is not formed.*CGInverseLinearOperator"):
+        K[at, at].inverse()
 
 
 def test_layers_of_a_network() -> None:
