@@ -24,7 +24,7 @@ from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator, OneTensor
 
-__all__ = ["Congruent", "KroneckerSum", "same_tensor"]
+__all__ = ["Congruent", "DampedSumInverse", "KroneckerSum", "same_tensor"]
 
 
 class KroneckerSum(LinearOperator):
@@ -179,7 +179,9 @@ class KroneckerSum(LinearOperator):
             )
         self._refuse_gradients("inverse")
         preconditioner = self.nearest_kronecker().inverse(damping, retry_double_precision=retry)
-        return _SolvedInDouble(self.shift(damping), tolerance=1e-12, preconditioner=preconditioner)
+        pairs = zip(self._G, self._A, strict=True)  # copied: an inverse does not follow its matrix
+        copies = [_product(G.double(), A.double().clone(), len(self._batch)) for G, A in pairs]
+        return DampedSumInverse(KroneckerSum(copies).shift(float(damping)), self.dtype, preconditioner)
 
     @property
     def _batch(self) -> tuple[int, ...]:
@@ -262,13 +264,29 @@ class KroneckerSum(LinearOperator):
         return Congruent(Kronecker(U_G[0], U_A[0]), Kronecker(U_G[1], U_A[1]), values)
 
 
-class _SolvedInDouble(CGInverseLinearOperator):
-    """Conjugate gradients in float64: in float32 they stagnate at dampings that are small beside the matrix."""
+class DampedSumInverse(CGInverseLinearOperator):
+    """The inverse of a damped sum of Kronecker products, by conjugate gradients in float64.
+
+    In float32 they stagnate at dampings that are small beside the matrix.
+
+    Args:
+        A: The damped sum, in float64.
+        dtype: Of the vectors.
+        preconditioner: The inverse of a damped Kronecker product.
+    """
+
+    def __init__(self, A: LinearOperator, dtype: torch.dtype, preconditioner: LinearOperator) -> None:
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+        super().__init__(A, tolerance=tolerance, preconditioner=preconditioner)
+        self.dtype = dtype
 
     def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]:
-        tol = self.options["tol"] if self.dtype == torch.float64 else 1e-6
-        x, info = cg(self.A.to(torch.float64), X.double(), **{**self.options, "tol": tol})
+        x, info = cg(self.A, X.double(), **self.options)
         return x.to(X.dtype), info
+
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> DampedSumInverse:
+        preconditioner = self.options["preconditioner"].to(device, dtype)
+        return DampedSumInverse(self.A.to(device), dtype or self.dtype, preconditioner)
 
 
 class Congruent(LinearOperator):

@@ -157,8 +157,9 @@ class Dense(OneTensor):
         self._need_square()
         if self.structure == Structure.PSD:
             return self._remember("slogdets", lambda: slogdet_of(self.eigh()[0]))
-        sign, logarithm = torch.linalg.slogdet(self._tensor)
-        return sign, logarithm
+        half = self.dtype in (torch.float16, torch.bfloat16)
+        sign, logarithm = torch.linalg.slogdet(self._tensor.float() if half else self._tensor)
+        return sign.to(self.dtype), logarithm.to(self.dtype)
 
     def eigh(self) -> tuple[Tensor, Dense]:
         if self.structure < Structure.SYMMETRIC:
