@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.damping import Damping, Scalar
 from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.remembered import remember
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
@@ -102,7 +104,7 @@ class DeferredResult(Deferred):
     members of a `BlockDiagonal`.
 
     Args:
-        function: Called with the operators that the parts stand for.
+        function: Called with the operators that the parts stand for; linear in all of them together.
         parts: Each a `Deferred`, or an operator that stands for itself.
         in_space: The space of the vectors that the result multiplies.
         out_space: That of the products.
@@ -134,6 +136,9 @@ class DeferredResult(Deferred):
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         return DeferredResult(self.function, [p.to(device, dtype) for p in self.parts], self.in_space, self.out_space)
+
+    def _scale(self, c: Scalar) -> LinearOperator:
+        return DeferredResult(self.function, [p._scale(c) for p in self.parts], self.in_space, self.out_space)
 
     # Of a block-diagonal one -----------------------------------------------------------------------------------------
 
@@ -182,8 +187,12 @@ class Formed(Deferred):
 
     @property
     def operator(self) -> LinearOperator:
-        memory: dict[str, Any] = self.__dict__.setdefault("_memory", {})
-        return remember(memory, "operator", self.tensors, self._form)
+        with outside_autocast(self.device):
+            return remember(self._memory, "operator", self.tensors, self._form)
+
+    @cached_property
+    def _memory(self) -> dict[str, tuple[Any, Any]]:
+        return {}
 
     shift = LinearOperator.shift
     _scale = LinearOperator._scale

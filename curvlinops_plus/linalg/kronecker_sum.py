@@ -18,6 +18,7 @@ from curvlinops_plus.linalg.kronecker import Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
 from curvlinops_plus.linalg.numerics import powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled
+from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.remembered import needs_gradient, remember
 from curvlinops_plus.linalg.solve import SolveInfo
 from curvlinops_plus.linalg.space import Space
@@ -133,8 +134,9 @@ class KroneckerSum(LinearOperator):
             return joined.frobenius_norm
         self._refuse_gradients("frobenius_norm")
         axes = len(self._batch)
-        R_G, R_A = (_triangular(factors, axes) for factors in (self._G, self._A))
-        return torch.linalg.vector_norm(R_G @ R_A.mT).to(self.dtype)
+        with outside_autocast(self.device):
+            R_G, R_A = (_triangular(factors, axes) for factors in (self._G, self._A))
+            return torch.linalg.vector_norm(R_G @ R_A.mT).to(self.dtype)
 
     def eigenvalues(self) -> Tensor:
         return self._as_product("eigenvalues").eigenvalues()
@@ -238,12 +240,13 @@ class KroneckerSum(LinearOperator):
         total = _total(entries)
         if total.ndim == len(self._batch) + 1:
             return Diagonal(total)
-        rtols = {factor.rtol for factor in factors if isinstance(factor, Dense)}
+        rtols = [factor.rtol for factor in factors if isinstance(factor, Dense)]
+        known = [rtol for rtol in rtols if rtol is not None]
         structures = [
             factor.structure if c >= 0 else min(factor.structure, Structure.SYMMETRIC)
             for c, factor in zip(self._numbers, factors, strict=True)
         ]
-        return Dense(total, min(structures), None if None in rtols else max(rtols))
+        return Dense(total, min(structures), max(known) if len(known) == len(rtols) else None)
 
     def _as_product(self, member: str) -> Kronecker:
         if (joined := self._joined()) is None:
@@ -255,7 +258,8 @@ class KroneckerSum(LinearOperator):
         if len(self.terms) != 2 or self.structure < Structure.PSD:
             raise self._no_closed_form(member)
         self._refuse_gradients(member)
-        return remember(self._memory, "together", self._tensors, self._diagonalise)
+        with outside_autocast(self.device):
+            return remember(self._memory, "together", self._tensors, self._diagonalise)
 
     def _diagonalise(self) -> Congruent:
         axes = len(self._batch)
@@ -341,8 +345,9 @@ def same_tensor(F: LinearOperator, G: LinearOperator) -> bool:
     """Whether both are one matrix as far as can be seen without its entries: one tensor, or the identity."""
     if isinstance(F, IdentityLinearOperator) and isinstance(G, IdentityLinearOperator):
         return F.size == G.size
-    tensors = isinstance(F, OneTensor) and isinstance(G, OneTensor) and type(F) is type(G)
-    return F is G or (tensors and F._tensor is G._tensor)
+    if isinstance(F, OneTensor) and isinstance(G, OneTensor):
+        return type(F) is type(G) and F._tensor is G._tensor
+    return F is G
 
 
 def _product_of(term: LinearOperator) -> Kronecker:

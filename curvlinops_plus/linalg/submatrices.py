@@ -5,7 +5,7 @@ What may be picked is said at `select`.
 
 from __future__ import annotations
 
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class PrincipalPart(SubmatrixLinearOperator, Formed):
     Example:
         >>> S = PrincipalPart(Kronecker(torch.eye(2), torch.tensor([[2.0, 1.0], [1.0, 2.0]])), [0, 1, 3], [0, 1, 3])
         >>> S.logdet.exp(), S.inverse().diagonal()
-        (tensor(6.0000), tensor([0.6667, 0.6667, 0.5000]))
+        (tensor(6.), tensor([0.6667, 0.6667, 0.5000]))
     """
 
     @property
@@ -334,4 +334,4 @@ def _of_whole_rows_and_columns(A: Kronecker, positions: Tensor) -> Kronecker | N
 def _(A: Deferred, rows: Selection, cols: Selection) -> LinearOperator | None:
     if not rows.same(cols):
         return None
-    return DeferredResult(lambda A: submatrix(A, _again(rows), _again(cols)), [A], cols.space, rows.space)
+    return DeferredResult(partial(submatrix, rows=_again(rows), cols=_again(cols)), [A], cols.space, rows.space)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import add
+
 import torch
 from torch import Tensor
 
@@ -49,18 +51,16 @@ class FormedSum(Sum, Formed):
         if isinstance(A, Diagonal) and isinstance(B, Diagonal):
             same = A.batch == B.batch
             return Diagonal(A.vector + B.vector if same else A.vector.flatten() + B.vector.flatten())
-        D, other = (A, B) if isinstance(A, Dense) else (B, A)
+        return self._of_entries(*((A, B) if isinstance(A, Dense) else (B, A)))
+
+    def _of_entries(self, D: LinearOperator, other: LinearOperator) -> Dense:
         assert isinstance(D, Dense)
-        if isinstance(other, Diagonal) and D.batch != other.batch:
-            other = Diagonal(other.vector.reshape(*D.batch, D.size))
-        batch = D.batch if D.batch == getattr(other, "batch", None) else ()
-        M = D.matrix if batch else D.to_dense()
         if isinstance(other, Diagonal):
-            total = M + torch.diag_embed(other.vector)
+            total, rtol = D.matrix + torch.diag_embed(other.vector.reshape(*D.batch, D.size)), D.rtol
         else:
             assert isinstance(other, Dense)
-            total = M + (other.matrix if batch else other.to_dense())
-        rtol = D.rtol if isinstance(other, Diagonal) else _rtol(D, other)
+            matrices = (D.matrix, other.matrix) if D.batch == other.batch else (D.to_dense(), other.to_dense())
+            total, rtol = matrices[0] + matrices[1], _rtol(D, other)
         return Dense(total, self.structure, rtol, in_space=self.in_space, out_space=self.out_space)
 
 
@@ -83,22 +83,23 @@ def structured_sum(A: LinearOperator, B: LinearOperator) -> LinearOperator | Non
         return None
     if any(isinstance(X, Deferred) and not isinstance(X, Formed) for X in (A, B)):
         spaces = Sum(A, B)
-        return DeferredResult(lambda A, B: A + B, [A, B], spaces.in_space, spaces.out_space)
+        return DeferredResult(add, [A, B], spaces.in_space, spaces.out_space)
     A, B = _factor_inside(A), _factor_inside(B)
     if isinstance(A, Shifted):
         return (A.A + B).shift(A.delta)
     if isinstance(B, Shifted):
         return (A + B.A).shift(B.delta)
-    for first, second in ((A, B), (B, A)):
-        if isinstance(first, BlockDiagonal):
-            return _of_blocks(first, second)
+    if isinstance(A, BlockDiagonal):
+        return _of_blocks(A, B)
+    return _of_blocks(B, A) if isinstance(B, BlockDiagonal) else _of_matrices(A, B)
+
+
+def _of_matrices(A: LinearOperator, B: LinearOperator) -> LinearOperator | None:
     products = [*_products(A), *_products(B)]
-    if all(products):
+    if None not in products:
         return KroneckerSum.of([term for term in products if term is not None])
     kinds = {_kind(A), _kind(B)}
-    if kinds <= {Dense, Diagonal}:
-        return FormedSum(A, B)
-    if kinds == {Eigendecomposed} and _same_basis(_basis(A), _basis(B)):
+    if kinds <= {Dense, Diagonal} or (kinds == {Eigendecomposed} and _same_basis(_basis(A), _basis(B))):
         return FormedSum(A, B)
     return None
 

@@ -329,7 +329,7 @@ def test_parts_of_diagonals_and_batches_stay_so() -> None:
 
 def test_positions_of_blocks_are_checked() -> None:
     D = Diagonal(torch.ones(2))
-    with pytest.raises(ValueError, match=r"Expected positions of each block, got blocks \['a'\], those of \['b'\]"):
+    with pytest.raises(ValueError, match=r"Expected positions of each block, got blocks \['a'\], positions \['b'\]"):
         PositionedBlocks({"a": D}, {"b": torch.tensor([0, 1])}, Space.flat(2))
     with pytest.raises(ValueError, match="Expected each position from 0 to 1 in one block"):
         PositionedBlocks({"a": D}, {"a": torch.tensor([0, 0])}, Space.flat(2))
