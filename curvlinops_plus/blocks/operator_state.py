@@ -135,6 +135,11 @@ def upgrade(state: Any) -> Mapping[str, Any]:
         )
     if state.get("format") != FORMAT:
         raise ValueError("This is not a state of curvlinops_plus: the key 'format' is missing or foreign.")
+    if "space" in state and "blocks" in state:
+        raise ValueError(
+            f"This is the state of a {state.get('class')}, which knows neither model nor data: read it by "
+            "BlockDiagonal.from_state_dict(state)."
+        )
     version = state.get("version", VERSION)
     if version > VERSION:
         raise ValueError(

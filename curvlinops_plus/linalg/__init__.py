@@ -5,7 +5,7 @@ from __future__ import annotations
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.conjugate_gradients import CGInverseLinearOperator, cg
 from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, heuristic_damping
-from curvlinops_plus.linalg.deferred import Deferred
+from curvlinops_plus.linalg.deferred import Deferred, DeferredResult, Formed
 from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
@@ -17,6 +17,7 @@ from curvlinops_plus.linalg.minimal_residual import MINRESInverseLinearOperator,
 from curvlinops_plus.linalg.neumann_series import NeumannInverseLinearOperator, neumann
 from curvlinops_plus.linalg.numerics import cholesky_inverse, gram, psd_clip
 from curvlinops_plus.linalg.operator import Adjoint, LinearOperator, Product, Scaled, Shifted, Sum
+from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
 from curvlinops_plus.linalg.scipy_export import to_scipy
 from curvlinops_plus.linalg.scipy_import import from_scipy
 from curvlinops_plus.linalg.solve import SolveInfo
@@ -24,8 +25,13 @@ from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.spectral_division import divide_and_conquer
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, Identity, IdentityLinearOperator
-from curvlinops_plus.linalg.submatrices import ProjectedLinearOperator, SubmatrixLinearOperator, submatrix
-from curvlinops_plus.linalg.sums import structured_sum
+from curvlinops_plus.linalg.submatrices import (
+    PrincipalPart,
+    ProjectedLinearOperator,
+    SubmatrixLinearOperator,
+    submatrix,
+)
+from curvlinops_plus.linalg.sums import FormedSum, structured_sum
 
 __all__ = [
     "Adjoint",
@@ -33,10 +39,13 @@ __all__ = [
     "CGInverseLinearOperator",
     "Congruent",
     "Deferred",
+    "DeferredResult",
     "Dense",
     "Diagonal",
     "Eigendecomposed",
     "Factor",
+    "Formed",
+    "FormedSum",
     "HeuristicDamping",
     "Identity",
     "IdentityLinearOperator",
@@ -47,6 +56,8 @@ __all__ = [
     "LinearOperator",
     "MINRESInverseLinearOperator",
     "NeumannInverseLinearOperator",
+    "PositionedBlocks",
+    "PrincipalPart",
     "Product",
     "ProjectedLinearOperator",
     "RelativeDamping",

@@ -25,6 +25,8 @@ __all__ = ["BlockDiagonal"]
 
 T = TypeVar("T")
 
+_OTHER = "; that of a curvature is read by BlockwiseLinearOperator.from_state_dict(state, model, data)"
+
 
 class BlockDiagonal(LinearOperator):
     """One operator per group of parameters; between groups the matrix is zero.
@@ -53,6 +55,8 @@ class BlockDiagonal(LinearOperator):
                 0.5000, 0.5000, 0.5000])
     """
 
+    _state_key = "layouts"  # what of a state says where blocks are
+
     def __init__(self, blocks: Mapping[str, LinearOperator], layouts: Mapping[str, Layout], space: Space) -> None:
         if not blocks or blocks.keys() != layouts.keys():
             raise ValueError(
@@ -65,7 +69,7 @@ class BlockDiagonal(LinearOperator):
         #: Name to operator, and to how the parameters of the block make its vector.
         self.blocks, self.layouts = dict(blocks), {name: layouts[name] for name in blocks}
         self._check_spaces()
-        self._check_blocks()
+        self._check_blocks({name: layout.dim for name, layout in self.layouts.items()})
         #: Where the parameters of each block are among the tensors of the space.
         self._places = {name: [space.names.index(key) for key in layout.names] for name, layout in self.layouts.items()}
 
@@ -81,13 +85,12 @@ class BlockDiagonal(LinearOperator):
                         f'block "{name}": expected parameter "{parameter}" of shape {expected}, got {list(shape)}.'
                     )
 
-    def _check_blocks(self) -> None:
+    def _check_blocks(self, sizes: Mapping[str, int]) -> None:
         for name, block in self.blocks.items():
-            dim = self.layouts[name].dim
+            dim = sizes[name]
             if block.shape != (dim, dim):
-                raise ValueError(
-                    f'block "{name}": expected a {dim} x {dim} matrix for {self.layouts[name]}, got {block.label}.'
-                )
+                where = self.layouts.get(name, f"{dim} positions")
+                raise ValueError(f'block "{name}": expected a {dim} x {dim} matrix for {where}, got {block.label}.')
             if block.dtype != self.dtype or block.device != self.device:
                 raise ValueError(
                     f'block "{name}": expected {self.dtype} on {self.device} as the first block, got {block.label}.'
@@ -143,9 +146,21 @@ class BlockDiagonal(LinearOperator):
             {'b': tensor([3.]), 'a': tensor([1., 2.])}
         """
         X, container = self.in_space.read(v, self.dtype, self.device)
-        tree = self.in_space.unflatten(X)
-        parts = {name: layout.join(tree) for name, layout in self.layouts.items()}
+        parts = self._split(X)
         return {name: part[:, 0] if container.columns is None else part for name, part in parts.items()}
+
+    def _split(self, X: Tensor) -> dict[str, Tensor]:  # [n, K] -> {name: [dim, K]}
+        tree = self.in_space.unflatten(X)
+        return {name: layout.join(tree) for name, layout in self.layouts.items()}
+
+    def positions(self) -> dict[str, Tensor]:
+        """Block name to `[dim]`: where in the vector the entries are that the block multiplies, in its order."""
+        return {n: at[:, 0] for n, at in self._split(torch.arange(self.shape[0], device=self.device)[:, None]).items()}
+
+    def group(self, name: str) -> Any:
+        """What a block's parameters are, whatever they are called, and how they make its vector."""
+        layout = self.layouts[name]
+        return (*self._places[name], *layout.patterns.values(), *layout.sizes.items())
 
     def merge(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The vector `[n]`, or `[n, K]`, of which `parts` are the blocks' parts: undoes `split`.
@@ -155,13 +170,16 @@ class BlockDiagonal(LinearOperator):
         """
         if parts.keys() != self.blocks.keys():
             raise ValueError(f"Expected a part for each of the blocks {list(self.blocks)}, got {list(parts)}.")
+        for name, block in self.blocks.items():
+            part, dim = parts[name], block.shape[0]
+            if part.ndim not in (1, 2) or part.shape[0] != dim:
+                raise ValueError(f'block "{name}": expected [{dim}] or [{dim}, K], got {list(part.shape)}.')
+        return self._merge(parts)
+
+    def _merge(self, parts: Mapping[str, Tensor]) -> Tensor:  # {name: [dim] or [dim, K]} -> [n] or [n, K]
         tree: dict[str, Tensor] = {}
         for name, layout in self.layouts.items():
             part = parts[name]
-            if part.ndim not in (1, 2) or part.shape[0] != layout.dim:
-                raise ValueError(
-                    f'block "{name}": expected [{layout.dim}] or [{layout.dim}, K], got {list(part.shape)}.'
-                )
             split = layout.split(part if part.ndim == 2 else part[:, None])
             tree |= {key: t if part.ndim == 2 else t[..., 0] for key, t in split.items()}
         return self.in_space.flatten(tree)
@@ -174,9 +192,7 @@ class BlockDiagonal(LinearOperator):
 
     def _to_dense(self) -> Tensor:
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        positions = self.in_space.unflatten(torch.arange(self.shape[0], device=self.device)[:, None])
-        for name, block in self.blocks.items():
-            at = self.layouts[name].join(positions)[:, 0]
+        for (_, at), block in zip(self.positions().items(), self.blocks.values(), strict=True):
             with outside_autocast(self.device):
                 dense[at[:, None], at] = block.to_dense()
         return dense
@@ -191,15 +207,21 @@ class BlockDiagonal(LinearOperator):
         Raises:
             ValueError: If a block is known by its products alone.
         """
-        layouts = {name: {"patterns": x.patterns, "sizes": x.sizes} for name, x in self.layouts.items()}
         space = {name: list(shape) for name, shape in self.in_space.shapes.items()}
-        return {
-            "format": FORMAT,
-            "class": "BlockDiagonal",
-            "space": space,
-            "layouts": layouts,
-            "blocks": self._each(pack),
+        kind = {"format": FORMAT, "class": type(self).__name__, "space": space}
+        return {**kind, **self._places_state(), "blocks": self._each(pack)}
+
+    def _places_state(self) -> dict[str, Any]:
+        """Where blocks are, as `_from_state` reads it."""
+        return {"layouts": {name: {"patterns": x.patterns, "sizes": x.sizes} for name, x in self.layouts.items()}}
+
+    @classmethod
+    def _from_state(cls, blocks: Mapping[str, LinearOperator], space: Space, state: Mapping[str, Any]) -> BlockDiagonal:
+        layouts = {
+            name: Layout(x["patterns"], {key: space.shapes[key] for key in x["patterns"]}, x["sizes"])
+            for name, x in state["layouts"].items()
         }
+        return cls(blocks, layouts, space)
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], device: torch.device | str = "cpu") -> BlockDiagonal:
@@ -219,17 +241,23 @@ class BlockDiagonal(LinearOperator):
             >>> BlockDiagonal.from_state_dict((K + 2 * K).state_dict()).diagonal()
             tensor([3., 3.])
         """
-        keys = ("space", "layouts", "blocks")
-        if not isinstance(state_dict, Mapping) or state_dict.get("class") != "BlockDiagonal":
-            raise ValueError("This is not the state of a BlockDiagonal: expected what its state_dict() returns.")
-        if missing := [key for key in keys if key not in state_dict]:
+        kinds = {kind.__name__: kind for kind in (BlockDiagonal, *BlockDiagonal.__subclasses__())}
+        if not isinstance(state_dict, Mapping) or state_dict.get("class") not in kinds:
+            advice = "" if not isinstance(state_dict, Mapping) or "fingerprint" not in state_dict else _OTHER
+            raise ValueError(
+                f"This is not the state of a BlockDiagonal: expected what its state_dict() returns{advice}."
+            )
+        kind = kinds[state_dict["class"]]
+        if missing := [key for key in ("space", kind._state_key, "blocks") if key not in state_dict]:
             raise ValueError(f"The state lacks {missing}; is the file cut off?")
-        space = Space(state_dict["space"])
-        layouts = {
-            name: Layout(x["patterns"], {key: space.shapes[key] for key in x["patterns"]}, x["sizes"])
-            for name, x in state_dict["layouts"].items()
-        }
-        return cls({name: unpack(x, torch.device(device)) for name, x in state_dict["blocks"].items()}, layouts, space)
+        try:
+            space = Space(state_dict["space"])
+            blocks = {name: unpack(x, torch.device(device)) for name, x in state_dict["blocks"].items()}
+            return kind._from_state(blocks, space, state_dict)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"The state of a BlockDiagonal is incomplete ({error!r}); is the file cut off, or not ours?"
+            ) from error
 
     # Closed forms ----------------------------------------------------------------------------------------------------
 

@@ -104,6 +104,7 @@ class LinearOperator(ClosedForms):
     H = T
 
     def __add__(self, other: Any) -> LinearOperator:
+        """The sum, which holds both operators and keeps the structure that they share; see `structured_sum`."""
         if not isinstance(other, LinearOperator):
             return self._unsupported(other, "+")
         total = Sum(self, other)  # also checks that they can be added

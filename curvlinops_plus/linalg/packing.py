@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg.deferred import Formed
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
-from curvlinops_plus.linalg.kronecker_sum import KroneckerSum
+from curvlinops_plus.linalg.kronecker_sum import Congruent, KroneckerSum
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
@@ -27,6 +28,9 @@ def pack(operator: LinearOperator) -> dict[str, Any]:
     Raises:
         ValueError: If its type can't be saved.
     """
+    if isinstance(operator, Formed):
+        formed = operator.operator
+        return pack(formed if _packed(formed) else Dense(formed.to_dense(), operator.structure))
     packed = _packed(operator)
     if packed is None:
         raise ValueError(
@@ -42,6 +46,8 @@ def _packed(operator: LinearOperator) -> dict[str, Any] | None:
         return {"G": pack(operator.G), "A": pack(operator.A)}
     if isinstance(operator, KroneckerSum):
         return {"terms": [pack(term) for term in operator.terms]}
+    if isinstance(operator, Congruent):
+        return {"U": pack(operator.U), "inverse_U": pack(operator.inverse_U), "values": copied(operator.values)}
     if isinstance(operator, Eigendecomposed):
         structure = {} if operator.structure == Structure.PSD else {"structure": operator.structure.name}
         return {"basis": pack(operator.basis), "values": copied(operator.values), **structure}
@@ -69,7 +75,7 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
     """
     try:
         operator = _unpacked(state["type"], state, device)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise ValueError(
             f"The state of a block is incomplete ({error!r}); is the file cut off, or not ours?"
         ) from error
@@ -81,13 +87,12 @@ def unpack(state: Mapping[str, Any], device: torch.device) -> LinearOperator:
 def _unpacked(kind: str, state: Mapping[str, Any], device: torch.device) -> LinearOperator | None:
     rtol = state.get("rtol")
     if kind == "Kronecker":
-        G, A = unpack(state["G"], device), unpack(state["A"], device)
-        assert isinstance(G, Factor)
-        assert isinstance(A, Factor)
-        return Kronecker(G, A)
+        return Kronecker(_factor(state["G"], device), _factor(state["A"], device))
     if kind == "KroneckerSum":
-        terms = [unpack(term, device) for term in state["terms"]]
-        return KroneckerSum([term for term in terms if isinstance(term, Kronecker)])
+        return KroneckerSum([unpack(term, device) for term in state["terms"]])
+    if kind == "Congruent":
+        U, inverse_U = (unpack(state[name], device) for name in ("U", "inverse_U"))
+        return Congruent(U, inverse_U, copied(state["values"]).to(device))
     if kind == "Eigendecomposed":
         structure = Structure[state.get("structure", "PSD")]
         return Eigendecomposed(unpack(state["basis"], device), copied(state["values"]).to(device), structure, rtol)
@@ -103,6 +108,13 @@ def _unpacked(kind: str, state: Mapping[str, Any], device: torch.device) -> Line
     if kind == "Scaled":
         return Scaled(unpack(state["A"], device), state["c"])
     return Shifted(unpack(state["A"], device), state["delta"]) if kind == "Shifted" else None
+
+
+def _factor(state: Mapping[str, Any], device: torch.device) -> Factor:
+    factor = unpack(state, device)
+    if not isinstance(factor, Factor):
+        raise TypeError(f"expected a factor of a Kronecker product, got {factor.label}")
+    return factor
 
 
 def copied(t: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.numerics import add_to_diagonal, damped_cholesky, powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator
+from curvlinops_plus.linalg.remembered import remember
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
@@ -52,15 +53,7 @@ class OneTensor(Factor):
 
     def _remember(self, name: str, compute: Callable[[], T]) -> T:
         """The result of `compute`, which is called again only when the tensor has changed."""
-        tensor = self._tensor
-        if tensor.is_inference() or (torch.is_grad_enabled() and tensor.requires_grad):
-            return compute()  # no version to look at; or a graph that can be used only once
-        state, known = (tensor._version, tensor.data_ptr()), self._memory.get(name)
-        if known is not None and known[0] == state:
-            return known[1]
-        value = compute()
-        self._memory[name] = state, value
-        return value
+        return remember(self._memory, name, [self._tensor], compute)
 
 
 class Dense(OneTensor):
@@ -164,8 +157,9 @@ class Dense(OneTensor):
         self._need_square()
         if self.structure == Structure.PSD:
             return self._remember("slogdets", lambda: slogdet_of(self.eigh()[0]))
-        sign, logarithm = torch.linalg.slogdet(self._tensor)
-        return sign, logarithm
+        half = self.dtype in (torch.float16, torch.bfloat16)
+        sign, logarithm = torch.linalg.slogdet(self._tensor.float() if half else self._tensor)
+        return sign.to(self.dtype), logarithm.to(self.dtype)
 
     def eigh(self) -> tuple[Tensor, Dense]:
         if self.structure < Structure.SYMMETRIC:

@@ -5,28 +5,25 @@ What may be picked is said at `select`.
 
 from __future__ import annotations
 
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
-from curvlinops_plus.linalg.deferred import Deferred
+from curvlinops_plus.linalg.deferred import Deferred, DeferredResult, Formed
+from curvlinops_plus.linalg.entries import formed_part, may_be_formed, tensors_of
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_sum import KroneckerSum
-from curvlinops_plus.linalg.layout import Layout
-from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted, Wrapper
+from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted, Sum, Wrapper
+from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
 from curvlinops_plus.linalg.selection import Selection, select
-from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
 __all__ = ["ProjectedLinearOperator", "SubmatrixLinearOperator", "submatrix"]
-
-#: Parts of Kronecker products and of matrices in an eigenbasis are formed up to this number of bytes.
-LARGEST = 2**31
 
 
 class SubmatrixLinearOperator(Wrapper):
@@ -89,6 +86,40 @@ class SubmatrixLinearOperator(Wrapper):
         return self.cols.gather(self.A.diagonal())
 
 
+class PrincipalPart(SubmatrixLinearOperator, Formed):
+    """The same rows and columns of a structured matrix, whose closed forms are those of its entries.
+
+    Products are those of `A`; entries are formed when a closed form is asked for, those of each matrix of a batch.
+
+    Args:
+        A: A `Dense`, `Diagonal`, `Kronecker` or `Eigendecomposed` matrix.
+        row_idxs: See `SubmatrixLinearOperator`.
+        col_idxs: The same.
+
+    Raises:
+        NoClosedForm: If entries are needed that take more than 2 GiB.
+
+    Example:
+        >>> S = PrincipalPart(Kronecker(torch.eye(2), torch.tensor([[2.0, 1.0], [1.0, 2.0]])), [0, 1, 3], [0, 1, 3])
+        >>> S.logdet.exp(), S.inverse().diagonal()
+        (tensor(6.), tensor([0.6667, 0.6667, 0.5000]))
+    """
+
+    @property
+    def tensors(self) -> list[Tensor] | None:
+        return tensors_of(self.A)
+
+    def _form(self) -> LinearOperator:
+        return formed_part(self.A, self.cols.positions)
+
+    def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
+        return PrincipalPart(self.A.to(device, dtype), _again(self.rows), _again(self.cols))
+
+    def _to_dense(self) -> Tensor:
+        small = may_be_formed(self.A, self.shape[0])
+        return Formed._to_dense(self) if small else LinearOperator._to_dense(self)
+
+
 class ProjectedLinearOperator(Wrapper):
     """`P A P`: the square matrix `A` with all rows and columns set to zero that were not picked.
 
@@ -138,9 +169,10 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
 
     Of a `Dense` matrix it is `Dense`, with entries copied as they are now. With the same rows and columns, of a
     `Diagonal` it is `Diagonal`, and of a block-diagonal matrix such as KFAC block-diagonal, with inverse, determinant
-    and so on. A part of a Kronecker product is a Kronecker product if it is made of whole rows and columns of the
-    parameters' matrix; otherwise it is formed, like a part of a matrix in an eigenbasis, if it has at most 2 GiB.
-    Everything else is a `SubmatrixLinearOperator`.
+    and so on; blocks of which everything is picked stay what they are, in any order. A part of a Kronecker product is
+    a Kronecker product if it is made of whole rows and columns of the parameters' matrix. Other parts, and those of
+    matrices in an eigenbasis, are a `PrincipalPart`, whose entries are formed when a closed form is asked for, if they
+    take at most 2 GiB. Everything else is a `SubmatrixLinearOperator`.
 
     Args:
         A: The matrix.
@@ -196,13 +228,14 @@ def _structured(A: LinearOperator, rows: Selection, cols: Selection) -> LinearOp
 @_structured.register
 def _(A: Dense, rows: Selection, cols: Selection) -> LinearOperator | None:
     if A.batch:
-        b, at = cols.positions // A.size, cols.positions % A.size
-        if not rows.same(cols) or not _may_be_formed(A, at):
-            return None
-        return Dense(_entries(A, b, at) * (b[:, None] == b), A.structure)
+        return _principal(A, rows, cols)
     structure = A.structure if rows.same(cols) else Structure.GENERAL
     matrix = A.matrix.index_select(0, rows.positions).index_select(1, cols.positions)
     return Dense(matrix, structure, A.rtol, in_space=cols.space, out_space=rows.space)
+
+
+def _principal(A: LinearOperator, rows: Selection, cols: Selection) -> LinearOperator | None:
+    return PrincipalPart(A, _again(rows), _again(cols)) if rows.same(cols) else None
 
 
 @_structured.register
@@ -217,25 +250,31 @@ def _(A: IdentityLinearOperator, rows: Selection, cols: Selection) -> LinearOper
 
 @_structured.register
 def _(A: Kronecker, rows: Selection, cols: Selection) -> LinearOperator | None:
-    if not rows.same(cols) or min(A.structure, Structure.SYMMETRIC) == Structure.GENERAL:
+    if not rows.same(cols) or A.structure == Structure.GENERAL:
         return None
-    return _of_kronecker(A, cols.positions)
+    product = None if A.batch else _of_whole_rows_and_columns(A, cols.positions)
+    return _principal(A, rows, cols) if product is None else product
 
 
 @_structured.register
 def _(A: Eigendecomposed, rows: Selection, cols: Selection) -> LinearOperator | None:
-    if not rows.same(cols) or not _may_be_formed(A, cols.positions):
-        return None
-    units = torch.zeros(A.shape[0], len(cols.positions), dtype=A.dtype, device=A.device)
-    units[cols.positions, torch.arange(len(cols.positions), device=A.device)] = 1
-    return Dense(cols.gather(A._matmat(units)), A.structure)
+    return _principal(A, rows, cols)
 
 
 @_structured.register
 def _(A: KroneckerSum, rows: Selection, cols: Selection) -> LinearOperator | None:
+    return _of_sum(A.terms, rows, cols)
+
+
+@_structured.register
+def _(A: Formed, rows: Selection, cols: Selection) -> LinearOperator | None:
+    return _of_sum((A.A, A.B), rows, cols) if isinstance(A, Sum) else None
+
+
+def _of_sum(terms: tuple[LinearOperator, ...], rows: Selection, cols: Selection) -> LinearOperator | None:
     if not rows.same(cols):
         return None
-    parts = [submatrix(term, _again(rows), _again(cols)) for term in A.terms]
+    parts = [submatrix(term, _again(rows), _again(cols)) for term in terms]
     return sum(parts[1:], parts[0])
 
 
@@ -261,94 +300,38 @@ def _(A: BlockDiagonal, rows: Selection, cols: Selection) -> LinearOperator | No
     return _cut_blocks(A, cols)
 
 
-def _cut_blocks(A: BlockDiagonal, picked: Selection) -> BlockDiagonal:
-    """A part of each block; what is picked of one in a run, or of one parameter, makes one tensor of the space."""
-    at = A.in_space.unflatten(torch.arange(A.shape[0], device=A.device)[:, None])
-    owner, place = torch.empty(2, A.shape[0], dtype=torch.long, device=A.device)
-    for number, layout in enumerate(A.layouts.values()):
-        entries = layout.join(at)[:, 0]
-        owner[entries], place[entries] = number, torch.arange(layout.dim, device=A.device)
-    owner, place = owner[picked.positions], place[picked.positions]
-    if picked.names is None:
-        names = list(A.blocks)
-        ends = [*((owner[1:] != owner[:-1]).nonzero()[:, 0] + 1).tolist(), len(owner)]
-        sizes = [end - start for start, end in zip([0, *ends], ends)]
-        owners = owner[[end - 1 for end in ends]].tolist()
-        space = Space({f"{names[o]}[{run}]": (size,) for run, (o, size) in enumerate(zip(owners, sizes, strict=True))})
-    else:
-        space = picked.space
-    tensors: dict[int, list[str]] = {}
-    for name, (start, size) in space.extents.items():
-        if size:
-            tensors.setdefault(int(owner[start]), []).append(name)
-    blocks, layouts = {}, {}
-    for number, (name, block) in enumerate(A.blocks.items()):
-        if number in tensors:
-            inside = place[owner == number]
-            blocks[name] = block if _is_whole(inside, block.shape[0]) else submatrix(block, inside, inside)
-            shapes = {tensor: space.shapes[tensor] for tensor in tensors[number]}
-            layouts[name] = Layout({tensor: _one_row(len(shape)) for tensor, shape in shapes.items()}, shapes)
-    return BlockDiagonal(blocks, layouts, space)
+def _cut_blocks(A: BlockDiagonal, picked: Selection) -> PositionedBlocks:
+    """A part of each block, in the order of the block; those of which everything is picked stay what they are."""
+    new = torch.full((A.shape[0],), -1, device=A.device)
+    new[picked.positions] = torch.arange(len(picked.positions), device=A.device)
+    blocks, positions = {}, {}
+    for name, at in A.positions().items():
+        inside = (new[at] >= 0).nonzero()[:, 0]
+        if len(inside):
+            block = A.blocks[name]
+            blocks[name] = block if len(inside) == len(at) else submatrix(block, inside, inside)
+            positions[name] = new[at[inside]]
+    return PositionedBlocks(blocks, positions, picked.space)
 
 
-def _is_whole(positions: Tensor, n: int) -> bool:
-    return len(positions) == n and torch.equal(positions, torch.arange(n, device=positions.device))
-
-
-def _one_row(axes: int) -> str:
-    """The pattern of a tensor as one row of a matrix."""
-    names = " ".join(f"a{axis}" for axis in range(axes))
-    return f"{names} -> 1 ({names})"
-
-
-def _of_kronecker(A: Kronecker, positions: Tensor) -> LinearOperator | None:
-    """A Kronecker product of parts if whole rows and columns of the matrix of parameters are picked; else formed."""
-    b, rest = positions // (A.G.size * A.A.size), positions % (A.G.size * A.A.size)
-    o, i = rest // A.A.size, rest % A.A.size
-    if not A.batch and len(o):
-        others = (o != o[0]).nonzero()
-        width = int(others[0, 0]) if len(others) else len(o)
-        of_G, of_A = o[::width], i[:width]
-        if torch.equal((of_G[:, None] * A.A.size + of_A).flatten(), positions):
-            G, F = submatrix(A.G, of_G, of_G), submatrix(A.A, of_A, of_A)
-            assert isinstance(G, Factor)
-            assert isinstance(F, Factor)
-            return Kronecker(G, F)
-    if not _may_be_formed(A, positions):
+def _of_whole_rows_and_columns(A: Kronecker, positions: Tensor) -> Kronecker | None:
+    """A Kronecker product of parts, if they make one."""
+    if not len(positions):
         return None
-    entries = _entries(A.G, b, o) * _entries(A.A, b, i)
-    return Dense(entries * (b[:, None] == b) if A.batch else entries, A.structure)
-
-
-def _entries(factor: Factor, b: Tensor, at: Tensor) -> Tensor:  # [k], [k] -> [k, k]
-    """`F[at, at']` of a factor; of a batch, with the matrices that `b` says for the rows."""
-    if isinstance(factor, Dense):
-        rows = factor.matrix[b, at] if factor.batch else factor.matrix[at]
-        return rows[:, at]
-    entries = factor.diagonals()
-    return (entries[b, at] if factor.batch else entries[at])[:, None] * (at[:, None] == at)
-
-
-def _may_be_formed(A: LinearOperator, positions: Tensor) -> bool:
-    return len(positions) ** 2 * torch.finfo(A.dtype).bits // 8 <= LARGEST
-
-
-class _Later(Deferred):
-    """A submatrix of an operator that may not be computed yet, or that may be computed again."""
-
-    def __init__(self, A: Deferred, rows: Selection, cols: Selection) -> None:
-        super().__init__(cols.space, A.dtype, A.device, A.structure)
-        self.A, self.rows, self.cols = A, rows, cols
-        self._known: tuple[LinearOperator, LinearOperator] | None = None
-
-    @property
-    def operator(self) -> LinearOperator:
-        whole = self.A.operator
-        if self._known is None or self._known[0] is not whole:
-            self._known = whole, submatrix(whole, _again(self.rows), _again(self.cols))
-        return self._known[1]
+    o, i = positions // A.A.size, positions % A.A.size
+    others = (o != o[0]).nonzero()
+    width = int(others[0, 0]) if len(others) else len(o)
+    of_G, of_A = o[::width], i[:width]
+    if not torch.equal((of_G[:, None] * A.A.size + of_A).flatten(), positions):
+        return None
+    G, F = submatrix(A.G, of_G, of_G), submatrix(A.A, of_A, of_A)
+    assert isinstance(G, Factor)
+    assert isinstance(F, Factor)
+    return Kronecker(G, F)
 
 
 @_structured.register
 def _(A: Deferred, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return _Later(A, rows, cols) if rows.same(cols) else None
+    if not rows.same(cols):
+        return None
+    return DeferredResult(partial(submatrix, rows=_again(rows), cols=_again(cols)), [A], cols.space, rows.space)

@@ -2,23 +2,78 @@
 
 from __future__ import annotations
 
+from operator import add
+
+import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
-from curvlinops_plus.linalg.deferred import Deferred
-from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.linalg.deferred import Deferred, DeferredResult, Formed
+from curvlinops_plus.linalg.entries import tensors_of
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
-from curvlinops_plus.linalg.kronecker_sum import KroneckerSum, scaled_product
-from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
+from curvlinops_plus.linalg.kronecker_sum import KroneckerSum, same_tensor
+from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted, Sum
 from curvlinops_plus.linalg.structured import Dense, Diagonal
+from curvlinops_plus.linalg.submatrices import PrincipalPart
 
-__all__ = ["structured_sum"]
+__all__ = ["FormedSum", "structured_sum"]
 
 STRUCTURED = (BlockDiagonal, Deferred, Dense, Diagonal, Eigendecomposed, Kronecker, KroneckerSum, Scaled, Shifted)
 
 
+class FormedSum(Sum, Formed):
+    """`A + B` of matrices whose sum has entries, or eigenvalues, that are theirs added.
+
+    Products are those of `A` and of `B`; closed forms add the entries as they are then.
+
+    Args:
+        A, B: `Dense` or `Diagonal` matrices, or `Eigendecomposed` ones in one basis; their multiples and sums.
+
+    Example:
+        >>> d = torch.tensor([1.0, 2.0])
+        >>> A = Diagonal(d) + 2 * Diagonal(torch.ones(2))
+        >>> d[0] = 2.0
+        >>> A.logdet.exp()
+        tensor(16.)
+    """
+
+    @property
+    def tensors(self) -> list[Tensor] | None:
+        return tensors_of(self.A, self.B)
+
+    def _form(self) -> LinearOperator:
+        A, B = _formed(self.A), _formed(self.B)
+        if isinstance(A, BlockDiagonal) and isinstance(B, BlockDiagonal) and isinstance(A + B, BlockDiagonal):
+            return A + B
+        A, B = (Dense(M.to_dense(), M.structure) if isinstance(M, BlockDiagonal) else M for M in (A, B))
+        if isinstance(A, Eigendecomposed) and isinstance(B, Eigendecomposed):
+            return Eigendecomposed(A.basis, A.values + B.values, self.structure, _rtol(A, B))
+        if isinstance(A, Diagonal) and isinstance(B, Diagonal):
+            same = A.batch == B.batch
+            return Diagonal(A.vector + B.vector if same else A.vector.flatten() + B.vector.flatten())
+        return self._of_entries(*((A, B) if isinstance(A, Dense) else (B, A)))
+
+    def _of_entries(self, D: LinearOperator, other: LinearOperator) -> Dense:
+        assert isinstance(D, Dense)
+        if isinstance(other, Diagonal):
+            total, rtol = D.matrix + torch.diag_embed(other.vector.reshape(*D.batch, D.size)), D.rtol
+        else:
+            assert isinstance(other, Dense)
+            matrices = (D.matrix, other.matrix) if D.batch == other.batch else (D.to_dense(), other.to_dense())
+            total, rtol = matrices[0] + matrices[1], _rtol(D, other)
+        return Dense(total, self.structure, rtol, in_space=self.in_space, out_space=self.out_space)
+
+
 def structured_sum(A: LinearOperator, B: LinearOperator) -> LinearOperator | None:
-    """`A + B` with closed forms, from the entries as they are now; None where only products are known.
+    """`A + B` with closed forms; None where only products are known.
+
+    A sum holds its parts, and factors `c` beside them: it follows when their entries change in place, or an operator
+    that is computed at first use is computed anew. `inverse`, `power`, `to` and `nearest_kronecker` make operators of
+    the entries as they are then.
+
+    Block-diagonal matrices of equal groups of parameters are added block by block, also with diagonal ones. Kronecker
+    products make a `KroneckerSum`; `Dense` and `Diagonal` matrices, and `Eigendecomposed` ones in one basis, a
+    `FormedSum`.
 
     Args:
         A: An operator.
@@ -26,49 +81,98 @@ def structured_sum(A: LinearOperator, B: LinearOperator) -> LinearOperator | Non
     """
     if not (isinstance(A, STRUCTURED) and isinstance(B, STRUCTURED)):
         return None
-    A, B = _without_factor(A), _without_factor(B)
+    if any(isinstance(X, Deferred) and not isinstance(X, Formed) for X in (A, B)):
+        spaces = Sum(A, B)
+        return DeferredResult(add, [A, B], spaces.in_space, spaces.out_space)
+    A, B = _factor_inside(A), _factor_inside(B)
     if isinstance(A, Shifted):
         return (A.A + B).shift(A.delta)
     if isinstance(B, Shifted):
         return (A + B.A).shift(B.delta)
-    for first, second in ((A, B), (B, A)):
-        if isinstance(first, BlockDiagonal):
-            return _of_blocks(first, second)
-        if isinstance(first, Dense):
-            return _of_dense(first, second)
-    if isinstance(A, Diagonal) and isinstance(B, Diagonal):
-        return Diagonal(_vector(A, B) + _vector(B, A))
-    if isinstance(A, (Kronecker, KroneckerSum)) and isinstance(B, (Kronecker, KroneckerSum)):
-        return _of_products(A, B)
-    if isinstance(A, Eigendecomposed) and isinstance(B, Eigendecomposed) and A.basis is B.basis:
-        return Eigendecomposed(A.basis, A.values + B.values, min(A.structure, B.structure))
+    if isinstance(A, BlockDiagonal):
+        return _of_blocks(A, B)
+    return _of_blocks(B, A) if isinstance(B, BlockDiagonal) else _of_matrices(A, B)
+
+
+def _of_matrices(A: LinearOperator, B: LinearOperator) -> LinearOperator | None:
+    products = [*_products(A), *_products(B)]
+    if None not in products:
+        return KroneckerSum.of([term for term in products if term is not None])
+    kinds = {_kind(A), _kind(B)}
+    if kinds <= {Dense, Diagonal} or (kinds == {Eigendecomposed} and _same_basis(_basis(A), _basis(B))):
+        return FormedSum(A, B)
     return None
 
 
-def _without_factor(A: LinearOperator) -> LinearOperator:
-    """`c` times a structured matrix as one of the same structure; blocks instead of what stands for them."""
-    if isinstance(A, Deferred):
-        return _without_factor(A.operator)
+def _factor_inside(A: LinearOperator) -> LinearOperator:
+    """`c (K + delta I)` as `c K + c delta I`."""
+    if isinstance(A, Scaled) and isinstance(A.A, Shifted) and not isinstance(A.c, Tensor):
+        return Shifted(A.A.A._scale(A.c), A.c * A.A.delta)
+    return A
+
+
+def _products(A: LinearOperator) -> list[LinearOperator | None]:
+    """The terms of a sum of Kronecker products; None for another matrix."""
+    if isinstance(A, KroneckerSum):
+        return [*A.terms]
+    if isinstance(A, Scaled) and isinstance(A.A, KroneckerSum):
+        return [term._scale(A.c) for term in A.A.terms]
+    return [A if isinstance(A.A if isinstance(A, Scaled) else A, Kronecker) else None]
+
+
+def _kind(A: LinearOperator) -> type | None:
+    """The class of the matrix that has the closed forms of `A`, as far as sums tell classes apart."""
+    if isinstance(A, Scaled):
+        return _kind(A.A)
+    if isinstance(A, FormedSum):
+        kinds = {_kind(A.A), _kind(A.B)}
+        return Dense if Dense in kinds else kinds.pop()
+    if isinstance(A, PrincipalPart):
+        return Diagonal if _kind(A.A) is Diagonal else Dense
+    return next((kind for kind in (Dense, Diagonal, Eigendecomposed) if isinstance(A, kind)), None)
+
+
+def _formed(A: LinearOperator) -> LinearOperator:
+    """`A` as a `Dense`, `Diagonal` or `Eigendecomposed` matrix; in blocks, if it is a part of a batch of matrices."""
+    if isinstance(A, Formed):
+        A = A.operator
     if not isinstance(A, Scaled):
         return A
-    inner, c = _without_factor(A.A), A.c
+    inner = _formed(A.A)
+    if isinstance(inner, BlockDiagonal):
+        return A.c * inner
     if isinstance(inner, Dense):
-        return inner._on_spaces(c * inner.matrix, A.structure, inner.rtol)
+        return Dense(A.c * inner.matrix, A.structure, inner.rtol, in_space=A.in_space, out_space=A.out_space)
     if isinstance(inner, Diagonal):
-        return Diagonal(c * inner.vector)
-    if isinstance(inner, Kronecker):
-        return scaled_product(inner, c)
-    if isinstance(inner, Eigendecomposed):
-        return Eigendecomposed(inner.basis, c * inner.values, A.structure, inner.rtol)
-    if isinstance(inner, Shifted):
-        return Shifted(_without_factor(Scaled(inner.A, c)), c * inner.delta)
-    return A
+        return Diagonal(A.c * inner.vector)
+    assert isinstance(inner, Eigendecomposed)
+    return Eigendecomposed(inner.basis, A.c * inner.values, A.structure, inner.rtol)
+
+
+def _rtol(A: Dense | Eigendecomposed, B: Dense | Eigendecomposed) -> float | None:
+    """Which eigenvalues of a sum count as zero: what is known least well of both decides."""
+    if A.rtol == B.rtol:
+        return A.rtol
+    return None if None in (A.rtol, B.rtol) else max(A.rtol or 0.0, B.rtol or 0.0)
+
+
+def _basis(A: LinearOperator) -> LinearOperator:
+    while not isinstance(A, Eigendecomposed):
+        assert isinstance(A, (Scaled, Sum))
+        A = A.A
+    return A.basis
+
+
+def _same_basis(P: LinearOperator, Q: LinearOperator) -> bool:
+    if isinstance(P, Kronecker) and isinstance(Q, Kronecker):
+        return same_tensor(P.G, Q.G) and same_tensor(P.A, Q.A)
+    return same_tensor(P, Q)
 
 
 def _of_blocks(A: BlockDiagonal, B: LinearOperator) -> LinearOperator | None:
     """Block by block, if the groups are the same; a diagonal is cut into blocks."""
-    if isinstance(B, Diagonal):
-        parts = {name: Diagonal(part) for name, part in A.split(B.diagonal()).items()}
+    if _kind(B) is Diagonal:
+        parts = {name: PrincipalPart(B, at, at) for name, at in A.positions().items()}
     elif isinstance(B, BlockDiagonal) and (found := _matching_blocks(A, B)) is not None:
         parts = found
     else:
@@ -78,53 +182,11 @@ def _of_blocks(A: BlockDiagonal, B: LinearOperator) -> LinearOperator | None:
 
 def _matching_blocks(A: BlockDiagonal, B: BlockDiagonal) -> dict[str, LinearOperator] | None:
     """For each block of `A` that of `B` for the same parameters, whatever both are called."""
-    if not A.in_space.compatible(B.in_space):
+    if not A.in_space.compatible(B.in_space) or type(A) is not type(B):
         return None
-    theirs = {_groups(B, name): block for name, block in B.blocks.items()}
-    found = {name: theirs.get(_groups(A, name)) for name in A.blocks}
+    theirs = {B.group(name): block for name, block in B.blocks.items()}
+    found = {name: theirs.get(A.group(name)) for name in A.blocks}
     return {name: block for name, block in found.items() if block is not None} if all(found.values()) else None
-
-
-def _groups(K: BlockDiagonal, name: str) -> tuple[object, ...]:
-    """What the parameters of a block are and how they make its vector."""
-    layout = K.layouts[name]
-    return (*K._places[name], *layout.patterns.values(), *layout.sizes.items())
-
-
-def _of_dense(A: Dense, B: LinearOperator) -> LinearOperator | None:
-    """All entries, of a sum with another such matrix or a diagonal one."""
-    if isinstance(B, Diagonal):
-        B = Dense(B.vector.diag_embed() if A.batch == B.batch else B.to_dense(), B.structure)
-    if not isinstance(B, Dense):
-        return None
-    M, N = (A.matrix, B.matrix) if A.batch == B.batch else (A.to_dense(), B.to_dense())
-    space = A if not A.in_space.is_flat else B
-    structure = min(A.structure, B.structure)
-    return Dense(M + N, structure, in_space=space.in_space, out_space=space.out_space)
-
-
-def _vector(A: Diagonal, other: Diagonal) -> Tensor:
-    return A.vector if A.batch == other.batch else A.vector.flatten()
-
-
-def _of_products(A: Kronecker | KroneckerSum, B: Kronecker | KroneckerSum) -> LinearOperator | None:
-    """Their terms; two with one factor in common are one product."""
-    terms = [*(A.terms if isinstance(A, KroneckerSum) else [A]), *(B.terms if isinstance(B, KroneckerSum) else [B])]
-    if len({(*term.batch, term.G.size, term.A.size) for term in terms}) > 1:
-        return None
-    if any(term.G.rows != term.G.size or term.A.rows != term.A.size for term in terms):
-        return None
-    if isinstance(A, Kronecker) and isinstance(B, Kronecker):
-        if _same(A.G, B.G) and isinstance(total := A.A + B.A, Factor):
-            return Kronecker(A.G, total)
-        if _same(A.A, B.A) and isinstance(total := A.G + B.G, Factor):
-            return Kronecker(total, A.A)
-    return KroneckerSum(terms)
-
-
-def _same(F: Factor, G: Factor) -> bool:
-    """Whether both are one tensor."""
-    return F is G or (isinstance(F, Dense) and isinstance(G, Dense) and F.matrix is G.matrix)
 
 
 # Set from here, because operators are defined without the classes that build on them.

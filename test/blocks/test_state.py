@@ -35,7 +35,7 @@ from curvlinops_plus import (
     load,
     save,
 )
-from curvlinops_plus.linalg import BlockDiagonal
+from curvlinops_plus.linalg import BlockDiagonal, DeferredResult
 
 ROOT = Path(__file__).parents[2]
 both = pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator], ids=["KFAC", "EKFAC"])
@@ -629,11 +629,21 @@ def test_sums_of_curvatures_are_saved(tmp_path: Path) -> None:
     p, q = problem("mlp"), problem("mlp")
     K, L = (curvature(EmpiricalRisk(p.model, p.loss, data), KFAC) for data in (p.data, q.data[:1]))
     total = 2 * K + L
-    assert isinstance(total, BlockDiagonal)
+    assert isinstance(total, DeferredResult)
     assert list(total.blocks) == list(K.blocks)
     close(total.to_dense(), 2 * K.to_dense() + L.to_dense(), 1e-12)
     save(total, tmp_path / "total.safetensors")
     loaded = BlockDiagonal.from_state_dict(load(tmp_path / "total.safetensors"))
+    with pytest.raises(ValueError, match="This is the state of a BlockDiagonal, which knows neither model nor data"):
+        K.load_state_dict(total.state_dict())
+    with pytest.raises(ValueError, match=r"not the state of a BlockDiagonal.*is read by BlockwiseLinearOperator"):
+        BlockDiagonal.from_state_dict(K.state_dict())
+    part = K[3:30, 3:30]
+    save(part, tmp_path / "part.safetensors")
+    close(BlockDiagonal.from_state_dict(load(tmp_path / "part.safetensors")).to_dense(), part.to_dense(), 1e-12)
+    before, computed = K.to_dense().clone(), K + L
+    K.compute()
+    close(computed.to_dense(), before + L.to_dense(), 1e-9)
     close(loaded.to_dense(), total.to_dense(), 1e-12)
     v = torch.ones(total.shape[0], dtype=total.dtype)
     solved = torch.linalg.solve(total.shift(0.1).to_dense(), v)

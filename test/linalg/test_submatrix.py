@@ -17,15 +17,23 @@ from curvlinops_plus.linalg import (
     BlockDiagonal,
     Dense,
     Diagonal,
+    Eigendecomposed,
     IdentityLinearOperator,
     Kronecker,
+    Layout,
     LinearOperator,
+    PositionedBlocks,
     Space,
     Structure,
 )
-from curvlinops_plus.linalg.submatrices import ProjectedLinearOperator, SubmatrixLinearOperator, submatrix
+from curvlinops_plus.linalg.submatrices import (
+    PrincipalPart,
+    ProjectedLinearOperator,
+    SubmatrixLinearOperator,
+    submatrix,
+)
 
-from .cases import CASES, F64, Case, OnlyProducts, block_diagonal, eye_like, normal, psd
+from .cases import CASES, F64, Case, OnlyProducts, block_diagonal, eye_like, normal, orthogonal, psd
 from .test_laws import close
 
 PSD, GENERAL = Structure.PSD, Structure.GENERAL
@@ -159,7 +167,7 @@ def test_structure_stays() -> None:
     eye = IdentityLinearOperator({"w": (2, 2), "b": (2,)}, dtype=F64)
     assert isinstance(eye["b", "b"], IdentityLinearOperator)
     assert eye["b", "b"].in_space.names == ["b"]
-    assert isinstance(Dense(psd(2, 3, 3), PSD)[[0, 4, 1], [0, 4, 1]], Dense)
+    assert isinstance(Dense(psd(2, 3, 3), PSD)[[0, 4, 1], [0, 4, 1]].inverse(), BlockDiagonal)
 
 
 def test_whole_blocks_stay_blocks() -> None:
@@ -213,15 +221,120 @@ def test_whole_rows_and_columns_of_a_product_are_one() -> None:
     at = (torch.tensor([2, 0])[:, None] * 4 + torch.tensor([3, 1, 0])).flatten()
     assert isinstance(K[at, at], Kronecker)
     close(K[at, at].to_dense(), K.to_dense()[at][:, at])
-    assert isinstance(K[at[:-1], at[:-1]], Dense)
+    assert isinstance(K[at[:-1], at[:-1]], PrincipalPart)
+    assert isinstance(K[at[:-1], at[:-1]].inverse(), Dense)
 
 
 def test_large_parts_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("curvlinops_plus.linalg.submatrices.LARGEST", 8 * 9)
+    monkeypatch.setattr("curvlinops_plus.linalg.entries.LARGEST", 8 * 9)
     K, at = Kronecker(psd(3, 3), psd(4, 4, seed=1)), [0, 5, 6, 11]
-    assert isinstance(K[at[:3], at[:3]], Dense)
-    assert isinstance(K[at, at], SubmatrixLinearOperator)
-    close(K[at, at].to_dense(), K.to_dense()[at][:, at])
+    assert isinstance(K[at[:3], at[:3]].inverse(), Dense)
+    expected = K.to_dense()[at][:, at]
+    close(K[at, at].to_dense(), expected)
+    close(K[at, at] @ normal(4), expected @ normal(4))
+    close(K[at, at].trace, expected.trace())
+    with pytest.raises(NoClosedForm, match=r"4 x 4 part of Kronecker\(12.* is not formed.*CGInverseLinearOperator"):
+        K[at, at].inverse()
+
+
+def test_blocks_that_are_picked_whole_stay() -> None:
+    """In any order, and also when another block is cut: weight and bias are interleaved in the block's own order."""
+    K, M = block_diagonal(F64)
+    n = len(M)
+    mask, shuffled = torch.ones(n, dtype=torch.bool), torch.randperm(n, generator=torch.Generator().manual_seed(1))
+    for at in (mask, shuffled, list(range(n))[::-1]):
+        S = K[at, at]
+        assert S.blocks == K.blocks
+        close(S.to_dense(), M[at][:, at] if at is not mask else M)
+    names = ["conv.bias", "scale", "conv.weight"]
+    cut = K[[*names[:2]], [*names[:2]]]
+    assert not isinstance(cut.blocks["conv"], Dense)
+    assert cut.blocks["scale"] is K.blocks["scale"]
+    at = torch.cat([K.positions()["conv"], K.positions()["scale"][:1]])
+    assert K[at, at].blocks["conv"] is K.blocks["conv"]
+    close(K[at, at].to_dense(), M[at][:, at])
+
+
+def test_parts_have_flat_vectors() -> None:
+    """Parts by positions are added to and multiplied by each other, whatever blocks they come from."""
+    K, M = block_diagonal(F64)
+    L = BlockDiagonal(
+        {"all": Dense(psd(31, 31), PSD)}, {"all": Layout({"x": "d -> 1 d"}, {"x": (31,)})}, Space({"x": (31,)})
+    )
+    at = [3, 30, 0, 17, 8, 9]
+    A, B, D = M[at][:, at], psd(31, 31)[at][:, at], normal(6)
+    close((K[at, at] + L[at, at]).to_dense(), A + B)
+    close((K[at, at] @ L[at, at]).to_dense(), A @ B)
+    close((K[at, at] @ [D])[0], A @ D)
+    close((K[at, at] + K[at, at]).inverse(0.1).to_dense(), torch.linalg.inv(2 * A + 0.1 * eye_like(A)))
+    rest = [k for k in range(31) if k not in at]
+    close(
+        (K[at, at] - K[at, rest] @ K[rest, rest].inverse() @ K[rest, at]).to_dense(),
+        A - M[at][:, rest] @ torch.linalg.solve(M[rest][:, rest], M[rest][:, at]),
+    )
+    sub = [4, 0, 2]
+    close(K[at, at][sub, sub].to_dense(), A[sub][:, sub])
+    close(BlockDiagonal.from_state_dict(K[at, at].state_dict()).to_dense(), A)
+    close(K[at, at].to(torch.float32).to_dense(), A.float())
+    S = K[at, at]
+    close(S.merge(S.split(D)), D)
+    assert [len(part) for part in S.split(D).values()] == [block.shape[0] for block in S.blocks.values()]
+
+
+def test_empty_parameters_stay_in_the_space() -> None:
+    shapes = {"w": (2, 3), "none": (2, 0), "b": (2,)}
+    layout = Layout({"w": "o i -> o i", "none": "o i -> o i", "b": "o -> o 1"}, shapes)
+    K = BlockDiagonal({"fc": Kronecker(psd(2, 2), psd(4, 4))}, {"fc": layout}, Space(shapes))
+    part = K[["none", "b"], ["none", "b"]]
+    assert part.in_shapes == ((2, 0), (2,))
+    close(part.to_dense(), K.to_dense()[6:][:, 6:])
+
+
+@pytest.mark.parametrize("which", ["bias", "row", "some"])
+@pytest.mark.parametrize("kind", ["kronecker", "batch", "dense"])
+def test_parts_in_an_eigenbasis(which: str, kind: str) -> None:
+    """Entries come from the factors of the basis."""
+    bases = {
+        "kronecker": lambda: Kronecker(orthogonal(5), orthogonal(4, 1), GENERAL),
+        "batch": lambda: Kronecker(torch.stack([orthogonal(5), orthogonal(5, 2)]), orthogonal(2, 1), GENERAL),
+        "dense": lambda: Dense(orthogonal(20)),
+    }
+    E = Eigendecomposed(bases[kind](), normal(20).abs() + 0.1)
+    at = {"bias": [3, 7, 11, 15, 19], "row": [8, 9, 10, 11], "some": [17, 3, 6, 8, 0, 12, 2]}[which]
+    expected = E.to_dense()[at][:, at]
+    S = E[at, at]
+    assert isinstance(S, PrincipalPart)
+    close(S.to_dense(), expected)
+    close(S.logdet, expected.logdet())
+    close(S @ normal(len(at)), expected @ normal(len(at)))
+    close((S + 2 * S).inverse().to_dense(), torch.linalg.inv(3 * expected))
+    E.values.mul_(2)
+    close(S.logdet, (2 * expected).logdet())  # it follows
+
+
+def test_parts_of_diagonals_and_batches_stay_so() -> None:
+    K = Kronecker(Diagonal(normal(5).abs()), Diagonal(normal(4).abs()))
+    at = [0, 5, 7, 18]
+    assert isinstance(K[at, at].inverse(), Diagonal)
+    close(K[at, at].inverse().diagonal(), 1 / K.diagonal()[at])
+    groups = Kronecker(psd(3, 2, 2), psd(3, 3, seed=1))
+    at = [17, 4, 0, 13, 5]
+    M = groups.to_dense()[at][:, at]
+    S = groups[at, at] + groups[at, at]
+    inverse = S.inverse()
+    assert isinstance(inverse, BlockDiagonal)
+    assert [block.shape[0] for block in inverse.blocks.values()] == [3, 2]
+    close(inverse.to_dense(), torch.linalg.inv(2 * M))
+
+
+def test_positions_of_blocks_are_checked() -> None:
+    D = Diagonal(torch.ones(2))
+    with pytest.raises(ValueError, match=r"Expected positions of each block, got blocks \['a'\], positions \['b'\]"):
+        PositionedBlocks({"a": D}, {"b": torch.tensor([0, 1])}, Space.flat(2))
+    with pytest.raises(ValueError, match="Expected each position from 0 to 1 in one block"):
+        PositionedBlocks({"a": D}, {"a": torch.tensor([0, 0])}, Space.flat(2))
+    with pytest.raises(ValueError, match='block "a": expected a 1 x 1 matrix for 1 positions'):
+        PositionedBlocks({"a": D}, {"a": torch.tensor([0])}, Space.flat(1))
 
 
 def test_layers_of_a_network() -> None:
