@@ -313,7 +313,7 @@ CE = nn.CrossEntropyLoss()
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda m: KFACOptimizer(m, CE, lr=torch.tensor(0.1)), TypeError, "lr is a Tensor; expected"),
+        (lambda m: KFACOptimizer(m, CE, lr=torch.ones(2)), TypeError, "lr is a Tensor; expected"),
         (lambda m: KFACOptimizer(m, CE, params=[]), ValueError, "`params` is empty"),
         (lambda m: KFACOptimizer(m, CE, foreach=True), TypeError, "KFACOptimizer has no option 'foreach'"),
         (lambda m: KFACPreconditioner(m, CE, lr=1, fused=True), TypeError, "has no option 'lr', 'fused'"),
