@@ -35,6 +35,10 @@ def remember(
     state, known = [(tensor._version, tensor.data_ptr()) for tensor in tensors], memory.get(name)
     if known is not None and known[0] == state:
         return known[1]
-    value = compute()
+    if torch.is_inference_mode_enabled():  # what is kept may be used where derivatives are taken
+        with torch.inference_mode(False), torch.no_grad():
+            value = compute()
+    else:
+        value = compute()
     memory[name] = state, value
     return value

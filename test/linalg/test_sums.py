@@ -157,6 +157,29 @@ def test_derivatives_of_closed_forms() -> None:
         S.inverse()
 
 
+def test_what_inference_mode_leaves_is_usable() -> None:
+    """Closed forms that were first asked for in inference mode, then where derivatives are taken."""
+    K, L = products()
+    for S in (K + L, Dense(psd(12, 12), PSD) + Dense(psd(12, 12, seed=1), PSD)):
+        with torch.inference_mode():
+            _ = S.logdet, S.inverse()
+        v = normal(12).requires_grad_()
+        (grad,) = torch.autograd.grad((S.inverse() @ v).sum(), v)
+        close(grad, torch.linalg.inv(S.to_dense()).sum(0))
+
+
+def test_closed_forms_keep_their_precision_under_autocast() -> None:
+    K, L = products()
+    E = Eigendecomposed(Kronecker(orthogonal(3), orthogonal(4, 1), Structure.GENERAL), normal(12).abs() + 0.1)
+    at = [0, 5, 6, 11]
+    for S in (K.to(torch.float32) + L.to(torch.float32), E.to(torch.float32)[at, at]):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = S.logdet, S.frobenius_norm
+        M = S.to_dense()
+        close(found[0], M.logdet())
+        close(found[1], M.norm())
+
+
 def test_zeros_of_exact_values_stay_small_values() -> None:
     """An inverse has eigenvalues that are known exactly, however small they are beside the largest."""
     E = Eigendecomposed(Dense(orthogonal(4)), torch.tensor([1e-12, 1.0, 2.0, 1e12], dtype=F64))
