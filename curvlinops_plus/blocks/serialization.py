@@ -73,7 +73,7 @@ def load(path: str | PathLike[str], *more: Any) -> dict[str, Any]:
         FileNotFoundError: If there is none.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save({"values": {0: torch.ones(2)}}, f"{folder}/K.safetensors")
         ...     load(f"{folder}/K.safetensors")

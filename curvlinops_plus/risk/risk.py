@@ -114,8 +114,7 @@ class EmpiricalRisk:
             as a table or a graph, is better a buffer of the model, or has an axis of size 1 in front.
         params: The parameters, a list or a dict of the model's own tensors; any subset in any order, frozen ones
             included. Under the model's own names a dict may hold other values: everything is computed at these, and
-            the model keeps its own.
-            Default: all that require a gradient.
+            the model keeps its own. Default: all that require a gradient.
         output: Picks the tensor that the loss reads out of what the model returns, or the dict or tuple of tensors that
             several losses read. An output with `.logits` needs none.
         mask: `mask(X, y)` gives [N, T] bool; positions that are False leave the statistics of layers with T positions.
@@ -202,8 +201,8 @@ class EmpiricalRisk:
         check_data(data)
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
-        model = inner_model(model)
-        self.model, self.data = model, data
+        self.model = model = inner_model(model)
+        self.data, self._calls = data, ModelCalls()
         self.losses = Losses(loss, reduction)
         self._own = named_params(model, params, owned)
         self.params = {key: value_of(params, key, p) for key, p in self._own.items()}
@@ -211,14 +210,12 @@ class EmpiricalRisk:
         self._places = parameter_places(model, self._own)
         self._paths = paths_to(model, self._places)
         refuse_parameters(model, owned, self._own)
-        self._calls = ModelCalls()
-        self.space = Space.of(self.params)
-        self.device, self.dtype = common_device(self.params), common_dtype(self.params)
-        axes = example_axes(model, example_axis)
+        self.space, self.device = Space.of(self.params), common_device(self.params)
+        self.dtype = common_dtype(self.params)
         self.options = RiskOptions(
             output,
             mask,
-            axes,
+            example_axes(model, example_axis),
             batch_size_fn,
             num_data,
             num_per_example_loss_terms,

@@ -284,15 +284,20 @@ def test_compute_returns_the_operator() -> None:
 def test_classic_states_of_version_1() -> None:
     """They could not be loaded by from_state_dict then, since their first layer has no Kronecker factors."""
     model, _, data = small()
-    state, expected = load(DATA / "version_1_classic.safetensors"), reduce(seed=3, mc_samples=2)
+    state = load(DATA / "version_1_classic.safetensors")
     assert state["version"] == 1
     K = KFACLinearOperator.from_state_dict(state, model, list(model.parameters()), data)
-    close(K.to_dense(), expected.to_dense(), 1e-12)
+    same_numbers(K.to_dense(), (2.591289330213799, 0.8712785165166206, 1.8207367366400757))
     assert K.vectors == MonteCarlo(2, 3)
     assert K.state_dict()["version"] == 3
     other = reduce(check_deterministic=False)
     other.load_state_dict(state)
-    close(other.to_dense(), expected.to_dense(), 1e-12)
+    close(other.to_dense(), K.to_dense(), 1e-12)
+
+
+def same_numbers(M: Tensor, expected: tuple[float, float, float]) -> None:
+    """Trace, norm and sum of a matrix are those of the version that wrote the state."""
+    close(torch.stack([M.trace(), M.norm(), M.sum()]), torch.tensor(expected, dtype=M.dtype), 1e-12)
 
 
 def test_composing_states_of_version_1() -> None:
@@ -309,14 +314,13 @@ def test_estimator_states_of_version_1() -> None:
     model, loss, data = small()
     plan = {"1": EKFAC, "3": KFAC.using(kfac_approx="reduce")}
     options = {"default": DiagonalBlock, "decay": 0.9, "damping": 0.1, "vectors": MonteCarlo(seed=1)}
-    running, resumed = (CurvatureEstimator(EmpiricalRisk(model, loss, ()), plan, **options) for _ in range(2))
-    running.update(data[0])
-    running.refresh()
-    resumed.load_state_dict(load(DATA / "version_1_estimator.safetensors"))
-    for each in (running, resumed):
-        each.update(data[0])
-    close(resumed.operator.to_dense(), running.operator.to_dense(), 1e-12)
-    close(resumed.inverse().to_dense(), running.inverse().to_dense(), 1e-12)
+    resumed = CurvatureEstimator(EmpiricalRisk(model, loss, ()), plan, **options)
+    with pytest.warns(CurvatureWarning, match="drew random numbers in another way: vectors go on with others"):
+        resumed.load_state_dict(load(DATA / "version_1_estimator.safetensors"))
+    same_numbers(resumed.operator.to_dense(), (4.343781416122208, 1.869944811148691, 1.9546260828799673))
+    same_numbers(resumed.inverse().to_dense(), (127.18728584086287, 32.66736914437686, 147.12396000093207))
+    resumed.update(data[0])
+    assert resumed.updates == 2
 
 
 def test_options_that_version_1_wrote_as_members_of_an_enum() -> None:
