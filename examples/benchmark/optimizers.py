@@ -161,7 +161,7 @@ def run(given: argparse.Namespace, kept: dict[str, Any]) -> None:
                 if (given.only and key not in given.only) or (mode == "time" and not contender.equal_time):
                     continue
                 filling = steps * of_task["ms"][YARDSTICK] / of_task["ms"][key] if mode == "time" else steps
-                new = {"steps": round(filling), "tried": [], "finals": [], "curve": []}
+                new = {"steps": max(1, round(filling)), "tried": [], "finals": [], "curve": []}
                 result = of_task[mode].setdefault(key, new)
                 for _ in compete(task, name, contender, given.trials, given.seeds, result):
                     given.results.write_text(json.dumps(_rounded(kept), separators=(",", ":")) + "\n")
