@@ -61,8 +61,8 @@ def test_draws_average_to_the_ggn_on_every_net(name: str) -> None:
     expected = p.exact.only_blocks(p.exact.ggn(), False)
     try:
         unbiased(blocks(name, 100, range(40)), expected)
-    except AssertionError:  # saturated attention has rare, large draws: other ones pass, a bias is there again
-        unbiased(blocks(name, 100, range(1000, 1040)), expected)
+    except AssertionError:  # of saturated attention few draws are large: more samples pass, a bias stays
+        unbiased(blocks(name, 400, range(40, 80)), expected)
 
 
 def errors(name: str, samples: int, seeds: range) -> Tensor:
