@@ -41,7 +41,6 @@ class SentVectors:
         num_examples: N.
         batch_size: Of how many examples the N were taken.
         every: Whether the vector was one for all examples instead.
-        rows_known: Whether it is known that these reach rows of their own only.
     """
 
     calls: list[RecordedCall]
@@ -51,7 +50,6 @@ class SentVectors:
     num_examples: int
     batch_size: int
     every: bool = False
-    rows_known: bool = False
 
     @property
     def where(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -27,7 +26,6 @@ __all__ = [
     "halves_by_digits",
     "random_halves",
     "send_single",
-    "send_to_all",
 ]
 
 
@@ -43,7 +41,7 @@ def compare(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
     N = sent.num_examples
     vectors: list[tuple[Sequence[int], dict[int, Tensor]]] = [([0], sent.first)] if sent.first else []
     vectors.append((range(N) if sent.every else [N // 2], sent.grads))
-    found = [] if sent.rows_known else _find_rows(sent.calls, N, vectors)
+    found = _find_rows(sent.calls, N, vectors)
     if found is None:
         return set()  # statistics that are not finite name layer and batch
     for at, recorded, slot in found:
@@ -57,6 +55,7 @@ def send_single(
     free: Mapping[str, Tensor],
     batch_size: int,
     every: bool = False,
+    whole: bool = False,
 ) -> SentVectors:
     """Send a random vector for the first example back, and one for that in the middle.
 
@@ -66,6 +65,8 @@ def send_single(
         free: Key to the tensor that stood for the parameter in it.
         batch_size: Of how many examples those in the pass were taken.
         every: Send a vector for all examples instead of the latter.
+        whole: Whether this is a batch by itself, which others go back through: the graph is kept, and the vector for
+            the first example is left to `compare_all_rows`.
     """
     N = recorder.num_examples
     if not outputs:
@@ -79,66 +80,12 @@ def send_single(
         return torch.autograd.grad(outputs, inputs, vectors, retain_graph=retain_graph, allow_unused=True)
 
     # Two of them: examples that change places may leave one where it is.
-    first = _by_slot(slots, send(0, edges, retain_graph=True)) if N > 1 else {}
+    first = _by_slot(slots, send(0, edges, retain_graph=True)) if N > 1 and not whole else {}
     if _find_rows(recorder.calls, N, [([0], first)]) == []:
         first = {}  # there is nothing to say of them, and they would take memory in the pass that follows
-    found = send(N // 2, [*edges, *free.values()])
+    found = send(N // 2, [*edges, *free.values()], retain_graph=whole)
     grads, expected = _by_slot(slots, found), _by_key(free, found[len(slots) :])
     return SentVectors(recorder.calls, first, grads, expected, N, batch_size, every)
-
-
-def send_to_all(recorder: Recorder, outputs: Sequence[Tensor], params: Mapping[str, Tensor]) -> SentVectors:
-    """Send a random vector for all examples back through a whole batch, and once more with a factor for each example.
-
-    Factors are powers of two, by which gradients are multiplied without rounding: if rows of each example are
-    multiplied by its own, bit by bit, then no other example reaches them. Otherwise halves of the examples tell.
-
-    Args:
-        recorder: Which recorded the forward pass; its graph is kept.
-        outputs: What it returned, with a graph.
-        params: Key to parameter.
-
-    Raises:
-        UnsupportedError: Naming a layer in which vectors for half of the examples reach rows of the other half.
-
-    Cost: two backward passes; up to four more where PyTorch rounds otherwise.
-    """
-    N = recorder.num_examples
-    if not outputs:
-        return SentVectors([], {}, {}, {}, N, N)
-    recorder.require_unchanged()
-    slots = [slot for recorded in recorder.calls for slot in recorded.slots]
-    edges, vectors = [slot.edge for slot in slots], [_random_like(f) for f in outputs]
-    inputs = [*edges, *params.values()]
-    found = torch.autograd.grad(outputs, inputs, vectors, retain_graph=True, allow_unused=True)
-    factors = torch.tensor(_factors(N), device=vectors[0].device)
-    scaled = [(v.reshape(N, -1) * factors.to(v.dtype)[:, None]).view(v.shape) for v in vectors]
-    again = torch.autograd.grad(outputs, edges, scaled, retain_graph=True, allow_unused=True)
-    exact = N == 1 or _are_scaled(slots, found, again, factors)
-    if not exact:
-        compare_all_rows(recorder, outputs, halves_by_digits(N))
-    expected = _by_key(params, found[len(slots) :])
-    return SentVectors(recorder.calls, {}, _by_slot(slots, found), expected, N, N, every=True, rows_known=exact)
-
-
-def _are_scaled(
-    slots: Sequence[OutputSlot], one: Sequence[Tensor | None], two: Sequence[Tensor | None], factors: Tensor
-) -> bool:
-    """Whether the rows of each example in the second gradients are those in the first times its factor, all finite."""
-    away, N = [], len(factors)
-    for slot, g, h in zip(slots, one, two):
-        if g is not None and h is not None:
-            g, h = (slot.arrange(t).reshape(N, -1) for t in (g, h))
-            away.append((g * factors.to(g.dtype)[:, None] - h).count_nonzero())
-        elif g is not h:
-            return False
-    return not away or not bool(torch.stack(away).any())  # of numbers that are not finite the difference is NaN
-
-
-@cache
-def _factors(N: int) -> list[float]:
-    """Of each example one of 16 factors, by four binary digits, see `_codes`."""
-    return [(-1.0 if code & 1 else 1.0) * 2.0 ** (code >> 1) for code in _codes(N)]
 
 
 def random_halves(N: int) -> list[list[int]]:
@@ -148,18 +95,13 @@ def random_halves(N: int) -> list[list[int]]:
 
 
 def halves_by_digits(N: int) -> list[list[int]]:
-    """The examples that have a 1 as one of four binary digits, see `_codes`."""
-    codes = _codes(N)
-    return [[n for n, code in enumerate(codes) if code >> digit & 1] for digit in range(min(4, (N - 1).bit_length()))]
-
-
-def _codes(N: int) -> list[int]:
-    """Of each example a number of four binary digits, in which any two of 16 examples differ; the first is its parity.
+    """The examples whose numbers have a 1 as one of four binary digits, in which any two of 16 examples differ.
 
     Of more examples the last three digits are random.
     """
+    digits = range(min(4, (N - 1).bit_length()))
     order = range(N) if N <= 16 else torch.randperm(N, generator=torch.Generator().manual_seed(N)).tolist()
-    return [(n & 1) | (order[n] & 14) for n in range(N)]
+    return [[n for n in range(N) if (n if digit == 0 else order[n]) >> digit & 1] for digit in digits]
 
 
 def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Sequence[Sequence[int]]) -> None:

@@ -20,7 +20,13 @@ from curvlinops_plus.risk.call_kinds import are_rows_unclear, batch_kind, rows_p
 from curvlinops_plus.risk.compare_rules import TOLERANCE, SentVectors
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.examples import take_examples
-from curvlinops_plus.risk.gradient_check import compare, compare_all_rows, random_halves, send_single, send_to_all
+from curvlinops_plus.risk.gradient_check import (
+    compare,
+    compare_all_rows,
+    halves_by_digits,
+    random_halves,
+    send_single,
+)
 from curvlinops_plus.risk.preserve import kept_attributes
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
@@ -61,10 +67,9 @@ def check_batch(
     * a vector for one example reaches no other example's rows in any layer;
     * the gradient that each layer's rule makes of its recorded calls is autograd's gradient of the parameters.
 
-    Where little is computed, a vector for all examples is sent back through the batch itself, once more with a power of
-    two as a factor for each example, which its rows must show, and the few examples are run for their outputs
-    only. The whole batch stands in for them where they can't be told apart in its input. The statistics of batch norm
-    in training mode are constants in all of these passes.
+    Where little is computed, vectors for halves of the examples and for one are sent back through the batch itself, and
+    the few examples are run for their outputs only. The whole batch stands in for them where they can't be told apart
+    in its input. The statistics of batch norm in training mode are constants in all of these passes.
 
     Whether layers are called as before is seen from what is recorded of each batch, see `batch_kind`: which modules are
     called in which order, their attributes, hooks and tensors at that moment, their rows per example, and how many
@@ -101,8 +106,8 @@ def check_batch(
 
     Cost: a forward and two backward passes over three examples, and the gradients of the parameters for one of them;
     where all rows are compared, four backward passes to the layers' outputs. Where little is computed, a forward
-    pass over three examples, and two backward passes, up to six where PyTorch rounds. In batches that are not
-    looked at, a few microseconds per call of a layer.
+    pass over three examples, and up to five backward passes. In batches that are not looked at, a few microseconds per
+    call of a layer.
     """
     if not risk.options.check:
         return
@@ -196,7 +201,8 @@ class _Check:
             return self._look_apart(backward)
         self._look_apart(backward=False)
         try:
-            return self._look_again()
+            reached = self._look_again(every=False)
+            return reached if reached >= self.called else self._look_again(every=True)
         except UnsupportedError:
             self._look_apart(backward=True)  # knows better of models that keep their parameters elsewhere
             raise
@@ -293,11 +299,13 @@ class _Check:
                 _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
         return found, send_single(own, [f for f in found if f.requires_grad], free, self.batch.num_examples, every)
 
-    def _look_again(self) -> set[int]:
-        """Send vectors back through the batch itself; result as for `run`."""
-        recorder, live = self.recorder, [f for f in self.outputs if f.requires_grad]
-        sent = send_to_all(recorder, live, self.risk.params)
-        self.all_rows = True
+    def _look_again(self, every: bool) -> set[int]:
+        """Send vectors back through the batch itself; arguments and result as for `_look`."""
+        recorder, live, N = self.recorder, [f for f in self.outputs if f.requires_grad], self.batch.num_examples
+        if not self.all_rows:
+            compare_all_rows(recorder, live, halves_by_digits(N))
+            self.all_rows = True
+        sent = send_single(recorder, live, self.risk.params, N, every, whole=True)
         with recorder.disabled(), plain_mode(self.risk.device.type):
             return self._compare(recorder, live, sent)
 
