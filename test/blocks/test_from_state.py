@@ -319,8 +319,13 @@ def test_estimator_states_of_version_1() -> None:
         resumed.load_state_dict(load(DATA / "version_1_estimator.safetensors"))
     same_numbers(resumed.operator.to_dense(), (4.343781416122208, 1.869944811148691, 1.9546260828799673))
     same_numbers(resumed.inverse().to_dense(), (127.18728584086287, 32.66736914437686, 147.12396000093207))
-    resumed.update(data[0])
+    again = CurvatureEstimator(EmpiricalRisk(model, loss, ()), plan, **options)
+    again.load_state_dict(resumed.state_dict())
+    for each in (resumed, again):
+        each.update(data[0])
     assert resumed.updates == 2
+    close(again.operator.to_dense(), resumed.operator.to_dense(), 1e-12)
+    close(again.inverse().to_dense(), resumed.inverse().to_dense(), 1e-12)
 
 
 def test_options_that_version_1_wrote_as_members_of_an_enum() -> None:
