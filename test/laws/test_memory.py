@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from cases import APPROXIMATIONS
 
 FEW, MANY = 64, 256
-WIDTH = 128  # a batch has 32 000 bytes, a factor twice as many
+WIDTH = 200  # a batch has 51 200 bytes, a factor three times as many
 FEW_CLASSES, MANY_CLASSES = 32, 320
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process can't measure itself")
 
