@@ -27,6 +27,7 @@ FLOORS = {
     "blocks": 4,
     "classic": 5,
     "optim": 5,
+    "applications": 5,
     "integrations": 5,
 }
 #: The one circle of imports, for type checkers only: an operator returns closed forms, which are made from operators.

@@ -1,0 +1,1 @@
+"""Uses of curvature: functions and small classes made of a risk and an operator."""
