@@ -120,30 +120,38 @@ def tiny_tasks(library: ModuleType, work: Workload) -> dict[str, Task]:
 def training_tasks(work: Workload) -> dict[str, Task]:
     """A pass of training steps (forward, backward, plain descent), alone and while an estimator listens."""
 
-    def step(X: torch.Tensor, y: torch.Tensor, estimator: CurvatureEstimator | None) -> None:
+    def backward(X: torch.Tensor, y: torch.Tensor) -> None:
+        work.loss(work.model(X), y).backward()
+
+    def step(X: torch.Tensor, y: torch.Tensor, estimator: CurvatureEstimator | None, inside: bool) -> None:
         if estimator is None:
-            value = work.loss(work.model(X), y)
+            backward(X, y)
+        elif inside:  # its gradients are the vectors
+            with estimator.listen((X, y)):
+                backward(X, y)
         else:
             with estimator.listen((X, y)):
                 value = work.loss(work.model(X), y)
-        grads = torch.autograd.grad(value, work.params)
+            value.backward()
         with torch.no_grad():
-            for p, g in zip(work.params, grads):
-                p.sub_(g, alpha=1e-6)
+            for p in work.params:
+                p.sub_(p.grad, alpha=1e-6)
+                p.grad = None
 
-    def steps(estimator: CurvatureEstimator | None) -> Task:
+    def steps(estimator: CurvatureEstimator | None, inside: bool = False) -> Task:
         def run() -> None:
             for X, y in work.data:
-                step(X, y, estimator)
+                step(X, y, estimator, inside)
 
         return run
 
-    def listening(vectors: MonteCarlo | Empirical) -> Task:
+    def listening(vectors: MonteCarlo | Empirical, inside: bool = False) -> Task:
         risk = EmpiricalRisk(work.model, work.loss, (), params=work.params)
-        return steps(CurvatureEstimator(risk, vectors=vectors, decay=0.95))
+        return steps(CurvatureEstimator(risk, vectors=vectors, decay=0.95), inside)
 
     return {
         "plain": steps(None),
         "KFAC, Monte Carlo": listening(MonteCarlo()),
         "KFAC, empirical": listening(Empirical()),
+        "KFAC, empirical, backward pass inside": listening(Empirical(), inside=True),
     }
