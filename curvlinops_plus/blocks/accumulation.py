@@ -128,6 +128,7 @@ class Accumulation:
             accumulators = [a for of_layer in self.pending.values() for a in of_layer.values()]
             sum_over_processes(accumulators, self.risk.processes)
             decompose_together(accumulators, self.risk.processes)
+            del accumulators  # the sums of each end with its block
             for layer, results in self._finish_accumulators().items():
                 for name, result in results.items():
                     if isinstance(result, Accumulator):

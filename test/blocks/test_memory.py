@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS
+from cases import APPROXIMATIONS, problem
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -242,3 +243,20 @@ def test_the_measure_can_fail() -> None:
     with Largest() as largest:
         torch.zeros(1).expand(100 * TABLE)
     largest.check()
+
+
+def test_sums_of_a_layer_end_when_its_block_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else those of all layers are there while eigenvectors are computed."""
+    seen: list[weakref.ref[KFAC]] = []
+    alive: list[int] = []
+    finish = KFAC.finish_for_good
+
+    def watched(accumulator: KFAC) -> Any:
+        alive.append(sum(ref() is not None for ref in seen))
+        seen.append(weakref.ref(accumulator))
+        return finish(accumulator)
+
+    monkeypatch.setattr(KFAC, "finish_for_good", watched)
+    problem("mlp").curvature(KFAC)
+    assert len(alive) > 1
+    assert not any(alive)
