@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 # The matrices of the tests are tiny, and threads only wait for each other.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Take what collection made, millions of objects, out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", "cuda"])

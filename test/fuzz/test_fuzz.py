@@ -80,6 +80,7 @@ BROKEN: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 #: Those in which the rule of a layer is wrong.
+RULE_SEEDS = 8
 RULES = ["a factor in a rule", "an example that a rule forgets", "a sum over positions that is a mean"]
 
 
@@ -97,7 +98,7 @@ def test_something_broken_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_broken_rule_is_noticed_by_the_package(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without anybody's asking for it, and without a wrong number."""
     BROKEN[kind](monkeypatch)
-    outcomes = [run_case(draw_whole(seed)) for seed in range(30)]
+    outcomes = [run_case(draw_whole(seed)) for seed in range(RULE_SEEDS)]
     assert [problem for outcome in outcomes for problem in outcome.problems] == []
     assert any("by the layer's rule" in message for outcome in outcomes for message in outcome.refused)
 
