@@ -25,7 +25,7 @@ from curvlinops_plus.risk.losses import Losses, Terms
 from curvlinops_plus.risk.model_calls import ModelCalls
 from curvlinops_plus.risk.module_options import example_axes, functions_of_rows
 from curvlinops_plus.risk.parameter_reads import KeptParameters
-from curvlinops_plus.risk.parameters import common_device, common_dtype, named_params, value_of
+from curvlinops_plus.risk.parameters import common_device, common_dtype, named_params, value_of, write_parameters
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import (
@@ -371,6 +371,55 @@ class EmpiricalRisk:
         """
         options = self.options
         return self.losses.scale(totals, options.num_data, options.num_per_example_loss_terms)
+
+    # ---------------------------------------------------------------------------------------------- all the parameters
+    def vector(self) -> Tensor:
+        """The parameters as they are now, one vector `[space.dim]` in their order; a copy without a graph.
+
+        `space.unflatten` makes a dictionary of it, under the keys of `params`. To differentiate in the parameters
+        themselves, use `params`, which every operator multiplies.
+
+        Example:
+            >>> risk = EmpiricalRisk(nn.Linear(1, 1), nn.MSELoss(), [(torch.ones(1, 1), torch.ones(1, 1))])
+            >>> before = risk.vector()
+            >>> risk.assign(torch.tensor([3.0, 4.0]))
+            >>> risk.vector(), risk.model.bias.item()
+            (tensor([3., 4.]), 4.0)
+            >>> risk.assign(before)
+        """
+        self.require_in_place()
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.cat([p.detach().to(self.dtype).flatten() for p in self.params.values()])
+
+    def assign(self, v: Any) -> None:
+        """Write a vector into the parameters of the model, in place.
+
+        Operators that were computed before stay as they are. `at` evaluates at other values and leaves the model alone.
+
+        Args:
+            v: What `vector` returns: a tensor or NumPy array `[space.dim]`, or a dictionary (by the keys of `params`),
+                list or tuple of tensors of the parameters' shapes.
+
+        Raises:
+            TypeError: If `v` is none of these, or of another device or a wider dtype.
+            ValueError: If names or shapes do not fit, or `params` holds other values than the model's own.
+            RuntimeError: If a parameter can't be written to. Nothing is changed then, nor in the cases before.
+        """
+        self.require_in_place()
+        if other := [key for key, own in self._own.items() if self.params[key] is not own]:
+            raise ValueError(
+                f"risk.assign(v) writes into the model's own parameters, and `params` holds other values of "
+                f"{other[:3]}. Assign to a risk without these, or make a new one with other values."
+            )
+        try:
+            x, container = self.space.read(v, self.dtype, self.device)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"risk.assign(v): {error}") from error
+        if container.columns is not None:
+            raise ValueError(
+                f"risk.assign(v): expected a single vector [{self.space.dim}], got {x.shape[1]} columns; pick one."
+            )
+        write_parameters(self._own, self.space.unflatten(x[:, 0]))
 
     def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T:
         """`function(model)` at other values of the parameters (keys as in `params`); the model is as before afterwards.
