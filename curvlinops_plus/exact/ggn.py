@@ -107,7 +107,7 @@ class GGN(ParameterCurvature):
         read = partial(run_losses, risk)
         kept = KeptLinearizations(risk, read, max_kept_bytes)
         # Whether they are still right is read by the host, and a GPU would wait for it.
-        if not risk.losses.known or risk.device.type != "cpu":
+        if not risk.losses.known or risk.device.type != "cpu" or risk.options.weight is not None:
             kept = None
         self._linear = Linearizer(risk, read, chunk_size, kept)
         if check_deterministic:

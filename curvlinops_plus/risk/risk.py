@@ -62,6 +62,7 @@ class RiskOptions:
     check: bool = True
     example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None
     example_ids: Callable[[Any, Any], Any] | None = None
+    weight: Callable[..., Any] | None = None
 
 
 @dataclass
@@ -135,6 +136,12 @@ class EmpiricalRisk(ModelParameters):
             a loss that the model computes from `labels` is compared with this one.
         example_ids: `example_ids(X, y)` gives the numbers of the examples of a batch in the whole data set, N integers:
             random vectors depend on them. Default: examples are numbered in their order, through each pass.
+        weight: `weight(X, y, ...)` gives the weights of the examples of a batch, N numbers of at least 0; it is called
+            with all entries of the batch, which may have more than two: `weight=lambda X, y, w: w` for batches
+            `(X, y, w)`. A batch that is a mapping with `labels` is `weight(X, labels)`, `X` the rest, from which it may
+            pop what the model doesn't take. The loss is `c Σ_n w_n Σ_r ℓ(f(x_n)_r, y_{n,r})` with `c` one over the sum
+            of weights times terms for "mean": an example of weight 2 counts as two, one of weight 0 as none, in the
+            loss, its derivatives and all statistics. To divide by N instead, use reduction="sum" and weights `w / N`.
         processes: Several processes, of which each has its part of the data: `processes.share(data)`. Whatever is
             computed of the risk is that of all data, and equal in all; they have to compute it together. Default: this
             process alone.
@@ -193,6 +200,7 @@ class EmpiricalRisk(ModelParameters):
         check: bool = True,
         example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
         example_ids: Callable[[Any, Any], Any] | None = None,
+        weight: Callable[..., Any] | None = None,
         processes: Processes | None = None,
     ) -> None:
         owned = require_module(model)
@@ -215,6 +223,7 @@ class EmpiricalRisk(ModelParameters):
             check,
             functions_of_rows(self.model, example_of_row),
             example_ids,
+            weight,
         )
         _check_options(self.options, self.losses)
         #: What was found out in the first batches.
@@ -265,7 +274,7 @@ class EmpiricalRisk(ModelParameters):
                 on them.
         """
         options = self.options
-        batch = read_batch(item, index, self.device, options.batch_size_fn)
+        batch = read_batch(item, index, self.device, options.batch_size_fn, options.weight)
         if batch.unpack and options.check and self.checked.shift is None:
             said = options.shift_labels
             self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch, said)
@@ -276,7 +285,13 @@ class EmpiricalRisk(ModelParameters):
 
         Raises:
             ValueError: If its examples can't be counted.
+            UnsupportedError: If examples have weights, which come with the targets.
         """
+        if self.options.weight is not None:
+            raise UnsupportedError(
+                "weight=: the weights of examples come with the targets, and these are not known yet. Give the whole "
+                "batch, to `update` or `listen` of a CurvatureEstimator."
+            )
         return Batch(X, None, count_examples(X, None, 0, self.options.batch_size_fn, unpack), unpack)
 
     def example_numbers(self, batch: Batch, before: int = 0) -> Sequence[int] | Tensor:
@@ -340,7 +355,7 @@ class EmpiricalRisk(ModelParameters):
 
         The value of a loss without a likelihood counts as that of N terms.
         """
-        return self.losses.terms(outputs, targets, batch.num_examples, class_axes)
+        return self.losses.terms(outputs, targets, batch.num_examples, class_axes, batch.weight)
 
     def scale(self, totals: Totals) -> Number:
         """`c`: what multiplies the sum of all terms of the reference loss (the first one with the reduction "mean").
@@ -400,6 +415,7 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
         "mask": "lambda X, y: ...",
         "batch_size_fn": "len",
         "example_ids": "lambda X, y: ...",
+        "weight": "lambda X, y, w: w",
     }.items():
         given = getattr(options, name)
         if given is not None and not callable(given):
@@ -417,6 +433,18 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
             )
         if not 0 < float(number) < float("inf"):
             raise ValueError(f"{name}={number} must be positive: it is the number of {what}. None counts them.")
+    if options.weight is not None:
+        if given := [name for name, (number, _) in numbers.items() if number is not None]:
+            raise UnsupportedError(
+                f"{given[0]} replaces a count of examples or terms, and with weight= the mean is over the sum of their "
+                'weights. Use reduction="sum", with what shall be divided by in the weights.'
+            )
+        for one in losses:
+            if not one.known:
+                raise UnsupportedError(
+                    f"weight=: {one.title} has no likelihood, so that only its value for a whole batch is known, not "
+                    "that of each example. Register one, see register_likelihood."
+                )
     if losses.form != "single":
         about_one = {
             "shift_labels": "Shift output and target yourself, in `output=` and in the data.",

@@ -67,6 +67,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         known = inspect.signature(EmpiricalRisk).parameters
         if unknown := [name for name in risk_options if name not in known]:
             raise TypeError(f"{type(self).__name__} has no option {', '.join(map(repr, unknown))}.")
+        if "weight" in risk_options:
+            raise UnsupportedError(
+                f"{type(self).__name__}(weight=...): the optimizer takes the gradient of your loss as it is, and can't "
+                "see whether it has the weights of the examples. Accumulate weighted curvature by "
+                "CurvatureEstimator(risk, ...).update(batch)."
+            )
         groups = _groups(model, params)
         if schedule is not None and any("damping" in group for group in groups):
             raise ValueError("A schedule sets the damping of all groups, and one of them has its own. Give one.")
