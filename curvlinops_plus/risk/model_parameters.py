@@ -52,6 +52,11 @@ class ModelParameters:
         self.space, self.device = Space.of(self.params), common_device(self.params)
         self.dtype = common_dtype(self.params)
 
+    @property
+    def own_params(self) -> dict[str, Tensor]:
+        """Key to the model's own tensor, also where `params` holds another value."""
+        return dict(self._own)
+
     def restricted(self, keys: Iterable[str]) -> Self:
         """The same as a function of some of its parameters, in their order here."""
         chosen, other = set(keys), copy(self)
