@@ -11,6 +11,7 @@ from torch import Tensor
 
 from curvlinops_plus.applications.networks import require_fixed, risks_of
 from curvlinops_plus.linalg import Deferred, LinearOperator, Structure
+from curvlinops_plus.risk import EmpiricalRisk
 
 __all__ = ["QuadraticPenalty"]
 
@@ -97,9 +98,9 @@ class QuadraticPenalty(Penalty):
         if isinstance(K, Deferred):
             _ = K.operator  # computed now, while the parameters are those of the old task
         self.K, self.strength = K, strength
-        self._risk = None if params is not None else _only_risk(K)
+        self._risk = _only_risk(K) if params is None else None
         #: The parameters, in the order of `K`.
-        self.params: dict[str, Tensor] = dict(self._risk.own_params if params is None else params)
+        self.params: dict[str, Tensor] = dict(params or {}) if self._risk is None else self._risk.own_params
         if [p.shape for p in self.params.values()] != list(K.in_space.shapes.values()):
             shapes = {key: list(p.shape) for key, p in self.params.items()}
             raise ValueError(f"Expected parameters of the shapes of {K.in_space}, got {shapes}.")
@@ -120,7 +121,7 @@ class QuadraticPenalty(Penalty):
         return 0.5 * self.strength * self.K.quadratic_form(self._vector() - self.at)
 
 
-def _only_risk(K: LinearOperator) -> Any:
+def _only_risk(K: LinearOperator) -> EmpiricalRisk:
     """The risk of an operator, or the first of several of the same parameters."""
     risks = risks_of(K)
     own = [list(risk.own_params.values()) for risk in risks]

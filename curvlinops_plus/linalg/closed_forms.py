@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg.damping import Damping, Scalar, resolve
-from curvlinops_plus.linalg.numerics import standard_normal
+from curvlinops_plus.linalg.numerics import standard_normal, whole
 from curvlinops_plus.linalg.products import Products, outside_autocast
 from curvlinops_plus.linalg.space import to_numpy
 from curvlinops_plus.linalg.structure import Structure
@@ -138,9 +138,9 @@ class ClosedForms(Products):
                 "generator=torch.Generator().manual_seed(seed), for several draws num=..."
             )
         if num is not None:
-            if not isinstance(num, int):
+            if (found := whole(num)) is None:
                 raise TypeError(f"Expected num to be an integer, the number of draws, got {num!r}.")
-            if num < 0:
+            if (num := found) < 0:
                 raise ValueError(f"Expected num to be at least 0, got {num}.")
         like = torch.empty((), dtype=self.dtype, device=self.device)
         draws = self._root_matmat(standard_normal(1 if num is None else num, self.shape[1], generator, like))

@@ -115,7 +115,8 @@ class CGInverseLinearOperator(SymmetricInverse):
         tolerance: A column is solved when `‖b - A x‖ <= tolerance ‖b‖`.
         eps: Accepted for code written for curvlinops, without effect: no division needs to be guarded.
         stop_updating_after: If larger than `tolerance`, it takes its place.
-        max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
+        max_iter: Iteration limit, by default the smaller of `10 n` and 1000. Given alone it leaves `tolerance` as it
+            is, and a warning says if it was not reached; curvlinops takes a tolerance of 1 then, without a word.
         max_tridiag_iter: Accepted for code written for curvlinops, without effect: nothing is tridiagonalized.
         initial_guess: First guess, anything that `A` multiplies; by default 0.
         preconditioner: Approximation of `A⁻¹`, symmetric positive definite: an operator, for example the inverse of an

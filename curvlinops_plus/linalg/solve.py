@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.space import Container
@@ -348,7 +349,7 @@ def warn_of_miss(name: str, tolerance: str, info: SolveInfo) -> None:
         )
 
 
-def count(name: str, number: int | None, size: int) -> int:
+def count(name: str, number: Any, size: int) -> int:
     """An iteration limit; 10 per unknown, at most 1000, if none is given.
 
     Raises:
@@ -356,9 +357,10 @@ def count(name: str, number: int | None, size: int) -> int:
     """
     if number is None:
         return min(10 * size, 1000)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+    found = whole(number)
+    if found is None or found < 0:
         raise ValueError(f"Expected {name} to be an integer of at least 0, got {number!r}.")
-    return number
+    return found
 
 
 def check_at_least_zero(**numbers: float) -> None:

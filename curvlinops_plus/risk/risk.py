@@ -215,8 +215,8 @@ class EmpiricalRisk(ModelParameters):
             mask,
             example_axes(self.model, example_axis),
             batch_size_fn,
-            num_data,
-            num_per_example_loss_terms,
+            _number(num_data),
+            _number(num_per_example_loss_terms),
             shift_labels,
             progressbar,
             reduction,
@@ -407,6 +407,11 @@ class EmpiricalRisk(ModelParameters):
             scales = self.losses.scales(totals, self.options.num_data)
             value = sum(one.weight * c * loss for one, c, loss in zip(self.losses, scales, totals.losses))
         return torch.as_tensor(value, dtype=self.dtype, device=self.device)
+
+
+def _number(given: Any) -> Any:
+    """A count as a number, also from a 0-d tensor."""
+    return given.item() if isinstance(given, Tensor) and given.ndim == 0 else given
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
