@@ -48,7 +48,7 @@ class RiskOperator(LinearOperator):
         self.risk, self._compares_few = risk, check_deterministic is not False
         self.dtype, self.device = risk.dtype, risk.device
 
-    def _batches(self, what: str = "", draws: Draws | None = None) -> Iterator[Batch]:
+    def _batches(self, what: str = "._matmat", draws: Draws | None = None) -> Iterator[Batch]:
         """The batches of the data; on the first one two evaluations of the model have to agree, once per risk.
 
         Args:

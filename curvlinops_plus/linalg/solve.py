@@ -258,12 +258,21 @@ class Method(ABC):
         return
 
 
-def iterate(method: Method, max_iter: int, name: str, tolerance: str) -> tuple[Any, SolveInfo]:
-    """Run a method on all columns and report; warns with a `CurvatureWarning` if a column missed its tolerance."""
+def iterate(method: Method, max_iter: int, name: str, tolerance: str, enough: float = 0.0) -> tuple[Any, SolveInfo]:
+    """Run a method on all columns and report; warns with a `CurvatureWarning` if a column missed its tolerance.
+
+    Args:
+        method: The method, with the tolerance at which it stops.
+        max_iter: Iteration limit.
+        name: Of the method, for the warning.
+        tolerance: In words.
+        enough: A relative residual with which a column counts as converged, wherever it stopped.
+    """
     system = method.system
     with torch.no_grad(), outside_autocast(system.operator.device):
         X, residual, stops, iterations = _iterate(method, max_iter)
-        info = SolveInfo(iterations, residual, stops == Stop.CONVERGED, explain(stops, max_iter, system.dtype))
+        met = (stops == Stop.CONVERGED) | (residual <= enough)
+        info = SolveInfo(iterations, residual, met, explain(stops, max_iter, system.dtype))
         warn_of_miss(name, tolerance, info)
         return system.solution(X), info
 
