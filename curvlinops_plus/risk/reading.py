@@ -6,7 +6,7 @@ Face). Accepted outputs: a tensor, an output object with `.logits`, or anything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
@@ -139,31 +139,34 @@ def read_batch(
         ValueError: If it is neither a pair nor a mapping with `labels`, its examples can't be counted, or `weight`
             gives something else than N finite numbers of at least 0.
     """
-    unpack, rest = False, ()
     if isinstance(item, Batch):  # was read before
         return item
+    X, y, *rest = _entries(item, index, weight is not None)
+    unpack = isinstance(item, Mapping)
+    X, y = to_device(X, device), to_device(y, device)
+    found = None if weight is None else weight(X, y, *rest)  # which may take it out of a mapping
+    N = count_examples(X, y, index, batch_size_fn, unpack)
+    return Batch(X, y, N, unpack, weight=None if weight is None else _checked_weights(found, N, index, device))
+
+
+def _entries(item: Any, index: int, more: bool) -> Sequence[Any]:
+    """Input and target of one item of the data, and `more` if it may have that."""
     if isinstance(item, Mapping):
         if "labels" not in item:
             raise ValueError(
                 f"Batch {index} is a mapping with keys {list(item)}; expected a pair (X, y) or a mapping with 'labels'."
             )
-        X, y = {key: value for key, value in item.items() if key != "labels"}, item["labels"]
-        unpack = True
-    elif isinstance(item, (tuple, list)) and (len(item) == 2 or (weight is not None and len(item) > 2)):
-        X, y, *rest = item
-    else:
-        what = f"{type(item).__name__} of length {len(item)}" if hasattr(item, "__len__") else type(item).__name__
-        hint = " For one batch, write data=[(X, y)]." if isinstance(item, Tensor) else ""
-        if isinstance(item, (tuple, list)) and len(item) > 2:
-            hint = (
-                " Targets of several losses stand together: (X, (y1, y2)). For weights of examples: "
-                "EmpiricalRisk(..., weight=lambda X, y, w: w)."
-            )
-        raise ValueError(f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'.{hint}")
-    X, y = to_device(X, device), to_device(y, device)
-    found = None if weight is None else weight(X, y, *rest)  # which may take it out of a mapping
-    N = count_examples(X, y, index, batch_size_fn, unpack)
-    return Batch(X, y, N, unpack, weight=None if weight is None else _checked_weights(found, N, index, device))
+        return {key: value for key, value in item.items() if key != "labels"}, item["labels"]
+    if isinstance(item, (tuple, list)) and (len(item) == 2 or (more and len(item) > 2)):
+        return item
+    what = f"{type(item).__name__} of length {len(item)}" if hasattr(item, "__len__") else type(item).__name__
+    hint = " For one batch, write data=[(X, y)]." if isinstance(item, Tensor) else ""
+    if isinstance(item, (tuple, list)) and len(item) > 2:
+        hint = (
+            " Targets of several losses stand together: (X, (y1, y2)). For weights of examples: "
+            "EmpiricalRisk(..., weight=lambda X, y, w: w)."
+        )
+    raise ValueError(f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'.{hint}")
 
 
 def _checked_weights(found: Any, N: int, index: int, device: torch.device) -> Tensor:

@@ -439,17 +439,7 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
         if not 0 < float(number) < float("inf"):
             raise ValueError(f"{name}={number} must be positive: it is the number of {what}. None counts them.")
     if options.weight is not None:
-        if given := [name for name, (number, _) in numbers.items() if number is not None]:
-            raise UnsupportedError(
-                f"{given[0]} replaces a count of examples or terms, and with weight= the mean is over the sum of their "
-                'weights. Use reduction="sum", with what shall be divided by in the weights.'
-            )
-        for one in losses:
-            if not one.known:
-                raise UnsupportedError(
-                    f"weight=: {one.title} has no likelihood, so that only its value for a whole batch is known, not "
-                    "that of each example. Register one, see register_likelihood."
-                )
+        _check_weighted(options, losses)
     if losses.form != "single":
         about_one = {
             "shift_labels": "Shift output and target yourself, in `output=` and in the data.",
@@ -460,3 +450,19 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
                 raise UnsupportedError(
                     f"{name} is about one loss, and there are losses for the outputs {losses.keys}. {advice}"
                 )
+
+
+def _check_weighted(options: RiskOptions, losses: Losses) -> None:
+    """Refuse what weights of examples leave without a meaning."""
+    for name in ("num_data", "num_per_example_loss_terms"):
+        if getattr(options, name) is not None:
+            raise UnsupportedError(
+                f"{name} replaces a count of examples or terms, and with weight= the mean is over the sum of their "
+                'weights. Use reduction="sum", with what shall be divided by in the weights.'
+            )
+    for one in losses:
+        if not one.known:
+            raise UnsupportedError(
+                f"weight=: {one.title} has no likelihood, so that only its value for a whole batch is known, not that "
+                "of each example. Register one, see register_likelihood."
+            )
