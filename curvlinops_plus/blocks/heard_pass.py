@@ -89,7 +89,8 @@ class HeardPass:
 
     def __init__(self, owner: BatchPass) -> None:
         self._owner, self.output = owner, None
-        self._of_loss = owner.vectors.of_loss and owner.vectors.together
+        # What arrives of the user's backward pass has the weights of examples, and not their roots.
+        self._of_loss = owner.vectors.of_loss and owner.vectors.together and owner.risk.options.weight is None
         self._contexts = ExitStack()
         weakref.finalize(self, self._contexts.close).atexit = False  # whoever forgets it leaves no hooks
         self._passes = self._contexts.enter_context(

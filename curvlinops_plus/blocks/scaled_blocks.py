@@ -94,6 +94,7 @@ class ScaledBlocks(Deferred):
         use_heuristic_damping: bool = False,
         min_damping: float = 1e-8,
         retry_double_precision: bool = True,
+        use_exact_damping: bool = False,
     ) -> LinearOperator:
         """`(K + damping·I)⁻¹`, an operator with its own `logdet`, `trace`, `sample`.
 
@@ -105,11 +106,15 @@ class ScaledBlocks(Deferred):
                 of its weight.
             min_damping: Lower bound of each side under the heuristic.
             retry_double_precision: Try a failing Cholesky decomposition once more in float64.
+            use_exact_damping: Accepted for code written for curvlinops, where a plain number damps each factor unless
+                this is True; here it always damps the whole matrix, and a pair each factor.
 
         Raises:
             SingularMatrixError: If a block is singular and `damping` is 0; names the block.
-            ValueError: If a pair is given together with the heuristic.
+            ValueError: If a pair is given together with the heuristic, or either together with exact damping.
         """
+        if use_exact_damping and (use_heuristic_damping or isinstance(damping, (tuple, HeuristicDamping))):
+            raise ValueError("Either damp the factors (heuristic damping, or a pair) or use exact damping, not both.")
         if isinstance(damping, HeuristicDamping):
             use_heuristic_damping, min_damping, damping = True, damping.min, damping.damping
         if not use_heuristic_damping and not isinstance(damping, tuple):

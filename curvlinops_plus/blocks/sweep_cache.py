@@ -43,7 +43,9 @@ class SweepCache:
         if self._batches is None or batch.layer not in self.layers:
             return
         calls = [replace(call) for call in batch.calls]  # the sweep removes the gradients from its own objects
-        tensors = tree_leaves([(call.args, dict(call.kwargs), call.grads) for call in calls] + [batch.mask])
+        tensors = tree_leaves(
+            [(call.args, dict(call.kwargs), call.grads) for call in calls] + [batch.mask, batch.example_weights]
+        )
         for t in tensors:
             if isinstance(t, Tensor):
                 storage = t.untyped_storage()

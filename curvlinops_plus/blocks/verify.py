@@ -171,7 +171,7 @@ def _first(risk: EmpiricalRisk, num_examples: int) -> Batch:
 
 def _some(batch: Batch, examples: list[int]) -> Batch:
     """Some examples of a batch."""
-    return take_examples(batch, examples) or batch
+    return replace(take_examples(batch, examples) or batch, weight=None)
 
 
 def _recorded(

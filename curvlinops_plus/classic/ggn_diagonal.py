@@ -34,6 +34,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         num_per_example_loss_terms: Replaces the number of loss terms per example in the scale of the loss.
         output: Picks the tensor that the loss reads out of what the model returns.
         mask: `mask(X, y)` gives [N, T] bool: positions that count in the statistics of layers with T positions.
+        weight: `weight(X, y, ...)` gives the weights of the examples of a batch, see `EmpiricalRisk`.
         example_axis: Module name or glob to the axis of the examples, where it is not the first.
         shift_labels: Language models: position t predicts the label at t + 1.
         processes: Several processes, each with its part of the data, as for `EmpiricalRisk`.
@@ -71,6 +72,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         num_per_example_loss_terms: int | None = None,
         output: Callable[[Any], Any] | None = None,
         mask: Callable[[Any, Any], Tensor] | None = None,
+        weight: Callable[..., Any] | None = None,
         example_axis: Mapping[str, int] | None = None,
         shift_labels: bool | None = None,
         processes: Processes | None = None,
@@ -90,6 +92,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
             num_per_example_loss_terms=num_per_example_loss_terms,
             output=output,
             mask=mask,
+            weight=weight,
             example_axis=example_axis,
             shift_labels=shift_labels,
             processes=processes,

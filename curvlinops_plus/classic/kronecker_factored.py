@@ -52,6 +52,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         batch_size_fn: Number of examples of an input that is no tensor.
         output: Picks the tensor that the loss reads out of what the model returns.
         mask: `mask(X, y)` gives [N, T] bool: positions that count in the statistics of layers with T positions.
+        weight: `weight(X, y, ...)` gives the weights of the examples of a batch, see `EmpiricalRisk`.
         example_axis: Module name or glob to the axis of the examples, where it is not the first.
         shift_labels: Language models: position t predicts the label at t + 1.
         max_kept_bytes: Memory for what stays between two sweeps, as for `curvature`; KFAC alone keeps nothing.
@@ -102,6 +103,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         *,
         output: Callable[[Any], Any] | None = None,
         mask: Callable[[Any, Any], Tensor] | None = None,
+        weight: Callable[..., Any] | None = None,
         example_axis: Mapping[str, int] | None = None,
         shift_labels: bool | None = None,
         max_kept_bytes: int = KEPT_BYTES,
@@ -128,6 +130,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             num_per_example_loss_terms=num_per_example_loss_terms,
             output=output,
             mask=mask,
+            weight=weight,
             example_axis=example_axis,
             shift_labels=shift_labels,
             processes=processes,

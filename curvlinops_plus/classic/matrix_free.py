@@ -11,6 +11,7 @@ from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian, Jacobian
 from curvlinops_plus.exact.kept import KEPT_BYTES
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.linalg.operator import Adjoint
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, MonteCarlo, Vectors
 
@@ -44,10 +45,13 @@ class GGNLinearOperator(GGN):
         batch_size_fn: Number of examples of an input that is no tensor.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
         max_kept_bytes: Memory for linearisations that stay between products, see `GGN`.
+        mc_samples: With more than 0, the Monte-Carlo estimate of `FisherMCLinearOperator`, from so many draws.
+        seed: Where these draws start.
         risk_options: Keyword options of `EmpiricalRisk`.
 
     Raises:
-        ValueError: If `chunk_size` is less than one, `max_kept_bytes` negative, or `block_sizes` is given.
+        ValueError: If `chunk_size` is less than one, `max_kept_bytes` or `mc_samples` negative, or `block_sizes` is
+            given.
 
     Example:
         >>> import torch
@@ -75,8 +79,14 @@ class GGNLinearOperator(GGN):
         *,
         chunk_size: int | None = None,
         max_kept_bytes: int = KEPT_BYTES,
+        mc_samples: int = 0,
+        seed: int = 2147483647,
         **risk_options: Any,
     ) -> None:
+        if (samples := whole(mc_samples)) is None or samples < 0:
+            raise ValueError(f"mc_samples={mc_samples!r} must be an integer of at least 0, the draws per example.")
+        if samples and self._VECTORS is not None:
+            raise ValueError(f"{type(self).__name__} draws nothing: leave mc_samples={mc_samples} out.")
         if isinstance(block_sizes, int):
             raise TypeError(f"block_sizes={block_sizes} must be a list, how many parameters each block has.")
         if block_sizes is not None:
@@ -93,7 +103,7 @@ class GGNLinearOperator(GGN):
         )
         super().__init__(
             risk,
-            self._VECTORS,
+            MonteCarlo(samples, seed) if samples else self._VECTORS,
             check_deterministic=check_deterministic,
             chunk_size=chunk_size,
             max_kept_bytes=max_kept_bytes,
@@ -163,7 +173,7 @@ class FisherMCLinearOperator(GGN):
         max_kept_bytes: int = KEPT_BYTES,
         **risk_options: Any,
     ) -> None:
-        if isinstance(mc_samples, bool) or not isinstance(mc_samples, int) or mc_samples < 1:
+        if (whole(mc_samples) or 0) < 1:
             raise ValueError(f"mc_samples={mc_samples!r} must be an integer of at least 1, the draws per example.")
         risk = build_risk(
             model_func,

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.structure import Structure
 
@@ -281,7 +282,7 @@ def check_whole(**numbers: Any) -> None:
         TypeError: k (2.0) must be an integer, got float; take k=2.
     """
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, (int, np.integer)):
+        if whole(number) is None:
             real = isinstance(number, (float, np.floating)) and np.isfinite(number)
             advice = f"; take {name}={int(number)}" if real else ""
             raise TypeError(f"{name} ({number!r}) must be an integer, got {_kind(number)}{advice}.")

@@ -13,6 +13,7 @@ from torch import Tensor
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.exact.double_backward import differentiable
 from curvlinops_plus.linalg import LinearOperator, Space, Structure
+from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.determinism import coarsest_dtype, require_same, training_modules
 from curvlinops_plus.risk.first_order import loss_pass
@@ -47,7 +48,7 @@ class RiskOperator(LinearOperator):
         self.risk, self._compares_few = risk, check_deterministic is not False
         self.dtype, self.device = risk.dtype, risk.device
 
-    def _batches(self, what: str = "", draws: Draws | None = None) -> Iterator[Batch]:
+    def _batches(self, what: str = "._matmat", draws: Draws | None = None) -> Iterator[Batch]:
         """The batches of the data; on the first one two evaluations of the model have to agree, once per risk.
 
         Args:
@@ -72,6 +73,9 @@ class SymmetricRiskOperator(RiskOperator):
         """Un-reduced product with `X`, and the totals of the data; losses have these relative weights."""
 
     def _matmat(self, X: Tensor) -> Tensor:
+        return linear_in(X, self._whole_product, self._whole_product)
+
+    def _whole_product(self, X: Tensor) -> Tensor:
         return self._scaled(partial(self._sweep, X))
 
     @untraced

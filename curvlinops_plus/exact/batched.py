@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.risk.process_state import quiet
 
 __all__ = ["agree", "checked_chunk_size", "columns_at_once", "is_generic", "join_rows", "split_rows", "vjp"]
@@ -26,12 +27,14 @@ def checked_chunk_size(chunk_size: int | None) -> int | None:
     Raises:
         ValueError: If it is neither None nor an integer of at least 1.
     """
-    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
-    if chunk_size is not None and not (whole and chunk_size >= 1):
+    if chunk_size is None:
+        return None
+    found = whole(chunk_size)
+    if found is None or found < 1:
         raise ValueError(
             f"chunk_size={chunk_size!r} must be an integer of at least 1, the number of columns computed together."
         )
-    return chunk_size
+    return found
 
 
 def columns_at_once(chunk_size: int | None, numbers: int) -> int:

@@ -71,7 +71,8 @@ class GGN(ParameterCurvature):
 
     Cost: one sweep per product, of a forward pass with tangents and a backward pass, or two backward passes of a single
     column where a linearisation stayed; columns of a chunk share the forward pass.
-    `quadratic_form(J)` is a forward pass with tangents for each row, without a backward pass; it keeps no graph of `J`.
+    `quadratic_form(J)` is a forward pass with tangents for each row, without a backward pass;
+    rows that require a gradient take a product, with a graph.
     `to_dense()`: a backward pass for each number that a batch's outputs have, or a product for each parameter where
     these are fewer.
 
@@ -106,7 +107,7 @@ class GGN(ParameterCurvature):
         read = partial(run_losses, risk)
         kept = KeptLinearizations(risk, read, max_kept_bytes)
         # Whether they are still right is read by the host, and a GPU would wait for it.
-        if not risk.losses.known or risk.device.type != "cpu":
+        if not risk.losses.known or risk.device.type != "cpu" or risk.options.weight is not None:
             kept = None
         self._linear = Linearizer(risk, read, chunk_size, kept)
         if check_deterministic:
@@ -161,7 +162,9 @@ class GGN(ParameterCurvature):
         return self._scaled(partial(self._sum, matrix, self.shape))
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:
-        """`⟨J v, M J w⟩` from tangents alone: nothing is sent back."""
+        """`⟨J v, M J w⟩` from tangents alone: nothing is sent back unless derivatives in the rows are wanted."""
+        if rows.requires_grad and torch.is_grad_enabled():
+            return super()._quadratic_form(rows)
 
         def form(batch: Batch, index: int, output_product: OutputMap[Any], total: Tensor | None) -> Tensor:
             found = self._linear.ggn_form(batch, torch.atleast_2d(rows), output_product)

@@ -19,6 +19,7 @@ from curvlinops_plus.exact.loss_terms import (
     run_losses,
 )
 from curvlinops_plus.linalg import Space
+from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
 from curvlinops_plus.risk.takes_risk import takes_risk
@@ -122,10 +123,10 @@ class GGNFactor(DataRows):
         return dict(zip(["0"] if len(rows) == 1 else [str(key) for key in self.risk.losses.keys], rows, strict=True))
 
     def _matmat(self, X: Tensor) -> Tensor:
-        return self._transpose_product(X)
+        return linear_in(X, self._transpose_product, self._rows_product)
 
     def _rmatmat(self, X: Tensor) -> Tensor:
-        return self._rows_product(X)
+        return linear_in(X, self._rows_product, self._transpose_product)
 
     def _to_dense(self) -> Tensor:
         return self._rows_dense().T

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from curvlinops_plus.exact.data_rows import DataRows, RowBlock
 from curvlinops_plus.exact.linearize import Outputs
 from curvlinops_plus.linalg import Space
+from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.reading import Batch
@@ -91,10 +92,10 @@ class Jacobian(DataRows):
         return {key: (count, *shape[1:]) for key, count, shape in zip(keys, counts, shapes, strict=True)}
 
     def _matmat(self, X: Tensor) -> Tensor:
-        return self._rows_product(X)
+        return linear_in(X, self._rows_product, self._transpose_product)
 
     def _rmatmat(self, X: Tensor) -> Tensor:
-        return self._transpose_product(X)
+        return linear_in(X, self._transpose_product, self._rows_product)
 
     def _to_dense(self) -> Tensor:
         return self._rows_dense()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.roots import Root
+from curvlinops_plus.risk.roots import Root, WeightedRoot
 
 __all__ = [
     "LossRoots",
@@ -34,17 +34,20 @@ class LossTerms:
         Y: The target.
         likelihood: The loss as a likelihood, None if it has none.
         loss: The value of a loss without likelihood, times N for "mean"; of others it is not needed.
+        weight: Weights of the examples [N], None for ones.
     """
 
     F: Tensor
     Y: Any
     likelihood: Likelihood | None
     loss: Any = None
+    weight: Tensor | None = None
 
     def root(self, vectors: Vectors, draws: Draws) -> Root:
         """The root of its matrix over the outputs."""
         assert self.likelihood is not None
-        return vectors.root(self.likelihood, self.F.detach(), self.Y, draws)
+        root = vectors.root(self.likelihood, self.F.detach(), self.Y, draws)
+        return root if self.weight is None else WeightedRoot(root, self.weight.to(self.F))
 
 
 def run_losses(
@@ -58,8 +61,8 @@ def run_losses(
     for one, f, y, axis in zip(risk.losses, *risk.run(batch, model), strict=True):
         F, Y = one.canonical(f, y, N, axis)
         if one.known:
-            terms.append(LossTerms(F, Y, one.likelihood))
-            counts.append(one.likelihood.count(F.detach(), Y))
+            terms.append(LossTerms(F, Y, one.likelihood, weight=batch.weight))
+            counts.append(one.count(F.detach(), Y, batch.weight))
         else:
             count, loss = one.sums(F, Y, N)
             terms.append(LossTerms(F, Y, None, loss))

@@ -83,6 +83,10 @@ class SparseRows:
         kept = mask if self.kept is None else self.kept & mask
         return SparseRows(self.index, self.weight, self.size, kept, self.dtype)
 
+    def times(self, factors: Tensor) -> SparseRows:  # [B]
+        """The same rows, those of each example multiplied by a number."""
+        return SparseRows(self.index, self._weights * factors[:, None, None], self.size, self.kept, self.dtype)
+
     def reshape(self, num_examples: int) -> SparseRows:
         """Rows `[N·p, S]` as `[N, p·S]`: `p` times as many positions per example.
 

@@ -120,6 +120,11 @@ class CrossEntropy(Likelihood):
             return scalar(F.shape[0] * F.shape[1], F.device)
         return self._class_weights(Y, wide_dtype(F.device))[1].sum()
 
+    def counts(self, F: Tensor, Y: Tensor) -> Tensor:
+        if Y.ndim == 3:
+            return scalar(F.shape[1], F.device).expand(len(F))
+        return self._class_weights(Y, wide_dtype(F.device))[1].sum(1)
+
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
         smoothing, weight, C = self.loss.label_smoothing, self._weight(F), F.shape[-1]
         g = self.scale(F, Y) * F.softmax(-1)

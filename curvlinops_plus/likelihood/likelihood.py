@@ -213,6 +213,15 @@ class Likelihood(ABC):
         """
         return scalar(F.numel(), F.device)
 
+    def counts(self, F: Tensor, Y: Tensor) -> Tensor:
+        """`count` of each example by itself [N], for examples with weights.
+
+        Cost of the default: a call of `count` for each example, if that is not its default.
+        """
+        if type(self).count is Likelihood.count:
+            return scalar(F[:1].numel(), F.device).expand(len(F))
+        return torch.stack([self.count(F[n : n + 1], Y[n : n + 1]) for n in range(len(F))])
+
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
         """Gradient [N, R, C] of each un-reduced term. Cost of the default: one backward pass through `nll`."""
         return torch.func.grad(lambda F: self.nll(F, Y).sum())(F)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg.damping import Damping, Scalar, resolve
-from curvlinops_plus.linalg.numerics import standard_normal
+from curvlinops_plus.linalg.numerics import standard_normal, whole
 from curvlinops_plus.linalg.products import Products, outside_autocast
 from curvlinops_plus.linalg.space import to_numpy
 from curvlinops_plus.linalg.structure import Structure
@@ -69,7 +69,7 @@ class ClosedForms(Products):
         raise self._no_closed_form("eigenvalues")
 
     def diagonal(self) -> Tensor:
-        """The diagonal, `[n]`."""
+        """The diagonal, `[n]`; `A.in_space.unflatten` makes a dictionary of it."""
         raise self._no_closed_form("diagonal")
 
     def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> LinearOperator:
@@ -118,7 +118,7 @@ class ClosedForms(Products):
         return power(float(p), resolve(damping, self))
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Tensor:
-        """Draws from N(0, A): one, `[n]`, or `num` of them, `[n, num]`.
+        """Draws from N(0, A): one, `[n]`, or `num` of them, `[n, num]`; `A.in_space.unflatten` makes them a dictionary.
 
         Args:
             generator: Where the random numbers come from, on the CPU or on the operator's device; the same generator
@@ -138,9 +138,9 @@ class ClosedForms(Products):
                 "generator=torch.Generator().manual_seed(seed), for several draws num=..."
             )
         if num is not None:
-            if not isinstance(num, int):
+            if (found := whole(num)) is None:
                 raise TypeError(f"Expected num to be an integer, the number of draws, got {num!r}.")
-            if num < 0:
+            if (num := found) < 0:
                 raise ValueError(f"Expected num to be at least 0, got {num}.")
         like = torch.empty((), dtype=self.dtype, device=self.device)
         draws = self._root_matmat(standard_normal(1 if num is None else num, self.shape[1], generator, like))
@@ -149,6 +149,7 @@ class ClosedForms(Products):
     def quadratic_form(self, J: Any) -> Any:
         """`J A Jᵀ`: a number for one vector, `[..., m, m]` for the rows of Jacobians.
 
+        It is differentiable in `J`, so that `A.quadratic_form({name: p - p0[name] for name, p in ...})` is a penalty.
         Costs one product with as many columns as `J` has rows; of a `GGN` a forward pass with tangents for each row.
 
         Args:

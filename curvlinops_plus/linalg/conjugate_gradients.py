@@ -65,7 +65,7 @@ def cg(
     b: Any,
     *,
     x0: Any = None,
-    tol: float = 1e-5,
+    tol: float | None = 1e-5,
     atol: float = 0.0,
     max_iter: int | None = None,
     preconditioner: Preconditioner = None,
@@ -79,7 +79,8 @@ def cg(
         A: The matrix [n, n]; that it is symmetric is not checked.
         b: Right-hand sides, anything that `A` multiplies: a tensor [n] or [n, K], a list, a dictionary, NumPy.
         x0: First guess, any of these; a single vector serves all columns. By default 0.
-        tol: A column is done when `‖b - A x‖ <= max(tol ‖b‖, atol)` holds for its true residual.
+        tol: A column is done when `‖b - A x‖ <= max(tol ‖b‖, atol)` holds for its true residual. None: `max_iter`
+            iterations, unless 1e-10 is reached before; 1e-5 is enough for `info` and for there being no warning.
         atol: See `tol`.
         max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
         preconditioner: Symmetric positive definite approximation of `A⁻¹`: an operator (also one in a lower precision),
@@ -101,10 +102,11 @@ def cg(
         >>> x, info.iterations
         (tensor([0.0909, 0.6364]), 2)
     """
+    tol, enough = (1e-10, 1e-5) if tol is None else (tol, 0.0)
     check_at_least_zero(tol=tol, atol=atol)
     system = System(A, b, x0, preconditioner, square=True)
     limit = count("max_iter", max_iter, A.shape[1])
-    return iterate(CG(system, tol, atol), limit, "CG", tolerance_text(tol, atol))
+    return iterate(CG(system, tol, atol), limit, "CG", tolerance_text(max(tol, enough), atol), enough)
 
 
 class CGInverseLinearOperator(SymmetricInverse):
@@ -112,7 +114,8 @@ class CGInverseLinearOperator(SymmetricInverse):
 
     Args:
         A: The matrix. It is taken for symmetric, whatever it declares.
-        tolerance: A column is solved when `‖b - A x‖ <= tolerance ‖b‖`.
+        tolerance: A column is solved when `‖b - A x‖ <= tolerance ‖b‖`. Default: 1e-5; if `max_iter` is given alone, so
+            many iterations are made, unless 1e-10 is reached before.
         eps: Accepted for code written for curvlinops, without effect: no division needs to be guarded.
         stop_updating_after: If larger than `tolerance`, it takes its place.
         max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
@@ -132,7 +135,7 @@ class CGInverseLinearOperator(SymmetricInverse):
         self,
         A: LinearOperator,
         *,
-        tolerance: float = 1e-5,
+        tolerance: float | None = None,
         eps: float = 1e-10,
         stop_updating_after: float | None = None,
         max_iter: int | None = None,
@@ -140,7 +143,9 @@ class CGInverseLinearOperator(SymmetricInverse):
         initial_guess: Any = None,
         preconditioner: Preconditioner = None,
     ) -> None:
-        tol = tolerance if stop_updating_after is None else max(tolerance, stop_updating_after)
+        tol = tolerance if tolerance is not None else 1e-5 if max_iter is None else None
+        if stop_updating_after is not None:
+            tol = stop_updating_after if tol is None else max(tol, stop_updating_after)
         super().__init__(A, tol=tol, max_iter=max_iter, x0=initial_guess, preconditioner=preconditioner)
 
     def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]:

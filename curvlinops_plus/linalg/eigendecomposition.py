@@ -7,7 +7,7 @@ float64, and says what to do if that fails too.
 A layer with fewer rows than features has a factor `M` of low rank `r`. Cholesky with pivots finds `M = L Lᵀ` with
 `L [d, r]` (Higham 2002, section 10.3), Householder QR of `L` an orthogonal matrix of which the first `r` columns span
 the range of `M`, and an `r x r` eigenproblem is left. Eigenvectors made of `L` alone would not be orthogonal where the
-spectrum decays. Where this pays is measured: `examples/benchmark/eigh.py`.
+spectrum decays. Where this pays is measured: the benchmark of eigendecompositions among the examples.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, X: Tensor, product: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
     ) -> Tensor:
         ctx.product, ctx.adjoint = product, adjoint
-        return product(X)
+        return product(X.detach())  # which may turn gradients on
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

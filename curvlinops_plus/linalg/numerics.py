@@ -9,7 +9,9 @@ only known up to `d * eps * largest`; whatever is below counts as 0. All of this
 
 from __future__ import annotations
 
+import operator
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch import Tensor
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
 from curvlinops_plus.linalg.gram_sum import gram
 
-__all__ = ["cholesky_inverse", "damped_cholesky", "gram", "powers", "psd_clip", "standard_normal"]
+__all__ = ["cholesky_inverse", "damped_cholesky", "gram", "powers", "psd_clip", "standard_normal", "whole"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -167,3 +169,18 @@ def _singular(values: Tensor, what: str) -> str:
 def _show(damping: float | Tensor) -> str:
     damping = torch.as_tensor(damping).detach()
     return f"{float(damping):.1e}" if damping.ndim == 0 else f"{float(damping.min()):.1e} to {float(damping.max()):.1e}"
+
+
+def whole(number: Any) -> int | None:
+    """An integer, also one of NumPy or a 0-d tensor of integers; None for anything else, True and False included.
+
+    Example:
+        >>> whole(torch.tensor(3)), whole(3.0), whole(True)
+        (3, None, None)
+    """
+    if isinstance(number, bool) or (isinstance(number, Tensor) and (number.ndim or number.dtype == torch.bool)):
+        return None
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None

@@ -54,8 +54,9 @@ def to_scipy(A: HasProducts, dtype: Any = None) -> SciPyLinearOperator:
 
     Args:
         A: The operator.
-        dtype: NumPy's or PyTorch's dtype of the results; by default the operator's own, and float32 for half precision.
-            NumPy has no bfloat16: it becomes float32.
+        dtype: NumPy's or PyTorch's dtype of the results, float64 by default, as in curvlinops: SciPy's algorithms lose
+            nothing to rounding of their own. Products are computed in the operator's own dtype. NumPy has no bfloat16:
+            it becomes float32.
 
     Raises:
         TypeError: If the dtype is not one of real floating-point numbers.
@@ -68,7 +69,7 @@ def to_scipy(A: HasProducts, dtype: Any = None) -> SciPyLinearOperator:
         [4.]
     """
     if dtype is None:
-        wanted = np.dtype(np.float64 if A.dtype == torch.float64 else np.float32)
+        wanted = np.dtype(np.float64)
     elif isinstance(dtype, torch.dtype):
         wanted = _OF_TORCH.get(dtype)
     else:

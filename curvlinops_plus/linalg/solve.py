@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
+from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.space import Container
@@ -257,12 +258,21 @@ class Method(ABC):
         return
 
 
-def iterate(method: Method, max_iter: int, name: str, tolerance: str) -> tuple[Any, SolveInfo]:
-    """Run a method on all columns and report; warns with a `CurvatureWarning` if a column missed its tolerance."""
+def iterate(method: Method, max_iter: int, name: str, tolerance: str, enough: float = 0.0) -> tuple[Any, SolveInfo]:
+    """Run a method on all columns and report; warns with a `CurvatureWarning` if a column missed its tolerance.
+
+    Args:
+        method: The method, with the tolerance at which it stops.
+        max_iter: Iteration limit.
+        name: Of the method, for the warning.
+        tolerance: In words.
+        enough: A relative residual with which a column counts as converged, wherever it stopped.
+    """
     system = method.system
     with torch.no_grad(), outside_autocast(system.operator.device):
         X, residual, stops, iterations = _iterate(method, max_iter)
-        info = SolveInfo(iterations, residual, stops == Stop.CONVERGED, explain(stops, max_iter, system.dtype))
+        met = (stops == Stop.CONVERGED) | (residual <= enough)
+        info = SolveInfo(iterations, residual, met, explain(stops, max_iter, system.dtype))
         warn_of_miss(name, tolerance, info)
         return system.solution(X), info
 
@@ -348,7 +358,7 @@ def warn_of_miss(name: str, tolerance: str, info: SolveInfo) -> None:
         )
 
 
-def count(name: str, number: int | None, size: int) -> int:
+def count(name: str, number: Any, size: int) -> int:
     """An iteration limit; 10 per unknown, at most 1000, if none is given.
 
     Raises:
@@ -356,9 +366,10 @@ def count(name: str, number: int | None, size: int) -> int:
     """
     if number is None:
         return min(10 * size, 1000)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+    found = whole(number)
+    if found is None or found < 0:
         raise ValueError(f"Expected {name} to be an integer of at least 0, got {number!r}.")
-    return number
+    return found
 
 
 def check_at_least_zero(**numbers: float) -> None:

@@ -27,8 +27,8 @@ def divide_and_conquer(M: Tensor, smallest: int = 256) -> tuple[Tensor, Tensor]:
     """Eigenvalues (ascending) and eigenvectors (columns) of a symmetric matrix, by splitting its spectrum.
 
     An alternative to `eigh` on devices where products are far faster than PyTorch's eigensolver. On CPUs it is several
-    times slower, and it was never measured on a GPU: nothing uses it unless asked to. Measure it on yours by
-    `examples/benchmark/eigh.py`.
+    times slower, and it was never measured on a GPU: nothing uses it unless asked to. Measure it on yours:
+    the examples have a benchmark of eigendecompositions.
 
     Args:
         M: A finite symmetric matrix, or a batch that is done one by one; float32 or float64.

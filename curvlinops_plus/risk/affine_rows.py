@@ -36,6 +36,7 @@ class AffineRows:
         bias: Whether the bias is, as one more column: a column of ones in the inputs.
         sparse: Whether the inputs are `SparseRows`.
         columns: Columns of the matrix of these parameters: the size of `input_gram`.
+        example_weights: Weights of the examples [N] in `input_gram`, None for ones. Gradients carry their roots.
     """
 
     layer: Layer
@@ -47,6 +48,7 @@ class AffineRows:
     sparse: bool
     columns: int
     _shared: dict[Any, Any]
+    example_weights: Tensor | None = None
 
     # ------------------------------------------------------------------------------------------------------------ rows
     @cached_property
@@ -115,7 +117,7 @@ class AffineRows:
         None if there is another way to the Gram matrix than the product of all rows.
         """
         call = self._only_call
-        if call is None or self.sparse or call.rule.direct_input_gram or not self.weight:
+        if call is None or self.sparse or call.rule.direct_input_gram or not self.weight or self.weighted:
             return None
         if self.bias and not self.adds_bias(call):
             return None
@@ -138,16 +140,18 @@ class AffineRows:
         """`Σ_{n,s} a aᵀ` [*b, i, i] and the number of rows in the sum (expand); of sparse rows the diagonal [i].
 
         With `reduce`, `Σ_n ā āᵀ` of the means over positions, and N. With `diagonal`, the diagonals alone [*b, i].
+        An example counts as often as its weight says.
         """
         if reduce:
             masks = [mask for call in self.calls if (mask := self._mask_of(call)) is not None]
-            count: Tensor | float = float(self.num_examples)
+            kept = None
             if len(masks) == len(self.calls):  # examples of which nothing counts
-                count = torch.stack([mask.any(1) for mask in masks]).any(0).sum()
+                kept = torch.stack([mask.any(1) for mask in masks]).any(0)[:, None]
+            count = self._count(kept, 1)
             if self.sparse:
                 assert isinstance(self.inputs, SparseRows)
-                return self.inputs.mean_square(), count
-            return (_squares if diagonal else gram)(self.mean_inputs()), count
+                return self._rooted(self.inputs).mean_square(), count
+            return (_squares if diagonal else gram)(self._rooted(self.mean_inputs())), count
         total, rows = self._input_gram(self.calls[0], diagonal)
         for call in self.calls[1:]:
             part, count = self._input_gram(call, diagonal)
@@ -278,14 +282,34 @@ class AffineRows:
         mask = self._mask_of(call)
         return g if mask is None else g * mask.view(*mask.shape, *[1] * (g.ndim - 3))
 
+    @property
+    def weighted(self) -> bool:
+        """Whether examples have weights."""
+        return self.example_weights is not None
+
+    def _rooted(self, a: Any) -> Any:  # [N, ...] -> [N, ...]
+        """Rows times the roots of the weights of their examples: sums of their squares are weighted."""
+        if self.example_weights is None:
+            return a
+        root = self.example_weights.sqrt().to(a.dtype)
+        return a.times(root) if isinstance(a, SparseRows) else a * root.view(-1, *[1] * (a.ndim - 1))
+
+    def _count(self, mask: Tensor | None, positions: int) -> Tensor | float:  # mask [N, S]
+        """How many rows count, each as often as the weight of its example says."""
+        w = self.example_weights
+        if w is None:
+            return float(self.num_examples * positions) if mask is None else mask.sum()
+        return w.sum() * positions if mask is None else w @ mask.sum(1).to(w)
+
     def _input_gram(self, call: Call, diagonal: bool) -> tuple[Tensor, Tensor | float]:
         """`Σ a aᵀ` of one call, or its diagonal, and the number of the call's rows."""
         mask, read = self._mask_of(call), call.rule.reads(call.use.module)
-        if mask is not None or not self.weight or diagonal:
-            a = self._rows(call)
+        if mask is not None or not self.weight or diagonal or self.weighted:
+            a = self._rooted(self._rows(call))
             if isinstance(a, SparseRows):
-                return a.square_sum(), a.count()
-            rows = float(a.shape[0] * a.shape[1]) if mask is None else mask.sum().to(a.dtype)
+                return a.square_sum(), self._count(mask, a.shape[1])
+            rows = self._count(mask, a.shape[1])
+            rows = rows.to(a.dtype) if isinstance(rows, Tensor) else rows
             total = _squares(a.flatten(0, 1)) if diagonal else gram(a.flatten(0, 1))
             return total, rows if read is None else rows * read.to(a.dtype).view(-1, *[1] * (total.ndim - 1))
         total, row_sum, rows = call.rule.input_gram(call.use.module, self._upcast(call.input))

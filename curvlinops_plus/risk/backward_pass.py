@@ -67,7 +67,7 @@ def vector_groups(
     """
     factors = losses.vector_factors(weights, vectors.of_loss)
     parts = [
-        _LossVectors(one, vectors, *of_loss)
+        _LossVectors(one, vectors, *of_loss, weight=terms.weight)
         for one, *of_loss in zip(losses, outputs, terms.outputs, terms.targets, class_axes, factors, strict=True)
     ]
     _share_draws(losses, vectors, parts, draws)
@@ -91,6 +91,7 @@ class _LossVectors:
     class_axis: int | None
     factor: float
     draws: Draws | None = None
+    weight: Tensor | None = None
     number: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,6 +113,8 @@ class _LossVectors:
         assert self.draws is not None
         for v in self.vectors.send(likelihood, self.F, self.Y, self.draws):
             scaled = v if self.factor == 1 else v * self.factor
+            if self.weight is not None:  # of the examples: squares of vectors are weighted
+                scaled = scaled * self.weight.sqrt().to(v)[:, None, None]
             yield likelihood.restore(scaled, f.shape, len(self.F), self.class_axis).to(f.dtype)
 
 
@@ -132,14 +135,17 @@ class BackwardPasses:
         recorder: Which recorded it.
         consume: Called with a `LayerBatch`, once per layer and piece of vectors.
         mask: Positions that count, [N, T] bool; None for all.
+        weight: Weights of the examples [N]; None for ones.
 
     Attributes:
         called: Indices of the layers that were called.
         reached: Indices of the layers that a gradient reached.
     """
 
-    def __init__(self, recorder: Recorder, consume: Consumer, mask: Tensor | None = None) -> None:
-        self.recorder, self.consume, self.mask = recorder, consume, mask
+    def __init__(
+        self, recorder: Recorder, consume: Consumer, mask: Tensor | None = None, weight: Tensor | None = None
+    ) -> None:
+        self.recorder, self.consume, self.mask, self.weight = recorder, consume, mask, weight
         self.reached: set[int] = set()
         self._calls = recorder.by_layer()
         self.called = set(self._calls)
@@ -237,7 +243,7 @@ class BackwardPasses:
             for recorded in calls:
                 recorded.set_gradients({id(s): grads.pop(id(s), None) for s in recorded.slots}, V, batched)
         layer = recorder.layers[index]
-        batch = LayerBatch(layer, [c.call for c in calls], recorder.num_examples, self._first, self.mask)
+        batch = LayerBatch(layer, [c.call for c in calls], recorder.num_examples, self._first, self.mask, self.weight)
         with recorder.disabled(), plain_mode(layer.device.type):
             self.consume(batch)
         for recorded in calls:

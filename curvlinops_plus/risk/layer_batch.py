@@ -42,6 +42,7 @@ class LayerBatch:
         first: Whether the inputs are new. A batch through which several vectors are sent one after the other is shown
             once per vector, with the same inputs; a statistic of inputs alone is counted when `first` is True.
         mask: Positions that count, [N, T] bool, or None for all. Reaches layers with T positions.
+        example_weights: Weights of the examples [N], None for ones. Gradients carry their roots already.
         group: The parameters that the batch is restricted to, None for all of the layer's.
         role: The role that it is restricted to, None for all of the layer's.
     """
@@ -51,15 +52,14 @@ class LayerBatch:
     num_examples: int
     first: bool = True
     mask: Tensor | None = None
+    example_weights: Tensor | None = None
     group: Group | None = None
     role: Role | None = None
     _shared: dict[Any, Any] = field(default_factory=dict)
 
     def restrict(self, group: Group) -> LayerBatch:
         """The same batch with only the parameters of `group`; what was computed is shared."""
-        return LayerBatch(
-            self.layer, self.calls, self.num_examples, self.first, self.mask, group, self.role, self._shared
-        )
+        return replace(self, group=group)
 
     def roles(self) -> list[LayerBatch]:
         """The batch restricted to each role, in the layer's order; a role that was not called has no calls.
@@ -93,8 +93,9 @@ class LayerBatch:
             grads = _mapped(lambda t, p=p: t[:, start * p : stop * p], call.grads)
             kept = None if call.kept is None else call.kept[start:stop]
             calls.append(replace(call, args=args, kwargs=kwargs, grads=grads, kept=kept))
-        mask = None if self.mask is None else self.mask[start:stop]
-        return replace(self, calls=calls, num_examples=min(stop, N) - start, mask=mask, _shared={})
+        mask, weights = (None if t is None else t[start:stop] for t in (self.mask, self.example_weights))
+        number = min(stop, N) - start
+        return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights, _shared={})
 
     def pieces(self, max_bytes: int | None = None) -> Iterator[LayerBatch]:
         """The examples in pieces whose gradients, formed all at once, take about `max_bytes`, 64 MiB by default."""
@@ -137,7 +138,16 @@ class LayerBatch:
         sparse = all(isinstance(use.rule, AffineRule) and use.rule.sparse for use in role.uses)
         columns = (self.group or layer.groups[0]).layout.matrix_shape[-1]
         return AffineRows(
-            layer, self.calls, self.num_examples, self.mask, layer.weight in keys, bias, sparse, columns, self._shared
+            layer,
+            self.calls,
+            self.num_examples,
+            self.mask,
+            layer.weight in keys,
+            bias,
+            sparse,
+            columns,
+            self._shared,
+            self.example_weights,
         )
 
     # ---------------------------------------------------------------------------------------- gradients of each example

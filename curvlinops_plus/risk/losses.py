@@ -39,11 +39,13 @@ class Terms:
         outputs: For each loss [N, R, C]; as the model returned it for a loss without a likelihood.
         targets: For each loss.
         totals: What the batch contained; the losses have a graph where the outputs have one.
+        weight: Weights of the examples [N], None for ones.
     """
 
     outputs: tuple[Tensor, ...]
     targets: tuple[Any, ...]
     totals: Totals
+    weight: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -121,8 +123,14 @@ class OutputLoss:
                 raise
             raise type(error)(f"output {self.key!r}: {error}") from error
 
-    def sums(self, F: Tensor, Y: Any, N: int) -> tuple[Number, Tensor]:
+    def count(self, F: Tensor, Y: Any, weight: Tensor | None) -> Tensor:
+        """What "mean" divides by, of a loss with a likelihood."""
+        return self.likelihood.count(F, Y) if weight is None else self.likelihood.counts(F, Y) @ weight
+
+    def sums(self, F: Tensor, Y: Any, N: int, weight: Tensor | None = None) -> tuple[Number, Tensor]:
         """What "mean" divides by, and the sum of all terms; a loss without a likelihood counts as N terms."""
+        if weight is not None:
+            return self.count(F, Y, weight), (self.likelihood.nll(F, Y) * weight.to(F)[:, None]).sum()
         if self.known:
             return self.likelihood.count(F, Y), self.likelihood.nll(F, Y).sum()
         with loss_error_context(self.loss, F, Y):
@@ -300,17 +308,22 @@ class Losses(tuple[OutputLoss, ...]):
         return "(" + ", ".join("..." for _ in self) + ("," if len(self) == 1 else "") + ")"
 
     def terms(
-        self, outputs: Sequence[Tensor], targets: Sequence[Any], N: int, class_axes: Sequence[int | None]
+        self,
+        outputs: Sequence[Tensor],
+        targets: Sequence[Any],
+        N: int,
+        class_axes: Sequence[int | None],
+        weight: Tensor | None = None,
     ) -> Terms:
         """Outputs and targets of one batch in canonical form, and its totals."""
         given = zip(self, outputs, targets, class_axes, strict=True)
         pairs = [one.canonical(f, y, N, axis) for one, f, y, axis in given]
-        counts, losses = zip(*(one.sums(F, Y, N) for one, (F, Y) in zip(self, pairs)))
+        counts, losses = zip(*(one.sums(F, Y, N, weight) for one, (F, Y) in zip(self, pairs)))
         Fs, Ys = (tuple(part) for part in zip(*pairs))
         first = self.reference
         terms = N * Fs[first].shape[1] if self[first].known else N
         loss = losses[0] if len(self) == 1 else sum(one.weight * value for one, value in zip(self, losses))
-        return Terms(Fs, Ys, Totals(N, terms, counts[first], loss, counts=counts, losses=losses))
+        return Terms(Fs, Ys, Totals(N, terms, counts[first], loss, counts=counts, losses=losses), weight)
 
     # --------------------------------------------------------------------------------------------------------- factors
     def scale(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["common_device", "common_dtype", "named_params", "value_of"]
+__all__ = ["common_device", "common_dtype", "named_params", "value_of", "write_parameters"]
 
 
 def named_params(
@@ -136,3 +136,22 @@ def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     for dtype in dtypes:
         wide = torch.promote_types(wide, dtype)
     return wide
+
+
+def write_parameters(params: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Write values into parameters, in all or in none of them.
+
+    Raises:
+        RuntimeError: If one can't be written to; names it.
+    """
+    before: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for key, p in params.items():
+            copy = p.detach().clone()
+            try:
+                p.copy_(values[key])
+            except RuntimeError as error:
+                for name, old in before.items():
+                    params[name].copy_(old)
+                raise RuntimeError(f"Can't write to the parameter {key!r}, nothing was changed: {error}") from error
+            before[key] = copy

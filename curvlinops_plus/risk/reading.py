@@ -6,7 +6,7 @@ Face). Accepted outputs: a tensor, an output object with `.logits`, or anything 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset
+
+from curvlinops_plus.likelihood.sampling import wide_dtype
 
 __all__ = [
     "Batch",
@@ -44,6 +46,7 @@ class Batch:
         num_examples: N.
         unpack: Call the model as `model(**X)` rather than `model(X)`.
         first: How many examples came before in this pass.
+        weight: Weights of the examples [N], in double precision where there is one; None for ones.
     """
 
     X: Any
@@ -51,6 +54,7 @@ class Batch:
     num_examples: int
     unpack: bool = False
     first: int = 0
+    weight: Tensor | None = None
 
 
 def check_data(data: Any) -> None:
@@ -121,32 +125,62 @@ def _usable(t: Tensor) -> Tensor:
         return t.clone()
 
 
-def read_batch(item: Any, index: int, device: torch.device, batch_size_fn: Callable[[Any], int] | None) -> Batch:
+def read_batch(
+    item: Any,
+    index: int,
+    device: torch.device,
+    batch_size_fn: Callable[[Any], int] | None,
+    weight: Callable[..., Any] | None = None,
+) -> Batch:
     """Split what the data loader gave into inputs and targets, and count its examples.
 
     Raises:
         TypeError: If the input is made of NumPy arrays, or `batch_size_fn` returns no number.
-        ValueError: If it is neither a pair nor a mapping with `labels`, or its examples can't be counted.
+        ValueError: If it is neither a pair nor a mapping with `labels`, its examples can't be counted, or `weight`
+            gives something else than N finite numbers of at least 0.
     """
-    unpack = False
     if isinstance(item, Batch):  # was read before
         return item
+    X, y, *rest = _entries(item, index, weight is not None)
+    unpack = isinstance(item, Mapping)
+    X, y = to_device(X, device), to_device(y, device)
+    found = None if weight is None else weight(X, y, *rest)  # which may take it out of a mapping
+    N = count_examples(X, y, index, batch_size_fn, unpack)
+    return Batch(X, y, N, unpack, weight=None if weight is None else _checked_weights(found, N, index, device))
+
+
+def _entries(item: Any, index: int, more: bool) -> Sequence[Any]:
+    """Input and target of one item of the data, and `more` if it may have that."""
     if isinstance(item, Mapping):
         if "labels" not in item:
             raise ValueError(
                 f"Batch {index} is a mapping with keys {list(item)}; expected a pair (X, y) or a mapping with 'labels'."
             )
-        X, y = {key: value for key, value in item.items() if key != "labels"}, item["labels"]
-        unpack = True
-    elif isinstance(item, (tuple, list)) and len(item) == 2:
-        X, y = item
-    else:
-        what = f"{type(item).__name__} of length {len(item)}" if hasattr(item, "__len__") else type(item).__name__
-        hint = " For one batch, write data=[(X, y)]." if isinstance(item, Tensor) else ""
-        if isinstance(item, (tuple, list)) and len(item) > 2:
-            hint = " Targets of several losses stand together: (X, (y1, y2))."
-        raise ValueError(f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'.{hint}")
-    return Batch(to_device(X, device), to_device(y, device), count_examples(X, y, index, batch_size_fn, unpack), unpack)
+        return {key: value for key, value in item.items() if key != "labels"}, item["labels"]
+    if isinstance(item, (tuple, list)) and (len(item) == 2 or (more and len(item) > 2)):
+        return item
+    what = f"{type(item).__name__} of length {len(item)}" if hasattr(item, "__len__") else type(item).__name__
+    hint = " For one batch, write data=[(X, y)]." if isinstance(item, Tensor) else ""
+    if isinstance(item, (tuple, list)) and len(item) > 2:
+        hint = (
+            " Targets of several losses stand together: (X, (y1, y2)). For weights of examples: "
+            "EmpiricalRisk(..., weight=lambda X, y, w: w)."
+        )
+    raise ValueError(f"Batch {index} is a {what}; expected a pair (X, y) or a mapping with 'labels'.{hint}")
+
+
+def _checked_weights(found: Any, N: int, index: int, device: torch.device) -> Tensor:
+    """The weights of the examples of one batch."""
+    if not isinstance(found, Tensor) or found.shape != (N,) or found.is_complex():
+        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"`weight` returned {what} for batch {index}; expected a tensor [{N}], a number per example.")
+    found = found.detach().to(device, wide_dtype(device))
+    if not bool((found.isfinite() & (found >= 0)).all()):
+        raise ValueError(
+            f"`weight` returned {float(found.min()):g} to {float(found.max()):g} for batch {index}; weights of "
+            "examples are finite and at least 0."
+        )
+    return _usable(found)
 
 
 def count_examples(X: Any, y: Any, index: int, batch_size_fn: Callable[[Any], int] | None, unpack: bool) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk.autograd_graph import prepare_graph
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
 from curvlinops_plus.risk.label_shift import are_labels_shifted
@@ -23,9 +22,9 @@ from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, Terms
 from curvlinops_plus.risk.model_calls import ModelCalls
+from curvlinops_plus.risk.model_parameters import ModelParameters
 from curvlinops_plus.risk.module_options import example_axes, functions_of_rows
 from curvlinops_plus.risk.parameter_reads import KeptParameters
-from curvlinops_plus.risk.parameters import common_device, common_dtype, named_params, value_of
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import (
@@ -37,10 +36,9 @@ from curvlinops_plus.risk.reading import (
     read_batch,
     require_numbers,
 )
-from curvlinops_plus.risk.replaced_parameters import parameter_places, paths_to, replaced_parameters, require_places
 from curvlinops_plus.risk.replicas import require_replicas
 from curvlinops_plus.risk.totals import Number, Totals
-from curvlinops_plus.risk.usable_model import refuse_parameters, require_module
+from curvlinops_plus.risk.usable_model import require_module
 from curvlinops_plus.risk.wrappers import common_processes, inner_model
 
 __all__ = ["EmpiricalRisk", "RiskOptions"]
@@ -64,6 +62,7 @@ class RiskOptions:
     check: bool = True
     example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None
     example_ids: Callable[[Any, Any], Any] | None = None
+    weight: Callable[..., Any] | None = None
 
 
 @dataclass
@@ -95,7 +94,7 @@ class Checked:
     modes: set[tuple[bool, ...]] = field(default_factory=set)
 
 
-class EmpiricalRisk:
+class EmpiricalRisk(ModelParameters):
     """The loss of a model over a data set, `c Σ_batches Σ_n Σ_r ℓ(f(x_n)_r, y_{n,r})`.
 
     `c` is 1 for `reduction="sum"`; for "mean" it is one over what PyTorch divides by, *over the whole data set*:
@@ -137,6 +136,12 @@ class EmpiricalRisk:
             a loss that the model computes from `labels` is compared with this one.
         example_ids: `example_ids(X, y)` gives the numbers of the examples of a batch in the whole data set, N integers:
             random vectors depend on them. Default: examples are numbered in their order, through each pass.
+        weight: `weight(X, y, ...)` gives the weights of the examples of a batch, N numbers of at least 0; it is called
+            with all entries of the batch, which may have more than two: `weight=lambda X, y, w: w` for batches
+            `(X, y, w)`. A batch that is a mapping with `labels` is `weight(X, labels)`, `X` the rest, from which it may
+            pop what the model doesn't take. The loss is `c Σ_n w_n Σ_r ℓ(f(x_n)_r, y_{n,r})` with `c` one over the sum
+            of weights times terms for "mean": an example of weight 2 counts as two, one of weight 0 as none, in the
+            loss, its derivatives and all statistics. To divide by N instead, use reduction="sum" and weights `w / N`.
         processes: Several processes, of which each has its part of the data: `processes.share(data)`. Whatever is
             computed of the risk is that of all data, and equal in all; they have to compute it together. Default: this
             process alone.
@@ -195,36 +200,30 @@ class EmpiricalRisk:
         check: bool = True,
         example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
         example_ids: Callable[[Any, Any], Any] | None = None,
+        weight: Callable[..., Any] | None = None,
         processes: Processes | None = None,
     ) -> None:
         owned = require_module(model)
         check_data(data)
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
-        self.model = model = inner_model(model)
         self.data, self._calls = data, ModelCalls()
         self.losses = Losses(loss, reduction)
-        self._own = named_params(model, params, owned)
-        self.params = {key: value_of(params, key, p) for key, p in self._own.items()}
-        # Found before any parameter is replaced, because replacements may be nested.
-        self._places = parameter_places(model, self._own)
-        self._paths = paths_to(model, self._places)
-        refuse_parameters(model, owned, self._own)
-        self.space, self.device = Space.of(self.params), common_device(self.params)
-        self.dtype = common_dtype(self.params)
+        super().__init__(inner_model(model), params, owned)
         self.options = RiskOptions(
             output,
             mask,
-            example_axes(model, example_axis),
+            example_axes(self.model, example_axis),
             batch_size_fn,
-            num_data,
-            num_per_example_loss_terms,
+            _number(num_data),
+            _number(num_per_example_loss_terms),
             shift_labels,
             progressbar,
             reduction,
             check,
-            functions_of_rows(model, example_of_row),
+            functions_of_rows(self.model, example_of_row),
             example_ids,
+            weight,
         )
         _check_options(self.options, self.losses)
         #: What was found out in the first batches.
@@ -241,17 +240,6 @@ class EmpiricalRisk:
         check_data(data)
         other = copy(self)
         other.data, other.checked = data, Checked()
-        return other
-
-    def restricted(self, keys: Iterable[str]) -> EmpiricalRisk:
-        """The same risk as a function of some of its parameters, in their order here."""
-        chosen, other = set(keys), copy(self)
-        other.params = {key: p for key, p in self.params.items() if key in chosen}
-        other.space = Space.of(other.params)
-        other._own = {key: p for key, p in self._own.items() if key in chosen}
-        other._places = [
-            (module, {n: key for n, key in names.items() if key in chosen}) for module, names in self._places
-        ]
         return other
 
     # ------------------------------------------------------------------------------------------------- one batch
@@ -286,7 +274,7 @@ class EmpiricalRisk:
                 on them.
         """
         options = self.options
-        batch = read_batch(item, index, self.device, options.batch_size_fn)
+        batch = read_batch(item, index, self.device, options.batch_size_fn, options.weight)
         if batch.unpack and options.check and self.checked.shift is None:
             said = options.shift_labels
             self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch, said)
@@ -297,7 +285,13 @@ class EmpiricalRisk:
 
         Raises:
             ValueError: If its examples can't be counted.
+            UnsupportedError: If examples have weights, which come with the targets.
         """
+        if self.options.weight is not None:
+            raise UnsupportedError(
+                "weight=: the weights of examples come with the targets, and these are not known yet. Give the whole "
+                "batch, to `update` or `listen` of a CurvatureEstimator."
+            )
         return Batch(X, None, count_examples(X, None, 0, self.options.batch_size_fn, unpack), unpack)
 
     def example_numbers(self, batch: Batch, before: int = 0) -> Sequence[int] | Tensor:
@@ -361,7 +355,7 @@ class EmpiricalRisk:
 
         The value of a loss without a likelihood counts as that of N terms.
         """
-        return self.losses.terms(outputs, targets, batch.num_examples, class_axes)
+        return self.losses.terms(outputs, targets, batch.num_examples, class_axes, batch.weight)
 
     def scale(self, totals: Totals) -> Number:
         """`c`: what multiplies the sum of all terms of the reference loss (the first one with the reduction "mean").
@@ -371,39 +365,6 @@ class EmpiricalRisk:
         """
         options = self.options
         return self.losses.scale(totals, options.num_data, options.num_per_example_loss_terms)
-
-    def at(self, values: Mapping[str, Tensor], function: Callable[[nn.Module], T]) -> T:
-        """`function(model)` at other values of the parameters (keys as in `params`); the model is as before afterwards.
-
-        Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
-        """
-        require_places(self._places, self._paths, self._own)
-        with replaced_parameters(self._places, values):
-            return function(self.model)
-
-    @contextmanager
-    def placed(self) -> Iterator[None]:
-        """The model has the values of `params` in here, where these are not its own tensors."""
-        self.require_in_place()
-        own = all(self.params[key] is p for key, p in self._own.items())
-        with nullcontext() if own else replaced_parameters(self._places, self.params):
-            yield
-
-    def require_in_place(self) -> None:
-        """Refuse, with a ValueError that names some, a model that holds other tensors than when this was made."""
-        require_places(self._places, self._paths, self._own)
-
-    def require_own_values(self, what: str) -> None:
-        """Refuse other values than the model's own, for what watches the user's forward pass.
-
-        Raises:
-            ValueError: Naming some parameters.
-        """
-        if other := [key for key, own in self._own.items() if self.params[key] is not own]:
-            raise ValueError(
-                f"{what} watches the model at its own parameters, and `params` holds other values of {other[:3]}. Use "
-                "`update`, which runs the model at these."
-            )
 
     # ---------------------------------------------------------------------------------------------- all the data
     def together(self, what: str, work: Callable[[], T]) -> T:
@@ -448,12 +409,18 @@ class EmpiricalRisk:
         return torch.as_tensor(value, dtype=self.dtype, device=self.device)
 
 
+def _number(given: Any) -> Any:
+    """A count as a number, also from a 0-d tensor."""
+    return given.item() if isinstance(given, Tensor) and given.ndim == 0 else given
+
+
 def _check_options(options: RiskOptions, losses: Losses) -> None:
     for name, example in {
         "output": "lambda o: o[0]",
         "mask": "lambda X, y: ...",
         "batch_size_fn": "len",
         "example_ids": "lambda X, y: ...",
+        "weight": "lambda X, y, w: w",
     }.items():
         given = getattr(options, name)
         if given is not None and not callable(given):
@@ -471,6 +438,8 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
             )
         if not 0 < float(number) < float("inf"):
             raise ValueError(f"{name}={number} must be positive: it is the number of {what}. None counts them.")
+    if options.weight is not None:
+        _check_weighted(options, losses)
     if losses.form != "single":
         about_one = {
             "shift_labels": "Shift output and target yourself, in `output=` and in the data.",
@@ -481,3 +450,19 @@ def _check_options(options: RiskOptions, losses: Losses) -> None:
                 raise UnsupportedError(
                     f"{name} is about one loss, and there are losses for the outputs {losses.keys}. {advice}"
                 )
+
+
+def _check_weighted(options: RiskOptions, losses: Losses) -> None:
+    """Refuse what weights of examples leave without a meaning."""
+    for name in ("num_data", "num_per_example_loss_terms"):
+        if getattr(options, name) is not None:
+            raise UnsupportedError(
+                f"{name} replaces a count of examples or terms, and with weight= the mean is over the sum of their "
+                'weights. Use reduction="sum", with what shall be divided by in the weights.'
+            )
+    for one in losses:
+        if not one.known:
+            raise UnsupportedError(
+                f"weight=: {one.title} has no likelihood, so that only its value for a whole batch is known, not that "
+                "of each example. Register one, see register_likelihood."
+            )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvlinops_plus.likelihood import Likelihood
 
-__all__ = ["ColumnsRoot", "HessianRoot", "Root"]
+__all__ = ["ColumnsRoot", "HessianRoot", "Root", "WeightedRoot"]
 
 
 class Root(ABC):
@@ -104,3 +104,28 @@ class HessianRoot(Root):
 
     def outer_product(self, V: Tensor) -> Tensor:
         return self.likelihood.hessian_product(self.F, self.Y, V)
+
+
+class WeightedRoot(Root):
+    """The root of a matrix whose part for each example is multiplied by a weight.
+
+    Args:
+        root: That of the matrix without weights.
+        weight: The weights [N].
+    """
+
+    def __init__(self, root: Root, weight: Tensor) -> None:
+        self.root, self.factors, self.per_term = root, weight.sqrt()[:, None, None], root.per_term
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.root.shape
+
+    def product(self, U: Tensor) -> Tensor:
+        return self.factors * self.root.product(U)
+
+    def transpose_product(self, V: Tensor) -> Tensor:
+        return self.root.transpose_product(self.factors * V)
+
+    def outer_product(self, V: Tensor) -> Tensor:
+        return self.factors * self.root.outer_product(self.factors * V)

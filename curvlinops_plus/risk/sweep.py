@@ -180,7 +180,7 @@ class RecordedPasses:
         batch_totals = terms.totals
         with self._watching():
             check_batch(risk, recorder, batch, fs, self.repeatable)
-            passes = BackwardPasses(recorder, consume, _read_mask(risk, batch))
+            passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight)
             batch_totals.called = passes.called
             if not vectors.backward:
                 passes.inputs_only()

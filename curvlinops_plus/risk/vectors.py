@@ -27,13 +27,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood
+from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.roots import ColumnsRoot, HessianRoot, Root
 
@@ -320,8 +320,9 @@ class ForwardOnly(Vectors):
 def _check_samples(vectors: MonteCarlo | CurvaturePropagation, samples: int) -> None:
     kind = type(vectors).__name__
     for name, number in {"samples": samples, "seed": vectors.seed}.items():
-        if not isinstance(number, Integral):
+        if (found := whole(number)) is None:
             raise TypeError(f"{kind} needs an integer, got {name}={number!r}.")
+        object.__setattr__(vectors, name, found)  # as a frozen dataclass sets its fields
     if samples < 1:
         raise ValueError(f"{kind} needs at least one sample, got samples={samples}.")
 

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from cases import FEW, VECTORS, close, problem, unchanged
-from helpers import F64, normal
+from helpers import normal
 from middles import MIDDLES, Net
 from torch import Tensor, nn
 
-from curvlinops_plus import GGN, EmpiricalRisk
+from curvlinops_plus import (
+    EKFAC,
+    GGN,
+    KFAC,
+    CGInverseLinearOperator,
+    Empirical,
+    EmpiricalRisk,
+    GGNFactor,
+    Hessian,
+    Jacobian,
+    MonteCarlo,
+    curvature,
+)
+from curvlinops_plus.linalg import ProjectedLinearOperator
 
 
 def rows_of(n: int) -> list[Tensor]:
@@ -115,8 +129,51 @@ def test_nothing_is_sent_back() -> None:
     assert passes
 
 
-def test_no_graph_is_kept() -> None:
+def test_a_graph_is_kept_where_it_is_asked_for() -> None:
     risk = problem("mlp").risk()
-    J = normal(2, risk.space.dim).requires_grad_()
-    assert J.dtype == F64
+    J = normal(2, risk.space.dim)
     assert not GGN(risk).quadratic_form(J).requires_grad
+    with torch.no_grad():
+        assert not GGN(risk).quadratic_form(J.requires_grad_()).requires_grad
+
+
+EXACT = {
+    "GGN": GGN,
+    "kept": partial(GGN, max_kept_bytes=2**20),
+    "Monte Carlo": partial(GGN, vectors=MonteCarlo(2)),
+    "empirical": partial(GGN, vectors=Empirical()),
+    "Hessian": Hessian,
+    "product": lambda risk: (factor := GGNFactor(risk)) @ factor.T,
+    "Jacobian": lambda risk: (J := Jacobian(risk)).T @ J,
+    "sum": lambda risk: GGN(risk) + curvature(risk, KFAC),
+    "shifted": lambda risk: Hessian(risk).shift(0.1),
+    "scaled": lambda risk: 3 * Hessian(risk),
+    "part": lambda risk: Hessian(risk)["0.weight", "0.weight"],
+    "projected": lambda risk: ProjectedLinearOperator(Hessian(risk), [1, 3]),
+    "general": lambda risk: Hessian(risk) @ GGN(risk),
+    "inverse": lambda risk: CGInverseLinearOperator(GGN(risk).shift(0.1), tolerance=1e-13),
+    "KFAC": lambda risk: curvature(risk, KFAC),
+    "EKFAC": lambda risk: curvature(risk, EKFAC).inverse(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_derivatives_in_the_vector(name) -> None:
+    """A quadratic form is a penalty: its gradient is `(A + Aᵀ) v`, and it has a second derivative."""
+    risk = problem("mlp").risk()
+    A = EXACT[name](risk)
+    M = A.to_dense()
+    S = M + M.T
+    v = normal(A.shape[1]).requires_grad_()
+    given = [v, A.in_space.unflatten(v), list(A.in_space.unflatten(v).values())]
+    for x in given:
+        value = A.quadratic_form(x)
+        torch.testing.assert_close(value.detach(), (v @ M @ v).detach(), rtol=1e-9, atol=1e-11)
+        (g,) = torch.autograd.grad(value, v, create_graph=True)
+        torch.testing.assert_close(g.detach(), (S @ v).detach(), rtol=1e-9, atol=1e-10)
+    (second,) = torch.autograd.grad(g @ torch.ones_like(g), v)
+    torch.testing.assert_close(second, S.sum(0), rtol=1e-9, atol=1e-10)
+    J = normal(2, A.shape[1]).requires_grad_()
+    W = normal(2, 2, seed=1)
+    (g,) = torch.autograd.grad((A.quadratic_form(J) * W).sum(), J)
+    torch.testing.assert_close(g, (W @ J @ M.T + W.T @ J @ M).detach(), rtol=1e-9, atol=1e-10)

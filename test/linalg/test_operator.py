@@ -319,10 +319,13 @@ def test_scipy_solvers() -> None:
 
 
 def test_scipy_dtypes() -> None:
-    for dtype, expected in ((torch.float32, np.float32), (F64, np.float64), (torch.bfloat16, np.float32)):
+    for dtype in (torch.float32, F64, torch.bfloat16):
         S = Dense(torch.eye(3, dtype=dtype)).to_scipy()
-        assert S.dtype == expected
-        assert (S @ np.ones(3)).dtype == expected
+        assert S.dtype == np.float64
+        assert (S @ np.ones(3)).dtype == np.float64
+        assert (S @ np.ones(3, dtype=np.float32)).dtype == np.float64
+        narrow = Dense(torch.eye(3, dtype=dtype)).to_scipy(np.float32)
+        assert (narrow @ np.ones(3)).dtype == np.float32
     wide = Dense(torch.eye(3)).to_scipy(dtype=np.float64)
     assert wide.dtype == np.float64
     assert (wide @ np.ones((3, 2))).dtype == np.float64

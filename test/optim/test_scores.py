@@ -375,3 +375,12 @@ def test_the_matrix_is_that_of_the_parameters_when_it_was_made(make: Callable[[]
     assert close(scores.to_dense(), O)
     for p, b in zip(tensors(problem.params), before, strict=True):
         p.data.copy_(b)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@problems
+def test_quadratic_forms_are_differentiable(make: Callable[[], Problem], stored: bool) -> None:
+    S = fisher(make(), stored=stored)
+    v = torch.linspace(-1, 1, S.shape[1], dtype=S.dtype, requires_grad=True)
+    (g,) = torch.autograd.grad(S.quadratic_form(v), v)
+    assert close(g, 2 * S.to_dense() @ v.detach())

@@ -64,9 +64,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 f"The model is a {type(model).__name__}; expected the nn.Module itself, whose layers are listened to: "
                 f"{type(self).__name__}(model, loss, params=...)."
             )
-        known = inspect.signature(EmpiricalRisk).parameters
-        if unknown := [name for name in risk_options if name not in known]:
-            raise TypeError(f"{type(self).__name__} has no option {', '.join(map(repr, unknown))}.")
+        _check_risk_options(type(self).__name__, risk_options)
         groups = _groups(model, params)
         if schedule is not None and any("damping" in group for group in groups):
             raise ValueError("A schedule sets the damping of all groups, and one of them has its own. Give one.")
@@ -415,3 +413,21 @@ def _as_list(params: Any) -> list[Any]:
 def _tensors(group: Mapping[str, Any]) -> list[Tensor]:
     """The parameters of a group, which may come with their names."""
     return [entry[1] if isinstance(entry, tuple) else entry for entry in _as_list(group["params"])]
+
+
+def _check_risk_options(optimizer: str, options: dict[str, Any]) -> None:
+    """Refuse options that a risk does not have, or an optimizer can't.
+
+    Raises:
+        TypeError: Naming options that there are not.
+        UnsupportedError: For weights of examples.
+    """
+    known = inspect.signature(EmpiricalRisk).parameters
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(f"{optimizer} has no option {', '.join(map(repr, unknown))}.")
+    if "weight" in options:
+        raise UnsupportedError(
+            f"{optimizer}(weight=...): the optimizer takes the gradient of your loss as it is, and can't see whether "
+            "it has the weights of the examples. Accumulate weighted curvature by CurvatureEstimator(risk, "
+            "...).update(batch)."
+        )

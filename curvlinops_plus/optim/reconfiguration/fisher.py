@@ -43,7 +43,7 @@ class CenteredFisherLinearOperator(LinearOperator):
         weights: Weights `[n]` of the samples, for instance |ψ|²/q for samples from q, or |ψ|² of an enumeration;
             divided by their sum.
         chunk_size: How many samples are differentiated at once; None: all. Does not change the result.
-        amplitude: "real", "complex" or "holomorphic", see `optim/amplitude.py`.
+        amplitude: "real", "complex" or "holomorphic", see `LogAmplitude`.
         stored: Keep all derivatives, n·P numbers (twice that if complex): each product is then two matrix products.
 
     Raises:

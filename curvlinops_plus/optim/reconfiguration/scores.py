@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg import LinearOperator, Space, gram
+from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.linalg.numerics import standard_normal
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 from curvlinops_plus.optim.reconfiguration.sample_kernel import recorded_sample_kernel
@@ -130,6 +131,12 @@ class MatrixFreeScores(Scores):
         return graph
 
     def _matmat(self, X: Tensor) -> Tensor:
+        return linear_in(X, self._product, self._transpose_product)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return linear_in(X, self._transpose_product, self._product)
+
+    def _product(self, X: Tensor) -> Tensor:  # [P, K] -> [n·c, K]
         columns = []
         with self.ensemble.running():
             for chunk in self.ensemble.chunks:
@@ -137,7 +144,7 @@ class MatrixFreeScores(Scores):
                 columns.append(torch.stack([graph.forward(self.in_space.unflatten(v)) for v in X.T], -1))
         return self.centred(torch.cat(columns).to(self.dtype)).flatten(0, 1)  # [n, c, K] -> [n·c, K]
 
-    def _rmatmat(self, X: Tensor) -> Tensor:
+    def _transpose_product(self, X: Tensor) -> Tensor:  # [n·c, K] -> [P, K]
         w, root = self.ensemble.weights, self.ensemble.root
         U = X.view(self.ensemble.n, self.ensemble.components, -1)
         U = root[:, None, None] * U

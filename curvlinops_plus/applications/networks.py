@@ -1,0 +1,53 @@
+"""Which network an operator is of: the risks that it was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from curvlinops_plus.exact.base import RiskOperator
+from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.risk import EmpiricalRisk
+
+__all__ = ["require_fixed", "risks_of"]
+
+
+def risks_of(K: LinearOperator) -> list[EmpiricalRisk]:
+    """The risks of an operator and of all that it is made of, such as the terms of a sum; empty if it has none."""
+    return list({id(risk): risk for part in _parts(K, set()) if (risk := _risk(part)) is not None}.values())
+
+
+def require_fixed(K: LinearOperator) -> None:
+    """Refuse an operator that is computed anew in each product, from parameters that training changes.
+
+    Raises:
+        TypeError: Naming it.
+    """
+    for part in _parts(K, set()):
+        risk = part.risk if isinstance(part, RiskOperator) else None
+        if risk is not None and any(risk.params[key] is p for key, p in risk.own_params.items()):
+            raise TypeError(
+                f"{part.label} is computed in each product from the parameters that the network has then, so it would "
+                "change in training. Take one that stays: curvature(risk, ...), A.materialize(), or the same of "
+                "EmpiricalRisk(model, loss, data, {name: p.detach().clone() for name, p in model.named_parameters()})."
+            )
+
+
+def _risk(part: LinearOperator) -> EmpiricalRisk | None:
+    risk = getattr(part, "risk", None)
+    return risk if isinstance(risk, EmpiricalRisk) else None
+
+
+def _parts(thing: Any, seen: set[int]) -> Iterator[LinearOperator]:
+    """An operator and those that its attributes hold, at any depth."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, LinearOperator):
+        yield thing
+        thing = vars(thing)
+    if isinstance(thing, Mapping):
+        thing = list(thing.values())
+    if isinstance(thing, (list, tuple)):
+        for part in thing:
+            yield from _parts(part, seen)

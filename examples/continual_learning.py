@@ -1,0 +1,70 @@
+"""Does a network forget what it learnt before? Five tasks one after the other, with a penalty for each old one.
+
+Each task is to recognise handwritten digits whose pixels were shuffled in a way of its own. Without the old data, what
+is left of an old task is its curvature: how much its loss grows where the parameters move. Elastic weight consolidation
+takes the diagonal of the Fisher matrix for it; K-FAC takes whole layers.
+
+    python examples/continual_learning.py   # needs scikit-learn and matplotlib; half a minute; draws a picture in docs
+"""
+
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+from torch import nn
+
+from curvlinops_plus import KFAC, DiagonalBlock, EmpiricalRisk, QuadraticPenalty, curvature
+
+torch.set_num_threads(1)  # more threads gain nothing on tensors of this size
+SEEDS, TASKS, STEPS = range(2), 5, 300
+digits = load_digits()
+X, y = torch.tensor(digits.data / 16).float(), torch.tensor(digits.target)
+loss = nn.CrossEntropyLoss()
+
+
+def learn_all(approximation, strength, seed):
+    """Mean accuracy on the tasks that were learnt so far, after each task."""
+    torch.manual_seed(seed)
+    train, test = torch.randperm(len(X)).split([1297, 500])
+    orders = [torch.randperm(64) for _ in range(TASKS)]
+    model = nn.Sequential(nn.Linear(64, 100), nn.Tanh(), nn.Linear(100, 10))
+    penalties, accuracies = [], []
+    for task, order in enumerate(orders):
+        inputs, labels = X[train][:, order], y[train]
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        for _ in range(STEPS):
+            some = torch.randint(len(train), (128,))
+            value = loss(model(inputs[some]), labels[some])
+            for penalty in penalties:
+                value = value + penalty()
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            schedule.step()
+        if approximation is not None:
+            K = curvature(EmpiricalRisk(model, loss, [(inputs, labels)]), approximation)
+            penalties.append(QuadraticPenalty(K, strength=strength))
+        with torch.no_grad():
+            right = [(model(X[test][:, order]).argmax(1) == y[test]).float().mean() for order in orders[: task + 1]]
+        accuracies.append(float(torch.stack(right).mean()))
+    return accuracies
+
+
+# The strengths are the best of 10, 30, 100 and 300 for each.
+methods = {"no penalty": (None, 0.0), "diagonal": (DiagonalBlock, 30.0), "K-FAC": (KFAC, 30.0)}
+found = {name: torch.tensor([learn_all(*method, seed) for seed in SEEDS]).mean(0) for name, method in methods.items()}
+for name, accuracies in found.items():
+    print(f"{name:10} mean accuracy after each task: {', '.join(f'{a:.3f}' for a in accuracies.tolist())}")
+assert found["K-FAC"][-1] > 0.875 > found["diagonal"][-1] > found["no penalty"][-1]
+
+figure = Figure(figsize=(4, 2.8), layout="constrained")
+axes = figure.subplots()
+for (name, accuracies), style in zip(found.items(), ("k:", "C1--", "C0-")):
+    axes.plot(range(1, TASKS + 1), accuracies, style, marker="o", linewidth=2)
+    axes.annotate(name, (TASKS, accuracies[-1]), xytext=(8, 0), textcoords="offset points", va="center", fontsize=12)
+axes.set(xlabel="tasks learnt", xticks=range(1, TASKS + 1), xlim=(0.8, TASKS + 1.6), ylim=(0.3, 1.0))
+axes.set_title("mean accuracy on all of them", fontsize=12)
+axes.spines[["top", "right"]].set_visible(False)
+figure.savefig(Path(__file__).parents[1] / "docs" / "continual_learning.png", dpi=100)

@@ -1,0 +1,125 @@
+"""The parameters of a risk as one vector, and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from curvlinops_plus import GGN, EmpiricalRisk
+
+DATA = [(torch.ones(4, 3), torch.zeros(4, 2))]
+
+
+def make(dtype: torch.dtype = torch.float32, **options) -> EmpiricalRisk:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).to(dtype)
+    return EmpiricalRisk(model, nn.MSELoss(), [(X.to(dtype), y.to(dtype)) for X, y in DATA], **options)
+
+
+def test_the_vector_is_a_copy_in_the_order_of_operators() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    risk = EmpiricalRisk(model, nn.MSELoss(), DATA, [model[1].bias, model[0].weight])
+    v = risk.vector()
+    assert torch.equal(v, torch.cat([model[1].bias.detach(), model[0].weight.detach().flatten()]))
+    assert not v.requires_grad
+    assert v.data_ptr() != model[1].bias.data_ptr()
+    assert GGN(risk).in_space.unflatten(v).keys() == risk.params.keys()
+    single = EmpiricalRisk(model, nn.MSELoss(), DATA, [model[0].weight])
+    single.vector().zero_()
+    assert float(model[0].weight.detach().abs().sum()) > 0
+
+
+def test_the_vector_of_other_values() -> None:
+    risk = make()
+    other = EmpiricalRisk(risk.model, nn.MSELoss(), DATA, {key: p + 1 for key, p in risk.params.items()})
+    assert torch.equal(other.vector(), risk.vector() + 1)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "numpy", "list", "tuple", "dict", "shuffled dict", "leaf"])
+def test_assigning_what_was_taken(kind) -> None:
+    risk = make()
+    model, v = risk.model, torch.arange(14.0)
+    tree = risk.space.unflatten(v)
+    given = {
+        "tensor": v,
+        "numpy": v.double().numpy(),
+        "list": list(tree.values()),
+        "tuple": tuple(tree.values()),
+        "dict": tree,
+        "shuffled dict": dict(reversed(tree.items())),
+        "leaf": v.clone().requires_grad_(),
+    }[kind]
+    held = dict(model.named_parameters())
+    assert risk.assign(given) is None
+    assert torch.equal(risk.vector(), v)
+    assert all(held[key] is p and p.is_leaf and p.requires_grad for key, p in model.named_parameters())
+    assert torch.equal(model[0].bias.detach(), torch.tensor([6.0, 7.0]))
+
+
+def test_assigning_to_half_precision() -> None:
+    risk = make(torch.bfloat16)
+    v = risk.vector()
+    assert v.dtype == torch.float32
+    risk.assign(v)
+    assert torch.equal(risk.vector(), v)
+    assert {p.dtype for p in risk.model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (torch.zeros(13), ValueError, r"assign\(v\): Expected shape \[14\]"),
+        (torch.zeros(14, 2), ValueError, r"expected a single vector \[14\], got 2 columns"),
+        (torch.zeros(14, 1), ValueError, r"expected a single vector \[14\], got 1 columns"),
+        (torch.zeros(14, dtype=torch.float64), TypeError, r"assign\(v\): Expected the vector in torch.float32"),
+        ({"0.weight": torch.zeros(2, 3)}, ValueError, r"missing \['0.bias', '1.weight', '1.bias'\]"),
+        ([torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 2), torch.zeros(3)], ValueError, 'Tensor "1.bias"'),
+        ("weights", TypeError, "got str"),
+        (np.zeros(3), ValueError, r"Expected shape \[14\]"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(given, error, words) -> None:
+    risk = make()
+    before = risk.vector()
+    with pytest.raises(error, match=words):
+        risk.assign(given)
+    assert torch.equal(risk.vector(), before)
+
+
+def test_a_parameter_that_cannot_be_written_changes_nothing() -> None:
+    """The third of four shares its memory among its entries."""
+    risk = make()
+    model = risk.model
+    model[1].weight = nn.Parameter(torch.ones(1, 1).expand(2, 2))
+    risk = EmpiricalRisk(model, nn.MSELoss(), DATA)
+    before = risk.vector()
+    with pytest.raises(RuntimeError, match=r"Can't write to the parameter '1\.weight', nothing was changed: unsupp"):
+        risk.assign(torch.arange(14.0))
+    assert torch.equal(risk.vector(), before)
+
+
+def test_other_values_and_other_tensors_are_refused() -> None:
+    risk = make()
+    before = risk.vector()
+    other = EmpiricalRisk(risk.model, nn.MSELoss(), DATA, {key: p + 1 for key, p in risk.params.items()})
+    with pytest.raises(ValueError, match=r"`params` holds other values of \['0.weight', '0.bias', '1.weight'\]"):
+        other.assign(before)
+    assert torch.equal(risk.vector(), before)
+    risk.model[0].weight = nn.Parameter(torch.zeros(2, 3))
+    for use in (risk.vector, lambda: risk.assign(before)):
+        with pytest.raises(ValueError, match="other tensors in place of its parameters"):
+            use()
+
+
+def test_operators_follow() -> None:
+    """The curvature at the assigned values is that of a model that had them from the start."""
+    risk = make(torch.float64)
+    v = torch.linspace(-1, 1, 14, dtype=torch.float64)
+    risk.assign(v)
+    twin = make(torch.float64)
+    with torch.no_grad():
+        for p, t in zip(twin.model.parameters(), twin.space.unflatten(v).values()):
+            p.copy_(t)
+    assert torch.equal(GGN(risk).to_dense(), GGN(twin).to_dense())
