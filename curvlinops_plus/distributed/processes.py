@@ -10,6 +10,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -64,22 +65,32 @@ class Alone:
         """Whether it holds in all processes. Collective."""
         return all(self.gather(what, holds))
 
-    def sum_(self, what: str, tensors: Sequence[Tensor], symmetric: Sequence[bool] = ()) -> None:
+    def sum_(
+        self,
+        what: str,
+        tensors: Sequence[Tensor],
+        symmetric: Sequence[bool] = (),
+        owners: Sequence[int | None] | None = None,
+    ) -> None:
         """Write the sums over all processes into tensors, which have the same shapes and dtypes in all. Collective.
 
         Args:
             what: Names it in errors.
             tensors: The tensors.
             symmetric: Which of them are symmetric matrices, of which one triangle is sent; none by default.
+            owners: The rank that gets the sum of each, while tensors of other processes stay as they are; None for all
+                of them, the default. Half of the bytes of a sum for all are sent then.
         """
 
-    def hand_out(self, what: str, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+    def hand_out(self, what: str, tensors: Sequence[Tensor], owners: Sequence[int], to: int | None = None) -> None:
         """Write the tensors of their owners into those of all processes. Collective.
 
         Args:
             what: Names it in errors.
-            tensors: Of the same shapes and dtypes in all processes.
+            tensors: Of the same shapes and dtypes in all processes that get them.
             owners: The rank that has the numbers of each.
+            to: The rank of the only process that gets them; default: all. Those of the others stay as they are, and
+                may be of the meta device where a process neither has nor gets the numbers.
         """
 
     def same(self, what: str, describe: Callable[[], Mapping[str, Any]]) -> None:
@@ -217,44 +228,79 @@ class Processes(Alone):
             dist.all_gather_object(parts, part, self.group)
         return parts
 
-    def sum_(self, what: str, tensors: Sequence[Tensor], symmetric: Sequence[bool] = ()) -> None:
+    def sum_(
+        self,
+        what: str,
+        tensors: Sequence[Tensor],
+        symmetric: Sequence[bool] = (),
+        owners: Sequence[int | None] | None = None,
+    ) -> None:
         self._agree(what)
+        found = self._buckets_of(tensors, symmetric or [False] * len(tensors), owners or [None] * len(tensors))
 
-        def start(flat: Tensor, bucket: int) -> Any:
-            return dist.all_reduce(flat, group=self.group, async_op=True)
+        def start(flat: Tensor, owner: int | None) -> Any:
+            if owner is None:
+                return dist.all_reduce(flat, group=self.group, async_op=True)
+            return dist.reduce(flat, self._global(owner), group=self.group, async_op=True)
 
-        self._send(what, list(buckets(tensors, symmetric or [False] * len(tensors), self.bucket_bytes)), start)
+        self._send(what, found, start, lambda owner: owner in (None, self.rank))
 
-    def hand_out(self, what: str, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+    def hand_out(self, what: str, tensors: Sequence[Tensor], owners: Sequence[int], to: int | None = None) -> None:
         self._agree(what)
-        found: list[Bucket] = []
-        sources: list[int] = []
-        for rank in range(self.world):
-            own = [t for t, owner in zip(tensors, owners, strict=True) if owner == rank]
-            found += buckets(own, [False] * len(own), self.bucket_bytes)
-            sources += [dist.get_global_rank(self.group, rank)] * (len(found) - len(sources))
+        found = self._buckets_of(tensors, [False] * len(tensors), owners)
+        if to is not None:  # only two processes have to do with each
+            concerned = [(bucket, owner) for bucket, owner in found if self.rank in (owner, to) and owner != to]
+            return self._send(what, concerned, partial(self._pass_on, to), lambda owner: self.rank == to)
 
-        def start(flat: Tensor, bucket: int) -> Any:
-            return dist.broadcast(flat, sources[bucket], group=self.group, async_op=True)
+        def start(flat: Tensor, owner: int | None) -> Any:
+            assert owner is not None
+            return dist.broadcast(flat, self._global(owner), group=self.group, async_op=True)
 
-        self._send(what, found, start)
+        self._send(what, found, start, lambda owner: True)
 
-    def _send(self, what: str, found: Sequence[Bucket], start: Callable[[Tensor, int], Any]) -> None:
+    def _pass_on(self, to: int, flat: Tensor, owner: int | None) -> Any:
+        assert owner is not None
+        if self.rank == to:
+            return dist.irecv(flat, self._global(owner), self.group)
+        return dist.isend(flat, self._global(to), self.group)
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+    def _buckets_of(
+        self, tensors: Sequence[Tensor], symmetric: Sequence[bool], owners: Sequence[int | None]
+    ) -> list[tuple[Bucket, int | None]]:
+        """Buckets of tensors with one owner each, in the same order in all processes."""
+        found: list[tuple[Bucket, int | None]] = []
+        for owner in (None, *range(self.world)):
+            own = [k for k, one in enumerate(owners) if one == owner]
+            parts = buckets([tensors[k] for k in own], [symmetric[k] for k in own], self.bucket_bytes)
+            found += [(bucket, owner) for bucket in parts]
+        return found
+
+    def _send(
+        self,
+        what: str,
+        found: Sequence[tuple[Bucket, int | None]],
+        start: Callable[[Tensor, int | None], Any],
+        receives: Callable[[int | None], bool],
+    ) -> None:
         """Pack buckets, start their communication, and unpack what has come, a few of them at a time."""
-        flying: list[tuple[Bucket, Tensor, Any]] = []
+        flying: list[tuple[Bucket, Tensor, bool, Any]] = []
 
         def land() -> None:
-            bucket, flat, handle = flying.pop(0)
+            bucket, flat, receive, handle = flying.pop(0)
             handle.wait()
-            bucket.unpack_(flat)
+            if receive:
+                bucket.unpack_(flat)
 
         with _in_contact(self, what), torch.no_grad():
-            for number, bucket in enumerate(found):
+            for bucket, owner in found:
                 if len(flying) == _IN_FLIGHT:
                     land()
                 flat = bucket.pack().detach()
                 flat = flat.to(self._device) if self._device.type == "cuda" else flat
-                flying.append((bucket, flat, start(flat, number)))
+                flying.append((bucket, flat, receives(owner), start(flat, owner)))
             while flying:
                 land()
 
@@ -318,7 +364,7 @@ def _traceback(error: Exception) -> str:
 def _equal(one: Any, other: Any) -> bool:
     """Whether two plain values are the same; numbers in floating point up to rounding in single precision."""
     if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= 1e-5 * max(abs(one), abs(other)) or (one != one and other != other)
+        return one == other or abs(one - other) <= 1e-5 * max(abs(one), abs(other)) or (one != one and other != other)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(one == other)

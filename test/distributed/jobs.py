@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,18 +26,27 @@ from curvlinops_plus import (
     GGN,
     KFAC,
     ActivationHessian,
+    BlockwiseLinearOperator,
     Checkpoint,
     CurvatureEstimator,
     CurvatureWarning,
+    DiagonalBlock,
     EmpiricalRisk,
     GGNFactor,
     Hessian,
+    HeuristicDamping,
     Jacobian,
     KFACOptimizer,
     ProcessError,
     Processes,
+    RelativeDamping,
+    ScaledIdentity,
     curvature,
+    estimate,
+    load,
+    save,
 )
+from curvlinops_plus.linalg import BlockDiagonal, Elsewhere, LinearOperator, Sum
 
 WORLDS = (1, 2, 3, 8)
 
@@ -60,6 +70,24 @@ def serve(rank: int, number: int, port: int, pipe: Any, timeout: float) -> None:
             pipe.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
+def tensors_of(blocks: Any) -> int:
+    """Bytes of all tensors of blocks, each counted once."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def look(node: Any) -> None:
+        if isinstance(node, torch.Tensor):
+            found[node.untyped_storage().data_ptr()] = node.untyped_storage().nbytes()
+        elif id(node) not in seen:
+            seen.add(id(node))
+            parts = node if isinstance(node, (list, tuple)) else node.values() if isinstance(node, dict) else []
+            for part in [*parts, *(vars(node).values() if isinstance(node, LinearOperator) else [])]:
+                look(part)
+
+    look(dict(blocks))
+    return sum(found.values())
+
+
 def away(found: Any, expected: Any) -> float:
     """Relative difference."""
     found, expected = (torch.as_tensor(t).detach().double() for t in (found, expected))
@@ -77,6 +105,146 @@ def blocks(processes: Processes, name: str, approximation: str, vectors: str) ->
         several = curvature(shared, kind, vectors=sent, max_kept_bytes=kept)
         assert one.examples == several.examples
         found = max(found, away(several.to_dense(), one.to_dense()))
+    return found
+
+
+def owned(processes: Processes, name: str, approximation: str, options: dict[str, Any]) -> dict[str, float]:
+    """How far everything that is said of blocks with owners is from what is said of those that all have."""
+    p, kind = problem(name), APPROXIMATIONS[approximation]
+    shared = p.risk(processes.share(p.data), processes=processes)
+    several = curvature(shared, kind, owned=True, **options)
+    whole = curvature(p.risk(), kind, **options)
+    n = whole.shape[0]
+    params = [*p.risk().params.values()]
+    read = partial(BlockwiseLinearOperator.from_state_dict, model=p.model, data=p.data, params=params, loss=p.loss)
+    v, V = (
+        torch.linspace(-1, 1, n, dtype=torch.float64),
+        torch.randn(n, 2, generator=torch.Generator().manual_seed(0)).double(),
+    )
+    found = {}
+
+    def compare(what: str, numbers: Callable[[Any], Any]) -> None:
+        found[what] = away(numbers(several), numbers(whole))
+
+    def seed() -> torch.Generator:
+        return torch.Generator().manual_seed(5)
+
+    for what, made in {
+        "K": lambda K: K,
+        "multiple": lambda K: 3 * K,
+        "sum": lambda K: K + 2 * K,
+        "inverse": lambda K: K.inverse(0.1),
+        "inverse, relative": lambda K: K.inverse(RelativeDamping(0.3)),
+        "inverse, heuristic": lambda K: (2 * K).inverse(HeuristicDamping(RelativeDamping(0.3))),
+        "inverse, pair": lambda K: K.inverse((0.1, 0.2)),
+        "inverse, per block": lambda K: K.inverse({name: 0.1 + k for k, name in enumerate(K.blocks)}),
+        "power": lambda K: K.power(-0.5, 0.1),
+        "shift": lambda K: K.shift(0.2),
+    }.items():
+        a, b = made(several), made(whole)
+        found[f"{what} @ v"] = away(a @ v, b @ v)
+        found[f"V @ {what}"] = away(V.T @ a, V.T @ b)
+        for number in ("trace", "frobenius_norm"):
+            found[f"{what} {number}"] = away(getattr(a, number), getattr(b, number))
+        found[f"{what} diagonal"] = away(a.diagonal(), b.diagonal())
+        if what in ("K", "multiple"):  # roots of matrices with equal eigenvalues depend on rounding
+            found[f"{what} sample"] = away(a.sample(seed(), 2), b.sample(seed(), 2))
+        if not isinstance(b, Sum) and what != "inverse, pair":
+            found[f"{what} eigenvalues"] = away(a.eigenvalues(), b.eigenvalues())
+    compare("dense", lambda K: K.to_dense())
+    compare("logdet", lambda K: K.shift(0.1).logdet)
+    compare("det", lambda K: K.shift(0.1).det)
+    compare("form", lambda K: K.quadratic_form(V.T))
+    compare("part", lambda K: K[:5, :5].to_dense())
+    compare("to", lambda K: K.to(torch.float32).to(torch.float64).to_dense().sign() * 0 + K.to_dense())
+    compare("tree", lambda K: torch.cat([t.flatten() for t in (K @ p.risk().gradient()).values()]))
+    compare("estimated", lambda K: estimate.xtrace(K, num_matvecs=10, generator=seed()))
+    gathered = several.operator.gather(processes.world - 1)
+    assert (gathered is None) == (processes.rank != processes.world - 1)
+    if gathered is not None:
+        found["gathered"] = away(gathered.to_dense(), whole.to_dense())
+    found["loaded"] = away(read(several.state_dict()).to_dense(), whole.to_dense())
+    inverse = BlockDiagonal.from_state_dict(several.inverse(0.1).state_dict())
+    found["inverse, loaded"] = away(inverse.to_dense(), whole.inverse(0.1).to_dense())
+    # Memory: blocks of all, the largest, and what this process has.
+    sizes = [tensors_of({name: block}) for name, block in whole.blocks.items()]
+    limit = tensors_of(whole.blocks) / processes.world + max(sizes)
+    found["memory above the limit"] = max(0.0, tensors_of(several.operator.here) - limit)
+    assert sorted(several.blocks) == sorted(whole.blocks)
+    return found
+
+
+class Twice(DiagonalBlock):
+    """Reads the data once more, and does not say so before."""
+
+    def finish(self) -> Any:
+        return DiagonalBlock(self.layer, self.group, self.scale)
+
+
+def owned_failures(processes: Processes) -> dict[str, str]:
+    """What is said where blocks are kept apart."""
+    p = problem("mlp")
+    risk = p.risk(processes.share(p.data), processes=processes)
+    K = curvature(risk, KFAC, owned=True)
+    other = next(block for block in K.blocks.values() if isinstance(block, Elsewhere))
+    v = torch.ones(43, dtype=torch.float64)
+    singular = curvature(risk, {"2": ScaledIdentity.using(scale=0.0)}, default=KFAC, owned=True)
+    found = {
+        "label": repr(other),
+        "vector": raises(lambda: K @ (v * (1 + processes.rank))),
+        "sign": raises(lambda: K @ (v if processes.rank else -v)),
+        "singular": raises(lambda: singular.inverse()),
+        "derivative": raises(lambda: K @ v.clone().requires_grad_()),
+        "damping": raises(lambda: K.shift(torch.ones((), dtype=torch.float64, requires_grad=True)).logdet),
+        "sweeps": raises(lambda: curvature(risk, Twice, owned=True)),
+        "folder": raises(lambda: save(K, "nowhere/at/all", sharded=True)),
+        "different": raises(lambda: K @ v if processes.rank else K.trace),
+    }
+    for name, work in {
+        "block": lambda: other @ torch.ones(other.shape[0], dtype=torch.float64),
+        "number": lambda: other.trace,
+        "rank": lambda: K.operator.gather(17),
+        "not owned": lambda: save(curvature(risk, KFAC), "K", sharded=True),
+    }.items():
+        try:
+            work()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    found["afterwards"] = str(away(K @ v, curvature(risk, KFAC) @ v) < 1e-10)
+    return found
+
+
+def saved(processes: Processes, approximation: str, folder: str) -> float:
+    """Save blocks with owners, each process its own, in a file and in a checkpoint; and all in one file."""
+    p = problem("strided cnn")
+    risk = p.risk(processes.share(p.data), processes=processes)
+    K = 2 * curvature(risk, APPROXIMATIONS[approximation], owned=True)
+    save(K, f"{folder}/parts.safetensors", sharded=True)
+    save(K.inverse(0.1), f"{folder}/inverse.safetensors", sharded=True)
+    save(K, f"{folder}/one.safetensors")
+    dcp.save({"K": Checkpoint(K)}, checkpoint_id=f"{folder}/checkpoint", process_group=processes.group)
+    return float(K.trace)
+
+
+def restored(processes: Processes, approximation: str, folder: str) -> dict[str, Any]:
+    """Load them on another number of processes."""
+    p, found = problem("strided cnn"), {}
+    whole = 2 * curvature(p.risk(), APPROXIMATIONS[approximation])
+    params = [*p.risk().params.values()]
+    for owned in (False, True):
+        options: dict[str, Any] = {"params": params, "loss": p.loss, "owned": owned, "processes": processes}
+        for name in ("parts", "one"):
+            state = load(f"{folder}/{name}.safetensors")
+            K = BlockwiseLinearOperator.from_state_dict(state, p.model, p.data, **options)
+            found[f"{name} {owned}"] = away(K.to_dense(), whole.to_dense())
+        risk = p.risk(processes.share(p.data), processes=processes)
+        K = BlockwiseLinearOperator(risk, APPROXIMATIONS[approximation], owned=owned, compute=False)
+        dcp.load({"K": Checkpoint(K)}, checkpoint_id=f"{folder}/checkpoint", process_group=processes.group)
+        found[f"checkpoint {owned}"] = away(K.to_dense(), whole.to_dense())
+        kept = K.operator.here if owned else K.blocks
+        assert owned is False or processes.world == 1 or len(kept) < len(whole.blocks)
+    inverse = BlockDiagonal.from_state_dict(load(f"{folder}/inverse.safetensors"))
+    found["inverse"] = away(inverse.to_dense(), whole.inverse(0.1).to_dense())
     return found
 
 
@@ -378,6 +546,18 @@ def decompositions(processes: Processes, approximation: str) -> tuple[int, list[
     finally:
         torch.linalg.eigh = original
     return count[0], (estimator.inverse() @ torch.ones(43, dtype=torch.float64)).tolist()
+
+
+def owned_nets(processes: Processes, names: list[str]) -> dict[str, float]:
+    """The same of other networks, also with a block for each parameter."""
+    found = {}
+    for name in names:
+        for kind in ("KFAC", "EKFAC", "FullBlock"):
+            for separate in (False, True):
+                options = {"separate_weight_and_bias": separate, "vectors": "empirical"}
+                every = owned(processes, name, kind, options)
+                found |= {f"{name} {kind} {separate} {what}": number for what, number in every.items()}
+    return found
 
 
 def nets(processes: Processes, names: list[str]) -> dict[str, float]:
