@@ -29,7 +29,7 @@ from curvlinops_plus.blocks.stored_options import (
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Space
 from curvlinops_plus.linalg.packing import FORMAT, copied, pack, unpack
-from curvlinops_plus.risk import EmpiricalRisk, Vectors
+from curvlinops_plus.risk import EmpiricalRisk, Group, Vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses
 
@@ -266,17 +266,19 @@ def read_blocks(
         for group in mine:
             if group.name not in blocks:
                 raise ValueError(f"The state lacks block {group.name!r}; is the file cut off?")
-            block, expected = blocks[group.name], group.layout.dim
-            if block.shape[0] != expected:
-                raise ValueError(
-                    f"State mismatch in block {group.name!r}: its size is {block.shape[0]}, expected {expected}."
-                )
-            if isinstance(block, Kronecker) and (block.G.size, block.A.size) != group.layout.matrix_shape[-2:]:
-                raise ValueError(
-                    f"State mismatch in block {group.name!r}: its factors G and A have sizes {block.G.size} and "
-                    f"{block.A.size}, expected {group.layout.matrix_shape[-2:]}."
-                )
+            _check_size(group, blocks[group.name])
     return blocks
+
+
+def _check_size(group: Group, block: LinearOperator) -> None:
+    expected = group.layout.dim
+    if block.shape[0] != expected:
+        raise ValueError(f"State mismatch in block {group.name!r}: its size is {block.shape[0]}, expected {expected}.")
+    if isinstance(block, Kronecker) and (block.G.size, block.A.size) != group.layout.matrix_shape[-2:]:
+        raise ValueError(
+            f"State mismatch in block {group.name!r}: its factors G and A have sizes {block.G.size} and "
+            f"{block.A.size}, expected {group.layout.matrix_shape[-2:]}."
+        )
 
 
 def _read_factored(

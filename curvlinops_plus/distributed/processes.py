@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvlinops_plus.distributed.buckets import Bucket, buckets
-from curvlinops_plus.distributed.share import share
+from curvlinops_plus.distributed.share import number_of_examples, share
 from curvlinops_plus.errors import ProcessError, UnsupportedError
 
 __all__ = ["Alone", "Processes"]
@@ -104,9 +104,17 @@ class Alone:
             ProcessError: In all processes, saying what differs.
         """
 
-    def numbers(self, first: int, count: int) -> range:
+    def numbers(self, first: int, count: int) -> Sequence[int]:
         """The numbers in the whole data set of `count` examples, the first of which is number `first` of this part."""
         return range(first, first + count)
+
+    def numbering(self, data: Any) -> AbstractContextManager[Any]:
+        """Context in which examples of this part of the data are numbered, whose sizes tell. Collective.
+
+        Args:
+            data: What will be read.
+        """
+        return nullcontext()
 
     def share(self, data: Any) -> Any:
         """The part of the data that belongs to this process, see `Processes.share`."""
@@ -128,6 +136,9 @@ class Processes(Alone):
 
     Args:
         group: The group of `torch.distributed`; default: the one of all processes.
+        shard: How data are dealt out, and examples numbered: "strided", every `world`-th one to each process, or
+            "contiguous", a piece to each. Random numbers are those of one process then, if the parts are lists of
+            batches, or loaders, whose sizes are known beforehand.
         bucket_bytes: Tensors are sent in pieces of at most about this many bytes, 64 MiB by default.
 
     Attributes:
@@ -135,7 +146,7 @@ class Processes(Alone):
         world: How many there are.
 
     Raises:
-        ValueError: If `torch.distributed` is not initialised, or this process is not in the group.
+        ValueError: If `torch.distributed` is not initialised, this process is not in the group, or `shard` is neither.
 
     Example:
         >>> import tempfile
@@ -147,7 +158,9 @@ class Processes(Alone):
         >>> torch.distributed.destroy_process_group()
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, bucket_bytes: int = 2**26) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, shard: str = "strided", bucket_bytes: int = 2**26
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(
                 "Processes() needs torch.distributed: start the program by torchrun, and call "
@@ -155,13 +168,16 @@ class Processes(Alone):
             )
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes!r} must be an integer of at least 1.")
+        if shard not in ("strided", "contiguous"):
+            raise ValueError(f"shard={shard!r} is unknown; expected 'strided' or 'contiguous'.")
         group = dist.group.WORLD if group is None else group
         assert group is not None  # it is initialised
         self.group = group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("This process is not in the group that was given to Processes.")
-        self.bucket_bytes = bucket_bytes
+        self.shard, self.bucket_bytes = shard, bucket_bytes
+        self._before: int | None = None  # how many examples the processes before have, as long as it is known
         self._inside = ""  # what is done together
         cuda = "nccl" in dist.get_backend(self.group)
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -314,18 +330,36 @@ class Processes(Alone):
                     f"process {other}. Everything but the data has to be the same in all."
                 )
 
-    def numbers(self, first: int, count: int) -> range:
+    def numbers(self, first: int, count: int) -> Sequence[int]:
+        if self.shard == "contiguous":
+            return (
+                _Unknown(count) if self._before is None else range(self._before + first, self._before + first + count)
+            )
         start = self.rank + self.world * first
         return range(start, start + self.world * count, self.world)
+
+    @contextmanager
+    def numbering(self, data: Any) -> Iterator[None]:
+        if self.shard == "strided":
+            yield
+            return
+        sizes = self.gather("numbering examples", number_of_examples(data))
+        known = [size for size in sizes[: self.rank] if size is not None]
+        try:
+            self._before = sum(known) if len(known) == self.rank else None
+            yield
+        finally:
+            self._before = None
 
     def share(self, data: Any) -> Any:
         """The part of the data that belongs to this process: each example is in exactly one part.
 
         Args:
             data: A list of batches `(X, y)`, or of mappings of tensors, whose examples are dealt out: of all examples
-                in their order those of number `rank`, `rank + world`, and so on. Of other sequences the items are
-                dealt out. Of a `Dataset` a `Subset`. A `DataLoader` in order, or with `shuffle=True`, becomes one
-                over a subset of its data set, with batches of the same size.
+                in their order those of number `rank`, `rank + world`, and so on; or with `shard="contiguous"` the
+                first ones to process 0, the next ones to process 1. Of other sequences the items are dealt out. Of a
+                `Dataset` a `Subset`. A `DataLoader` in order, or with `shuffle=True`, becomes one over a subset of its
+                data set, with batches of the same size.
 
         Returns:
             The same kind of thing; of a list with copies of its tensors' own part, in batches of about the same sizes.
@@ -336,11 +370,29 @@ class Processes(Alone):
                 make parts even so that they count twice, or leaves out a last batch.
             TypeError: If it can't be dealt out, as an iterator.
         """
-        return share(data, self.rank, self.world)
+        return share(data, self.rank, self.world, self.shard == "contiguous")
 
     def require_alone(self, what: str, advice: str) -> None:
         if self.world > 1:
             raise UnsupportedError(f"{what} can't be computed by several processes together. {advice}")
+
+
+class _Unknown(Sequence[int]):
+    """Numbers of examples that nobody knows."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: Any) -> Any:
+        raise UnsupportedError(
+            'Random numbers belong to examples, and with Processes(shard="contiguous") their numbers follow from the '
+            "numbers of examples of the processes before, which are not known here: data are neither a list of "
+            "batches nor a DataLoader over a sized data set, or come batch by batch. Use shard='strided', or say which "
+            "examples they are: EmpiricalRisk(..., example_ids=lambda X, y: ...)."
+        )
 
 
 @contextmanager

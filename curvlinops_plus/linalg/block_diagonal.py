@@ -56,7 +56,6 @@ class BlockDiagonal(LinearOperator):
     """
 
     _state_key = "layouts"  # what of a state says where blocks are
-    _state_class = ""  # what a state says that it is of, if not of this class
 
     def __init__(self, blocks: Mapping[str, LinearOperator], layouts: Mapping[str, Layout], space: Space) -> None:
         if not blocks or blocks.keys() != layouts.keys():
@@ -213,7 +212,7 @@ class BlockDiagonal(LinearOperator):
     def own_state_dict(self) -> dict[str, Any]:
         """The same of the blocks that this process has: all of them, unless it is an `OwnedBlockDiagonal`."""
         space = {name: list(shape) for name, shape in self.in_space.shapes.items()}
-        kind = {"format": FORMAT, "class": self._state_class or type(self).__name__, "space": space}
+        kind = {"format": FORMAT, "class": type(self).__name__, "space": space}
         return {**kind, **self._places_state(), "blocks": self._each(pack, among=self.here)}
 
     def _places_state(self) -> dict[str, Any]:
@@ -320,13 +319,7 @@ class BlockDiagonal(LinearOperator):
     def _tensors(
         self, function: Callable[[LinearOperator], Tensor], shape: tuple[int, ...] | None, decomposes: bool = False
     ) -> dict[str, Tensor]:
-        """Block name to the tensor `function(block)`, whoever has the block.
-
-        Args:
-            function: Of a block.
-            shape: Of its results; None for one entry per row of the block.
-            decomposes: As for `_each`.
-        """
+        """Block name to `function(block)`, of this shape (None: one entry per row), whoever has the block."""
         return self._each(function, decomposes=decomposes)
 
     def _each(

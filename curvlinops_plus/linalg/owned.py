@@ -136,8 +136,6 @@ class OwnedBlockDiagonal(BlockDiagonal):
         tensor(2.)
     """
 
-    _state_class = "BlockDiagonal"
-
     def __init__(
         self,
         blocks: Mapping[str, LinearOperator],
@@ -250,6 +248,10 @@ class OwnedBlockDiagonal(BlockDiagonal):
 
     def _room(self, leaf: Any) -> Any:
         return torch.empty_like(leaf, device=self.device) if isinstance(leaf, Tensor) else leaf
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The state of the blocks of this process: part of that of a `BlockDiagonal`."""
+        return super().own_state_dict() | {"class": "BlockDiagonal"}
 
     def state_dict(self) -> dict[str, Any]:
         """That of `gather(rank=None)`, in all processes. Collective."""

@@ -406,12 +406,20 @@ class EmpiricalRisk:
             )
 
     # ---------------------------------------------------------------------------------------------- all the data
-    def together(self, what: str, work: Callable[[], T]) -> T:
-        """`work()`, which reads the data, by all processes, whose models are the same; a failure raises in all."""
+    def together(self, what: str, work: Callable[[], T], over_data: bool = True) -> T:
+        """`work()` by all processes, whose models are the same; a failure raises in all.
+
+        Args:
+            what: Names it in errors.
+            work: What they do.
+            over_data: Whether it reads the data of the risk.
+        """
 
         def agreed() -> T:
             require_replicas(self)
-            return work()
+            sized = over_data and self.options.batch_size_fn is None
+            with self.processes.numbering(self.data if sized else None):
+                return work()
 
         return self.processes.together(what, agreed)
 

@@ -254,6 +254,47 @@ def shifted(batches: list[Any]) -> list[Any]:
     return list(zip(X.split(4), y.split(4), strict=True))
 
 
+def contiguous(processes: Processes) -> dict[str, float]:
+    """Random vectors of pieces of the data, in lists and loaders; and of parts of any sizes."""
+    p, found = problem("mlp"), {}
+    pieces = Processes(processes.group, shard="contiguous")
+    X, y = (torch.cat(parts) for parts in zip(*p.data, strict=True))
+    start, stop = (max(0, len(X) * k // pieces.world - 2 * (k < pieces.world)) for k in (pieces.rank, pieces.rank + 1))
+    forms = {
+        "list": pieces.share(shifted(p.data)),
+        "loader": pieces.share(DataLoader(TensorDataset(X, y), batch_size=4)),
+        "own": [(X[start:stop], y[start:stop])],
+    }
+    assert sum(processes.gather("sizes", sum(len(x) for x, _ in forms["list"]))) == len(X)
+    for name, data in forms.items():
+        for sent in ("mc", "signs"):
+            one = curvature(p.risk(), EKFAC, vectors=VECTORS[sent])
+            several = curvature(p.risk(data, processes=pieces), EKFAC, vectors=VECTORS[sent])
+            found[f"{name} {sent}"] = away(several.to_dense(), one.to_dense())
+            one, several = (GGN(risk, VECTORS[sent]) for risk in (p.risk(), p.risk(data, processes=pieces)))
+            found[f"{name} GGN {sent}"] = away(several.to_dense(), one.to_dense())
+    return found
+
+
+def unnumbered(processes: Processes) -> list[str]:
+    """What is said where the numbers of examples are not known; and that they are not needed otherwise."""
+    p, pieces = problem("mlp"), Processes(processes.group, shard="contiguous")
+
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter(pieces.share(p.data))
+
+    risk = p.risk(Stream(), processes=pieces)
+    assert away(curvature(risk, EKFAC).to_dense(), curvature(p.risk(), EKFAC).to_dense()) < 1e-10
+    estimator = CurvatureEstimator(p.risk((), processes=pieces), KFAC, vectors="mc")
+    found = [raises(lambda: curvature(risk, KFAC, vectors="mc"))]
+    try:
+        estimator.update(p.data[0])
+    except NotImplementedError as error:
+        found.append(str(error))
+    return found
+
+
 def vectors(processes: Processes, name: str) -> dict[str, float]:
     """The same for all vectors, and exact operators."""
     p, found = problem(name), {}

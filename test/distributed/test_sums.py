@@ -76,3 +76,16 @@ def test_several_losses(workers: Any, world: int, reduction: str) -> None:
     """Their relative weights are those of all data."""
     for found in workers.run(world, "several_losses", reduction):
         assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_contiguous_parts(workers: Any, world: int) -> None:
+    """Examples are numbered through the processes."""
+    for found in workers.run(world, "contiguous"):
+        assert max(found.values()) < 1e-10, found
+
+
+def test_numbers_that_are_not_known(workers: Any) -> None:
+    for found in workers.run(2, "unnumbered"):
+        assert len(found) == 2
+        assert all(re.search(r"shard=.contiguous.*not known here.*example_ids", words) for words in found), found
