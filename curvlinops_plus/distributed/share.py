@@ -47,18 +47,27 @@ def share(data: Any, rank: int, world: int, contiguous: bool = False) -> Any:
             f"`data` is a {type(data).__name__}, which can't be dealt out. Share a list of batches, a Dataset or a "
             "DataLoader, or give each process its own part, and the risk `processes=`."
         )
-    if (size := number_of_examples(data)) is None:
+    size = number_of_examples(data)
+    if size is None:
         return data[part(len(data))]
-    of_whole, before, parts = part(size), 0, []
+    return _piece(data, part(size)) if contiguous else _every(data, rank, world)
+
+
+def _piece(data: Sequence[Any], piece: slice) -> list[Any]:
+    """The examples of a piece, in batches of their own."""
+    parts, before = [], 0
     for item in data:
-        if contiguous:
-            cut = slice(max(of_whole.start - before, 0), max(of_whole.stop - before, 0))
-        else:
-            cut = slice((rank - before) % world, None, world)
-        parts.append(_rows(item, cut))
+        parts.append(_rows(item, slice(max(piece.start - before, 0), max(piece.stop - before, 0))))
         before += _examples(item) or 0
-    if contiguous:
-        return [item for item in parts if _examples(item)]
+    return [item for item in parts if _examples(item)]
+
+
+def _every(data: Sequence[Any], rank: int, world: int) -> list[Any]:
+    """Every `world`-th example, those of as many batches together."""
+    parts, before = [], 0
+    for item in data:
+        parts.append(_rows(item, slice((rank - before) % world, None, world)))
+        before += _examples(item) or 0
     return [batch for start in range(0, len(parts), world) for batch in _joined(parts[start : start + world])]
 
 

@@ -407,18 +407,11 @@ class EmpiricalRisk:
 
     # ---------------------------------------------------------------------------------------------- all the data
     def together(self, what: str, work: Callable[[], T], over_data: bool = True) -> T:
-        """`work()` by all processes, whose models are the same; a failure raises in all.
-
-        Args:
-            what: Names it in errors.
-            work: What they do.
-            over_data: Whether it reads the data of the risk.
-        """
+        """`work()`, which reads the data if it says so, by all processes, whose models are the same."""
 
         def agreed() -> T:
             require_replicas(self)
-            sized = over_data and self.options.batch_size_fn is None
-            with self.processes.numbering(self.data if sized else None):
+            with self.processes.numbering(self.data if over_data and not self.options.batch_size_fn else None):
                 return work()
 
         return self.processes.together(what, agreed)
