@@ -394,11 +394,7 @@ class EmpiricalRisk:
         require_places(self._places, self._paths, self._own)
 
     def require_own_values(self, what: str) -> None:
-        """Refuse other values than the model's own, for what watches the user's forward pass.
-
-        Raises:
-            ValueError: Naming some parameters.
-        """
+        """Refuse other values than the model's own by a `ValueError`, for what watches the user's forward pass."""
         if other := [key for key, own in self._own.items() if self.params[key] is not own]:
             raise ValueError(
                 f"{what} watches the model at its own parameters, and `params` holds other values of {other[:3]}. Use "
