@@ -22,6 +22,7 @@ from curvlinops_plus.blocks.over_processes import decompose_factors
 from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.blocks.stored_options import plain, same_data
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
@@ -148,6 +149,7 @@ class CurvatureEstimator:
         self._update(self._read(batch), PassStart.now(), partial(self._add, decay=decay))
 
     def _update(self, found: Batch, start: PassStart, add: Callable[[Show], None]) -> None:
+        self.risk.whole.renew()
         while True:
             try:
                 return self._pass(found).run(start, add)
@@ -180,6 +182,10 @@ class CurvatureEstimator:
         """
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)
+        if self.risk.whole:  # the layers have other tensors in the user's pass, which come and go
+            start = PassStart.now()
+            yield
+            return self._update(found, start, add)
         try:
             with listen(self._pass(found), add):
                 yield
@@ -197,6 +203,10 @@ class CurvatureEstimator:
             unpack: Whether it will be called as `model(**X)`.
         """
         self.risk.require_own_values("`begin`")
+        if self.risk.whole:
+            raise UnsupportedError(
+                "`begin` can't watch a model whose parameters are sharded by fully_shard. Use `listen` or `update`."
+            )
         batch = self.risk.read_input(X, unpack)
         # Where it is not known yet how functions read parameters, a pass of its own has to find out.
         heard = None if self._looks_first else HeardPass(self._pass(batch))

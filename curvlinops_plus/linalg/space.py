@@ -9,7 +9,7 @@ to the container type that was given.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -30,6 +30,8 @@ class Container:
 
     kind: Kind
     columns: Literal["last", "first"] | None
+    #: Of tensors in a tree that processes have parts of, mesh and placements, by their positions.
+    spread: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
 class Space:
@@ -241,7 +243,9 @@ class Space:
         """
         kind, tensors = self._tensors(X, dtype, device)
         if kind not in ("tensor", "numpy"):
-            return self._join(tensors, kind, columns_first)
+            rows, container = self._join(tensors, kind, columns_first)
+            spread = {k: (t.device_mesh, t.placements) for k, t in enumerate(self._ordered(X)) if _is_spread(t)}
+            return rows, replace(container, spread=spread) if spread else container
         (X,) = tensors
         if X.ndim not in (1, 2) or X.shape[-1 if columns_first else 0] != self.dim:
             matrix = f"[K, {self.dim}]" if columns_first else f"[{self.dim}, K]"
@@ -290,6 +294,8 @@ class Space:
         if kind == "numpy":
             return to_numpy(v)
         tree = self.unflatten_rows(v) if columns == "first" else self.unflatten(v)
+        for place, like in container.spread.items():
+            tree[self.names[place]] = _spread(tree[self.names[place]], *like, columns == "first")
         return tree if kind == "dict" else tuple(tree.values()) if kind == "tuple" else list(tree.values())
 
     def _tensors(self, X: Any, dtype: torch.dtype, device: torch.device) -> tuple[Kind, list[Tensor]]:
@@ -372,7 +378,26 @@ def _inner(shape: Sequence[int], *more: Any) -> str:
     return ", ".join([*map(str, shape), *tail])
 
 
-def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
+def _is_spread(tensor: Any) -> bool:
+    """Whether it is a DTensor, of which each process has a part."""
+    return hasattr(tensor, "full_tensor")
+
+
+def _spread(tensor: Tensor, mesh: Any, placements: Sequence[Any], columns_first: bool) -> Any:
+    """A DTensor whose whole is here, without communication."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [
+        Shard(place.dim + 1) if columns_first and type(place) is Shard else place if place.is_shard() else Replicate()
+        for place in placements
+    ]
+    whole = DTensor.from_local(tensor.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(mesh, placements)
+
+
+def _convert(tensor: Any, dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
+    if _is_spread(tensor):
+        tensor = tensor.full_tensor()
     if tensor.device != device:
         raise TypeError(
             f"Expected {what} on {device}, where the operator is, got {tensor.device}; "

@@ -39,6 +39,7 @@ from curvlinops_plus.risk.reading import (
 )
 from curvlinops_plus.risk.replaced_parameters import parameter_places, paths_to, replaced_parameters, require_places
 from curvlinops_plus.risk.replicas import require_replicas
+from curvlinops_plus.risk.sharded import WholeParameters
 from curvlinops_plus.risk.totals import Number, Totals
 from curvlinops_plus.risk.usable_model import refuse_parameters, require_module
 from curvlinops_plus.risk.wrappers import common_processes, inner_model
@@ -205,7 +206,9 @@ class EmpiricalRisk:
         self.data, self._calls = data, ModelCalls()
         self.losses = Losses(loss, reduction)
         self._own = named_params(model, params, owned)
-        self.params = {key: value_of(params, key, p) for key, p in self._own.items()}
+        #: Of parameters that processes have parts of, the whole.
+        self.whole = WholeParameters(model, self.processes)
+        self.params = {key: self.whole.of(value_of(params, key, p)) for key, p in self._own.items()}
         # Found before any parameter is replaced, because replacements may be nested.
         self._places = parameter_places(model, self._own)
         self._paths = paths_to(model, self._places)
@@ -377,8 +380,8 @@ class EmpiricalRisk:
 
         Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
         """
-        require_places(self._places, self._paths, self._own)
-        with replaced_parameters(self._places, values):
+        self.require_in_place()
+        with self.whole.placed(), replaced_parameters(self._places, values):
             return function(self.model)
 
     @contextmanager
@@ -386,16 +389,17 @@ class EmpiricalRisk:
         """The model has the values of `params` in here, where these are not its own tensors."""
         self.require_in_place()
         own = all(self.params[key] is p for key, p in self._own.items())
-        with nullcontext() if own else replaced_parameters(self._places, self.params):
+        with self.whole.placed(), nullcontext() if own else replaced_parameters(self._places, self.params):
             yield
 
     def require_in_place(self) -> None:
         """Refuse, with a ValueError that names some, a model that holds other tensors than when this was made."""
+        self.whole.give_up()
         require_places(self._places, self._paths, self._own)
 
     def require_own_values(self, what: str) -> None:
         """Refuse other values than the model's own by a `ValueError`, for what watches the user's forward pass."""
-        if other := [key for key, own in self._own.items() if self.params[key] is not own]:
+        if other := [key for key, own in self._own.items() if self.params[key] is not self.whole.of(own)]:
             raise ValueError(
                 f"{what} watches the model at its own parameters, and `params` holds other values of {other[:3]}. Use "
                 "`update`, which runs the model at these."
@@ -406,6 +410,7 @@ class EmpiricalRisk:
         """`work()`, which reads the data if it says so, by all processes, whose models are the same."""
 
         def agreed() -> T:
+            self.whole.renew()
             require_replicas(self)
             with self.processes.numbering(self.data if over_data and not self.options.batch_size_fn else None):
                 return work()

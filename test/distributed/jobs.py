@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import APPROXIMATIONS, VECTORS, problem, unchanged
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from curvlinops_plus import (
@@ -633,4 +634,127 @@ def several_losses(processes: Processes, reduction: str) -> dict[str, float]:
         found[f"EKFAC {vectors}"] = away(ours, theirs)
     found["GGN"] = away(GGN(several).to_dense(), GGN(one).to_dense())
     found["Hessian"] = away(Hessian(several).to_dense(), Hessian(one).to_dense())
+    return found
+
+
+class Sharded(nn.Module):
+    """Layers of several kinds, one of them frozen, and a module that others are inside of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+        self.inner = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 5, bias=False), nn.ReLU()))
+        self.head = nn.Linear(5, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.norm(torch.tanh(self.frozen(x)))))
+
+
+def pair(processes: Processes, made: Callable[[], nn.Module] = Sharded) -> tuple[nn.Module, nn.Module]:
+    """A model of which each process has parts, and the same as a whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = made().double()
+    model = copy.deepcopy(plain)
+    mesh = DeviceMesh.from_group(processes.group, "cpu")
+    for module in (getattr(model, "inner", None), getattr(model, "head", None), model):
+        if module is not None:
+            fully_shard(module, mesh=mesh)
+    return model, plain
+
+
+def fully_sharded(processes: Processes, examples: int) -> dict[str, float]:
+    """Everything of a model that `fully_shard` has spread, with parts of the data of other sizes, or empty."""
+    model, plain = pair(processes)
+    X, y = torch.randn(examples, 4, dtype=torch.float64), torch.randint(3, (examples,))
+    data, loss = [(X[:3], y[:3]), (X[3:], y[3:])], nn.CrossEntropyLoss()
+    mine = [(x[k : k + 1], t[k : k + 1]) for x, t in processes.share(data) for k in range(len(x))]  # batches of one
+    with torch.no_grad():
+        model(X)  # after which it keeps some gathered parameters
+    hooks = [dict(table) for m in model.modules() for table in (m._forward_pre_hooks, m._forward_hooks)]
+    several, one = EmpiricalRisk(model, loss, mine, processes=processes), EmpiricalRisk(plain, loss, data)
+    v = torch.linspace(-1, 1, one.space.dim, dtype=torch.float64)
+    gradient, expected = several.gradient(), one.gradient()
+    found = {"loss": away(several.loss(), one.loss())}
+    found |= {f"gradient {key}": away(g, expected[key]) for key, g in gradient.items()}
+    for kind in (GGN, Hessian):
+        found[kind.__name__] = away(kind(several) @ v, kind(one) @ v)
+    for name in ("KFAC", "EKFAC", "FullBlock"):
+        for options in ({}, {"vectors": "mc"}, {"owned": True}):
+            K, L = (curvature(r, APPROXIMATIONS[name], **options) for r in (several, one))
+            found[f"{name} {options}"] = away(K.to_dense(), L.to_dense())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvatureWarning)  # parameters are those that the state is of
+        read = BlockwiseLinearOperator.from_state_dict(K.state_dict(), plain, data, loss=loss)
+    found["loaded"] = away(read.to_dense(), L.to_dense())
+    assert all(hasattr(p, "full_tensor") for p in model.parameters())
+    after = [dict(table) for m in model.modules() for table in (m._forward_pre_hooks, m._forward_hooks)]
+    assert [list(table.items()) for table in after] == [list(table.items()) for table in hooks]
+    return found
+
+
+def sharded_training(processes: Processes) -> dict[str, float]:
+    """Listening to a sharded model while it is trained; its gradients are untouched, and directions are sharded."""
+    (model, plain), loss, found = pair(processes), nn.CrossEntropyLoss(), {}
+    twin, _ = pair(processes)
+    several = CurvatureEstimator(EmpiricalRisk(model, loss, (), processes=processes), KFAC, decay=0.9)
+    one = CurvatureEstimator(EmpiricalRisk(plain, loss, ()), KFAC, decay=0.9)
+    for step in range(3):
+        X, y = torch.randn(4 * processes.world, 4, dtype=torch.float64), torch.randint(3, (4 * processes.world,))
+        mine = processes.share([(X, y)])[0]
+        for m in (model, twin, plain):
+            m.zero_grad()
+        if step == 1:  # while the model has gathered parameters
+            value = loss(model(mine[0]), mine[1])
+            several.update(mine)
+        else:
+            with several.listen(mine):
+                value = loss(model(mine[0]), mine[1])
+        value.backward()
+        loss(twin(mine[0]), mine[1]).backward()
+        one.update((X, y))
+        loss(plain(X), y).backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert p.grad is None or torch.equal(p.grad.to_local(), q.grad.to_local())
+        several.refresh(0.1)
+        one.refresh(0.1)
+        found[f"operator {step}"] = away(several.operator.to_dense(), one.operator.to_dense())
+        ours, theirs = (
+            inverse @ {key: p.grad for key, p in m.named_parameters() if p.requires_grad}
+            for m, inverse in ((model, several.inverse()), (plain, one.inverse()))
+        )
+        with torch.no_grad():
+            for m, ds in ((model, ours), (twin, ours), (plain, theirs)):
+                for key, p in m.named_parameters():
+                    if key in ds:
+                        p -= 0.1 * ds[key]
+        for key, d in ours.items():
+            assert d.placements == dict(model.named_parameters())[key].placements
+            found[f"direction {step} {key}"] = away(d.full_tensor(), theirs[key])
+    return found
+
+
+def sharded_refusals(processes: Processes) -> dict[str, str]:
+    """What can't be done with spread parameters."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model, _ = pair(processes)
+    loss, p = nn.CrossEntropyLoss(), problem("mlp")
+    mesh = DeviceMesh.from_group(processes.group, "cpu")
+    tensor_parallel = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    parallelize_module(tensor_parallel, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    found = {}
+    estimator = CurvatureEstimator(EmpiricalRisk(model, loss, (), processes=processes), KFAC)
+    for name, work in {
+        "alone": lambda: EmpiricalRisk(model, loss, p.data),
+        "optimizer": lambda: KFACOptimizer(model, loss, lr=0.1),
+        "begin": lambda: estimator.begin(p.data[0][0]),
+        "tensor parallel": lambda: EmpiricalRisk(tensor_parallel, loss, p.data, processes=processes),
+    }.items():
+        try:
+            work()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
     return found
