@@ -149,9 +149,8 @@ class Processes(Alone):
         ValueError: If `torch.distributed` is not initialised, this process is not in the group, or `shard` is neither.
 
     Example:
-        >>> import tempfile
-        >>> file = tempfile.NamedTemporaryFile()
-        >>> torch.distributed.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> processes = Processes()
         >>> processes.rank, processes.world, processes.numbers(10, 2)
         (0, 1, range(10, 12))

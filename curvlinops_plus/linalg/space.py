@@ -244,7 +244,7 @@ class Space:
         kind, tensors = self._tensors(X, dtype, device)
         if kind not in ("tensor", "numpy"):
             rows, container = self._join(tensors, kind, columns_first)
-            spread = {k: (t.device_mesh, t.placements) for k, t in enumerate(self._ordered(X)) if _is_spread(t)}
+            spread = {k: like for k, t in enumerate(self._ordered(X)) if (like := _spread_like(t))}
             return rows, replace(container, spread=spread) if spread else container
         (X,) = tensors
         if X.ndim not in (1, 2) or X.shape[-1 if columns_first else 0] != self.dim:
@@ -378,9 +378,9 @@ def _inner(shape: Sequence[int], *more: Any) -> str:
     return ", ".join([*map(str, shape), *tail])
 
 
-def _is_spread(tensor: Any) -> bool:
-    """Whether it is a DTensor, of which each process has a part."""
-    return hasattr(tensor, "full_tensor")
+def _spread_like(tensor: Any) -> tuple[Any, Any] | None:
+    """Mesh and placements of a DTensor, of which each process has a part; None for another tensor."""
+    return (tensor.device_mesh, tensor.placements) if hasattr(tensor, "full_tensor") else None
 
 
 def _spread(tensor: Tensor, mesh: Any, placements: Sequence[Any], columns_first: bool) -> Any:
@@ -396,7 +396,7 @@ def _spread(tensor: Tensor, mesh: Any, placements: Sequence[Any], columns_first:
 
 
 def _convert(tensor: Any, dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
-    if _is_spread(tensor):
+    if _spread_like(tensor):
         tensor = tensor.full_tensor()
     if tensor.device != device:
         raise TypeError(
