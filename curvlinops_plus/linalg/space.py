@@ -30,7 +30,7 @@ class Container:
 
     kind: Kind
     columns: Literal["last", "first"] | None
-    #: Of tensors in a tree that processes have parts of, mesh and placements, by their positions.
+    #: Of tensors that processes have parts of, mesh and placements, by their positions in the tree.
     spread: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
@@ -246,13 +246,14 @@ class Space:
             rows, container = self._join(tensors, kind, columns_first)
             spread = {k: like for k, t in enumerate(self._ordered(X)) if (like := _spread_like(t))}
             return rows, replace(container, spread=spread) if spread else container
-        (X,) = tensors
+        given, (X,) = X, tensors
         if X.ndim not in (1, 2) or X.shape[-1 if columns_first else 0] != self.dim:
             matrix = f"[K, {self.dim}]" if columns_first else f"[{self.dim}, K]"
             raise ValueError(f"Expected shape [{self.dim}] or {matrix}, got {list(X.shape)}.")
+        spread = {0: like} if (like := _spread_like(given)) else {}
         if X.ndim == 1:
-            return X[:, None], Container(kind, None)
-        return (X.T, Container(kind, "first")) if columns_first else (X, Container(kind, "last"))
+            return X[:, None], Container(kind, None, spread)
+        return (X.T, Container(kind, "first", spread)) if columns_first else (X, Container(kind, "last", spread))
 
     def read_rows(self, J: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Kind]:
         """Convert one vector, or the rows of Jacobians, into `[dim]` or `[..., m, dim]`; also the container type.
@@ -290,7 +291,7 @@ class Space:
         kind, columns = container.kind, container.columns
         v = Y[:, 0] if columns is None else Y.T if columns == "first" else Y
         if kind == "tensor":
-            return v
+            return _spread(v, *container.spread[0], False) if container.spread else v
         if kind == "numpy":
             return to_numpy(v)
         tree = self.unflatten_rows(v) if columns == "first" else self.unflatten(v)

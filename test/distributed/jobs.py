@@ -696,6 +696,34 @@ def fully_sharded(processes: Processes, examples: int) -> dict[str, float]:
     return found
 
 
+def spread_vectors(processes: Processes) -> dict[str, float]:
+    """Products with vectors of which each process has parts."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    K, mesh = curvature(problem("mlp").risk(), KFAC), DeviceMesh.from_group(processes.group, "cpu")
+    torch.manual_seed(0)
+    v, V = torch.randn(43, dtype=torch.float64), torch.randn(43, 4, dtype=torch.float64)
+    found = {}
+    for place in (Shard(0), Replicate()):
+        for name, given, work in (
+            ("v", v, lambda x: K @ x),
+            ("V", V, lambda x: K @ x),
+            ("rows", V.T.contiguous(), lambda x: x @ K),
+            ("tree", K.in_space.unflatten(v), lambda x: K @ x),
+            ("trees", K.in_space.unflatten(V), lambda x: K @ x),
+            ("rows of trees", K.in_space.unflatten_rows(V.T), lambda x: x @ K),
+        ):
+            if isinstance(given, dict):
+                spread = {key: distribute_tensor(t, mesh, [place]) for key, t in given.items()}
+                pairs = [(work(spread)[key], t) for key, t in work(given).items()]
+            else:
+                pairs = [(work(distribute_tensor(given, mesh, [place])), work(given))]
+            for d, t in pairs:
+                assert type(d).__name__ == "DTensor"
+                found[f"{name} {place}"] = away(d.full_tensor(), t)
+    return found
+
+
 def sharded_training(processes: Processes) -> dict[str, float]:
     """Listening to a sharded model while it is trained; its gradients are untouched, and directions are sharded."""
     (model, plain), loss, found = pair(processes), nn.CrossEntropyLoss(), {}

@@ -28,6 +28,13 @@ def test_training(workers: Any, world: int) -> None:
         assert not wrong, wrong
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_vectors_in_parts(workers: Any, world: int) -> None:
+    """Results are spread as the vectors are."""
+    for found in workers.run(world, "spread_vectors"):
+        assert max(found.values()) < 1e-12, found
+
+
 def test_refused(workers: Any) -> None:
     words = {
         "alone": r"UnsupportedError: The parameters are spread over the processes \[0, 1\].*processes=Processes\(\)",
