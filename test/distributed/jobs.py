@@ -507,10 +507,10 @@ def second_half(processes: Processes, approximation: str, folder: str, state: by
     return found
 
 
-def traffic(processes: Processes, approximation: str) -> tuple[int, int, int]:
-    """Bytes of sums, of decompositions, and of all else in a sweep; and whether all have the same bits."""
-    sent = {"sums": 0, "decompositions": 0, "else": 0}
-    reduce, broadcast, gather = dist.all_reduce, dist.broadcast, dist.all_gather_object
+def traffic(processes: Processes, approximation: str, apart: bool = False) -> tuple[int, int, int, int]:
+    """Bytes of sums, of decompositions, of sums for one, and of all else; and whether all have the same bits."""
+    sent = {"sums": 0, "decompositions": 0, "to one": 0, "else": 0}
+    reduce, broadcast, gather, to_one = dist.all_reduce, dist.broadcast, dist.all_gather_object, dist.reduce
 
     def counted(name: str, function: Any) -> Any:
         def call(t: Any, *args: Any, **options: Any) -> Any:
@@ -525,13 +525,13 @@ def traffic(processes: Processes, approximation: str) -> tuple[int, int, int]:
     data = [(torch.randn(50, 20), torch.randint(10, (50,))) for _ in range(2)]
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), processes.share(data), processes=processes)
     dist.all_reduce, dist.broadcast = counted("sums", reduce), counted("decompositions", broadcast)
-    dist.all_gather_object = counted("else", gather)
+    dist.all_gather_object, dist.reduce = counted("else", gather), counted("to one", to_one)
     try:
-        K = curvature(risk, APPROXIMATIONS[approximation], vectors="mc")
+        K = curvature(risk, APPROXIMATIONS[approximation], vectors="mc", owned=apart)
     finally:
-        dist.all_reduce, dist.broadcast, dist.all_gather_object = reduce, broadcast, gather
+        dist.all_reduce, dist.broadcast, dist.all_gather_object, dist.reduce = reduce, broadcast, gather, to_one
     processes.same("bits", lambda: {"numbers": str((K @ torch.ones(K.shape[1])).tolist())})
-    return sent["sums"], sent["decompositions"], sent["else"]
+    return sent["sums"], sent["decompositions"], sent["to one"], sent["else"]
 
 
 def refuses(processes: Processes) -> dict[str, str]:
@@ -594,11 +594,10 @@ def owned_nets(processes: Processes, names: list[str]) -> dict[str, float]:
     """The same of other networks, also with a block for each parameter."""
     found = {}
     for name in names:
-        for kind in ("KFAC", "EKFAC", "FullBlock"):
-            for separate in (False, True):
-                options = {"separate_weight_and_bias": separate, "vectors": "empirical"}
-                every = owned(processes, name, kind, options)
-                found |= {f"{name} {kind} {separate} {what}": number for what, number in every.items()}
+        for kind, separate in (("KFAC", True), ("EKFAC", False), ("FullBlock", True)):
+            options = {"separate_weight_and_bias": separate, "vectors": "empirical"}
+            every = owned(processes, name, kind, options)
+            found |= {f"{name} {kind} {separate} {what}": number for what, number in every.items()}
     return found
 
 
