@@ -206,7 +206,6 @@ class EmpiricalRisk:
         self.data, self._calls = data, ModelCalls()
         self.losses = Losses(loss, reduction)
         self._own = named_params(model, params, owned)
-        #: Of parameters that processes have parts of, the whole.
         self.whole = WholeParameters(model, self.processes)
         self.params = {key: self.whole.of(value_of(params, key, p)) for key, p in self._own.items()}
         # Found before any parameter is replaced, because replacements may be nested.

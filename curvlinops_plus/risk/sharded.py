@@ -53,6 +53,15 @@ class WholeParameters:
         name = self._names.get(id(p))
         return p if name is None else self._whole[name]
 
+    def refuse(self, what: str, advice: str) -> None:
+        """Refuse what needs the layers' own parameters in the user's pass.
+
+        Raises:
+            UnsupportedError: If there are such parameters.
+        """
+        if self._parts:
+            raise UnsupportedError(f"{what} whose parameters are sharded by fully_shard. {advice}")
+
     def give_up(self) -> None:
         """Let `fully_shard` give up what it has gathered for a pass; it gathers it again where it is needed."""
         if self._parts:
