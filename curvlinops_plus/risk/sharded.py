@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -99,16 +100,18 @@ class WholeParameters:
 def give_up_gathered(model: nn.Module) -> None:
     """Let `fully_shard` give up what it has gathered for a pass, so that the model has its own parameters."""
     for module in model.modules():
-        if _is_sharded(module):
+        if _is_sharded(type(module)):
             module.reshard()  # type: ignore[operator]
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+@cache
+def _is_sharded(kind: type[nn.Module]) -> bool:
+    """Whether it is one of the classes that `fully_shard` makes."""
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
 
 
 def _require_fully_sharded(model: nn.Module, parts: dict[str, Any], processes: Alone) -> None:
-    roots = [name for name, module in model.named_modules() if _is_sharded(module)]
+    roots = [name for name, module in model.named_modules() if _is_sharded(type(module))]
     advice = (
         "Only fully_shard of torch.distributed.fsdp is known. Make a plain model, with the values that "
         "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("

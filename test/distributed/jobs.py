@@ -685,6 +685,8 @@ def fully_sharded(processes: Processes, examples: int) -> dict[str, float]:
         for options in ({}, {"vectors": "mc"}, {"owned": True}):
             K, L = (curvature(r, APPROXIMATIONS[name], **options) for r in (several, one))
             found[f"{name} {options}"] = away(K.to_dense(), L.to_dense())
+    mine = mine or data[:1]  # of which each process looks at some by itself
+    curvature(several.with_data(mine), KFAC).verify()
     with warnings.catch_warnings():
         warnings.simplefilter("error", CurvatureWarning)  # parameters are those that the state is of
         read = BlockwiseLinearOperator.from_state_dict(K.state_dict(), plain, data, loss=loss)
