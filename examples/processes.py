@@ -37,6 +37,7 @@ def main():
 if distributed.is_torchelastic_launched():
     distributed.init_process_group("gloo")
     main()
+    distributed.barrier()  # nobody ends the group while another one still uses it
     distributed.destroy_process_group()
 else:
     main()

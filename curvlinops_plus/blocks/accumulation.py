@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch, finish_work
 from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
+from curvlinops_plus.blocks.ownership import Everyone
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.stored_options import same_data
 from curvlinops_plus.blocks.sweep_cache import SweepCache
@@ -39,12 +40,20 @@ class Accumulation:
         title: Begins the text of progress bars.
         max_kept_bytes: Memory for what layers receive that is kept for the next sweep, all or nothing. Model and data
             must not change until then.
+        keepers: Which processes keep which blocks; default: each all of them.
     """
 
     def __init__(
-        self, risk: EmpiricalRisk, plan: Iterable[LayerPlan], vectors: Vectors, title: str, max_kept_bytes: int = 0
+        self,
+        risk: EmpiricalRisk,
+        plan: Iterable[LayerPlan],
+        vectors: Vectors,
+        title: str,
+        max_kept_bytes: int = 0,
+        keepers: Everyone | None = None,
     ) -> None:
         self.risk, self.vectors, self.title = risk, vectors, title
+        self.keepers = Everyone((), risk) if keepers is None else keepers
         #: Per layer, the accumulators of the next sweep; empty if its blocks are finished.
         self.pending: dict[Layer, dict[str, Accumulator]] = {p.layer: p.accumulators(risk.scale) for p in plan}
         self.blocks: dict[str, LinearOperator] = {}
@@ -125,10 +134,11 @@ class Accumulation:
     def _finish(self) -> None:
         """Turn sums into blocks, or into the accumulators of the next sweep."""
         try:
-            accumulators = [a for of_layer in self.pending.values() for a in of_layer.values()]
-            sum_over_processes(accumulators, self.risk.processes)
-            decompose_together(accumulators, self.risk.processes)
-            del accumulators  # the sums of each end with its block
+            named = [item for of_layer in self.pending.values() for item in of_layer.items()]
+            accumulators, owners = [a for _, a in named], [self.keepers.owner(*item) for item in named]
+            sum_over_processes(accumulators, self.risk.processes, owners)
+            decompose_together(accumulators, self.risk.processes, owners)
+            del named, accumulators  # the sums of each end with its block
             for layer, results in self._finish_accumulators().items():
                 for name, result in results.items():
                     if isinstance(result, Accumulator):
@@ -148,7 +158,11 @@ class Accumulation:
         pending, self.pending = self.pending, {layer: {} for layer in self.pending}
 
         def finish(layer: Layer) -> dict[str, Any]:
-            return {name: accumulator.finish_for_good() for name, accumulator in pending.pop(layer).items()}
+            return {
+                name: self.keepers.checked(accumulator, accumulator.finish_for_good())
+                for name, accumulator in pending.pop(layer).items()
+                if self.keepers.finishes(name, accumulator)
+            }
 
         with plain_mode(self.risk.device.type):
             results = side_by_side(finish, pending, lambda layer: finish_work(layer, pending[layer]))
@@ -197,6 +211,9 @@ class Planned(Protocol):
     vectors: Vectors
     plan: list[LayerPlan]
 
+    @property
+    def keepers(self) -> Everyone: ...
+
     def learn_reads(self, *, error: OutsideReads) -> None:
         """Take into the plan how functions read parameters."""
 
@@ -218,7 +235,7 @@ def run_accumulation(K: Planned, max_kept_bytes: int = 0, **options: Any) -> Acc
 def _run_accumulation(K: Planned, max_kept_bytes: int, **options: Any) -> Accumulation:
     while True:
         _agree_on_reads(K)
-        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, max_kept_bytes)
+        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, max_kept_bytes, K.keepers)
         try:
             accumulation.run(**options)
         except OutsideReads as error:

@@ -81,6 +81,8 @@ class Accumulator(metaclass=AccumulatorType):
     finishes_side_by_side: ClassVar[bool] = False
     #: Whether all sums that are square matrices are symmetric, so that processes need to send one triangle only.
     symmetric: ClassVar[bool] = False
+    #: Whether `finish` needs nothing but `decomposed`, if processes have shared the decompositions out.
+    finishes_decomposed: ClassVar[bool] = False
     #: Names of attributes with tensors (or None) that the sums depend on, such as the basis that they are in.
     constants: ClassVar[tuple[str, ...]] = ()
 
@@ -203,6 +205,19 @@ class Accumulator(metaclass=AccumulatorType):
         """What `finish` returns, made in the memory of the sums, which are gone afterwards."""
         self._scaled = self._scaled or {}
         return self.finish()
+
+    @property
+    def block_size(self) -> int:
+        """How many numbers the blocks take that `finish` makes: processes that keep some each share them out by it.
+
+        By default as many as there are parameters.
+        """
+        return sum(group.layout.dim for group in self.groups)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups of parameters of its blocks."""
+        return list(self.layer.groups) if self.group is None else [self.group]
 
     @property
     def needs_another_sweep(self) -> bool:

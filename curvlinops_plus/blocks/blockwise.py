@@ -16,13 +16,16 @@ from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.fingerprint import Fingerprint, changed_parameters, fingerprint, require_unchanged
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.operator_state import (
+    block_parts,
     check_state,
     describe,
+    part_names,
     read_blocks,
     rebuild_arguments,
     upgrade,
     write_blocks,
 )
+from curvlinops_plus.blocks.ownership import Everyone, keepers_of
 from curvlinops_plus.blocks.plan import (
     LayerPlan,
     make_plan,
@@ -36,7 +39,7 @@ from curvlinops_plus.blocks.stored_options import rebuild_vectors, same_data
 from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
-from curvlinops_plus.linalg import BlockDiagonal, LinearOperator
+from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, look_for_functions, rebuild_reads
 from curvlinops_plus.risk.layers import FoundReads
@@ -65,6 +68,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         check_deterministic: True compares the total loss of two passes over the data when blocks are computed. None:
             two evaluations of a few examples have to agree. False: not even these.
         max_kept_bytes: As for `curvature`.
+        owned: As for `curvature`.
         compute: Compute the blocks now. Otherwise at first use, which refuses parameters that have changed since.
 
     Raises:
@@ -100,6 +104,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         separate_weight_and_bias: bool = False,
         check_deterministic: bool | None = None,
         max_kept_bytes: int = KEPT_BYTES,
+        owned: bool = False,
         compute: bool = True,
     ) -> None:
         super().__init__(risk.space, risk.dtype, risk.device)
@@ -111,6 +116,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         self.renew_plan()
         self.check_deterministic = check_deterministic
         self.max_kept_bytes = checked_bytes(max_kept_bytes, "sweeps")
+        self.owned = owned
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
         #: Of the model's parameters that the blocks belong to, or will belong to.
@@ -128,6 +134,11 @@ class BlockwiseLinearOperator(ScaledBlocks):
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
         self.parameters = parameters
         return self
+
+    @property
+    def keepers(self) -> Everyone:
+        """Which processes keep which blocks of the present plan."""
+        return keepers_of(self.plan, self.risk, self.owned)
 
     def renew_plan(self) -> None:
         """Assign approximations to the layers of the risk, as far as they are known."""
@@ -163,14 +174,9 @@ class BlockwiseLinearOperator(ScaledBlocks):
 
     def _set_blocks(self, blocks: Mapping[str, LinearOperator], examples: int) -> None:
         """Take these (unscaled) blocks, in the operator's own precision and on its device."""
-        groups = [group for entry in self.plan for group in entry.layer.groups]
-        mine: dict[str, LinearOperator] = {}
-        for group in groups:
-            block = blocks[group.name]
-            here = block.dtype == self.dtype and block.device == self.device
-            mine[group.name] = block if here else block.to(self.device, self.dtype)
+        operator = self.keepers.arranged(blocks, self.dtype, self.device)
         self.examples = examples
-        self._set_operator(BlockDiagonal(mine, {group.name: group.layout for group in groups}, self.risk.space))
+        self._set_operator(operator)
 
     def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:
         """Gradient of the loss in the order of the parameters, and the loss, over all data."""
@@ -207,13 +213,30 @@ class BlockwiseLinearOperator(ScaledBlocks):
     def state_dict(self) -> dict[str, Any]:
         """All blocks and what they were computed from, in tensors and plain Python.
 
-        `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors).
+        `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors). Collective
+        if processes keep blocks apart: each gets all of them.
         """
-        state = describe(self)
+        whole = None if self._unscaled is None else self._unscaled.gather(None)
+        return self._described() | ({} if whole is None else write_blocks(self, whole))
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The same of the blocks that this process keeps."""
+        return self._described() | ({} if self._unscaled is None else write_blocks(self, self._unscaled))
+
+    def state_parts(self) -> dict[str, dict[str, Any]]:
+        """The same in parts, one for each block or layer, and one that says of what they are; see `Checkpoint`.
+
+        Parts of an operator without blocks are empty.
+        """
+        keeps = self.keepers.keeps
+        mine = {group.name for entry in self.plan for group in entry.layer.groups if keeps(group.name)}
+        parts: dict[str, dict[str, Any]] = {part: {} for entry in self.plan for part in part_names(entry, mine)}
         if self._unscaled is not None:
-            state["examples"] = self.examples
-            state |= write_blocks(self, self._unscaled)
-        return state
+            parts |= block_parts(self, self._unscaled.here)
+        return {"state": self._described(), **parts}
+
+    def _described(self) -> dict[str, Any]:
+        return describe(self) | ({} if self._unscaled is None else {"examples": self.examples, "blocks": {}})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the blocks of a state. The data is not read, the model is not changed.
@@ -234,7 +257,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         state = upgrade(given)
         fitting = _reading_as(self, state)
         check_state(fitting, state)
-        blocks = read_blocks(fitting, state)
+        blocks = read_blocks(fitting, state, fitting.keepers.keeps)
         if changed_parameters(state["fingerprint"], fingerprint(self.risk), 1e-5):  # the rounding of another dtype
             warn(
                 "The model's parameters differ from those that this state was computed at; its blocks describe the old "
@@ -270,6 +293,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         loss: Any = None,
         approximations: Iterable[type[Accumulator]] = (),
         vectors: Vectors | None = None,
+        owned: bool = False,
         **risk_options: Any,
     ) -> Self:
         """The operator that a state describes; neither is the data read nor anything computed.
@@ -282,6 +306,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
             loss: Needed for losses that are not built in.
             approximations: Your own `Accumulator` classes among those that the state names.
             vectors: Needed for vectors of your own.
+            owned: Keep only some of the blocks in each of several processes, as for `curvature`. Collective then.
             risk_options: The other options of `EmpiricalRisk`, such as `output` and `mask`: functions are not stored.
 
         Raises:
@@ -311,6 +336,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
             loss=loss,
             approximations=approximations,
             vectors=vectors,
+            owned=owned,
             **risk_options,
         )
 
@@ -330,11 +356,11 @@ def _reading_as(K: Operator, state: Mapping[str, Any]) -> Operator:
     return fitting
 
 
-def restore(cls: type[Operator], state_dict: Mapping[str, Any], **arguments: Any) -> Operator:
+def restore(cls: type[Operator], state_dict: Mapping[str, Any], owned: bool = False, **arguments: Any) -> Operator:
     """`cls.from_state_dict` for every class."""
     state = upgrade(state_dict)
     K = cls.__new__(cls)
-    BlockwiseLinearOperator.__init__(K, **rebuild_arguments(state, **arguments), compute=False)
+    BlockwiseLinearOperator.__init__(K, **rebuild_arguments(state, **arguments), owned=owned, compute=False)
     K._load(state)
     return K
 
@@ -349,6 +375,7 @@ def curvature(
     separate_weight_and_bias: bool = False,
     check_deterministic: bool | None = None,
     max_kept_bytes: int = KEPT_BYTES,
+    owned: bool = False,
 ) -> BlockwiseLinearOperator:
     """Block-diagonal curvature of a risk, any mix of approximations over its layers.
 
@@ -366,6 +393,9 @@ def curvature(
         max_kept_bytes: Memory for the inputs and output gradients that layers receive in one sweep over the data, if
             an approximation needs another one (EKFAC, `NearestKronecker` by sweeps): it does without model and data
             then. If those of all data take more than this, 64 MiB by default, none are kept; 0 never keeps any.
+        owned: Of several processes each keeps only some of the blocks, of about the same memory: at most that of all
+            over the number of processes, and of the largest one. They multiply and so on together, see
+            `OwnedBlockDiagonal`. Without several processes there is no difference.
 
     Returns:
         A linear operator with all its blocks, computed at once.
@@ -408,4 +438,5 @@ def curvature(
         separate_weight_and_bias=separate_weight_and_bias,
         check_deterministic=check_deterministic,
         max_kept_bytes=max_kept_bytes,
+        owned=owned,
     )

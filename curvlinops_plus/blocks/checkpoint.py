@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from io import BytesIO
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -18,11 +18,19 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
+@runtime_checkable
+class InParts(Protocol):
+    """What has a state in parts."""
+
+    def state_parts(self) -> Mapping[str, Mapping[str, Any]]: ...
+
+
 class Checkpoint:
     """Something with a state, as `torch.distributed.checkpoint` saves and loads it, on any number of processes.
 
     That module asks what is to be loaded for its own state first, and loads what it finds there. An estimator without
-    any batch has no statistics to be found, so its whole state is one entry here.
+    any batch has no statistics to be found, so its whole state is one entry here. An operator of `curvature` has one
+    for each layer or block: processes that keep blocks apart (`owned=True`) save and load their own ones only.
 
     Args:
         thing: A `CurvatureEstimator`, an operator, a `KFACOptimizer`.
@@ -44,9 +52,8 @@ class Checkpoint:
 
     def state_dict(self) -> dict[str, Any]:
         """The state in bytes."""
-        buffer = BytesIO()
-        torch.save(self.thing.state_dict(), buffer)
-        return {"state": buffer.getvalue()}
+        parts = self.thing.state_parts() if isinstance(self.thing, InParts) else {"state": self.thing.state_dict()}
+        return {name: _to_bytes(part) for name, part in parts.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a state.
@@ -54,4 +61,15 @@ class Checkpoint:
         Raises:
             ValueError: As for that which has it.
         """
-        self.thing.load_state_dict(torch.load(BytesIO(state_dict["state"]), weights_only=True))
+        parts = {name: torch.load(BytesIO(part), weights_only=True) for name, part in state_dict.items()}
+        state = dict(parts.pop("state"))
+        for part in parts.values():
+            for name, content in part.items():
+                state[name] = state.get(name, {}) | content
+        self.thing.load_state_dict(state)
+
+
+def _to_bytes(state: Mapping[str, Any]) -> bytes:
+    buffer = BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()

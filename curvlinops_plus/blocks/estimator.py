@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -148,6 +148,7 @@ class CurvatureEstimator:
         self._update(self._read(batch), PassStart.now(), partial(self._add, decay=decay))
 
     def _update(self, found: Batch, start: PassStart, add: Callable[[Show], None]) -> None:
+        self.risk.whole.renew()
         while True:
             try:
                 return self._pass(found).run(start, add)
@@ -180,9 +181,12 @@ class CurvatureEstimator:
         """
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)
+        start = PassStart.now() if self.risk.whole else None
         try:
-            with listen(self._pass(found), add):
+            with nullcontext() if start else listen(self._pass(found), add):
                 yield
+            if start:  # the layers have other tensors in the user's pass, which come and go
+                self._update(found, start, add)
         except OutsideReads as error:  # functions read parameters: the first batch is added by a pass of its own
             self._look(found, error)
             self._update(found, PassStart.now(), add)
@@ -197,6 +201,7 @@ class CurvatureEstimator:
             unpack: Whether it will be called as `model(**X)`.
         """
         self.risk.require_own_values("`begin`")
+        self.risk.whole.refuse("`begin` can't watch a model", "Use `listen` or `update`.")
         batch = self.risk.read_input(X, unpack)
         # Where it is not known yet how functions read parameters, a pass of its own has to find out.
         heard = None if self._looks_first else HeardPass(self._pass(batch))
@@ -311,11 +316,10 @@ class CurvatureEstimator:
         """
         if self._snapshot is None:
             self.refresh(damping)
-        assert self._snapshot is not None
         if damping is not None and damping is not self.damping and not same_data(plain(damping), plain(self.damping)):
-            return self._snapshot.inverse(damping)
+            return self.refreshed.inverse(damping)
         if self._inverse is None:
-            self._inverse = self._snapshot.inverse(self.damping)
+            self._inverse = self.refreshed.inverse(self.damping)
         return self._inverse
 
     # --------------------------------------------------------------------------------------------- merging and saving
@@ -363,7 +367,6 @@ class CurvatureEstimator:
         """Everything that going on needs, in tensors and plain Python: sums, bases, random state, the last refresh.
 
         Of several processes the same state in all, so that any number of them may go on from it. Collective.
-
         `torch.save` and `torch.load(weights_only=True)` carry it, and so do `save` and `load` (safetensors).
         """
         return together(self, "the estimator's state", lambda: write_estimator(self))
@@ -374,8 +377,7 @@ class CurvatureEstimator:
         Damping that is neither number nor tensor is not in the state: this estimator's own is used.
 
         Raises:
-            ValueError: If the state is cut off or foreign, or of another network or other approximations. Nothing has
-                changed then.
+            ValueError: If it is cut off, foreign, or of another network or other approximations; nothing has changed.
         """
         read_estimator(self, state)
 

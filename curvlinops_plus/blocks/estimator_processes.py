@@ -60,7 +60,7 @@ def sums_of_batch(estimator: Streaming, show: Callable[[Consumer], Totals]) -> t
     if processes.world == 1 or not sums.need_bases:
         return sums.of_batch(show, Alone())
     if not estimator.updates:
-        return estimator.risk.together("the first update", lambda: sums.of_batch(show, processes))
+        return estimator.risk.together("the first update", lambda: sums.of_batch(show, processes), over_data=False)
     batch, totals = sums.of_batch(show, Alone())
     for layer, stages in batch.stages.items():
         if len(stages) > len(sums.stages[layer]):

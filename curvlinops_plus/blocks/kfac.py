@@ -101,6 +101,10 @@ class KFAC(Accumulator):
         large = {name: needed for name, (_, needed) in factor_sizes(layer).items() if needed > max_bytes}
         return ", ".join(f"diagonal {name} ({needed / 2**30:.2g} GiB as a matrix)" for name, needed in large.items())
 
+    @property
+    def block_size(self) -> int:
+        return kronecker_size(self.layer, self.groups, self.diagonal)
+
     def update(self, batch: LayerBatch) -> None:
         for number, role in enumerate(batch.roles()):
             diagonal_A, diagonal_G = diagonal_in_role(self.layer, number, self.diagonal)
@@ -159,6 +163,18 @@ def factor_sizes(layer: Layer) -> dict[str, tuple[int, int]]:
         if layer.weight in group.keys and not layer.sparse:
             sizes["A"] = i, unit * i**2
     return sizes
+
+
+def kronecker_size(layer: Layer, groups: Sequence[Group], diagonal: set[str]) -> int:
+    """How many numbers the factors take of the blocks of a layer, some of which are diagonal; `G` is shared."""
+    numbers = 0
+    for group in groups:
+        *batch, o, i = group.layout.matrix_shape
+        if group is groups[0]:
+            numbers += prod(batch) * (o if "G" in diagonal else o**2)
+        if layer.weight in group.keys:
+            numbers += prod(batch) * (i if "A" in diagonal else i**2)
+    return numbers
 
 
 def diagonal_factors(layer: Layer, max_bytes: int = MAX_BYTES) -> set[str]:
@@ -244,6 +260,7 @@ class EKFAC(KFAC):
 
     needs_gradients = True
     finishes_side_by_side = True
+    finishes_decomposed = True
 
     def __init__(
         self,
@@ -258,6 +275,10 @@ class EKFAC(KFAC):
         if not 0 <= basis_rtol < 1:
             raise ValueError(f"Expected basis_rtol to be at least 0 and below 1, got {basis_rtol}.")
         self.basis_rtol = basis_rtol
+
+    @property
+    def block_size(self) -> int:
+        return super().block_size + sum(group.layout.dim for group in self.groups)
 
     @property
     def needs_another_sweep(self) -> bool:

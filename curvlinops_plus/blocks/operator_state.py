@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Protocol
 
@@ -29,15 +29,17 @@ from curvlinops_plus.blocks.stored_options import (
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Space
 from curvlinops_plus.linalg.packing import FORMAT, copied, pack, unpack
-from curvlinops_plus.risk import EmpiricalRisk, Vectors
+from curvlinops_plus.risk import EmpiricalRisk, Group, Vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses
 
 __all__ = [
     "NoData",
     "StateOwner",
+    "block_parts",
     "check_state",
     "describe",
+    "part_names",
     "read_blocks",
     "rebuild_arguments",
     "upgrade",
@@ -212,20 +214,41 @@ def check_state(K: StateOwner, state: Mapping[str, Any]) -> None:
 
 # -------------------------------------------------------------------------------------------------------------- blocks
 def write_blocks(K: StateOwner, operator: BlockDiagonal) -> dict[str, Any]:
-    """The part of a state that holds the blocks: factors under curvlinops' names, all others under "blocks"."""
+    """The part of a state that holds the blocks of this process: factors under curvlinops' names, all others under
+    "blocks".
+    """
     state: dict[str, Any] = {"blocks": {}}
-    for entry in K.plan:
-        names = factor_names(entry)
-        for name in names:
-            factor = read_factor(entry.layer, name, operator.blocks, K.in_space)
-            state.setdefault(name, {})[entry.layer.name] = _each(factor, copied)
-        if not names:
-            state["blocks"] |= {group.name: pack(operator.blocks[group.name]) for group in entry.layer.groups}
+    for part in block_parts(K, operator.here).values():
+        for name, content in part.items():
+            state[name] = state.get(name, {}) | content
     return state
 
 
-def read_blocks(K: StateOwner, state: Mapping[str, Any]) -> dict[str, LinearOperator] | None:
-    """The blocks of a state on the operator's device; None if it was saved before any were computed.
+def block_parts(K: StateOwner, blocks: Mapping[str, LinearOperator]) -> dict[str, dict[str, Any]]:
+    """What of a state belongs to each of these blocks, or to each layer that has factors."""
+    parts: dict[str, dict[str, Any]] = {}
+    for entry in K.plan:
+        layer, names = entry.layer, factor_names(entry)
+        if names and layer.groups[0].name in blocks:
+            factors = {name: read_factor(layer, name, blocks, K.in_space) for name in names}
+            content = {name: {layer.name: _each(factor, copied)} for name, factor in factors.items()}
+            parts |= dict.fromkeys(part_names(entry, blocks), content)
+        elif not names:
+            named = zip(part_names(entry, blocks), (g.name for g in layer.groups if g.name in blocks), strict=True)
+            parts |= {part: {"blocks": {name: pack(blocks[name])}} for part, name in named}
+    return parts
+
+
+def part_names(entry: LayerPlan, blocks: Container[str]) -> list[str]:
+    """The names of the parts that the blocks of a layer are in, as far as they are among `blocks`."""
+    groups = [group.name for group in entry.layer.groups if group.name in blocks]
+    return [f"layer {entry.layer.name}"] * bool(groups) if factor_names(entry) else [f"block {name}" for name in groups]
+
+
+def read_blocks(
+    K: StateOwner, state: Mapping[str, Any], keeps: Callable[[str], bool]
+) -> dict[str, LinearOperator] | None:
+    """The blocks of a state that this process keeps, on its device; None if it was saved before any were computed.
 
     Raises:
         ValueError: If a block is missing or has another size.
@@ -235,24 +258,27 @@ def read_blocks(K: StateOwner, state: Mapping[str, Any]) -> dict[str, LinearOper
         return None
     if missing:
         raise ValueError(f"The state lacks {missing}; is the file cut off?")
-    blocks = {name: unpack(block, K.device) for name, block in state["blocks"].items()}
+    blocks = {name: unpack(block, K.device) for name, block in state["blocks"].items() if keeps(name)}
     for entry in K.plan:
-        if factor_names(entry):
+        mine = [group for group in entry.layer.groups if keeps(group.name)]
+        if mine and factor_names(entry):
             blocks |= _read_factored(entry, state, K.in_space, K.device)
-        for group in entry.layer.groups:
+        for group in mine:
             if group.name not in blocks:
                 raise ValueError(f"The state lacks block {group.name!r}; is the file cut off?")
-            block, expected = blocks[group.name], group.layout.dim
-            if block.shape[0] != expected:
-                raise ValueError(
-                    f"State mismatch in block {group.name!r}: its size is {block.shape[0]}, expected {expected}."
-                )
-            if isinstance(block, Kronecker) and (block.G.size, block.A.size) != group.layout.matrix_shape[-2:]:
-                raise ValueError(
-                    f"State mismatch in block {group.name!r}: its factors G and A have sizes {block.G.size} and "
-                    f"{block.A.size}, expected {group.layout.matrix_shape[-2:]}."
-                )
+            _check_size(group, blocks[group.name])
     return blocks
+
+
+def _check_size(group: Group, block: LinearOperator) -> None:
+    expected = group.layout.dim
+    if block.shape[0] != expected:
+        raise ValueError(f"State mismatch in block {group.name!r}: its size is {block.shape[0]}, expected {expected}.")
+    if isinstance(block, Kronecker) and (block.G.size, block.A.size) != group.layout.matrix_shape[-2:]:
+        raise ValueError(
+            f"State mismatch in block {group.name!r}: its factors G and A have sizes {block.G.size} and "
+            f"{block.A.size}, expected {group.layout.matrix_shape[-2:]}."
+        )
 
 
 def _read_factored(

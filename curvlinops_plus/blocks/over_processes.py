@@ -24,7 +24,11 @@ __all__ = ["decompose_factors", "decompose_together", "sum_over_processes"]
 Shapes = dict[str, tuple[list[int], torch.dtype]]
 
 
-def sum_over_processes(accumulators: Iterable[Accumulator], processes: Alone) -> None:
+# Of each accumulator the rank of the only process that needs its sums, None if all do.
+Needed = Sequence[int | None]
+
+
+def sum_over_processes(accumulators: Iterable[Accumulator], processes: Alone, owners: Needed | None = None) -> None:
     """Replace sums, divisors and totals by those over all processes, in place. Collective.
 
     A sum that is missing in some processes, such as that of a layer that their data do not call, counts as zero there.
@@ -32,6 +36,8 @@ def sum_over_processes(accumulators: Iterable[Accumulator], processes: Alone) ->
     Args:
         accumulators: The same ones, in the same order, in all processes.
         processes: The processes.
+        owners: Of each accumulator the rank of the only process that needs its sums, which are those of a part of the
+            data in others; default: all need all.
 
     Raises:
         NumericsError: If a sum of this process has NaN or infinite entries; names layer and statistic.
@@ -49,16 +55,18 @@ def sum_over_processes(accumulators: Iterable[Accumulator], processes: Alone) ->
     _require_same_kinds([one["kinds"] for one in told])
     tensors: list[Tensor] = []
     symmetric: list[bool] = []
+    receivers: list[int | None] = []
     unions: dict[tuple[int, ...], Totals] = {}  # most accumulators have the same totals
     for index, accumulator in enumerate(accumulators):
         own = {name: [one[name][index] for one in told] for name in told[0]}
         for t, half in _completed(accumulator, own):
             tensors.append(t)
             symmetric.append(half)
+            receivers.append(None if owners is None else owners[index])
         key = tuple(map(id, own["totals"]))
         unions[key] = unions.get(key) or Totals.union(own["totals"])
         accumulator.totals = replace(unions[key])
-    processes.sum_("adding statistics", tensors, symmetric)
+    processes.sum_("adding statistics", tensors, symmetric, receivers)
 
 
 def _completed(accumulator: Accumulator, told: Mapping[str, list[Any]]) -> Iterator[tuple[Tensor, bool]]:
@@ -78,21 +86,31 @@ def _completed(accumulator: Accumulator, told: Mapping[str, list[Any]]) -> Itera
         counts[name] = sum(numbers.get(name, 0.0) for numbers in told["counts"])
 
 
-def decompose_together(accumulators: Iterable[Accumulator], processes: Alone) -> None:
+def decompose_together(accumulators: Iterable[Accumulator], processes: Alone, owners: Needed | None = None) -> None:
     """Spread the decompositions that `finish` needs over processes, by their cost, `d³`. Collective.
 
     Args:
-        accumulators: The same ones, with the same sums, in the same order, in all processes.
+        accumulators: The same ones, in the same order, in all processes.
         processes: The processes.
+        owners: Of each accumulator the rank of the only process that has its sums, which decomposes them; default: all
+            have all.
 
     Raises:
         NumericsError: If one of this process fails; names layer and factor.
     """
     if processes.world == 1:
         return
-    jobs = [(a, name, M) for a in accumulators for name, M in a.decompositions().items()]
+    accumulators = list(accumulators)
+    known = [None] * len(accumulators) if owners is None else owners
+    jobs, ranks = [], []
+    for a, rank in zip(accumulators, known, strict=True):
+        for name, M in a.decompositions().items():
+            jobs.append((a, name, M))
+            ranks.append(rank)
     matrices = [M for _, _, M in jobs]
-    found = _share_out([[M] for M in matrices], matrices, lambda k: [jobs[k][0].decompose(*jobs[k][1:])], processes)
+    found = _share_out(
+        [[M] for M in matrices], matrices, lambda k: [jobs[k][0].decompose(*jobs[k][1:])], processes, ranks
+    )
     for (accumulator, name, _), (result,) in zip(jobs, found, strict=True):
         accumulator.decomposed[name] = result
 
@@ -130,6 +148,7 @@ def _share_out(
     matrices: Sequence[Tensor],
     compute: Callable[[int], Sequence[Tensor]],
     processes: Alone,
+    owners: Needed | None = None,
 ) -> list[list[Tensor]]:
     """Results of decompositions, each computed by one process. Collective.
 
@@ -138,16 +157,19 @@ def _share_out(
         matrices: What is decomposed, at a cost of `d³`.
         compute: Computes the results of number `k`.
         processes: The processes.
+        owners: The rank that computes each, where it is given.
     """
     costs = [float(M.numel() * M.shape[-1]) for M in matrices]
-    owners = schedule(costs, processes.world)
-    mine = [k for k, owner in enumerate(owners) if owner == processes.rank]
+    workers = schedule(costs, processes.world)
+    if owners is not None:
+        workers = [worker if owner is None else owner for worker, owner in zip(workers, owners, strict=True)]
+    mine = [k for k, worker in enumerate(workers) if worker == processes.rank]
     results = [[torch.empty_like(t, memory_format=torch.contiguous_format) for t in each] for each in like]
     for k, found in zip(mine, side_by_side(compute, mine, lambda k: 10 * costs[k]), strict=True):
         for result, t in zip(results[k], found, strict=True):
             result.copy_(t)
-    sent = [(t, owner) for each, owner in zip(results, owners, strict=True) for t in each]
-    processes.hand_out("decompositions", [t for t, _ in sent], [owner for _, owner in sent])
+    sent = [(t, worker) for each, worker in zip(results, workers, strict=True) for t in each]
+    processes.hand_out("decompositions", [t for t, _ in sent], [worker for _, worker in sent])
     return results
 
 

@@ -71,6 +71,10 @@ class FullBlock(Accumulator):
                 f"for this layer, or FullBlock.using(max_bytes=...)."
             )
 
+    @property
+    def block_size(self) -> int:
+        return sum(group.layout.dim**2 for group in self.groups)
+
     def update(self, batch: LayerBatch) -> None:
         self.add("matrix", gram(batch.per_example_grads.flatten(2).flatten(0, 1)))
 
@@ -111,6 +115,10 @@ class ScaledIdentity(Accumulator):
         if not (scale >= 0 and isfinite(scale)):
             raise ValueError(f"ScaledIdentity: expected a finite scale of at least 0, got {scale}.")
         self.number = float(scale)
+
+    @property
+    def block_size(self) -> int:
+        return 0
 
     def update(self, batch: LayerBatch) -> None:
         pass

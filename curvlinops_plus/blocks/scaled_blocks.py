@@ -132,7 +132,8 @@ class ScaledBlocks(Deferred):
             raise ValueError("Heuristic and exact damping require a single damping value.")
         else:
             operator = self.operator
-            numbers = {name: resolve(d, operator.blocks[name]) / c for name, d in operator.per_block(damping).items()}
+            dampings = operator.per_block(damping)
+            numbers = dampings | {name: resolve(dampings[name], block) / c for name, block in operator.here.items()}
             damping = heuristic_factor_damping(unscaled, self.plan, numbers, min_damping)
         inverse = unscaled.inverse(damping, retry_double_precision=retry_double_precision)
         return inverse if unscaled is self._operator else inverse._scale(1 / c)

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
+from functools import partial, reduce
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from curvlinops_plus.distributed import Alone
+from curvlinops_plus.linalg import OwnedBlockDiagonal
 from curvlinops_plus.linalg.packing import FORMAT, copied
 
 __all__ = ["load", "save"]
 
 _MISSING = "save and load need the package safetensors: pip install safetensors. torch.save carries a state_dict, too."
 
+_PART = "a part"  # in place of the tree, in files that another one names
 
-def save(state: Any, path: str | PathLike[str]) -> None:
+
+def save(state: Any, path: str | PathLike[str], *, sharded: bool = False) -> None:
     """Write a `state_dict` as one safetensors file; `load` reads it.
 
-    Tensors are stored under their keys joined by "/", everything else as JSON in the file's metadata.
+    Tensors are stored under their keys joined by "/", everything else as JSON in the file's metadata. A file that is
+    there is replaced when the new one is complete.
+
+    Of an operator whose blocks several processes keep apart (`curvature(..., owned=True)`) all processes have to
+    call it. Process 0 writes the file, for which all get all blocks; or with `sharded=True` each writes its own.
 
     Args:
         state: What `state_dict()` returned, or an operator or estimator that has one.
         path: The file.
+        sharded: Write a file for each process beside this one, such as `K-1-of-3.safetensors`, which says what is in
+            them. `load` reads them together, in any number of processes.
 
     Raises:
         TypeError: If it is neither: most operators are known by their products alone.
+        ValueError: If it is `sharded`, but no operator whose blocks are kept apart.
+        ProcessError: In all processes that write together, if one of them fails.
         FileNotFoundError: If the path is a folder, or in one that does not exist.
         ImportError: If the package safetensors is missing (`pip install safetensors`).
 
@@ -39,26 +53,70 @@ def save(state: Any, path: str | PathLike[str]) -> None:
         0
     """
     try:
-        from safetensors.torch import save_file
+        import safetensors.torch  # noqa: F401 (before all else: it may be missing)
     except ImportError as error:
         raise ImportError(_MISSING) from error
 
     if isinstance(state, (str, PathLike)):
         raise TypeError(f"save takes what is saved first, then the path: save(K, {str(state)!r}).")
-    if not isinstance(state, Mapping):
-        if not callable(getattr(state, "state_dict", None)):
-            raise TypeError(
-                f"save takes a state_dict, or what has one such as the operators of `curvature`; a "
-                f"{type(state).__name__} has none. Save the operator that an inverse was made from; what computes its "
-                "products with model and data, such as GGN, is made again from these."
-            )
-        state = state.state_dict()
-    tensors: dict[str, Tensor] = {}
-    tree = _detach(state, "", tensors)
-    if Path(path).is_dir() or not Path(path).parent.is_dir():
-        why = "is a folder; add the name of a file" if Path(path).is_dir() else "is in a folder that does not exist"
+    if not isinstance(state, Mapping) and not callable(getattr(state, "state_dict", None)):
+        raise TypeError(
+            f"save takes a state_dict, or what has one such as the operators of `curvature`; a {type(state).__name__} "
+            "has none. Save the operator that an inverse was made from; what computes its products with model and "
+            "data, such as GGN, is made again from these."
+        )
+    processes = _keepers(state)
+    if sharded and processes.world == 1 and not getattr(state, "owned", False):
+        raise ValueError(
+            "sharded=True writes a file for each process that keeps some of the blocks, and this process has all of "
+            "them: say save(K, path), or keep blocks apart, curvature(..., owned=True)."
+        )
+    processes.together(f"saving {Path(path).name}", partial(_write, state, Path(path), processes, sharded))
+
+
+def _keepers(state: Any) -> Alone:
+    """The processes that keep the blocks of an operator apart; one alone for everything else."""
+    own = state if isinstance(state, OwnedBlockDiagonal) else state.risk if getattr(state, "owned", False) else None
+    return Alone() if own is None else own.processes  # type: ignore[return-value] (what made it)
+
+
+def _write(state: Any, path: Path, processes: Alone, sharded: bool) -> None:
+    if not sharded or processes.world == 1:
+        tensors: dict[str, Tensor] = {}
+        tree = _detach(state if isinstance(state, Mapping) else state.state_dict(), "", tensors)
+        return _write_file(path, tensors, tree) if processes.rank == 0 else None
+    tensors = {}
+    tree = _detach(state.own_state_dict(), "", tensors)
+    names = [f"{path.stem}-{k + 1}-of-{processes.world}{path.suffix}" for k in range(processes.world)]
+    together, *_ = processes.gather("which parts belong together", os.urandom(8).hex())
+    _write_file(path.with_name(names[processes.rank]), tensors, _PART, {"together": together})
+    trees = processes.gather("what is saved", tree)  # the file that names the others is written when these are there
+    if processes.rank == 0:
+        _write_file(path, {}, reduce(_merged, trees), {"together": together, "parts": json.dumps(names)})
+    return None
+
+
+def _write_file(path: Path, tensors: dict[str, Tensor], tree: Any, more: Mapping[str, str] | None = None) -> None:
+    from safetensors.torch import save_file
+
+    if path.is_dir() or not path.parent.is_dir():
+        why = "is a folder; add the name of a file" if path.is_dir() else "is in a folder that does not exist"
         raise FileNotFoundError(f"Can't save to {path}: it {why}.")
-    save_file(tensors, path, metadata={"format": FORMAT, "state": json.dumps(tree)})
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(tensors, unfinished, metadata={"format": FORMAT, "state": json.dumps(tree), **(more or {})})
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _merged(one: Any, other: Any) -> Any:
+    """What `_detach` makes of a dict that has the keys of both."""
+    if not (isinstance(one, dict) and "$dict" in one):
+        return one
+    theirs = {json.dumps(key): (key, value) for key, value in other["$dict"]}
+    pairs = [[key, _merged(value, theirs.pop(json.dumps(key), (key, value))[1])] for key, value in one["$dict"]]
+    return {"$dict": [*pairs, *(list(pair) for pair in theirs.values())]}
 
 
 def load(path: str | PathLike[str], *more: Any) -> dict[str, Any]:
@@ -80,7 +138,7 @@ def load(path: str | PathLike[str], *more: Any) -> dict[str, Any]:
         {'values': {0: tensor([1., 1.])}}
     """
     try:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
     except ImportError as error:
         raise ImportError(_MISSING) from error
 
@@ -93,17 +151,33 @@ def load(path: str | PathLike[str], *more: Any) -> dict[str, Any]:
     if Path(path).is_dir():
         raise FileNotFoundError(f"{path} is a folder; expected a file that `save` wrote.")
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT or "state" not in metadata:
-                raise ValueError(f"{path} is a safetensors file, but not one that curvlinops_plus wrote.")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
-        return _attach(json.loads(metadata["state"]), tensors)
+        tensors, metadata = _read_file(Path(path))
+        tree = json.loads(metadata["state"])
+        if tree == _PART:
+            raise ValueError(f"{path} is one of the parts of a state: load the file that has no numbers in its name.")
+        for name in json.loads(metadata.get("parts", "[]")):
+            part, of_part = _read_file(Path(path).with_name(name))
+            if of_part.get("together") != metadata["together"]:
+                raise ValueError(f"{path} and its part {name} were not saved together. Save all of them again.")
+            tensors |= part
+        return _attach(tree, tensors)
     except (SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(
             f"{path} can't be read ({error}): it is cut off or no safetensors file. What torch.save wrote is read by "
             "torch.load."
         ) from error
+
+
+def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT or "state" not in metadata:
+            raise ValueError(f"{path} is a safetensors file, but not one that curvlinops_plus wrote.")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
+    return tensors, metadata
 
 
 def _detach(node: Any, path: str, tensors: dict[str, Tensor]) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
-from curvlinops_plus.blocks.kfac import check_factor_sizes
+from curvlinops_plus.blocks.kfac import check_factor_sizes, kronecker_size
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.kronecker_approximation import balanced
@@ -51,6 +51,10 @@ class KroneckerBlock(Accumulator):
         self.shape = group.layout.matrix_shape
         self.has_weight = layer.weight in group.keys
         check_factor_sizes(self, max_bytes, option)
+
+    @property
+    def block_size(self) -> int:
+        return kronecker_size(self.layer, self.groups, {"A"} if self.layer.sparse else set())
 
     def update(self, batch: LayerBatch) -> None:
         if self.has_weight:

@@ -121,6 +121,7 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
             )
         rows.append((layer or "(model)", name, error))
 
+    risk.whole.renew()
     with (
         preserve_state(risk.model, risk.data),
         torch.inference_mode(False),

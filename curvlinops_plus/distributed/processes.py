@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from curvlinops_plus.distributed.buckets import Bucket, buckets
-from curvlinops_plus.distributed.share import share
+from curvlinops_plus.distributed.share import number_of_examples, share
 from curvlinops_plus.errors import ProcessError, UnsupportedError
 
 __all__ = ["Alone", "Processes"]
@@ -64,22 +65,32 @@ class Alone:
         """Whether it holds in all processes. Collective."""
         return all(self.gather(what, holds))
 
-    def sum_(self, what: str, tensors: Sequence[Tensor], symmetric: Sequence[bool] = ()) -> None:
+    def sum_(
+        self,
+        what: str,
+        tensors: Sequence[Tensor],
+        symmetric: Sequence[bool] = (),
+        owners: Sequence[int | None] | None = None,
+    ) -> None:
         """Write the sums over all processes into tensors, which have the same shapes and dtypes in all. Collective.
 
         Args:
             what: Names it in errors.
             tensors: The tensors.
             symmetric: Which of them are symmetric matrices, of which one triangle is sent; none by default.
+            owners: The rank that gets the sum of each, while tensors of other processes stay as they are; None for all
+                of them, the default. Half of the bytes of a sum for all are sent then.
         """
 
-    def hand_out(self, what: str, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+    def hand_out(self, what: str, tensors: Sequence[Tensor], owners: Sequence[int], to: int | None = None) -> None:
         """Write the tensors of their owners into those of all processes. Collective.
 
         Args:
             what: Names it in errors.
-            tensors: Of the same shapes and dtypes in all processes.
+            tensors: Of the same shapes and dtypes in all processes that get them.
             owners: The rank that has the numbers of each.
+            to: The rank of the only process that gets them; default: all. Those of the others stay as they are, and
+                may be of the meta device where a process neither has nor gets the numbers.
         """
 
     def same(self, what: str, describe: Callable[[], Mapping[str, Any]]) -> None:
@@ -93,9 +104,17 @@ class Alone:
             ProcessError: In all processes, saying what differs.
         """
 
-    def numbers(self, first: int, count: int) -> range:
+    def numbers(self, first: int, count: int) -> Sequence[int]:
         """The numbers in the whole data set of `count` examples, the first of which is number `first` of this part."""
         return range(first, first + count)
+
+    def numbering(self, data: Any) -> AbstractContextManager[Any]:
+        """Context in which examples of this part of the data are numbered, whose sizes tell. Collective.
+
+        Args:
+            data: What will be read.
+        """
+        return nullcontext()
 
     def share(self, data: Any) -> Any:
         """The part of the data that belongs to this process, see `Processes.share`."""
@@ -117,6 +136,9 @@ class Processes(Alone):
 
     Args:
         group: The group of `torch.distributed`; default: the one of all processes.
+        shard: How data are dealt out, and examples numbered: "strided", every `world`-th one to each process, or
+            "contiguous", a piece to each. Random numbers are those of one process then, if the parts are lists of
+            batches, or loaders, whose sizes are known beforehand.
         bucket_bytes: Tensors are sent in pieces of at most about this many bytes, 64 MiB by default.
 
     Attributes:
@@ -124,19 +146,20 @@ class Processes(Alone):
         world: How many there are.
 
     Raises:
-        ValueError: If `torch.distributed` is not initialised, or this process is not in the group.
+        ValueError: If `torch.distributed` is not initialised, this process is not in the group, or `shard` is neither.
 
     Example:
-        >>> import tempfile
-        >>> file = tempfile.NamedTemporaryFile()
-        >>> torch.distributed.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> processes = Processes()
         >>> processes.rank, processes.world, processes.numbers(10, 2)
         (0, 1, range(10, 12))
         >>> torch.distributed.destroy_process_group()
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, bucket_bytes: int = 2**26) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, *, shard: str = "strided", bucket_bytes: int = 2**26
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise ValueError(
                 "Processes() needs torch.distributed: start the program by torchrun, and call "
@@ -144,13 +167,16 @@ class Processes(Alone):
             )
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes!r} must be an integer of at least 1.")
+        if shard not in ("strided", "contiguous"):
+            raise ValueError(f"shard={shard!r} is unknown; expected 'strided' or 'contiguous'.")
         group = dist.group.WORLD if group is None else group
         assert group is not None  # it is initialised
         self.group = group
         self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("This process is not in the group that was given to Processes.")
-        self.bucket_bytes = bucket_bytes
+        self.shard, self.bucket_bytes = shard, bucket_bytes
+        self._before: int | None = None  # how many examples the processes before have, as long as it is known
         self._inside = ""  # what is done together
         cuda = "nccl" in dist.get_backend(self.group)
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -217,44 +243,79 @@ class Processes(Alone):
             dist.all_gather_object(parts, part, self.group)
         return parts
 
-    def sum_(self, what: str, tensors: Sequence[Tensor], symmetric: Sequence[bool] = ()) -> None:
+    def sum_(
+        self,
+        what: str,
+        tensors: Sequence[Tensor],
+        symmetric: Sequence[bool] = (),
+        owners: Sequence[int | None] | None = None,
+    ) -> None:
         self._agree(what)
+        found = self._buckets_of(tensors, symmetric or [False] * len(tensors), owners or [None] * len(tensors))
 
-        def start(flat: Tensor, bucket: int) -> Any:
-            return dist.all_reduce(flat, group=self.group, async_op=True)
+        def start(flat: Tensor, owner: int | None) -> Any:
+            if owner is None:
+                return dist.all_reduce(flat, group=self.group, async_op=True)
+            return dist.reduce(flat, self._global(owner), group=self.group, async_op=True)
 
-        self._send(what, list(buckets(tensors, symmetric or [False] * len(tensors), self.bucket_bytes)), start)
+        self._send(what, found, start, lambda owner: owner in (None, self.rank))
 
-    def hand_out(self, what: str, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+    def hand_out(self, what: str, tensors: Sequence[Tensor], owners: Sequence[int], to: int | None = None) -> None:
         self._agree(what)
-        found: list[Bucket] = []
-        sources: list[int] = []
-        for rank in range(self.world):
-            own = [t for t, owner in zip(tensors, owners, strict=True) if owner == rank]
-            found += buckets(own, [False] * len(own), self.bucket_bytes)
-            sources += [dist.get_global_rank(self.group, rank)] * (len(found) - len(sources))
+        found = self._buckets_of(tensors, [False] * len(tensors), owners)
+        if to is not None:  # only two processes have to do with each
+            concerned = [(bucket, owner) for bucket, owner in found if self.rank in (owner, to) and owner != to]
+            return self._send(what, concerned, partial(self._pass_on, to), lambda owner: self.rank == to)
 
-        def start(flat: Tensor, bucket: int) -> Any:
-            return dist.broadcast(flat, sources[bucket], group=self.group, async_op=True)
+        def start(flat: Tensor, owner: int | None) -> Any:
+            assert owner is not None
+            return dist.broadcast(flat, self._global(owner), group=self.group, async_op=True)
 
-        self._send(what, found, start)
+        self._send(what, found, start, lambda owner: True)
 
-    def _send(self, what: str, found: Sequence[Bucket], start: Callable[[Tensor, int], Any]) -> None:
+    def _pass_on(self, to: int, flat: Tensor, owner: int | None) -> Any:
+        assert owner is not None
+        if self.rank == to:
+            return dist.irecv(flat, self._global(owner), self.group)
+        return dist.isend(flat, self._global(to), self.group)
+
+    def _global(self, rank: int) -> int:
+        return dist.get_global_rank(self.group, rank)
+
+    def _buckets_of(
+        self, tensors: Sequence[Tensor], symmetric: Sequence[bool], owners: Sequence[int | None]
+    ) -> list[tuple[Bucket, int | None]]:
+        """Buckets of tensors with one owner each, in the same order in all processes."""
+        found: list[tuple[Bucket, int | None]] = []
+        for owner in (None, *range(self.world)):
+            own = [k for k, one in enumerate(owners) if one == owner]
+            parts = buckets([tensors[k] for k in own], [symmetric[k] for k in own], self.bucket_bytes)
+            found += [(bucket, owner) for bucket in parts]
+        return found
+
+    def _send(
+        self,
+        what: str,
+        found: Sequence[tuple[Bucket, int | None]],
+        start: Callable[[Tensor, int | None], Any],
+        receives: Callable[[int | None], bool],
+    ) -> None:
         """Pack buckets, start their communication, and unpack what has come, a few of them at a time."""
-        flying: list[tuple[Bucket, Tensor, Any]] = []
+        flying: list[tuple[Bucket, Tensor, bool, Any]] = []
 
         def land() -> None:
-            bucket, flat, handle = flying.pop(0)
+            bucket, flat, receive, handle = flying.pop(0)
             handle.wait()
-            bucket.unpack_(flat)
+            if receive:
+                bucket.unpack_(flat)
 
         with _in_contact(self, what), torch.no_grad():
-            for number, bucket in enumerate(found):
+            for bucket, owner in found:
                 if len(flying) == _IN_FLIGHT:
                     land()
                 flat = bucket.pack().detach()
                 flat = flat.to(self._device) if self._device.type == "cuda" else flat
-                flying.append((bucket, flat, start(flat, number)))
+                flying.append((bucket, flat, receives(owner), start(flat, owner)))
             while flying:
                 land()
 
@@ -268,18 +329,36 @@ class Processes(Alone):
                     f"process {other}. Everything but the data has to be the same in all."
                 )
 
-    def numbers(self, first: int, count: int) -> range:
+    def numbers(self, first: int, count: int) -> Sequence[int]:
+        if self.shard == "contiguous":
+            return (
+                _Unknown(count) if self._before is None else range(self._before + first, self._before + first + count)
+            )
         start = self.rank + self.world * first
         return range(start, start + self.world * count, self.world)
+
+    @contextmanager
+    def numbering(self, data: Any) -> Iterator[None]:
+        if self.shard == "strided":
+            yield
+            return
+        sizes = self.gather("numbering examples", number_of_examples(data))
+        known = [size for size in sizes[: self.rank] if size is not None]
+        try:
+            self._before = sum(known) if len(known) == self.rank else None
+            yield
+        finally:
+            self._before = None
 
     def share(self, data: Any) -> Any:
         """The part of the data that belongs to this process: each example is in exactly one part.
 
         Args:
             data: A list of batches `(X, y)`, or of mappings of tensors, whose examples are dealt out: of all examples
-                in their order those of number `rank`, `rank + world`, and so on. Of other sequences the items are
-                dealt out. Of a `Dataset` a `Subset`. A `DataLoader` in order, or with `shuffle=True`, becomes one
-                over a subset of its data set, with batches of the same size.
+                in their order those of number `rank`, `rank + world`, and so on; or with `shard="contiguous"` the
+                first ones to process 0, the next ones to process 1. Of other sequences the items are dealt out. Of a
+                `Dataset` a `Subset`. A `DataLoader` in order, or with `shuffle=True`, becomes one over a subset of its
+                data set, with batches of the same size.
 
         Returns:
             The same kind of thing; of a list with copies of its tensors' own part, in batches of about the same sizes.
@@ -290,11 +369,29 @@ class Processes(Alone):
                 make parts even so that they count twice, or leaves out a last batch.
             TypeError: If it can't be dealt out, as an iterator.
         """
-        return share(data, self.rank, self.world)
+        return share(data, self.rank, self.world, self.shard == "contiguous")
 
     def require_alone(self, what: str, advice: str) -> None:
         if self.world > 1:
             raise UnsupportedError(f"{what} can't be computed by several processes together. {advice}")
+
+
+class _Unknown(Sequence[int]):
+    """Numbers of examples that nobody knows."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: Any) -> Any:
+        raise UnsupportedError(
+            'Random numbers belong to examples, and with Processes(shard="contiguous") their numbers follow from the '
+            "numbers of examples of the processes before, which are not known here: data are neither a list of "
+            "batches nor a DataLoader over a sized data set, or come batch by batch. Use shard='strided', or say which "
+            "examples they are: EmpiricalRisk(..., example_ids=lambda X, y: ...)."
+        )
 
 
 @contextmanager
@@ -318,7 +415,7 @@ def _traceback(error: Exception) -> str:
 def _equal(one: Any, other: Any) -> bool:
     """Whether two plain values are the same; numbers in floating point up to rounding in single precision."""
     if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= 1e-5 * max(abs(one), abs(other)) or (one != one and other != other)
+        return one == other or abs(one - other) <= 1e-5 * max(abs(one), abs(other)) or (one != one and other != other)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(one == other)

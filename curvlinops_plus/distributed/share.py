@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -10,38 +10,81 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
 
-__all__ = ["share"]
+__all__ = ["number_of_examples", "share"]
 
 
-def share(data: Any, rank: int, world: int) -> Any:
+# Which examples, or items, a process has, of how many.
+Part = Callable[[int], slice]
+
+
+def share(data: Any, rank: int, world: int, contiguous: bool = False) -> Any:
     """The part of one process, see `Processes.share`.
 
     Example:
-        >>> share([(torch.arange(3), torch.arange(3)), (torch.arange(3, 5), torch.arange(3, 5))], 1, 2)
+        >>> batches = [(torch.arange(3), torch.arange(3)), (torch.arange(3, 5), torch.arange(3, 5))]
+        >>> share(batches, 1, 2)
         [(tensor([1, 3]), tensor([1, 3]))]
+        >>> share(batches, 1, 2, contiguous=True)
+        [(tensor([2]), tensor([2])), (tensor([3, 4]), tensor([3, 4]))]
     """
+
+    def part(size: int) -> slice:
+        if contiguous:
+            return slice(size * rank // world, size * (rank + 1) // world)
+        return slice(rank, size, world)
+
     if isinstance(data, DataLoader):
-        return _share_loader(data, rank, world)
+        return _share_loader(data, part)
     if isinstance(data, IterableDataset):
         raise TypeError(
             f"`data` is a {type(data).__name__}, an IterableDataset, which can't be dealt out: give each process its "
             "own part, and the risk `processes=`."
         )
     if isinstance(data, Dataset) and not isinstance(data, Sequence):
-        return Subset(data, range(rank, _length(data), world))
+        return _subset(data, part)
     if not isinstance(data, Sequence) or isinstance(data, str):
         raise TypeError(
             f"`data` is a {type(data).__name__}, which can't be dealt out. Share a list of batches, a Dataset or a "
             "DataLoader, or give each process its own part, and the risk `processes=`."
         )
-    parts: list[Any] = []
-    before = 0
+    size = number_of_examples(data)
+    if size is None:
+        return data[part(len(data))]
+    return _piece(data, part(size)) if contiguous else _every(data, rank, world)
+
+
+def _piece(data: Sequence[Any], piece: slice) -> list[Any]:
+    """The examples of a piece, in batches of their own."""
+    parts, before = [], 0
     for item in data:
-        if (size := _examples(item)) is None:
-            return data[rank::world]
-        parts.append(_every(item, (rank - before) % world, world))
-        before += size
+        parts.append(_rows(item, slice(max(piece.start - before, 0), max(piece.stop - before, 0))))
+        before += _examples(item) or 0
+    return [item for item in parts if _examples(item)]
+
+
+def _every(data: Sequence[Any], rank: int, world: int) -> list[Any]:
+    """Every `world`-th example, those of as many batches together."""
+    parts, before = [], 0
+    for item in data:
+        parts.append(_rows(item, slice((rank - before) % world, None, world)))
+        before += _examples(item) or 0
     return [batch for start in range(0, len(parts), world) for batch in _joined(parts[start : start + world])]
+
+
+def number_of_examples(data: Any) -> int | None:
+    """The number of examples of a list of batches, or of a loader that reads each example once; None if not known."""
+    if isinstance(data, DataLoader):
+        whole = data.batch_size is not None and not data.drop_last and not isinstance(data.dataset, IterableDataset)
+        return len(data.sampler) if whole and isinstance(data.sampler, Sized) else None
+    if not isinstance(data, Sequence):
+        return None
+    sizes = [_examples(item) for item in data]
+    return None if None in sizes else sum(size for size in sizes if size)
+
+
+def _subset(data: Any, part: Part) -> Subset[Any]:
+    size = _length(data)
+    return Subset(data, range(size)[part(size)])
 
 
 def _length(data: Any) -> int:
@@ -60,9 +103,9 @@ def _examples(item: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _every(item: Any, start: int, step: int) -> Any:
-    """Every `step`-th example of a batch."""
-    return tree_map(lambda t: t[start::step], dict(item) if isinstance(item, Mapping) else item)
+def _rows(item: Any, cut: slice) -> Any:
+    """Some examples of a batch."""
+    return tree_map(lambda t: t[cut], dict(item) if isinstance(item, Mapping) else item)
 
 
 def _joined(batches: list[Any]) -> list[Any]:
@@ -74,8 +117,8 @@ def _joined(batches: list[Any]) -> list[Any]:
     return [tree_unflatten([torch.cat(ts) for ts in zip(*(leaves for leaves, _ in flat))], flat[0][1])]
 
 
-def _share_loader(loader: DataLoader[Any], rank: int, world: int) -> DataLoader[Any]:
-    """A loader over every `world`-th example, with batches of the same size."""
+def _share_loader(loader: DataLoader[Any], part: Part) -> DataLoader[Any]:
+    """A loader over some of the examples, with batches of the same size."""
     data = loader.dataset
     if isinstance(data, IterableDataset):
         raise TypeError(
@@ -114,4 +157,4 @@ def _share_loader(loader: DataLoader[Any], rank: int, world: int) -> DataLoader[
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
     }
-    return DataLoader(Subset(data, range(rank, _length(data), world)), **options)
+    return DataLoader(_subset(data, part), **options)

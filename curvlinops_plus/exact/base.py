@@ -55,6 +55,8 @@ class RiskOperator(LinearOperator):
             what: Says in a progress bar what they are read for.
             draws: Random numbers, which go on with the examples of each batch.
         """
+        if self.risk.processes.world == 1:  # several have done it together
+            self.risk.whole.renew()
         for number, batch in enumerate(self.risk.batches(type(self).__name__ + what)):
             if self._compares_few and not number:
                 require_repeatable(self.risk, batch)

@@ -17,6 +17,7 @@ from curvlinops_plus.linalg.minimal_residual import MINRESInverseLinearOperator,
 from curvlinops_plus.linalg.neumann_series import NeumannInverseLinearOperator, neumann
 from curvlinops_plus.linalg.numerics import cholesky_inverse, gram, psd_clip
 from curvlinops_plus.linalg.operator import Adjoint, LinearOperator, Product, Scaled, Shifted, Sum
+from curvlinops_plus.linalg.owned import Elsewhere, OwnedBlockDiagonal
 from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
 from curvlinops_plus.linalg.scipy_export import to_scipy
 from curvlinops_plus.linalg.scipy_import import from_scipy
@@ -43,6 +44,7 @@ __all__ = [
     "Dense",
     "Diagonal",
     "Eigendecomposed",
+    "Elsewhere",
     "Factor",
     "Formed",
     "FormedSum",
@@ -56,6 +58,7 @@ __all__ = [
     "LinearOperator",
     "MINRESInverseLinearOperator",
     "NeumannInverseLinearOperator",
+    "OwnedBlockDiagonal",
     "PositionedBlocks",
     "PrincipalPart",
     "Product",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -207,9 +207,13 @@ class BlockDiagonal(LinearOperator):
         Raises:
             ValueError: If a block is known by its products alone.
         """
+        return self.own_state_dict()
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """The same of the blocks that this process has: all of them, unless it is an `OwnedBlockDiagonal`."""
         space = {name: list(shape) for name, shape in self.in_space.shapes.items()}
         kind = {"format": FORMAT, "class": type(self).__name__, "space": space}
-        return {**kind, **self._places_state(), "blocks": self._each(pack)}
+        return {**kind, **self._places_state(), "blocks": self._each(pack, among=self.here)}
 
     def _places_state(self) -> dict[str, Any]:
         """Where blocks are, as `_from_state` reads it."""
@@ -263,22 +267,23 @@ class BlockDiagonal(LinearOperator):
 
     @property
     def trace(self) -> Tensor:
-        return torch.stack(list(self._each(lambda block: block.trace).values())).sum()
+        return torch.stack(list(self._tensors(attrgetter("trace"), ()).values())).sum()
 
     @property
     def frobenius_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(torch.stack(list(self._each(lambda block: block.frobenius_norm).values())))
+        return torch.linalg.vector_norm(torch.stack(list(self._tensors(attrgetter("frobenius_norm"), ()).values())))
 
     def eigenvalues(self) -> Tensor:
-        return torch.cat(list(self._each(methodcaller("eigenvalues"), decomposes=True).values()))
+        return torch.cat(list(self._tensors(methodcaller("eigenvalues"), None, decomposes=True).values()))
 
     def diagonal(self) -> Tensor:
         """The diagonal, `[n]`, in the order of the parameters."""
-        return self.merge(self._each(methodcaller("diagonal")))
+        return self.merge(self._tensors(methodcaller("diagonal"), None))
 
     def _slogdet(self) -> tuple[Tensor, Tensor]:
-        signs, logarithms = zip(*self._each(methodcaller("_slogdet"), decomposes=True).values(), strict=True)
-        return torch.stack(signs).prod(), torch.stack(logarithms).sum()
+        found = self._tensors(lambda block: torch.stack(block._slogdet()), (2,), decomposes=True)
+        signs, logarithms = torch.stack(list(found.values())).unbind(1)
+        return signs.prod(), logarithms.sum()
 
     def _entrywise_square(self) -> BlockDiagonal:
         return self._with(self._each(methodcaller("_entrywise_square")))
@@ -302,13 +307,33 @@ class BlockDiagonal(LinearOperator):
     def _scale(self, c: Scalar) -> BlockDiagonal:
         return self._with(self._each(methodcaller("_scale", c)))
 
+    @property
+    def here(self) -> dict[str, LinearOperator]:
+        """The blocks that this process has: all of them."""
+        return self.blocks
+
+    def gather(self, rank: int | None = None) -> BlockDiagonal | None:
+        """The same with all blocks here: the operator itself, unless it is an `OwnedBlockDiagonal`."""
+        return self
+
+    def _tensors(
+        self, function: Callable[[LinearOperator], Tensor], shape: tuple[int, ...] | None, decomposes: bool = False
+    ) -> dict[str, Tensor]:
+        """Block name to `function(block)`, of this shape (None: one entry per row), whoever has the block."""
+        return self._each(function, decomposes=decomposes)
+
     def _each(
-        self, function: Callable[..., T], arguments: Mapping[str, Any] | None = None, decomposes: bool = False
+        self,
+        function: Callable[..., T],
+        arguments: Mapping[str, Any] | None = None,
+        decomposes: bool = False,
+        among: Mapping[str, LinearOperator] | None = None,
     ) -> dict[str, T]:
-        """Block name to `function(block)`, or to `function(block, arguments[name])`.
+        """Block name to `function(block)`, or to `function(block, arguments[name])`, of all blocks or those `among`.
 
         If that decomposes the blocks, several are done at the same time.
         """
+        names = list(self.blocks if among is None else among)
 
         def of(name: str) -> T:
             with error_context(f'block "{name}"'):
@@ -320,7 +345,7 @@ class BlockDiagonal(LinearOperator):
             return decomposition_work(self.blocks[name]) if decomposes else 0.0
 
         with outside_autocast(self.device):
-            return dict(zip(self.blocks, side_by_side(of, self.blocks, work), strict=True))
+            return dict(zip(names, side_by_side(of, names, work), strict=True))
 
     def _with(self, blocks: dict[str, LinearOperator]) -> BlockDiagonal:
         """The same groups of parameters with other blocks of the same sizes."""

@@ -9,7 +9,7 @@ to the container type that was given.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -30,6 +30,8 @@ class Container:
 
     kind: Kind
     columns: Literal["last", "first"] | None
+    #: Of tensors that processes have parts of, mesh and placements, by their positions in the tree.
+    spread: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
 class Space:
@@ -241,14 +243,17 @@ class Space:
         """
         kind, tensors = self._tensors(X, dtype, device)
         if kind not in ("tensor", "numpy"):
-            return self._join(tensors, kind, columns_first)
-        (X,) = tensors
+            rows, container = self._join(tensors, kind, columns_first)
+            spread = {k: like for k, t in enumerate(self._ordered(X)) if (like := _spread_like(t))}
+            return rows, replace(container, spread=spread) if spread else container
+        given, (X,) = X, tensors
         if X.ndim not in (1, 2) or X.shape[-1 if columns_first else 0] != self.dim:
             matrix = f"[K, {self.dim}]" if columns_first else f"[{self.dim}, K]"
             raise ValueError(f"Expected shape [{self.dim}] or {matrix}, got {list(X.shape)}.")
+        spread = {0: like} if (like := _spread_like(given)) else {}
         if X.ndim == 1:
-            return X[:, None], Container(kind, None)
-        return (X.T, Container(kind, "first")) if columns_first else (X, Container(kind, "last"))
+            return X[:, None], Container(kind, None, spread)
+        return (X.T, Container(kind, "first", spread)) if columns_first else (X, Container(kind, "last", spread))
 
     def read_rows(self, J: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Kind]:
         """Convert one vector, or the rows of Jacobians, into `[dim]` or `[..., m, dim]`; also the container type.
@@ -286,10 +291,12 @@ class Space:
         kind, columns = container.kind, container.columns
         v = Y[:, 0] if columns is None else Y.T if columns == "first" else Y
         if kind == "tensor":
-            return v
+            return _spread(v, *container.spread[0], False) if container.spread else v
         if kind == "numpy":
             return to_numpy(v)
         tree = self.unflatten_rows(v) if columns == "first" else self.unflatten(v)
+        for place, like in container.spread.items():
+            tree[self.names[place]] = _spread(tree[self.names[place]], *like, columns == "first")
         return tree if kind == "dict" else tuple(tree.values()) if kind == "tuple" else list(tree.values())
 
     def _tensors(self, X: Any, dtype: torch.dtype, device: torch.device) -> tuple[Kind, list[Tensor]]:
@@ -372,7 +379,26 @@ def _inner(shape: Sequence[int], *more: Any) -> str:
     return ", ".join([*map(str, shape), *tail])
 
 
-def _convert(tensor: Tensor, dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
+def _spread_like(tensor: Any) -> tuple[Any, Any] | None:
+    """Mesh and placements of a DTensor, of which each process has a part; None for another tensor."""
+    return (tensor.device_mesh, tensor.placements) if hasattr(tensor, "full_tensor") else None
+
+
+def _spread(tensor: Tensor, mesh: Any, placements: Sequence[Any], columns_first: bool) -> Any:
+    """A DTensor whose whole is here, without communication."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [
+        Shard(place.dim + 1) if columns_first and type(place) is Shard else place if place.is_shard() else Replicate()
+        for place in placements
+    ]
+    whole = DTensor.from_local(tensor.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(mesh, placements)
+
+
+def _convert(tensor: Any, dtype: torch.dtype, device: torch.device, what: str) -> Tensor:
+    if _spread_like(tensor):
+        tensor = tensor.full_tensor()
     if tensor.device != device:
         raise TypeError(
             f"Expected {what} on {device}, where the operator is, got {tensor.device}; "

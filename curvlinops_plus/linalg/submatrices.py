@@ -18,6 +18,7 @@ from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_sum import KroneckerSum
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted, Sum, Wrapper
+from curvlinops_plus.linalg.owned import OwnedBlockDiagonal
 from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
 from curvlinops_plus.linalg.selection import Selection, select
 from curvlinops_plus.linalg.structure import Structure
@@ -298,6 +299,11 @@ def _(A: BlockDiagonal, rows: Selection, cols: Selection) -> LinearOperator | No
             layouts = {block: A.layouts[block] for block in names}
             return BlockDiagonal({block: A.blocks[block] for block in names}, layouts, cols.space)
     return _cut_blocks(A, cols)
+
+
+@_structured.register
+def _(A: OwnedBlockDiagonal, rows: Selection, cols: Selection) -> LinearOperator | None:
+    return None  # a part may be one of no process
 
 
 def _cut_blocks(A: BlockDiagonal, picked: Selection) -> PositionedBlocks:

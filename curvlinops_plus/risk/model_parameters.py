@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from curvlinops_plus.distributed import Alone
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk.parameters import common_device, common_dtype, named_params, value_of, write_parameters
 from curvlinops_plus.risk.replaced_parameters import parameter_places, paths_to, replaced_parameters, require_places
+from curvlinops_plus.risk.sharded import WholeParameters
 from curvlinops_plus.risk.usable_model import refuse_parameters
 
 if TYPE_CHECKING:
@@ -30,9 +32,11 @@ class ModelParameters:
         model: The model.
         params: As for `EmpiricalRisk`.
         owned: All parameters of the model, by name.
+        processes: The processes that share the data.
 
     Attributes:
         model: The model.
+        whole: The whole values of parameters that are spread over processes.
         params: Key to parameter: the model's own tensors, or the values given instead.
         space: The space of vectors like the parameters.
         device: Where the parameters are.
@@ -40,11 +44,16 @@ class ModelParameters:
     """
 
     def __init__(
-        self, model: nn.Module, params: Sequence[Tensor] | Mapping[str, Tensor] | None, owned: Mapping[str, Tensor]
+        self,
+        model: nn.Module,
+        params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+        owned: Mapping[str, Tensor],
+        processes: Alone,
     ) -> None:
         self.model = model
         self._own = named_params(model, params, owned)
-        self.params = {key: value_of(params, key, p) for key, p in self._own.items()}
+        self.whole = WholeParameters(model, processes)
+        self.params = {key: self.whole.of(value_of(params, key, p)) for key, p in self._own.items()}
         # Found before any parameter is replaced, because replacements may be nested.
         self._places = parameter_places(model, self._own)
         self._paths = paths_to(model, self._places)
@@ -84,6 +93,7 @@ class ModelParameters:
             >>> risk.assign(before)
         """
         self.require_in_place()
+        self.whole.renew()
         with torch.inference_mode(False), torch.no_grad():
             return torch.cat([p.detach().to(self.dtype).flatten() for p in self.params.values()])
 
@@ -99,9 +109,13 @@ class ModelParameters:
         Raises:
             TypeError: If `v` is none of these, or of another device or a wider dtype.
             ValueError: If names or shapes do not fit, or `params` holds other values than the model's own.
+            UnsupportedError: If parameters are sharded by `fully_shard`.
             RuntimeError: If a parameter can't be written to. Nothing is changed then, nor in the cases before.
         """
         self.require_in_place()
+        self.whole.refuse(
+            "risk.assign(v) can't write to a model", "Use torch.distributed.checkpoint.state_dict.set_model_state_dict."
+        )
         if other := [key for key, own in self._own.items() if self.params[key] is not own]:
             raise ValueError(
                 f"risk.assign(v) writes into the model's own parameters, and `params` holds other values of "
@@ -122,8 +136,8 @@ class ModelParameters:
 
         Everything that runs the model must happen inside, backward passes too: activation checkpointing runs it again.
         """
-        require_places(self._places, self._paths, self._own)
-        with replaced_parameters(self._places, values):
+        self.require_in_place()
+        with self.whole.placed(), replaced_parameters(self._places, values):
             return function(self.model)
 
     @contextmanager
@@ -131,11 +145,12 @@ class ModelParameters:
         """The model has the values of `params` in here, where these are not its own tensors."""
         self.require_in_place()
         own = all(self.params[key] is p for key, p in self._own.items())
-        with nullcontext() if own else replaced_parameters(self._places, self.params):
+        with self.whole.placed(), nullcontext() if own else replaced_parameters(self._places, self.params):
             yield
 
     def require_in_place(self) -> None:
         """Refuse, with a ValueError that names some, a model that holds other tensors than when this was made."""
+        self.whole.give_up()
         require_places(self._places, self._paths, self._own)
 
     def require_own_values(self, what: str) -> None:
@@ -144,7 +159,7 @@ class ModelParameters:
         Raises:
             ValueError: Naming some parameters.
         """
-        if other := [key for key, own in self._own.items() if self.params[key] is not own]:
+        if other := [key for key, own in self._own.items() if self.params[key] is not self.whole.of(own)]:
             raise ValueError(
                 f"{what} watches the model at its own parameters, and `params` holds other values of {other[:3]}. Use "
                 "`update`, which runs the model at these."

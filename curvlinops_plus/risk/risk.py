@@ -209,7 +209,7 @@ class EmpiricalRisk(ModelParameters):
         self.processes = common_processes(model, processes)
         self.data, self._calls = data, ModelCalls()
         self.losses = Losses(loss, reduction)
-        super().__init__(inner_model(model), params, owned)
+        super().__init__(inner_model(model), params, owned, self.processes)
         self.options = RiskOptions(
             output,
             mask,
@@ -367,12 +367,14 @@ class EmpiricalRisk(ModelParameters):
         return self.losses.scale(totals, options.num_data, options.num_per_example_loss_terms)
 
     # ---------------------------------------------------------------------------------------------- all the data
-    def together(self, what: str, work: Callable[[], T]) -> T:
-        """`work()`, which reads the data, by all processes, whose models are the same; a failure raises in all."""
+    def together(self, what: str, work: Callable[[], T], over_data: bool = True) -> T:
+        """`work()`, which reads the data if it says so, by all processes, whose models are the same."""
 
         def agreed() -> T:
+            self.whole.renew()
             require_replicas(self)
-            return work()
+            with self.processes.numbering(self.data if over_data and not self.options.batch_size_fn else None):
+                return work()
 
         return self.processes.together(what, agreed)
 

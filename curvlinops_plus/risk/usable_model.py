@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.risk.sharded import give_up_gathered
 
 __all__ = ["refuse_parameters", "require_module"]
 
@@ -30,6 +31,7 @@ def require_module(model: Any) -> dict[str, nn.Parameter]:
                 " A function (params, X) is a model for KFACLinearOperator(function, loss, params, data) and the like."
             )
         raise ValueError(f"`model` is {what}; layers can only be recorded in a torch.nn.Module.{advice}")
+    give_up_gathered(model)
     owned = dict(model.named_parameters())
     if lazy := [name for name, p in [*owned.items(), *model.named_buffers()] if is_lazy(p)]:
         raise ValueError(

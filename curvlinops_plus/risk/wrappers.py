@@ -42,8 +42,18 @@ def wrapper_of(model: nn.Module) -> tuple[str, Any]:
 
 
 def wrapped_processes(model: nn.Module) -> Processes | None:
-    """The processes that train a model inside of `DistributedDataParallel`; None without one."""
+    """The processes that train a model inside of `DistributedDataParallel`; None without one.
+
+    Raises:
+        UnsupportedError: If its parameters are sharded.
+    """
     name, group = wrapper_of(model)
+    if name and group is None:
+        raise UnsupportedError(
+            f"The parameters of the model are sharded by {name}, and this optimizer takes steps with whole ones. Use "
+            "DistributedDataParallel. Or listen to its passes, CurvatureEstimator(EmpiricalRisk(..., processes="
+            "Processes())).listen(batch), and take steps along inverse() @ gradients, which are sharded as these are."
+        )
     return Processes(group) if name and group is not None else None
 
 

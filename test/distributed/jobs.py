@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import APPROXIMATIONS, VECTORS, problem, unchanged
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from curvlinops_plus import (
@@ -25,18 +27,27 @@ from curvlinops_plus import (
     GGN,
     KFAC,
     ActivationHessian,
+    BlockwiseLinearOperator,
     Checkpoint,
     CurvatureEstimator,
     CurvatureWarning,
+    DiagonalBlock,
     EmpiricalRisk,
     GGNFactor,
     Hessian,
+    HeuristicDamping,
     Jacobian,
     KFACOptimizer,
     ProcessError,
     Processes,
+    RelativeDamping,
+    ScaledIdentity,
     curvature,
+    estimate,
+    load,
+    save,
 )
+from curvlinops_plus.linalg import BlockDiagonal, Elsewhere, LinearOperator, Sum
 
 WORLDS = (1, 2, 3, 8)
 
@@ -60,6 +71,24 @@ def serve(rank: int, number: int, port: int, pipe: Any, timeout: float) -> None:
             pipe.send(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
+def tensors_of(blocks: Any) -> int:
+    """Bytes of all tensors of blocks, each counted once."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def look(node: Any) -> None:
+        if isinstance(node, torch.Tensor):
+            found[node.untyped_storage().data_ptr()] = node.untyped_storage().nbytes()
+        elif id(node) not in seen:
+            seen.add(id(node))
+            parts = node if isinstance(node, (list, tuple)) else node.values() if isinstance(node, dict) else []
+            for part in [*parts, *(vars(node).values() if isinstance(node, LinearOperator) else [])]:
+                look(part)
+
+    look(dict(blocks))
+    return sum(found.values())
+
+
 def away(found: Any, expected: Any) -> float:
     """Relative difference."""
     found, expected = (torch.as_tensor(t).detach().double() for t in (found, expected))
@@ -80,10 +109,191 @@ def blocks(processes: Processes, name: str, approximation: str, vectors: str) ->
     return found
 
 
+def owned(processes: Processes, name: str, approximation: str, options: dict[str, Any]) -> dict[str, float]:
+    """How far everything that is said of blocks with owners is from what is said of those that all have."""
+    p, kind = problem(name), APPROXIMATIONS[approximation]
+    shared = p.risk(processes.share(p.data), processes=processes)
+    several = curvature(shared, kind, owned=True, **options)
+    whole = curvature(p.risk(), kind, **options)
+    n = whole.shape[0]
+    params = [*p.risk().params.values()]
+    read = partial(BlockwiseLinearOperator.from_state_dict, model=p.model, data=p.data, params=params, loss=p.loss)
+    v, V = (
+        torch.linspace(-1, 1, n, dtype=torch.float64),
+        torch.randn(n, 2, generator=torch.Generator().manual_seed(0)).double(),
+    )
+    found = {}
+
+    def compare(what: str, numbers: Callable[[Any], Any]) -> None:
+        found[what] = away(numbers(several), numbers(whole))
+
+    def seed() -> torch.Generator:
+        return torch.Generator().manual_seed(5)
+
+    for what, made in {
+        "K": lambda K: K,
+        "multiple": lambda K: 3 * K,
+        "sum": lambda K: K + 2 * K,
+        "inverse": lambda K: K.inverse(0.1),
+        "inverse, relative": lambda K: K.inverse(RelativeDamping(0.3)),
+        "inverse, heuristic": lambda K: (2 * K).inverse(HeuristicDamping(RelativeDamping(0.3))),
+        "inverse, pair": lambda K: K.inverse((0.1, 0.2)),
+        "inverse, per block": lambda K: K.inverse({name: 0.1 + k for k, name in enumerate(K.blocks)}),
+        "power": lambda K: K.power(-0.5, 0.1),
+        "shift": lambda K: K.shift(0.2),
+    }.items():
+        a, b = made(several), made(whole)
+        found[f"{what} @ v"] = away(a @ v, b @ v)
+        found[f"V @ {what}"] = away(V.T @ a, V.T @ b)
+        for number in ("trace", "frobenius_norm"):
+            found[f"{what} {number}"] = away(getattr(a, number), getattr(b, number))
+        found[f"{what} diagonal"] = away(a.diagonal(), b.diagonal())
+        if what in ("K", "multiple"):  # roots of matrices with equal eigenvalues depend on rounding
+            found[f"{what} sample"] = away(a.sample(seed(), 2), b.sample(seed(), 2))
+        if not isinstance(b, Sum) and what != "inverse, pair":
+            found[f"{what} eigenvalues"] = away(a.eigenvalues(), b.eigenvalues())
+    compare("dense", lambda K: K.to_dense())
+    compare("logdet", lambda K: K.shift(0.1).logdet)
+    compare("det", lambda K: K.shift(0.1).det)
+    compare("form", lambda K: K.quadratic_form(V.T))
+    compare("part", lambda K: K[:5, :5].to_dense())
+    compare("to", lambda K: K.to(torch.float32).to(torch.float64).to_dense().sign() * 0 + K.to_dense())
+    compare("tree", lambda K: torch.cat([t.flatten() for t in (K @ p.risk().gradient()).values()]))
+    compare("estimated", lambda K: estimate.xtrace(K, num_matvecs=10, generator=seed()))
+    gathered = several.operator.gather(processes.world - 1)
+    assert (gathered is None) == (processes.rank != processes.world - 1)
+    if gathered is not None:
+        found["gathered"] = away(gathered.to_dense(), whole.to_dense())
+    found["loaded"] = away(read(several.state_dict()).to_dense(), whole.to_dense())
+    inverse = BlockDiagonal.from_state_dict(several.inverse(0.1).state_dict())
+    found["inverse, loaded"] = away(inverse.to_dense(), whole.inverse(0.1).to_dense())
+    # Memory: blocks of all, the largest, and what this process has.
+    sizes = [tensors_of({name: block}) for name, block in whole.blocks.items()]
+    limit = tensors_of(whole.blocks) / processes.world + max(sizes)
+    found["memory above the limit"] = max(0.0, tensors_of(several.operator.here) - limit)
+    assert sorted(several.blocks) == sorted(whole.blocks)
+    return found
+
+
+class Twice(DiagonalBlock):
+    """Reads the data once more, and does not say so before."""
+
+    def finish(self) -> Any:
+        return DiagonalBlock(self.layer, self.group, self.scale)
+
+
+def owned_failures(processes: Processes) -> dict[str, str]:
+    """What is said where blocks are kept apart."""
+    p = problem("mlp")
+    risk = p.risk(processes.share(p.data), processes=processes)
+    K = curvature(risk, KFAC, owned=True)
+    other = next(block for block in K.blocks.values() if isinstance(block, Elsewhere))
+    v = torch.ones(43, dtype=torch.float64)
+    singular = curvature(risk, {"2": ScaledIdentity.using(scale=0.0)}, default=KFAC, owned=True)
+    found = {
+        "label": repr(other),
+        "vector": raises(lambda: K @ (v * (1 + processes.rank))),
+        "sign": raises(lambda: K @ (v if processes.rank else -v)),
+        "singular": raises(lambda: singular.inverse()),
+        "derivative": raises(lambda: K @ v.clone().requires_grad_()),
+        "damping": raises(lambda: K.shift(torch.ones((), dtype=torch.float64, requires_grad=True)).logdet),
+        "sweeps": raises(lambda: curvature(risk, Twice, owned=True)),
+        "folder": raises(lambda: save(K, "nowhere/at/all", sharded=True)),
+        "different": raises(lambda: K @ v if processes.rank else K.trace),
+    }
+    for name, work in {
+        "block": lambda: other @ torch.ones(other.shape[0], dtype=torch.float64),
+        "number": lambda: other.trace,
+        "rank": lambda: K.operator.gather(17),
+        "not owned": lambda: save(curvature(risk, KFAC), "K", sharded=True),
+    }.items():
+        try:
+            work()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    found["afterwards"] = str(away(K @ v, curvature(risk, KFAC) @ v) < 1e-10)
+    return found
+
+
+def saved(processes: Processes, approximation: str, folder: str) -> float:
+    """Save blocks with owners, each process its own, in a file and in a checkpoint; and all in one file."""
+    p = problem("strided cnn")
+    risk = p.risk(processes.share(p.data), processes=processes)
+    K = 2 * curvature(risk, APPROXIMATIONS[approximation], owned=True)
+    save(K, f"{folder}/parts.safetensors", sharded=True)
+    save(K.inverse(0.1), f"{folder}/inverse.safetensors", sharded=True)
+    save(K, f"{folder}/one.safetensors")
+    dcp.save({"K": Checkpoint(K)}, checkpoint_id=f"{folder}/checkpoint", process_group=processes.group)
+    return float(K.trace)
+
+
+def restored(processes: Processes, approximation: str, folder: str) -> dict[str, Any]:
+    """Load them on another number of processes."""
+    p, found = problem("strided cnn"), {}
+    whole = 2 * curvature(p.risk(), APPROXIMATIONS[approximation])
+    params = [*p.risk().params.values()]
+    for owned in (False, True):
+        options: dict[str, Any] = {"params": params, "loss": p.loss, "owned": owned, "processes": processes}
+        for name in ("parts", "one"):
+            state = load(f"{folder}/{name}.safetensors")
+            K = BlockwiseLinearOperator.from_state_dict(state, p.model, p.data, **options)
+            found[f"{name} {owned}"] = away(K.to_dense(), whole.to_dense())
+        risk = p.risk(processes.share(p.data), processes=processes)
+        K = BlockwiseLinearOperator(risk, APPROXIMATIONS[approximation], owned=owned, compute=False)
+        dcp.load({"K": Checkpoint(K)}, checkpoint_id=f"{folder}/checkpoint", process_group=processes.group)
+        found[f"checkpoint {owned}"] = away(K.to_dense(), whole.to_dense())
+        kept = K.operator.here if owned else K.blocks
+        assert owned is False or processes.world == 1 or len(kept) < len(whole.blocks)
+    inverse = BlockDiagonal.from_state_dict(load(f"{folder}/inverse.safetensors"))
+    found["inverse"] = away(inverse.to_dense(), whole.inverse(0.1).to_dense())
+    return found
+
+
 def shifted(batches: list[Any]) -> list[Any]:
     """Batches of other sizes, with the same examples in the same order."""
     X, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
     return list(zip(X.split(4), y.split(4), strict=True))
+
+
+def contiguous(processes: Processes) -> dict[str, float]:
+    """Random vectors of pieces of the data, in lists and loaders; and of parts of any sizes."""
+    p, found = problem("mlp"), {}
+    pieces = Processes(processes.group, shard="contiguous")
+    X, y = (torch.cat(parts) for parts in zip(*p.data, strict=True))
+    start, stop = (max(0, len(X) * k // pieces.world - 2 * (k < pieces.world)) for k in (pieces.rank, pieces.rank + 1))
+    forms = {
+        "list": pieces.share(shifted(p.data)),
+        "loader": pieces.share(DataLoader(TensorDataset(X, y), batch_size=4)),
+        "own": [(X[start:stop], y[start:stop])],
+    }
+    assert sum(processes.gather("sizes", sum(len(x) for x, _ in forms["list"]))) == len(X)
+    for name, data in forms.items():
+        for sent in ("mc", "signs"):
+            one = curvature(p.risk(), EKFAC, vectors=VECTORS[sent])
+            several = curvature(p.risk(data, processes=pieces), EKFAC, vectors=VECTORS[sent])
+            found[f"{name} {sent}"] = away(several.to_dense(), one.to_dense())
+            one, several = (GGN(risk, VECTORS[sent]) for risk in (p.risk(), p.risk(data, processes=pieces)))
+            found[f"{name} GGN {sent}"] = away(several.to_dense(), one.to_dense())
+    return found
+
+
+def unnumbered(processes: Processes) -> list[str]:
+    """What is said where the numbers of examples are not known; and that they are not needed otherwise."""
+    p, pieces = problem("mlp"), Processes(processes.group, shard="contiguous")
+
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter(pieces.share(p.data))
+
+    risk = p.risk(Stream(), processes=pieces)
+    assert away(curvature(risk, EKFAC).to_dense(), curvature(p.risk(), EKFAC).to_dense()) < 1e-10
+    estimator = CurvatureEstimator(p.risk((), processes=pieces), KFAC, vectors="mc")
+    found = [raises(lambda: curvature(risk, KFAC, vectors="mc"))]
+    try:
+        estimator.update(p.data[0])
+    except NotImplementedError as error:
+        found.append(str(error))
+    return found
 
 
 def vectors(processes: Processes, name: str) -> dict[str, float]:
@@ -297,10 +507,10 @@ def second_half(processes: Processes, approximation: str, folder: str, state: by
     return found
 
 
-def traffic(processes: Processes, approximation: str) -> tuple[int, int, int]:
-    """Bytes of sums, of decompositions, and of all else in a sweep; and whether all have the same bits."""
-    sent = {"sums": 0, "decompositions": 0, "else": 0}
-    reduce, broadcast, gather = dist.all_reduce, dist.broadcast, dist.all_gather_object
+def traffic(processes: Processes, approximation: str, apart: bool = False) -> tuple[int, int, int, int]:
+    """Bytes of sums, of decompositions, of sums for one, and of all else; and whether all have the same bits."""
+    sent = {"sums": 0, "decompositions": 0, "to one": 0, "else": 0}
+    reduce, broadcast, gather, to_one = dist.all_reduce, dist.broadcast, dist.all_gather_object, dist.reduce
 
     def counted(name: str, function: Any) -> Any:
         def call(t: Any, *args: Any, **options: Any) -> Any:
@@ -315,13 +525,13 @@ def traffic(processes: Processes, approximation: str) -> tuple[int, int, int]:
     data = [(torch.randn(50, 20), torch.randint(10, (50,))) for _ in range(2)]
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), processes.share(data), processes=processes)
     dist.all_reduce, dist.broadcast = counted("sums", reduce), counted("decompositions", broadcast)
-    dist.all_gather_object = counted("else", gather)
+    dist.all_gather_object, dist.reduce = counted("else", gather), counted("to one", to_one)
     try:
-        K = curvature(risk, APPROXIMATIONS[approximation], vectors="mc")
+        K = curvature(risk, APPROXIMATIONS[approximation], vectors="mc", owned=apart)
     finally:
-        dist.all_reduce, dist.broadcast, dist.all_gather_object = reduce, broadcast, gather
+        dist.all_reduce, dist.broadcast, dist.all_gather_object, dist.reduce = reduce, broadcast, gather, to_one
     processes.same("bits", lambda: {"numbers": str((K @ torch.ones(K.shape[1])).tolist())})
-    return sent["sums"], sent["decompositions"], sent["else"]
+    return sent["sums"], sent["decompositions"], sent["to one"], sent["else"]
 
 
 def refuses(processes: Processes) -> dict[str, str]:
@@ -380,6 +590,17 @@ def decompositions(processes: Processes, approximation: str) -> tuple[int, list[
     return count[0], (estimator.inverse() @ torch.ones(43, dtype=torch.float64)).tolist()
 
 
+def owned_nets(processes: Processes, names: list[str]) -> dict[str, float]:
+    """The same of other networks, also with a block for each parameter."""
+    found = {}
+    for name in names:
+        for kind, separate in (("KFAC", True), ("EKFAC", False), ("FullBlock", True)):
+            options = {"separate_weight_and_bias": separate, "vectors": "empirical"}
+            every = owned(processes, name, kind, options)
+            found |= {f"{name} {kind} {separate} {what}": number for what, number in every.items()}
+    return found
+
+
 def nets(processes: Processes, names: list[str]) -> dict[str, float]:
     """KFAC and EKFAC of other networks, some with layers that only some processes call."""
     return {f"{name} {kind}": blocks(processes, name, kind, "exact") for name in names for kind in ("KFAC", "EKFAC")}
@@ -412,4 +633,158 @@ def several_losses(processes: Processes, reduction: str) -> dict[str, float]:
         found[f"EKFAC {vectors}"] = away(ours, theirs)
     found["GGN"] = away(GGN(several).to_dense(), GGN(one).to_dense())
     found["Hessian"] = away(Hessian(several).to_dense(), Hessian(one).to_dense())
+    return found
+
+
+class Sharded(nn.Module):
+    """Layers of several kinds, one of them frozen, and a module that others are inside of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+        self.inner = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 5, bias=False), nn.ReLU()))
+        self.head = nn.Linear(5, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.norm(torch.tanh(self.frozen(x)))))
+
+
+def pair(processes: Processes, made: Callable[[], nn.Module] = Sharded) -> tuple[nn.Module, nn.Module]:
+    """A model of which each process has parts, and the same as a whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = made().double()
+    model = copy.deepcopy(plain)
+    mesh = DeviceMesh.from_group(processes.group, "cpu")
+    for module in (getattr(model, "inner", None), getattr(model, "head", None), model):
+        if module is not None:
+            fully_shard(module, mesh=mesh)
+    return model, plain
+
+
+def fully_sharded(processes: Processes, examples: int) -> dict[str, float]:
+    """Everything of a model that `fully_shard` has spread, with parts of the data of other sizes, or empty."""
+    model, plain = pair(processes)
+    X, y = torch.randn(examples, 4, dtype=torch.float64), torch.randint(3, (examples,))
+    data, loss = [(X[:3], y[:3]), (X[3:], y[3:])], nn.CrossEntropyLoss()
+    mine = [(x[k : k + 1], t[k : k + 1]) for x, t in processes.share(data) for k in range(len(x))]  # batches of one
+    if not torch.__version__.startswith("2.6"):  # whose fully_shard runs on GPUs only
+        with torch.no_grad():
+            model(X)  # after which it keeps some gathered parameters
+    hooks = [dict(table) for m in model.modules() for table in (m._forward_pre_hooks, m._forward_hooks)]
+    several, one = EmpiricalRisk(model, loss, mine, processes=processes), EmpiricalRisk(plain, loss, data)
+    v = torch.linspace(-1, 1, one.space.dim, dtype=torch.float64)
+    gradient, expected = several.gradient(), one.gradient()
+    found = {"loss": away(several.loss(), one.loss())}
+    found |= {f"gradient {key}": away(g, expected[key]) for key, g in gradient.items()}
+    for kind in (GGN, Hessian):
+        found[kind.__name__] = away(kind(several) @ v, kind(one) @ v)
+    for name in ("KFAC", "EKFAC", "FullBlock"):
+        for options in ({}, {"vectors": "mc"}, {"owned": True}):
+            K, L = (curvature(r, APPROXIMATIONS[name], **options) for r in (several, one))
+            found[f"{name} {options}"] = away(K.to_dense(), L.to_dense())
+    mine = mine or data[:1]  # of which each process looks at some by itself
+    curvature(several.with_data(mine), KFAC).verify()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvatureWarning)  # parameters are those that the state is of
+        read = BlockwiseLinearOperator.from_state_dict(K.state_dict(), plain, data, loss=loss)
+    found["loaded"] = away(read.to_dense(), L.to_dense())
+    assert all(hasattr(p, "full_tensor") for p in model.parameters())
+    after = [dict(table) for m in model.modules() for table in (m._forward_pre_hooks, m._forward_hooks)]
+    assert [list(table.items()) for table in after] == [list(table.items()) for table in hooks]
+    return found
+
+
+def spread_vectors(processes: Processes) -> dict[str, float]:
+    """Products with vectors of which each process has parts."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    K, mesh = curvature(problem("mlp").risk(), KFAC), DeviceMesh.from_group(processes.group, "cpu")
+    torch.manual_seed(0)
+    v, V = torch.randn(43, dtype=torch.float64), torch.randn(43, 4, dtype=torch.float64)
+    found = {}
+    for place in (Shard(0), Replicate()):
+        for name, given, work in (
+            ("v", v, lambda x: K @ x),
+            ("V", V, lambda x: K @ x),
+            ("rows", V.T.contiguous(), lambda x: x @ K),
+            ("tree", K.in_space.unflatten(v), lambda x: K @ x),
+            ("trees", K.in_space.unflatten(V), lambda x: K @ x),
+            ("rows of trees", K.in_space.unflatten_rows(V.T), lambda x: x @ K),
+        ):
+            if isinstance(given, dict):
+                spread = {key: distribute_tensor(t, mesh, [place]) for key, t in given.items()}
+                pairs = [(work(spread)[key], t) for key, t in work(given).items()]
+            else:
+                pairs = [(work(distribute_tensor(given, mesh, [place])), work(given))]
+            for d, t in pairs:
+                assert type(d).__name__ == "DTensor"
+                found[f"{name} {place}"] = away(d.full_tensor(), t)
+    return found
+
+
+def sharded_training(processes: Processes) -> dict[str, float]:
+    """Listening to a sharded model while it is trained; its gradients are untouched, and directions are sharded."""
+    (model, plain), loss, found = pair(processes), nn.CrossEntropyLoss(), {}
+    twin, _ = pair(processes)
+    several = CurvatureEstimator(EmpiricalRisk(model, loss, (), processes=processes), KFAC, decay=0.9)
+    one = CurvatureEstimator(EmpiricalRisk(plain, loss, ()), KFAC, decay=0.9)
+    for step in range(3):
+        X, y = torch.randn(4 * processes.world, 4, dtype=torch.float64), torch.randint(3, (4 * processes.world,))
+        mine = processes.share([(X, y)])[0]
+        for m in (model, twin, plain):
+            m.zero_grad()
+        if step == 1:  # while the model has gathered parameters
+            value = loss(model(mine[0]), mine[1])
+            several.update(mine)
+        else:
+            with several.listen(mine):
+                value = loss(model(mine[0]), mine[1])
+        value.backward()
+        loss(twin(mine[0]), mine[1]).backward()
+        one.update((X, y))
+        loss(plain(X), y).backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert p.grad is None or torch.equal(p.grad.to_local(), q.grad.to_local())
+        several.refresh(0.1)
+        one.refresh(0.1)
+        found[f"operator {step}"] = away(several.operator.to_dense(), one.operator.to_dense())
+        ours, theirs = (
+            inverse @ {key: p.grad for key, p in m.named_parameters() if p.requires_grad}
+            for m, inverse in ((model, several.inverse()), (plain, one.inverse()))
+        )
+        with torch.no_grad():
+            for m, ds in ((model, ours), (twin, ours), (plain, theirs)):
+                for key, p in m.named_parameters():
+                    if key in ds:
+                        p -= 0.1 * ds[key]
+        for key, d in ours.items():
+            assert d.placements == dict(model.named_parameters())[key].placements
+            found[f"direction {step} {key}"] = away(d.full_tensor(), theirs[key])
+    return found
+
+
+def sharded_refusals(processes: Processes) -> dict[str, str]:
+    """What can't be done with spread parameters."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model, _ = pair(processes)
+    loss, p = nn.CrossEntropyLoss(), problem("mlp")
+    mesh = DeviceMesh.from_group(processes.group, "cpu")
+    tensor_parallel = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    parallelize_module(tensor_parallel, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    found = {}
+    estimator = CurvatureEstimator(EmpiricalRisk(model, loss, (), processes=processes), KFAC)
+    for name, work in {
+        "alone": lambda: EmpiricalRisk(model, loss, p.data),
+        "optimizer": lambda: KFACOptimizer(model, loss, lr=0.1),
+        "begin": lambda: estimator.begin(p.data[0][0]),
+        "tensor parallel": lambda: EmpiricalRisk(tensor_parallel, loss, p.data, processes=processes),
+    }.items():
+        try:
+            work()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
     return found

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.distributed.buckets import buckets, pack_triangle, unpack_triangle
 from curvlinops_plus.distributed.schedule import schedule
-from curvlinops_plus.distributed.share import share
+from curvlinops_plus.distributed.share import number_of_examples, share
 
 WORLD = 3
 
@@ -118,3 +118,19 @@ def test_schedule_is_within_four_thirds_of_the_mean_or_the_longest() -> None:
         load = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == w) for w in range(workers)]
         assert max(load) <= 4 / 3 * max(sum(costs) / workers, max(costs))
         assert owners == schedule(costs, workers)
+
+
+@pytest.mark.parametrize("world", [1, 3, 20])
+def test_contiguous(world: int) -> None:
+    """Pieces in the order of the examples, of sizes that differ by one at most."""
+    X = torch.arange(11)
+    data = [(x, {"a": x, "b": 2 * x}) for x in X.split(4)]
+    found = [share(data, rank, world, contiguous=True) for rank in range(world)]
+    assert torch.equal(torch.cat([x for part in found for x, _ in part]), X)
+    assert torch.equal(torch.cat([y["b"] for part in found for _, y in part]), 2 * X)
+    sizes = [sum(len(x) for x, _ in part) for part in found]
+    assert max(sizes) - min(sizes) <= 1
+    loaders = [share(DataLoader(TensorDataset(X), batch_size=2), rank, world, True) for rank in range(world)]
+    assert [int(x) for loader in loaders for (batch,) in loader for x in batch] == X.tolist()
+    assert [number_of_examples(loader) for loader in loaders] == sizes
+    assert [x for rank in range(world) for x in share(list("abcdef"), rank, world, True)] == list("abcdef")

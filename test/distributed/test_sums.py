@@ -37,13 +37,13 @@ def test_bytes(workers: Any) -> None:
     """One triangle of each factor is sent, once, the eigenvectors by those that computed them, and little else."""
     A, G = (21, 31, 31), (30, 30, 10)
     triangles = 4 * sum(d * (d + 1) // 2 for d in A + G)
-    for sums, decompositions, rest in workers.run(3, "traffic", "KFAC"):
-        assert (sums, decompositions) == (triangles, 0)
-        assert rest < 2**16
-    for sums, decompositions, rest in workers.run(3, "traffic", "EKFAC"):
-        assert sums == triangles + 4 * sum(a * g for a, g in zip(A, G, strict=True))
-        assert decompositions == 4 * sum(d**2 for d in A + G)
-        assert rest < 2**16
+    values, eigenvectors = 4 * sum(a * g for a, g in zip(A, G, strict=True)), 4 * sum(d**2 for d in A + G)
+    for approximation, expected in (("KFAC", (triangles, 0)), ("EKFAC", (triangles + values, eigenvectors))):
+        for apart in (False, True):  # then sums go to one process only
+            for sums, decompositions, to_one, rest in workers.run(3, "traffic", approximation, apart):
+                assert (to_one if apart else sums, decompositions) == expected
+                assert (sums if apart else to_one) == 0
+                assert rest < 2**16
 
 
 def test_refused(workers: Any) -> None:
@@ -76,3 +76,16 @@ def test_several_losses(workers: Any, world: int, reduction: str) -> None:
     """Their relative weights are those of all data."""
     for found in workers.run(world, "several_losses", reduction):
         assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_contiguous_parts(workers: Any, world: int) -> None:
+    """Examples are numbered through the processes."""
+    for found in workers.run(world, "contiguous"):
+        assert max(found.values()) < 1e-10, found
+
+
+def test_numbers_that_are_not_known(workers: Any) -> None:
+    for found in workers.run(2, "unnumbered"):
+        assert len(found) == 2
+        assert all(re.search(r"shard=.contiguous.*not known here.*example_ids", words) for words in found), found
