@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 from warnings import warn
@@ -215,39 +216,41 @@ class BackwardPasses:
         """Several vectors [V, *output] in one vectorised backward pass: fast for small batches and on GPUs, memory
         times V. Where an operation can't be vectorised, they are sent one at a time.
         """
-        recorder, V, narrow = self.recorder, len(vectors[0]), self._narrow(outputs)
+        recorder, batched, narrow = self.recorder, len(vectors[0]) > 1, self._narrow(outputs)
         if self._first:
             recorder.require_unchanged()
             recorder.sources(outputs)  # refuses parameters that something else reads
-        places = [(call, slot) for call in recorder.calls for slot in call.slots if slot.edge is not None]
+        places = self._places()
         if not places:
             return
-        edges, batched = [slot.edge for _, slot in places], V > 1
-
-        def send(vectors: Sequence[Tensor]) -> Sequence[Tensor | None]:
-            return torch.autograd.grad(
-                outputs, edges, vectors, retain_graph=True, allow_unused=True, is_grads_batched=batched
-            )
-
+        edges = [slot.edge for _, slot in places]
+        options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": batched}
+        send = partial(torch.autograd.grad, outputs, edges, **options)
         try:
             with quiet():
                 arrived = send_in_range(send, outputs, vectors if batched else [v[0] for v in vectors], narrow)
         except RuntimeError:  # custom functions without a vmap rule, and more; what else is wrong is raised again below
             if not batched:
                 raise
-            singles = ([v[k] for v in vectors] for k in range(V))
-            if not narrow:
-                return self._stream(outputs, singles, keep_graph=True)
-            for single in singles:
-                self._send_at_once(outputs, [v[None] for v in single])
-            return
-        if arrived.rough:
-            _warn_of_rough(places[at][0] for at in arrived.rough)
+            return self._send_each(outputs, vectors)
+        _warn_of_rough(places[at][0] for at in arrived.rough)
         grads = {id(slot): g for at, (_, slot) in enumerate(places) if (g := arrived.take(at)) is not None}
         self.reached |= {call.layer for call in recorder.calls if not grads.keys().isdisjoint(map(id, call.slots))}
         for index in self._calls:
-            self._show(index, grads, V, batched)
+            self._show(index, grads, len(vectors[0]), batched)
         self._first = False
+
+    def _places(self) -> list[tuple[RecordedCall, OutputSlot]]:
+        """Where gradients arrive, with the calls that returned there."""
+        return [(call, slot) for call in self.recorder.calls for slot in call.slots if slot.edge is not None]
+
+    def _send_each(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> None:
+        """Several vectors [V, *output], one at a time."""
+        singles = [[v[k] for v in vectors] for k in range(len(vectors[0]))]
+        if not self._narrow(outputs):
+            return self._stream(outputs, singles, keep_graph=True)
+        for single in singles:
+            self._send_at_once(outputs, [v[None] for v in single])
 
     def _show(self, index: int, grads: dict[int, Tensor] | None = None, V: int = 1, batched: bool = False) -> None:
         """Pass one layer's batch to the consumer, which may run modules again: those calls are not recorded."""
@@ -265,13 +268,13 @@ class BackwardPasses:
 
 def _warn_of_rough(calls: Iterable[RecordedCall]) -> None:
     """Say which layers have gradients below the range of float16."""
-    names = ", ".join(dict.fromkeys(title(recorded.call.use.name) for recorded in calls))
-    warn(
-        f"The gradients that arrive at {names} are so much smaller than those at other layers that float16 holds few "
-        "digits of them: statistics there are rough. bfloat16 and float32 have the range.",
-        CurvatureWarning,
-        stacklevel=2,
-    )
+    if names := ", ".join(dict.fromkeys(title(recorded.call.use.name) for recorded in calls)):
+        warn(
+            f"The gradients that arrive at {names} are so much smaller than those at other layers that float16 holds "
+            "few digits of them: statistics there are rough. bfloat16 and float32 have the range.",
+            CurvatureWarning,
+            stacklevel=2,
+        )
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
