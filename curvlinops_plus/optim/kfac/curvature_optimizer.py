@@ -304,6 +304,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         report.refreshed = self.curvature.refresh_if_due(dampings)
         direction = self.curvature.apply(gradient, dampings)
         report.left_alone = [key for key in self._keys.values() if key not in direction]
+        if self.curvature.new_factor:  # what was kept of a norm constraint belongs to another curvature
+            for kept in self.state.values():
+                kept.pop("curved_velocity", None)
         groups, keys, params = zip(*(entry for entry in self._listed() if entry[1] in direction), strict=True)
         move = Move(
             keys,

@@ -135,6 +135,7 @@ class RunningInverse:
         self.scale: float | None = 1.0
         #: How many times the risk's loss is what is minimised: `.grad` is that of `factor * loss`.
         self.factor = 1.0
+        self.new_factor = self._factor_varies = self._factor_seen = False
         #: Whether a loss was called inside of the model.
         self.called_inside = False
         self._part = _Part()
@@ -181,12 +182,12 @@ class RunningInverse:
         self.seen.note(found, start, factors)
 
     def begin(self, X: Any, unpack: bool, remember: bool) -> HeardCall | None:
-        """Hear a call of the model whose targets come later, if the step needs it; for `add`."""
+        """Hear a call of the model whose targets come later; for `add`. Without statistics only its loss is heard."""
         self._finish_waiting()
         if self._error is not None:  # nobody has called `step`, as after an overflow that a gradient scaler has seen
             error, self._error = self._error, None
             warn(f"A batch was left out of the statistics. {error}", CurvatureWarning, stacklevel=level_of_user())
-        if not (self.due or remember) or not _is_in_place(self.risk):  # with other tensors it is another model
+        if not _is_in_place(self.risk):  # with other tensors it is another model
             return None
         start = PassStart.now(self.risk.model) if remember else None
         heard = self.estimator.begin(X, unpack) if self.due else HeardBatch(self.risk.read_input(X, unpack))
@@ -272,9 +273,27 @@ class RunningInverse:
             RuntimeError: If it has not.
             ValueError: If several losses were multiplied with other numbers than their weights.
         """
-        self.factor = self.seen.factor(self.scale) or self.factor
+        self._take_factor(self.seen.factor(self.scale))
         if (self.due and not self.batches and (statistics or not self.estimator.updates)) or (again and not self.seen):
             raise no_batch(self.risk, self.called_inside)
+
+    def _take_factor(self, found: float | None) -> None:
+        """Note how many times the loss makes up the gradient of this step; None if nobody saw it."""
+        #: Whether it is another one than in the step before.
+        self.new_factor = found is not None and found != self.factor
+        if found is not None:
+            self._factor_varies |= self.new_factor and self._factor_seen
+            self.factor, self._factor_seen = found, True
+        elif self._factor_varies:
+            warn(
+                f"The loss was multiplied by other numbers in other steps, by {self.factor:g} in the last one that was "
+                "seen, and nobody saw the loss of this step, whose curvature is multiplied by that number, too. Call "
+                "the loss that the optimizer was given, or the model inside `with optimizer.listen((X, y)):`, in every "
+                "step.",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
+            )
+            self._factor_varies = False  # said once
 
     # ----------------------------------------------------------------------------------- the batches of this step again
     def loss(self) -> float:
@@ -316,9 +335,8 @@ class RunningInverse:
             dampings: Key of a parameter to the damping of its block.
         """
         due = self._dampings is None or self.steps % self.options.inverse_every == 0
-        dampings = self._by_factor(dampings)
         if due:
-            self.estimator.refresh_by(lambda K: self._of_blocks(K, dampings))
+            self.estimator.refresh_by(lambda K: self._of_blocks(K, self._by_factor(dampings)))
             self._dampings, self._inverse = dict(dampings), None
         return due
 
@@ -329,7 +347,7 @@ class RunningInverse:
             gradients: Key of a parameter to its gradient; where there is none, it counts as zero.
             dampings: As for `refresh_if_due`.
         """
-        P = self._damped(self._by_factor(dampings))
+        P = self._damped(dampings)
         for layout in self.estimator.refreshed.operator.layouts.values():
             with_gradient = [key for key in layout.names if key in gradients]
             if 0 < len(with_gradient) < len(layout.names):
@@ -365,10 +383,11 @@ class RunningInverse:
         }
 
     def _damped(self, dampings: Mapping[str, float]) -> LinearOperator:
-        """The inverse with these dampings; a factored one keeps those of the refresh."""
+        """`(K + λI / factor)ᵖ` with these dampings; a factored one keeps those of the refresh."""
         if self.options.inverse == "factored":
             assert self._dampings is not None
             dampings = self._dampings
+        dampings = self._by_factor(dampings)
         if self._inverse is None or self._inverse[0] != dampings:
             K = self.estimator.refreshed
             of_blocks = self._of_blocks(K, dampings)
