@@ -13,11 +13,13 @@ from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import (
+    Adaptive,
     LevenbergMarquardt,
     NormConstraint,
     WeightDecay,
     as_weight_decay,
     number,
+    scheduled,
 )
 from curvlinops_plus.optim.kfac.quadratic_model import QuadraticModel
 from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, Inverse
@@ -76,6 +78,7 @@ class KFACOptimizer(CurvatureOptimizer):
 
     Raises:
         ValueError: If an option is out of range, or options contradict each other.
+        TypeError: If an option has another type; later, if a scheduler drives what is adaptive.
 
     Cost: statistics are a backward pass to the layers' outputs; a refresh is one eigendecomposition (or Cholesky
     decomposition) per factor; a step multiplies every gradient by two or four matrices.
@@ -132,6 +135,7 @@ class KFACOptimizer(CurvatureOptimizer):
             )
         self._levenberg = damping if isinstance(damping, LevenbergMarquardt) else None
         self._reject, self._maximize = reject, maximize
+        self._were_adaptive: set[str] = set()  # coefficients, when groups were last looked at
         self._exact_model = (quadratic_model or ("exact" if adaptive else "blocks")) == "exact"
         start = damping.initial if isinstance(damping, LevenbergMarquardt) else damping
         options = {
@@ -287,8 +291,11 @@ class KFACOptimizer(CurvatureOptimizer):
             as_weight_decay(group["weight_decay"])
             coefficients = {name: group[name] for name in ("lr", "momentum")}
             for name, value in coefficients.items():
-                if not isinstance(value, str) or value != "adaptive":
-                    group[name] = number(name, value)
+                adaptive = isinstance(value, str) and value == "adaptive"
+                group[name] = Adaptive(value) if adaptive else number(name, value)
+                if name in self._were_adaptive and "initial_lr" in group and (name == "lr" or not adaptive):
+                    raise scheduled(name)
+                (self._were_adaptive.add if adaptive else self._were_adaptive.discard)(name)
             if group["norm_constraint"] is not None and "adaptive" in coefficients.values():
                 raise ValueError(
                     "An adaptive lr or momentum and a norm constraint can't both choose the length of a step; give one."
