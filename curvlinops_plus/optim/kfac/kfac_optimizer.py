@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks import KFAC
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer
+from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions, Inverse
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import (
     Adaptive,
@@ -22,7 +23,6 @@ from curvlinops_plus.optim.kfac.policies import (
     scheduled,
 )
 from curvlinops_plus.optim.kfac.quadratic_model import QuadraticModel
-from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, Inverse
 from curvlinops_plus.optim.kfac.step_report import StepReport
 from curvlinops_plus.optim.kfac.tensor_lists import add_to, times
 from curvlinops_plus.risk import Vectors
@@ -177,7 +177,7 @@ class KFACOptimizer(CurvatureOptimizer):
     def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
         move = self._move(gradient, report)
         known = self._combine(move, report)
-        move.bound_update(self.curvature.product)
+        move.bound_update(self._curved)
         displacement = move.with_decay()
         self._report(move, displacement, report)
         if self._adapts or self._reject is not None:

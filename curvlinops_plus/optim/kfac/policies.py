@@ -40,7 +40,7 @@ class Adaptive(str):
     def _refuse(self, *_: object) -> Any:
         raise scheduled("A coefficient")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse  # pyright: ignore[reportAssignmentType]
     __float__ = __pow__ = _refuse
 
 
