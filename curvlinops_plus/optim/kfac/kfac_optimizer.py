@@ -289,14 +289,8 @@ class KFACOptimizer(CurvatureOptimizer):
         super()._check_groups()
         for group in self.param_groups:
             as_weight_decay(group["weight_decay"])
-            coefficients = {name: group[name] for name in ("lr", "momentum")}
-            for name, value in coefficients.items():
-                adaptive = isinstance(value, str) and value == "adaptive"
-                group[name] = Adaptive(value) if adaptive else number(name, value)
-                if name in self._were_adaptive and "initial_lr" in group and (name == "lr" or not adaptive):
-                    raise scheduled(name)
-                (self._were_adaptive.add if adaptive else self._were_adaptive.discard)(name)
-            if group["norm_constraint"] is not None and "adaptive" in coefficients.values():
+            coefficients = [self._coefficient(group, name) for name in ("lr", "momentum")]
+            if group["norm_constraint"] is not None and "adaptive" in coefficients:
                 raise ValueError(
                     "An adaptive lr or momentum and a norm constraint can't both choose the length of a step; give one."
                 )
@@ -304,3 +298,13 @@ class KFACOptimizer(CurvatureOptimizer):
             values = {group[name] for group in self.param_groups}
             if "adaptive" in values and len(values) > 1:
                 raise ValueError(f"{name} is adaptive in one group and a number in another; one value serves all then.")
+
+    def _coefficient(self, group: dict[str, Any], name: str) -> float | Adaptive:
+        """The learning rate or the momentum of a group: a number, or "adaptive", which no scheduler drives."""
+        value, were = group[name], self._were_adaptive
+        adaptive = isinstance(value, str) and value == "adaptive"
+        group[name] = Adaptive(value) if adaptive else number(name, value)
+        if name in were and "initial_lr" in group and (name == "lr" or not adaptive):
+            raise scheduled(name)
+        (were.add if adaptive else were.discard)(name)
+        return group[name]
