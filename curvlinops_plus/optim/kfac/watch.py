@@ -149,7 +149,7 @@ class Watch:
         self._curvature.called_inside |= getattr(self._open, "call", None) is not None
         if not (self._calls or self._added or self._dropped):
             return
-        given = inspect.signature(module.forward).bind(*args, **kwargs).args
+        given = inspect.signature(module.forward).bind(*args, **kwargs).args if kwargs else args
         if len(given) < 2 or (found := self._of_output(given[0], index)) is None:
             return
         self._require_constant(given[1])
