@@ -183,8 +183,11 @@ class HeardPass:
         risk = self._owner.risk
         number = risk.checked.batches + 1
         if user is not None:
-            self._again = "`loss.backward()` inside the block" if number & (number - 1) == 0 else ""
-            if self._again and risk.options.check:
+            self._again = "`loss.backward()` inside the block"
+            if user.below_range:  # digits are lost, in ours they are not
+                self._backward = None
+                return
+            if number & (number - 1) == 0 and risk.options.check:
                 return
             self._require_unwritten("`loss.backward()` inside the block")
 

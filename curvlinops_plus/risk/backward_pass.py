@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
+from warnings import warn
 
 import torch
 from torch import Tensor
 
+from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.draws import Draws
+from curvlinops_plus.risk.float16_range import is_narrow, narrowest, send_in_range
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
+from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
@@ -115,7 +120,7 @@ class _LossVectors:
             scaled = v if self.factor == 1 else v * self.factor
             if self.weight is not None:  # of the examples: squares of vectors are weighted
                 scaled = scaled * self.weight.sqrt().to(v)[:, None, None]
-            yield likelihood.restore(scaled, f.shape, len(self.F), self.class_axis).to(f.dtype)
+            yield likelihood.restore(scaled, f.shape, len(self.F), self.class_axis).to(narrowest(f.dtype))
 
 
 def _share_draws(losses: Losses, vectors: Vectors, parts: Sequence[_LossVectors], draws: Draws) -> None:
@@ -159,11 +164,15 @@ class BackwardPasses:
             at_once: How many to send in one vectorised pass; 1 streams them.
             keep_graph: Keep the graph: somebody goes back through it afterwards.
         """
-        if at_once == 1:
+        if at_once == 1 and not self._narrow(group.outputs):
             self._stream(group.outputs, group.vectors, keep_graph)
             return
         while chunk := list(islice(group.vectors, at_once)):
-            self._send_batched(group.outputs, [torch.stack(parts) for parts in zip(*chunk, strict=True)])
+            self._send_at_once(group.outputs, [torch.stack(parts) for parts in zip(*chunk, strict=True)])
+
+    def _narrow(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether vectors go through float16."""
+        return is_narrow(outputs) or is_narrow(slot.out for recorded in self.recorder.calls for slot in recorded.slots)
 
     def take(self, group: VectorGroup, user: UserBackward) -> None:
         """Take the gradients of a single vector from the user's backward pass."""
@@ -209,32 +218,45 @@ class BackwardPasses:
         if self._waiting[recorded.layer] == 0:
             self._show(recorded.layer, self._received)
 
-    def _send_batched(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> None:
+    def _send_at_once(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> None:
         """Several vectors [V, *output] in one vectorised backward pass: fast for small batches and on GPUs, memory
         times V. Where an operation can't be vectorised, they are sent one at a time.
         """
-        recorder = self.recorder
+        recorder, batched, narrow = self.recorder, len(vectors[0]) > 1, self._narrow(outputs)
         if self._first:
             recorder.require_unchanged()
             recorder.sources(outputs)  # refuses parameters that something else reads
-        slots = [slot for recorded in recorder.calls for slot in recorded.slots if slot.edge is not None]
-        if not slots:
+        places = self._places()
+        if not places:
             return
+        edges = [slot.edge for _, slot in places]
+        options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": batched}
+        send = partial(torch.autograd.grad, outputs, edges, **options)
         try:
             with quiet():
-                edges = [slot.edge for slot in slots]
-                found = torch.autograd.grad(
-                    outputs, edges, vectors, retain_graph=True, allow_unused=True, is_grads_batched=True
-                )
+                arrived = send_in_range(send, outputs, vectors if batched else [v[0] for v in vectors], narrow)
         except RuntimeError:  # custom functions without a vmap rule, and more; what else is wrong is raised again below
-            self._stream(outputs, ([v[k] for v in vectors] for k in range(len(vectors[0]))), keep_graph=True)
-            return
-        grads = {id(slot): g for slot, g in zip(slots, found) if g is not None}
-        del found
+            if not batched:
+                raise
+            return self._send_each(outputs, vectors)
+        _warn_of_rough(places[at][0] for at in arrived.rough)
+        grads = {id(slot): g for at, (_, slot) in enumerate(places) if (g := arrived.take(at)) is not None}
         self.reached |= {call.layer for call in recorder.calls if not grads.keys().isdisjoint(map(id, call.slots))}
         for index in self._calls:
-            self._show(index, grads, len(vectors[0]), batched=True)
+            self._show(index, grads, len(vectors[0]), batched)
         self._first = False
+
+    def _places(self) -> list[tuple[RecordedCall, OutputSlot]]:
+        """Where gradients arrive, with the calls that returned there."""
+        return [(call, slot) for call in self.recorder.calls for slot in call.slots if slot.edge is not None]
+
+    def _send_each(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> None:
+        """Several vectors [V, *output], one at a time."""
+        singles = [[v[k] for v in vectors] for k in range(len(vectors[0]))]
+        if not self._narrow(outputs):
+            return self._stream(outputs, singles, keep_graph=True)
+        for single in singles:
+            self._send_at_once(outputs, [v[None] for v in single])
 
     def _show(self, index: int, grads: dict[int, Tensor] | None = None, V: int = 1, batched: bool = False) -> None:
         """Pass one layer's batch to the consumer, which may run modules again: those calls are not recorded."""
@@ -248,6 +270,17 @@ class BackwardPasses:
             self.consume(batch)
         for recorded in calls:
             recorded.call.grads = None
+
+
+def _warn_of_rough(calls: Iterable[RecordedCall]) -> None:
+    """Say which layers have gradients below the range of float16."""
+    if names := ", ".join(dict.fromkeys(title(recorded.call.use.name) for recorded in calls)):
+        warn(
+            f"The gradients that arrive at {names} are so much smaller than those at other layers that float16 holds "
+            "few digits of them: statistics there are rough. bfloat16 and float32 have the range.",
+            CurvatureWarning,
+            stacklevel=2,
+        )
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:

@@ -150,7 +150,9 @@ def _compare_in_full(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCa
         if not bool(away <= TOLERANCE[kind.itemsize] * theirs.norm()):
             # Half precision rounds so much that there is no room for more than that.
             rounding = torch.finfo(kind).eps * (2 if kind.itemsize == 2 else 100)
-            if not float(away) <= rounding * _size(calls) and not _both_undefined(ours, theirs):
+            if not float(away) <= rounding * _size(calls) + _underflow(kind, calls, theirs) and not _both_undefined(
+                ours, theirs
+            ):
                 raise _wrong_rule(sent, layer, key, ours, theirs, bool(calls))
 
 
@@ -185,6 +187,15 @@ def _summed_gradients(batch: LayerBatch) -> dict[str, Tensor]:
 def _size(calls: Sequence[RecordedCall]) -> float:
     """A bound of the numbers that add up to a gradient: where they cancel, rounding is relative to it."""
     return sum(_norm(c.call.grads) * (1 + _norm((c.call.args, dict(c.call.kwargs)))) for c in calls)
+
+
+def _underflow(kind: torch.dtype, calls: Sequence[RecordedCall], theirs: Tensor) -> float:
+    """How much numbers below the range of a dtype add up to: in float16 they are common."""
+    smallest = torch.finfo(kind).smallest_normal * torch.finfo(kind).eps
+    sizes = (
+        slot.out.numel() ** 0.5 * (1 + _norm((c.call.args, dict(c.call.kwargs)))) for c in calls for slot in c.slots
+    )
+    return smallest * (theirs.numel() ** 0.5 + sum(sizes))
 
 
 def _wrong_rule(sent: SentVectors, layer: Layer, key: str, ours: Tensor, theirs: Tensor, called: bool) -> OutsideReads:

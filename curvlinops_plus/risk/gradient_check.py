@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.risk.compare_rules import SentVectors, compare_rules
+from curvlinops_plus.risk.float16_range import is_narrow, send_in_range
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.outside_reads import not_by_example
@@ -75,9 +77,9 @@ def send_single(
     slots = [slot for recorded in recorder.calls for slot in recorded.slots]
     edges, numbers = [slot.edge for slot in slots], [_random_like(f) for f in outputs]
 
-    def send(n: int, inputs: list[Any], retain_graph: bool = False) -> tuple[Tensor | None, ...]:
+    def send(n: int, inputs: list[Any], retain_graph: bool = False) -> Sequence[Tensor | None]:
         vectors = [_only(v, range(N) if every and n else [n], N) for v in numbers]
-        return torch.autograd.grad(outputs, inputs, vectors, retain_graph=retain_graph, allow_unused=True)
+        return _gradients(slots, outputs, inputs, vectors, retain_graph)
 
     # Two of them: examples that change places may leave one where it is.
     first = _by_slot(slots, send(0, edges, retain_graph=True)) if N > 1 and not whole else {}
@@ -126,12 +128,20 @@ def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Sequ
 
     def send(chosen: Sequence[int]) -> dict[int, Tensor]:
         vectors = [_only(v, chosen, N) for v in numbers]
-        found = torch.autograd.grad(outputs, edges, vectors, retain_graph=True, allow_unused=True)
-        return _by_slot(slots, found)
+        return _by_slot(slots, _gradients(slots, outputs, edges, vectors, retain_graph=True))
 
     for at, recorded, slot in _find_rows(recorder.calls, N, ((chosen, send(chosen)) for chosen in halves)) or ():
         sent = SentVectors(recorder.calls, {}, {}, {}, N, N)
         raise _wrong_rows(sent, recorded, slot, halves[at], send(halves[at]))
+
+
+def _gradients(
+    slots: Sequence[OutputSlot], outputs: Sequence[Tensor], inputs: list[Any], vectors: list[Tensor], retain_graph: bool
+) -> Sequence[Tensor | None]:
+    """What vectors leave at some places, all times one number."""
+    narrow = is_narrow([*outputs, *(slot.out for slot in slots)])
+    send = partial(torch.autograd.grad, outputs, inputs, retain_graph=retain_graph or narrow, allow_unused=True)
+    return send_in_range(send, outputs, vectors, narrow).gradients
 
 
 def _find_rows(

@@ -10,6 +10,7 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.compare_rules import TOLERANCE
+from curvlinops_plus.risk.float16_range import below_range
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.record import Recorder
@@ -46,6 +47,11 @@ class UserBackward:
         """Whether the user went back."""
         return any(self._at_outputs.values())
 
+    @property
+    def below_range(self) -> bool:
+        """Whether what arrived has lost digits in float16."""
+        return below_range(g for g, _ in self._at_slots.values())
+
     def _receive(self, recorded: RecordedCall, slot: OutputSlot, g: Tensor) -> None:
         g = g.detach()
         self._at_slots[id(slot)] = g, g._version
@@ -62,7 +68,7 @@ class UserBackward:
         for recorded in (recorded for calls in self._calls.values() for recorded in calls):
             for slot in recorded.slots:
                 if (g := self._arrived(recorded, slot)) is not None:
-                    found[id(slot)] = g / factor
+                    found[id(slot)] = (_wide(g) if g.dtype == torch.float16 else g) / factor
                 elif slot.edge is not None:
                     missing.append((recorded, slot))
         nodes = {node for node, _ in postorder([f.grad_fn for f in outputs])} if missing else set()
@@ -88,7 +94,7 @@ class UserBackward:
         pairs = [(g[0].detach() if g else torch.zeros_like(v), v) for g, v in zip(arrived, vector, strict=True)]
         g, v = (torch.cat([_wide(t).flatten() for t in ts]) for ts in zip(*pairs))
         factor, away = _multiple(g, v)
-        if not away <= TOLERANCE[min(t.element_size() for t in vector)] and bool(g.sum().isfinite()):
+        if not away <= TOLERANCE[min(f.element_size() for f in outputs)] and bool(g.sum().isfinite()):
             raise UnsupportedError(
                 "The gradient that the backward pass inside `listen` brought to the model's output is no multiple of "
                 f"that of the risk's loss for this batch: the rest has {away:.1e} of its norm. Was it another loss, or "
@@ -118,12 +124,13 @@ class UserBackward:
             UnsupportedError: If it is not.
         """
         for where, theirs, ours in self._pairs(batch):
-            scale, away = _multiple(_wide(theirs), _wide(ours))
+            coarsest, theirs, ours = min(itemsize, theirs.element_size()), _wide(theirs), _wide(ours)
+            scale, away = _multiple(theirs, ours)
             if self._scale is None and bool(ours.any()):
                 self._scale = scale
             elif self._scale is not None:
                 away = float(torch.dist(theirs, self._scale * ours) / (self._scale * ours).norm().clamp(min=1e-300))
-            if not away <= TOLERANCE[min(itemsize, ours.element_size())]:
+            if not away <= TOLERANCE[coarsest]:
                 raise UnsupportedError(
                     f"The gradient that the backward pass inside `listen` brought to {where} is not that of the risk's "
                     f"loss for this batch: they differ by {away:.1e} of its norm. Was it another loss, is something "

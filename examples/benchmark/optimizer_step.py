@@ -69,9 +69,9 @@ class Training:
         self.work = work
         self.optimizer = KFACOptimizer(work.model, work.loss, **{"lr": 1e-4, "inverse_every": PERIOD, **options})
         self.turns: list[dict[str, float]] = []  # seconds of each part
-        curvature = self.optimizer.curvature
+        inverse = self.optimizer.curvature.inverse
         for name, part in (("refresh_if_due", "refresh"), ("apply", "apply")):
-            setattr(curvature, name, self._clocked(part, getattr(curvature, name)))
+            setattr(inverse, name, self._clocked(part, getattr(inverse, name)))
 
     def _clocked(self, part: str, function: Callable[..., T]) -> Callable[..., T]:
         def run(*args: Any, **options: Any) -> T:

@@ -197,6 +197,64 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+class Steps:
+    """Steps of K-FAC with some options on one batch."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model, self.loss, self.taken = net(), nn.CrossEntropyLoss(), 0
+        self.optimizer = KFACOptimizer(self.model, self.loss, **options)
+
+    def __call__(self) -> None:
+        X, y = batch()
+        self.optimizer.zero_grad()
+        self.loss(self.model(X), y).backward()
+        self.optimizer.step()
+        self.taken += 1
+
+    def scheduled(self, name: str) -> None:
+        scheduler = SCHEDULERS[name](self.optimizer)
+        for _ in range(3):
+            self()
+            scheduler.step(1.0) if name == "ReduceLROnPlateau" else scheduler.step()
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_what_is_adaptive(name: str) -> None:
+    """Those that multiply "adaptive", and those that put numbers in its place."""
+    take = Steps(lr="adaptive")
+    with pytest.raises(TypeError, match=r'is "adaptive": the quadratic model chooses it in every step.*a scheduler'):
+        take.scheduled(name)
+    assert take.taken == (2 if name == "ReduceLROnPlateau" else 0)
+
+
+def test_a_scheduler_beside_an_adaptive_momentum() -> None:
+    take = Steps(lr=0.1, momentum="adaptive")
+    scheduler = lr_scheduler.ExponentialLR(take.optimizer, 0.5)
+    for lr in (0.1, 0.05, 0.025):
+        take()
+        scheduler.step()
+        assert take.optimizer.last_step.lr == pytest.approx([lr])
+    lr_scheduler.OneCycleLR(take.optimizer, 0.1, total_steps=10)
+    with pytest.raises(TypeError, match=r'momentum is "adaptive"'):
+        take()
+
+
+def test_a_coefficient_that_is_adaptive_no_more() -> None:
+    take = Steps(lr="adaptive")
+    optimizer = take.optimizer
+    optimizer.param_groups[0]["lr"] = 0.1
+    take()
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+    take()
+    scheduler.step()
+    optimizer.param_groups[0]["momentum"] = "adaptive"
+    take()
+    stored = io.BytesIO()
+    torch.save(optimizer.state_dict(), stored)
+    stored.seek(0)
+    assert torch.load(stored, weights_only=True)["param_groups"][0]["momentum"] == "adaptive"
+
+
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("factor", [1.0, 3.0])
 def test_resuming_with_schedulers(name: str, factor: float) -> None:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, as_weight_decay, number, plain_policy
-from curvlinops_plus.optim.kfac.refusals import require_common
-from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, RunningInverse
+from curvlinops_plus.optim.kfac.refusals import require_common, require_same_loss
+from curvlinops_plus.optim.kfac.running_curvature import RunningCurvature
 from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
 from curvlinops_plus.optim.kfac.tensor_lists import norms
 from curvlinops_plus.optim.kfac.watch import Watch
@@ -71,7 +72,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         risk_options = {"processes": wrapped_processes(model), **risk_options}  # replicas must not drift apart
         risk = EmpiricalRisk(model, loss, (), [p for group in groups for p in _tensors(group)], **risk_options)
         #: The statistics and their inverse.
-        self.curvature = RunningInverse(risk, curvature)
+        self.curvature = RunningCurvature(risk, curvature)
         self._keys = {p: key for key, p in risk.params.items()}
         self._schedule, self._strict = schedule, strict
         super().__init__(groups, options)
@@ -236,20 +237,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self.curvature.advance()
         return loss
 
-    def _compare(self, loss: Any) -> None:
-        """Refuse a loss of the user that is another one than that of the statistics."""
-        if loss is None:
-            raise ValueError("check_loss compares the loss that step's closure returns; write step(lambda: value).")
-        theirs, ours = float(torch.as_tensor(loss).detach()), self.curvature.loss()
-        if not abs(theirs - ours) <= 1e-3 * max(abs(theirs), abs(ours)):
-            names = ", ".join(one.title for one in self.curvature.risk.losses)
-            raise ValueError(
-                f"The loss that is minimised is {theirs:.6g}, and that of the statistics, {names}, is {ours:.6g} on "
-                "the same batches. Give the optimizer the loss with the same options (label smoothing, class weights, "
-                "ignored targets) and the same reduction, a mean or a sum. With weight decay in the loss, or a loss "
-                "that was scaled, compare what there is without it."
-            )
-
     def _finish_and_step(self, report: StepReport, loss: Any) -> None:
         """Finish the statistics of this step, and take it; `loss` is what a closure returned."""
         gradient = self._gradient()
@@ -263,8 +250,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._not_finite(found, report)
             return
         self.curvature.require_batches(self._strict, self._looks_again)
+        if self.curvature.new_factor:  # what was kept of a norm constraint belongs to another curvature
+            for kept in self.state.values():
+                kept.pop("curved_velocity", None)
         if self.check_loss:
-            self._compare(loss)
+            require_same_loss(self.curvature.risk, loss, self.curvature.loss)
         report.examples = self.curvature.examples
         if (key := first_nonfinite(gradient)) is not None:
             self._not_finite(refusal_of_nonfinite(key), report)
@@ -299,8 +289,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             dampings |= {self._keys[p]: damping for p in group["params"]}
         blocks = [group.layout.names for layer in self.curvature.estimator.plan for group in layer.layer.groups]
         require_common(blocks, options)
-        report.refreshed = self.curvature.refresh_if_due(dampings)
-        direction = self.curvature.apply(gradient, dampings)
+        inverse, factor = self.curvature.inverse, self.curvature.factor
+        report.refreshed = inverse.refresh_if_due(self.curvature.steps, dampings, factor)
+        direction = inverse.apply(gradient, dampings, factor)
         report.left_alone = [key for key in self._keys.values() if key not in direction]
         groups, keys, params = zip(*(entry for entry in self._listed() if entry[1] in direction), strict=True)
         move = Move(
@@ -314,6 +305,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         )
         move.bound_direction()
         return move
+
+    def _curved(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The curvature of this step's loss times vectors."""
+        return self.curvature.inverse.product(vectors, self.curvature.factor)
 
     def _report(self, move: Move, update: list[Tensor], report: StepReport) -> None:
         """Say how long an update is, before it is added."""

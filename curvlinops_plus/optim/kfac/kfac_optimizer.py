@@ -11,16 +11,18 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks import KFAC
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer
+from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions, Inverse
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import (
+    Adaptive,
     LevenbergMarquardt,
     NormConstraint,
     WeightDecay,
     as_weight_decay,
     number,
+    scheduled,
 )
 from curvlinops_plus.optim.kfac.quadratic_model import QuadraticModel
-from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, Inverse
 from curvlinops_plus.optim.kfac.step_report import StepReport
 from curvlinops_plus.optim.kfac.tensor_lists import add_to, times
 from curvlinops_plus.risk import Vectors
@@ -76,6 +78,7 @@ class KFACOptimizer(CurvatureOptimizer):
 
     Raises:
         ValueError: If an option is out of range, or options contradict each other.
+        TypeError: If an option has another type; later, if a scheduler drives what is adaptive.
 
     Cost: statistics are a backward pass to the layers' outputs; a refresh is one eigendecomposition (or Cholesky
     decomposition) per factor; a step multiplies every gradient by two or four matrices.
@@ -132,6 +135,7 @@ class KFACOptimizer(CurvatureOptimizer):
             )
         self._levenberg = damping if isinstance(damping, LevenbergMarquardt) else None
         self._reject, self._maximize = reject, maximize
+        self._were_adaptive: set[str] = set()  # coefficients, when groups were last looked at
         self._exact_model = (quadratic_model or ("exact" if adaptive else "blocks")) == "exact"
         start = damping.initial if isinstance(damping, LevenbergMarquardt) else damping
         options = {
@@ -173,7 +177,7 @@ class KFACOptimizer(CurvatureOptimizer):
     def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
         move = self._move(gradient, report)
         known = self._combine(move, report)
-        move.bound_update(self.curvature.product)
+        move.bound_update(self._curved)
         displacement = move.with_decay()
         self._report(move, displacement, report)
         if self._adapts or self._reject is not None:
@@ -285,11 +289,8 @@ class KFACOptimizer(CurvatureOptimizer):
         super()._check_groups()
         for group in self.param_groups:
             as_weight_decay(group["weight_decay"])
-            coefficients = {name: group[name] for name in ("lr", "momentum")}
-            for name, value in coefficients.items():
-                if not isinstance(value, str) or value != "adaptive":
-                    group[name] = number(name, value)
-            if group["norm_constraint"] is not None and "adaptive" in coefficients.values():
+            coefficients = [self._coefficient(group, name) for name in ("lr", "momentum")]
+            if group["norm_constraint"] is not None and "adaptive" in coefficients:
                 raise ValueError(
                     "An adaptive lr or momentum and a norm constraint can't both choose the length of a step; give one."
                 )
@@ -297,3 +298,13 @@ class KFACOptimizer(CurvatureOptimizer):
             values = {group[name] for group in self.param_groups}
             if "adaptive" in values and len(values) > 1:
                 raise ValueError(f"{name} is adaptive in one group and a number in another; one value serves all then.")
+
+    def _coefficient(self, group: dict[str, Any], name: str) -> float | Adaptive:
+        """The learning rate or the momentum of a group: a number, or "adaptive", which no scheduler drives."""
+        value, were = group[name], self._were_adaptive
+        adaptive = isinstance(value, str) and value == "adaptive"
+        group[name] = Adaptive(value) if adaptive else number(name, value)
+        if name in were and "initial_lr" in group and (name == "lr" or not adaptive):
+            raise scheduled(name)
+        (were.add if adaptive else were.discard)(name)
+        return group[name]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 __all__ = [
+    "Adaptive",
     "LevenbergMarquardt",
     "NormConstraint",
     "WeightDecay",
@@ -18,7 +19,29 @@ __all__ = [
     "as_weight_decay",
     "number",
     "plain_policy",
+    "scheduled",
 ]
+
+
+def scheduled(name: str) -> TypeError:
+    """The error about a scheduler of what the quadratic model chooses."""
+    return TypeError(
+        f'{name} is "adaptive": the quadratic model chooses it in every step, so a scheduler has nothing to multiply '
+        "and must not put numbers in its place. Give the optimizer a number for what is scheduled, or leave it out: "
+        "a larger damping, a function of the step or LevenbergMarquardt, is what shortens adaptive steps."
+    )
+
+
+class Adaptive(str):
+    """The word "adaptive" as the option of a group: whoever takes it for a number learns why it is none."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: object) -> Any:
+        raise scheduled("A coefficient")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse  # pyright: ignore[reportAssignmentType]
+    __float__ = __pow__ = _refuse
 
 
 def number(name: str, value: Any, low: float = 0.0, high: float = inf, strict: bool = False) -> float:
@@ -162,6 +185,8 @@ class WeightDecay:
 
 def plain_policy(value: Any) -> Any:
     """An option of a group in plain Python, from which `as_weight_decay` and `as_norm_constraint` make it again."""
+    if isinstance(value, Adaptive):
+        return str(value)
     return asdict(value) if isinstance(value, (NormConstraint, WeightDecay)) else value
 
 

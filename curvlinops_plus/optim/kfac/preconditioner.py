@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from curvlinops_plus.blocks import KFAC
 from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer
+from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions, Inverse
 from curvlinops_plus.optim.kfac.policies import NormConstraint
-from curvlinops_plus.optim.kfac.running_inverse import CurvatureOptions, Inverse
 from curvlinops_plus.optim.kfac.step_report import StepReport
 from curvlinops_plus.risk import Vectors
 
@@ -100,7 +100,7 @@ class KFACPreconditioner(CurvatureOptimizer):
     def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
         move = self._move(gradient, report)
         move.combine([-1.0] * len(move.keys), [0.0] * len(move.keys))
-        move.bound_update(self.curvature.product)
+        move.bound_update(self._curved)
         self._report(move, move.update, report)
         for p, d in zip(move.params, move.update, strict=True):
             assert p.grad is not None

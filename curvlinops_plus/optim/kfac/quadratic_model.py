@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvlinops_plus.optim.kfac.tensor_lists import sum_of_products, times
-
 __all__ = ["QuadraticModel"]
 
 Vectors = Sequence[Sequence[Tensor]]  # directions, each a list of tensors like the parameters
@@ -57,10 +55,14 @@ class QuadraticModel:
             decays: `η` of each parameter.
             dampings: `λ` of each parameter.
         """
-        A = form(directions).double().cpu()
-        scaled = [[times(v, factors) for v in directions] for factors in (decays, dampings)]
-        R, D = (_inner(directions, others) for others in scaled)
-        return cls((A + A.T) / 2, R, D, _inner(directions, [gradient])[:, 0])
+        A, k = form(directions).double().cpu(), len(directions)
+        inner = []
+        for *v, g in zip(*directions, gradient, strict=True):
+            rows = torch.stack([t.flatten() for t in (*v, g)])
+            inner.append(rows[:k] @ rows.mT)
+        table = torch.stack(inner).double().cpu()  # [parameters, k, k + 1]
+        R, D = (torch.tensor(factors, dtype=table.dtype) @ table[..., :k].flatten(1) for factors in (decays, dampings))
+        return cls((A + A.T) / 2, R.view(k, k), D.view(k, k), table[..., k].sum(0))
 
     def minimizer(self, fixed: Sequence[float | None]) -> list[float]:
         """The coefficients of least `q`, damping included; those that are numbers in `fixed` stay.
@@ -80,9 +82,3 @@ class QuadraticModel:
         M = self.curvature + self.decay + (self.damping if include_damping else 0)
         coefficients = torch.tensor(w, dtype=torch.float64)
         return float(coefficients @ M @ coefficients / 2 + self.slope @ coefficients)
-
-
-def _inner(one: Vectors, two: Vectors) -> Tensor:  # -> [k, l]
-    """Inner products, in float64 on the CPU."""
-    rows = [torch.stack([sum_of_products(v, u) for u in two]) for v in one]
-    return torch.stack(rows).double().cpu()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.constant_statistics import batch_norms
 
-__all__ = ["common_damping", "naming_batch_norm", "no_batch", "require_common"]
+__all__ = ["common_damping", "naming_batch_norm", "no_batch", "require_common", "require_same_loss"]
 
 
 def no_batch(risk: EmpiricalRisk, inside: bool) -> RuntimeError:
@@ -65,6 +67,30 @@ def require_common(blocks: Iterable[Iterable[str]], options: Mapping[str, Mappin
                     f"The parameters {list(keys)} are one block of the curvature, and have {name} {found}. Put them in "
                     "one group."
                 )
+
+
+def require_same_loss(risk: EmpiricalRisk, given: Any, find: Callable[[], float]) -> None:
+    """Refuse a loss of the user that is another one than that of the statistics.
+
+    Args:
+        risk: Model and losses.
+        given: The user's, None if it is not known.
+        find: Computes the other one.
+
+    Raises:
+        ValueError: With both numbers.
+    """
+    if given is None:
+        raise ValueError("check_loss compares the loss that step's closure returns; write step(lambda: value).")
+    theirs, ours = float(torch.as_tensor(given).detach()), find()
+    if not abs(theirs - ours) <= 1e-3 * max(abs(theirs), abs(ours)):
+        names = ", ".join(one.title for one in risk.losses)
+        raise ValueError(
+            f"The loss that is minimised is {theirs:.6g}, and that of the statistics, {names}, is {ours:.6g} on the "
+            "same batches. Give the optimizer the loss with the same options (label smoothing, class weights, ignored "
+            "targets) and the same reduction, a mean or a sum. With weight decay in the loss, or a loss that was "
+            "scaled, compare what there is without it."
+        )
 
 
 @contextmanager

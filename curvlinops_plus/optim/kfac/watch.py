@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.optim.kfac.running_inverse import HeardCall, RunningInverse
+from curvlinops_plus.optim.kfac.running_curvature import HeardCall, RunningCurvature
 from curvlinops_plus.optim.kfac.step_batches import Factor, other_targets, same_targets
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import postorder
@@ -75,7 +75,7 @@ class Watch:
         self,
         model: nn.Module,
         losses: Sequence[nn.Module],
-        curvature: RunningInverse,
+        curvature: RunningCurvature,
         remembers: Callable[[], bool],
     ) -> None:
         self._model, self._losses, self._curvature, self._remembers = model, losses, curvature, remembers
@@ -149,7 +149,7 @@ class Watch:
         self._curvature.called_inside |= getattr(self._open, "call", None) is not None
         if not (self._calls or self._added or self._dropped):
             return
-        given = inspect.signature(module.forward).bind(*args, **kwargs).args
+        given = inspect.signature(module.forward).bind(*args, **kwargs).args if kwargs else args
         if len(given) < 2 or (found := self._of_output(given[0], index)) is None:
             return
         self._require_constant(given[1])

@@ -1,4 +1,4 @@
-"""The damped inverse of a curvature estimate that follows training."""
+"""The statistics of a curvature that follows training, and the batches that its steps come from."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks import BlockwiseLinearOperator, CurvatureEstimator
+from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.batch_pass import PassStart
 from curvlinops_plus.blocks.heard_pass import HeardBatch
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedError, level_of_user
 from curvlinops_plus.exact import GGN
-from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
-from curvlinops_plus.optim.kfac.policies import number
-from curvlinops_plus.optim.kfac.refusals import common_damping, naming_batch_norm, no_batch
+from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
+from curvlinops_plus.optim.kfac.damped_inverse import DampedInverse, complete
+from curvlinops_plus.optim.kfac.refusals import naming_batch_norm, no_batch
 from curvlinops_plus.optim.kfac.step_batches import (
     Factor,
     StepBatches,
@@ -27,52 +27,11 @@ from curvlinops_plus.optim.kfac.step_batches import (
     require_same_curvature,
     same_targets,
 )
-from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo, Vectors
+from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk.process_state import own_calls
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["CurvatureOptions", "HeardCall", "RunningInverse"]
-
-Inverse = Literal["exact", "factored"]
-
-
-@dataclass(frozen=True)
-class CurvatureOptions:
-    """What the statistics are, and when they and their inverse are renewed.
-
-    Attributes:
-        approximation: As for `CurvatureEstimator`.
-        default: As there.
-        vectors: As there, `MonteCarlo()` for None.
-        decay: As there.
-        statistics_every: Steps between two updates of the statistics.
-        inverse_every: Steps between two refreshes of the inverse.
-        inverse: "exact" is `(K + λI)⁻¹` with the damping of now; "factored" splits `λ` between the factors of each
-            Kronecker product, with the damping of the refresh.
-        power: Of `K + λI`; -1 but for special purposes.
-    """
-
-    approximation: Any
-    default: Any
-    vectors: Vectors | str | None
-    decay: float
-    statistics_every: int
-    inverse_every: int
-    inverse: Inverse
-    power: float
-
-    def __post_init__(self) -> None:
-        number("-power", -self.power, strict=True)
-        if self.inverse not in ("exact", "factored"):
-            raise ValueError(f'inverse={self.inverse!r}; expected "exact" or "factored".')
-        if self.inverse == "factored" and self.power != -1:
-            raise ValueError(
-                f'inverse="factored" and power={self.power:g}: only inverses can be damped factor by factor.'
-            )
-        for name in ("statistics_every", "inverse_every"):
-            every = getattr(self, name)
-            if not isinstance(every, int) or every < 1:
-                raise ValueError(f"{name}={every!r}; expected a number of steps, at least 1.")
+__all__ = ["HeardCall", "RunningCurvature"]
 
 
 @dataclass(eq=False)
@@ -102,8 +61,8 @@ class _Part:
         return iter(self.data)
 
 
-class RunningInverse:
-    """An estimator that is fed by training, and the inverse of its curvature, which is renewed every few steps.
+class RunningCurvature:
+    """An estimator that is fed by training, and the inverse of its curvature.
 
     Args:
         risk: Model, loss and parameters.
@@ -135,11 +94,12 @@ class RunningInverse:
         self.scale: float | None = 1.0
         #: How many times the risk's loss is what is minimised: `.grad` is that of `factor * loss`.
         self.factor = 1.0
+        self.new_factor = self._factor_varies = self._factor_seen = False
         #: Whether a loss was called inside of the model.
         self.called_inside = False
         self._part = _Part()
-        self._dampings: dict[str, float] | None = None  # of the last refresh
-        self._inverse: tuple[Any, LinearOperator] | None = None  # with the dampings that it belongs to
+        #: What steps apply, which is renewed less often.
+        self.inverse = DampedInverse(self.estimator, options)
 
     # ---------------------------------------------------------------------------------------------------- statistics
     @property
@@ -181,12 +141,12 @@ class RunningInverse:
         self.seen.note(found, start, factors)
 
     def begin(self, X: Any, unpack: bool, remember: bool) -> HeardCall | None:
-        """Hear a call of the model whose targets come later, if the step needs it; for `add`."""
+        """Hear a call of the model whose targets come later; for `add`. Without statistics only its loss is heard."""
         self._finish_waiting()
         if self._error is not None:  # nobody has called `step`, as after an overflow that a gradient scaler has seen
             error, self._error = self._error, None
             warn(f"A batch was left out of the statistics. {error}", CurvatureWarning, stacklevel=level_of_user())
-        if not (self.due or remember) or not _is_in_place(self.risk):  # with other tensors it is another model
+        if not _is_in_place(self.risk):  # with other tensors it is another model
             return None
         start = PassStart.now(self.risk.model) if remember else None
         heard = self.estimator.begin(X, unpack) if self.due else HeardBatch(self.risk.read_input(X, unpack))
@@ -272,9 +232,27 @@ class RunningInverse:
             RuntimeError: If it has not.
             ValueError: If several losses were multiplied with other numbers than their weights.
         """
-        self.factor = self.seen.factor(self.scale) or self.factor
+        self._take_factor(self.seen.factor(self.scale))
         if (self.due and not self.batches and (statistics or not self.estimator.updates)) or (again and not self.seen):
             raise no_batch(self.risk, self.called_inside)
+
+    def _take_factor(self, found: float | None) -> None:
+        """Note how many times the loss makes up the gradient of this step; None if nobody saw it."""
+        #: Whether it is another one than in the step before.
+        self.new_factor = found is not None and found != self.factor
+        if found is not None:
+            self._factor_varies |= self.new_factor and self._factor_seen
+            self.factor, self._factor_seen = found, True
+        elif self._factor_varies:
+            warn(
+                f"The loss was multiplied by other numbers in other steps, by {self.factor:g} in the last one that was "
+                "seen, and nobody saw the loss of this step, whose curvature is multiplied by that number, too. Call "
+                "the loss that the optimizer was given, or the model inside `with optimizer.listen((X, y)):`, in every "
+                "step.",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
+            )
+            self._factor_varies = False  # said once
 
     # ----------------------------------------------------------------------------------- the batches of this step again
     def loss(self) -> float:
@@ -298,7 +276,7 @@ class RunningInverse:
             exact: `C` is the exact GGN of `loss`; else the statistics of now, times `factor`.
         """
         C = self._exact if exact else self.estimator.operator
-        V = self._complete(C, rows, next(iter(rows.values())).shape[:1])
+        V = complete(C, rows, self.risk.params, next(iter(rows.values())).shape[:1])
         if not exact:
             return self.factor * C.quadratic_form(V)
         forms = []
@@ -307,83 +285,6 @@ class RunningInverse:
             forms.append(c * C.quadratic_form(V))
         self._part.data = ()
         return torch.stack(forms).sum(0)
-
-    # ------------------------------------------------------------------------------------------------------- inverse
-    def refresh_if_due(self, dampings: Mapping[str, float]) -> bool:
-        """Renew the inverse if its time has come, of `K + λI / factor`, which `apply` makes that of `factor * K + λI`.
-
-        Args:
-            dampings: Key of a parameter to the damping of its block.
-        """
-        due = self._dampings is None or self.steps % self.options.inverse_every == 0
-        dampings = self._by_factor(dampings)
-        if due:
-            self.estimator.refresh_by(lambda K: self._of_blocks(K, dampings))
-            self._dampings, self._inverse = dict(dampings), None
-        return due
-
-    def apply(self, gradients: Mapping[str, Tensor], dampings: Mapping[str, float]) -> dict[str, Tensor]:
-        """`(factor * K + λI)ᵖ g` of the parameters that have gradient and curvature.
-
-        Args:
-            gradients: Key of a parameter to its gradient; where there is none, it counts as zero.
-            dampings: As for `refresh_if_due`.
-        """
-        P = self._damped(self._by_factor(dampings))
-        for layout in self.estimator.refreshed.operator.layouts.values():
-            with_gradient = [key for key in layout.names if key in gradients]
-            if 0 < len(with_gradient) < len(layout.names):
-                raise ValueError(
-                    f"Of the parameters {list(layout.names)}, which are one block of the curvature, only "
-                    f"{with_gradient} have a gradient. Freeze the others before the optimizer is made, or leave them "
-                    "out of its `params`."
-                )
-        found = P @ self._complete(P, gradients)
-        return self._times_factor({key: t for key, t in found.items() if key in gradients}, self.options.power)
-
-    def product(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`factor * K v`, with the statistics of the last refresh; zero where there is no curvature."""
-        K = self.estimator.refreshed
-        found = K @ self._complete(K, vectors)
-        found = {key: found[key] if key in found else v.new_zeros(v.shape) for key, v in vectors.items()}
-        return self._times_factor(found)
-
-    def _times_factor(self, vectors: dict[str, Tensor], power: float = 1.0) -> dict[str, Tensor]:
-        return vectors if self.factor == 1 else {key: self.factor**power * t for key, t in vectors.items()}
-
-    def _by_factor(self, dampings: Mapping[str, float]) -> Mapping[str, float]:
-        return dampings if self.factor == 1 else {key: damping / self.factor for key, damping in dampings.items()}
-
-    def _complete(
-        self, operator: LinearOperator, vectors: Mapping[str, Tensor], lead: tuple[int, ...] = ()
-    ) -> dict[str, Tensor]:
-        """What an operator multiplies: tensors `[*lead, *shape]`, zero where none is given."""
-        params = self.risk.params
-        return {
-            key: vectors[key] if key in vectors else params[key].new_zeros((*lead, *params[key].shape))
-            for key in operator.in_space.names
-        }
-
-    def _damped(self, dampings: Mapping[str, float]) -> LinearOperator:
-        """The inverse with these dampings; a factored one keeps those of the refresh."""
-        if self.options.inverse == "factored":
-            assert self._dampings is not None
-            dampings = self._dampings
-        if self._inverse is None or self._inverse[0] != dampings:
-            K = self.estimator.refreshed
-            of_blocks = self._of_blocks(K, dampings)
-            P = (
-                self.estimator.inverse(of_blocks)
-                if self.options.power == -1
-                else K.power(self.options.power, of_blocks)
-            )
-            self._inverse = dict(dampings), P
-        return self._inverse[1]
-
-    def _of_blocks(self, K: BlockwiseLinearOperator, dampings: Mapping[str, float]) -> Any:
-        """The damping of each block, from those of its parameters."""
-        found = {name: common_damping(layout.names, dampings) for name, layout in K.operator.layouts.items()}
-        return HeuristicDamping(found, min=0.0) if self.options.inverse == "factored" else found
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
@@ -400,7 +301,7 @@ class RunningInverse:
             "steps": self.steps,
             "batches": self.batches,
             "examples": self.examples,
-            "dampings": self._dampings,
+            "dampings": self.inverse.dampings,
             "factor": self.factor,
             "estimator": self.estimator.state_dict(),
         }
@@ -408,7 +309,8 @@ class RunningInverse:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another one stopped."""
         self.estimator.load_state_dict(state["estimator"])
-        self.steps, self._dampings, self._inverse = state["steps"], state["dampings"], None
+        self.steps = state["steps"]
+        self.inverse.restore(state["dampings"])
         self.drop()
         self.factor = state.get("factor", 1.0)
         self.forget()

@@ -1,0 +1,170 @@
+"""Statistics of networks in float16, whose gradients leave its range."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus import (
+    KFAC,
+    CurvatureEstimator,
+    CurvatureWarning,
+    DiagonalBlock,
+    Empirical,
+    EmpiricalRisk,
+    Exact,
+    MonteCarlo,
+    UnsupportedError,
+    curvature,
+)
+from curvlinops_plus.risk import Vectors
+from curvlinops_plus.risk.float16_range import send_in_range
+
+X, Y = torch.linspace(-1, 1, 32 * 6).view(32, 6).sin(), torch.arange(32) % 3
+VECTORS = [Exact(), MonteCarlo(samples=2), Empirical()]
+
+
+def net(before: float, after: float) -> nn.Module:
+    """A network in float16; gradients are about `before * after` times as large below as at the output."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+    with torch.no_grad():
+        for layer, factor in ((model[2], before), (model[4], after)):
+            assert isinstance(layer, nn.Linear)
+            layer.weight *= factor
+    return model.half()
+
+
+def risk_of(model: nn.Module, X: Tensor = X, y: Tensor = Y, loss: nn.Module | None = None) -> EmpiricalRisk:
+    dtype = next(model.parameters()).dtype
+    return EmpiricalRisk(model, loss or nn.CrossEntropyLoss(), [(X.to(dtype), y)])
+
+
+def blocks(model: nn.Module, approximation: Any, vectors: Vectors, **options: Any) -> dict[str, Tensor]:
+    K = curvature(risk_of(model, **options), approximation, vectors=vectors)
+    return {name: block.to_dense() for name, block in K.blocks.items()}
+
+
+def require_like_twin(model: nn.Module, approximation: Any, vectors: Vectors, rtol: float, **options: Any) -> None:
+    ours = blocks(model, approximation, vectors, **options)
+    theirs = blocks(copy.deepcopy(model).double(), approximation, vectors, **options)
+    for name, block in ours.items():
+        assert theirs[name].any()
+        assert torch.dist(block.double(), theirs[name]) <= rtol * theirs[name].norm(), name
+
+
+@pytest.mark.parametrize("vectors", VECTORS, ids=repr)
+@pytest.mark.parametrize("approximation", [KFAC, DiagonalBlock])
+@pytest.mark.parametrize("factor", [1.0, 1e-2, 1e-3, 1e-4])
+def test_gradients_that_are_small(vectors: Vectors, approximation: Any, factor: float) -> None:
+    """Without a power of two the lowest layer has no curvature for 1e-4, and the self-check refuses 1e-3."""
+    require_like_twin(net(factor, factor), approximation, vectors, 5e-3)
+
+
+@pytest.mark.parametrize("vectors", [Exact(), MonteCarlo(samples=2)], ids=repr)
+def test_gradients_that_overflow(vectors: Vectors) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    with torch.no_grad():
+        for p in model[0].parameters():
+            p *= 1e-6  # inputs of what multiplies
+        for layer in model[1:]:
+            layer.weight *= 1000
+    require_like_twin(model.half(), KFAC, vectors, 2e-2, loss=nn.MSELoss(), y=torch.ones(32, 3))
+
+
+def test_tokens_and_exact_vectors_that_are_sent_together() -> None:
+    model = net(1e-3, 1e-3)
+    require_like_twin(model, KFAC, Exact(signs=True), 5e-3, X=X.view(8, 4, 6), y=torch.rand(8, 4, 3), loss=nn.MSELoss())
+
+
+def test_a_layer_without_gradients_counts_as_zero() -> None:
+    model = net(1.0, 1.0)
+    with torch.no_grad():
+        model[2].weight.zero_()  # type: ignore[index,union-attr]
+    found = blocks(model, KFAC, Exact())
+    assert not found["0"].any()
+    require = blocks(copy.deepcopy(model).double(), KFAC, Exact())
+    torch.testing.assert_close(found["4"].double(), require["4"], rtol=5e-3, atol=1e-5)
+
+
+def test_bfloat16_and_float32_are_sent_as_they_are() -> None:
+    sent = []
+
+    def send(vectors: Sequence[Tensor]) -> Sequence[Tensor]:
+        sent.extend(vectors)
+        return vectors
+
+    v, outputs = torch.full((2, 3), 1e-6), [torch.zeros(2, 3)]
+    assert send_in_range(send, outputs, [v], narrow=False).power == 1
+    assert sent[0] is v
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    vectors, f = [torch.ones(3)], [torch.zeros(3, dtype=torch.float16)]
+    found = send_in_range(lambda sent: [sent[0] * torch.inf], f, vectors, narrow=True).take(0)
+    assert found is not None
+    assert not found.isfinite().any()
+    arrived = send_in_range(lambda sent: [sent[0]], f, [torch.full((3,), torch.nan)], narrow=True)
+    assert arrived.power == 1
+    assert (found := arrived.take(0)) is not None
+    assert found.isnan().all()
+
+
+def test_layers_that_do_not_fit_together_are_named() -> None:
+    with pytest.warns(CurvatureWarning, match=r"arrive at layer '0' are so much smaller.*float16 holds few digits"):
+        blocks(net(3e-5, 3e-5), KFAC, Exact())
+
+
+def test_autocast_to_float16() -> None:
+    """The gradients of layers are float16, and parameters, statistics and outputs are not."""
+
+    class Inside(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.net = model.float()
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.float16):
+                return self.net(x).float()
+
+    model = net(1e-3, 1e-3).float()
+    ours, theirs = (blocks(m, KFAC, Exact()) for m in (Inside(model), copy.deepcopy(model).double()))
+    for mine, twin in zip(ours.values(), theirs.values(), strict=True):
+        assert torch.dist(mine.double(), twin) <= 2e-2 * twin.norm()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**14])
+def test_a_backward_pass_of_the_user(scale: float) -> None:
+    """Gradients of `loss.backward()` are taken where they are in range; else vectors are sent by another pass."""
+    model, loss = net(1e-2, 1e-2), nn.CrossEntropyLoss()
+    twin = copy.deepcopy(model).double()
+    estimator, other = (CurvatureEstimator(risk_of(m), KFAC, vectors=Empirical()) for m in (model, twin))
+    for k in range(3):
+        x = X.roll(k, 1)
+        with estimator.listen((x.half(), Y)):
+            (loss(model(x.half()).float(), Y) * scale).backward()
+        other.update((x.half().double(), Y))
+    for name, block in estimator.operator.blocks.items():
+        expected = other.operator.blocks[name].to_dense()
+        assert torch.dist(block.to_dense().double(), expected) <= 1e-2 * expected.norm(), name
+
+
+def test_what_is_refused_in_range_is_refused_below_it() -> None:
+    class Leaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.above = nn.Linear(6, 5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.below(x))
+            return self.above(h + h.roll(1, 0)) * 1e-4
+
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedError, match=r"mixes examples|differ"):
+        _ = curvature(risk_of(Leaks().half()), KFAC).trace
