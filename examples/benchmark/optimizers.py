@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import statistics
@@ -169,7 +170,7 @@ def run(given: argparse.Namespace, kept: dict[str, Any]) -> None:
                 if key not in of_task[mode] and new["steps"] == of_task["steps"].get(key, {}).get("steps"):
                     new = copy.deepcopy(of_task["steps"][key])  # the same runs fill both
                 result = of_task[mode].setdefault(key, new)
-                for _ in compete(task, name, contender, given.trials, given.seeds, result):
+                for _ in itertools.chain([None], compete(task, name, contender, given.trials, given.seeds, result)):
                     given.results.write_text(json.dumps(_rounded(kept), separators=(",", ":")) + "\n")
                 done = f"{name}, equal {mode}: {key}, {len(result['tried'])} trials, {len(result['finals'])} seeds"
                 print(f"{done:79}", end="\r" if given.quick else "\n", flush=True)
