@@ -24,7 +24,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -218,6 +218,12 @@ def rows(of_task: Mapping[str, Any], mode: str) -> Iterator[list[str]]:
         yield [key, *judged, best or "none", figure(ms.get(key)), str(one["steps"]), reached]
 
 
+def counts(found: Iterable[int]) -> str:
+    """The number, or the least and the largest."""
+    numbers = set(found) or {0}
+    return " to ".join(str(one) for one in sorted({min(numbers), max(numbers)}))
+
+
 def report(kept: Mapping[str, Any]) -> None:
     """Print all tables."""
     print(f"{date.today()}, CPU, {torch.get_num_threads()} thread, torch {torch.__version__}, float32.\n")
@@ -229,10 +235,12 @@ def report(kept: Mapping[str, Any]) -> None:
     for name, of_task in kept.items():
         for mode in [mode for mode in MODES if of_task[mode]]:
             results = [one for one in of_task[mode].values() if one["finals"]]
-            trials, finals = max(len(one["tried"]) for one in results), results[0]["finals"]
+            finals = results[0]["finals"]
+            trials = counts(len(one["tried"]) for one in results if one["tried"])
+            seeds = counts(len(one["finals"]) for one in results)
             measures = [f"{split}: {m}" for split in ("train", "test") if split in finals[0] for m in finals[0][split]]
             floor = f"; no model has less than {figure(of_task['floor'])}" if of_task["floor"] else ""
-            print(f"\n### {name}, equal {mode}: {trials} trials, {len(finals)} seeds{floor}\n")
+            print(f"\n### {name}, equal {mode}: {trials} trials, {seeds} seeds{floor}\n")
             columns = ["optimizer", *measures, "tuned", "ms per step", "steps", "Adam's error at"]
             print(table(columns, list(rows(of_task, mode))), end="")
 
