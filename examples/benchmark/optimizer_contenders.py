@@ -31,14 +31,14 @@ class Contender:
         ranges: Of what is tuned; drawn uniformly in the logarithm. Empty: nothing is tuned.
         of_task: Ranges that are others for a task.
         equal_time: Whether it also runs at equal time.
-        color: Its line in the picture; None: no line.
+        line: How it is drawn; None: not at all.
     """
 
     make: Make
     ranges: Ranges = field(default_factory=dict)
     of_task: Mapping[str, Ranges] = field(default_factory=dict)
     equal_time: bool = True
-    color: str | None = None
+    line: Mapping[str, Any] | None = None
 
     def ranges_for(self, task: str) -> Ranges:
         """What is tuned on a task."""
@@ -92,22 +92,33 @@ def _kfac(**options: Any) -> Make:
 
 FIRST_ORDER = {"lr": (1e-3, 1e-1), "forget": FORGET}
 TUNED = {"lr": (0.05, 2.0), "damping": (1e-4, 3e-2)}
+BOUNDED = {"norm_constraint": (1e-4, 1e-1), "damping": TUNED["damping"]}
 STEP = NormConstraint(1e-4, of="step")
 
+# The colours are Okabe's and Ito's, which the colour-blind tell apart.
 CONTENDERS: dict[str, Contender] = {
     "SGD with momentum": Contender(
-        _sgd, {"lr": (0.03, 3.0), "forget": FORGET}, {"autoencoder": {"lr": (0.3, 30.0)}}, color="#999999"
+        _sgd,
+        {"lr": (0.03, 3.0), "forget": FORGET},
+        {"autoencoder": {"lr": (0.3, 30.0)}},
+        line={"color": "#999999", "linestyle": ":"},
     ),
-    "Adam": Contender(_adam, FIRST_ORDER, color="#d55e00"),
-    "Muon, Adam": Contender(_muon, {"lr": (2e-3, 2e-1), "adam_lr": (1e-3, 5e-2)}, color="#e69f00"),
-    "SOAP": Contender(_soap, FIRST_ORDER, color="#cc79a7"),
-    "Shampoo, grafted": Contender(_shampoo, {"lr": (3e-4, 3e-2), "forget": FORGET}, color="#f0e442"),
-    "K-FAC": Contender(_kfac(), TUNED, color="#0072b2"),
-    "EKFAC": Contender(_kfac(approximation=EKFAC), TUNED, color="#009e73"),
+    "Adam": Contender(_adam, FIRST_ORDER, line={"color": "#d55e00", "linestyle": "--"}),
+    "Muon, Adam": Contender(
+        _muon, {"lr": (2e-3, 2e-1), "adam_lr": (1e-3, 5e-2)}, line={"color": "#e69f00", "linestyle": "--"}
+    ),
+    "SOAP": Contender(_soap, FIRST_ORDER, line={"color": "#cc79a7", "linestyle": "--"}),
+    "Shampoo, grafted": Contender(_shampoo, {"lr": (3e-4, 3e-2), "forget": FORGET}),
+    "K-FAC": Contender(_kfac(), TUNED, line={"color": "#0072b2"}),
+    "EKFAC": Contender(_kfac(approximation=EKFAC), TUNED),
     "K-FAC, bound of step": Contender(_kfac(norm_constraint=STEP), TUNED),
     "EKFAC, bound of step": Contender(_kfac(approximation=EKFAC, norm_constraint=STEP), TUNED),
-    "K-FAC, statistics / 5": Contender(_kfac(statistics_every=5), TUNED, color="#56b4e9"),
-    "EKFAC, statistics / 5": Contender(_kfac(approximation=EKFAC, statistics_every=5), TUNED, color="#000000"),
+    "K-FAC, statistics / 5": Contender(_kfac(statistics_every=5), TUNED, line={"color": "#56b4e9"}),
+    "EKFAC, statistics / 5": Contender(
+        _kfac(approximation=EKFAC, statistics_every=5), TUNED, line={"color": "#009e73"}
+    ),
+    "K-FAC / 5, bound tuned": Contender(_kfac(statistics_every=5), BOUNDED, line={"color": "#000000"}),
+    "EKFAC / 5, bound tuned": Contender(_kfac(approximation=EKFAC, statistics_every=5), BOUNDED),
     "K-FAC, only lr tuned": Contender(_kfac(), {"lr": TUNED["lr"]}, equal_time=False),
     "K-FAC, defaults": Contender(_kfac(), equal_time=False),
     "K-FAC, adaptive": Contender(

@@ -17,12 +17,14 @@ Results are kept in `optimizers.json` beside this file; what is there is not run
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import json
 import math
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -136,6 +138,9 @@ def compete(
         tried.append({"values": values, "validation": next(iter(found.values()))})
         yield
     best = min(tried, key=lambda one: one["validation"])["values"] if tried else {}
+    if _rounded(result.get("best", best)) != _rounded(best):  # more trials found a better point
+        finals.clear()
+        result["curve"] = []
     result |= {"best": best, "edge": at_edge(best, ranges, tried)}
     for seed in range(len(finals) + 1, seeds + 1):
         found, curve = final(task, contender, best, seed, steps, trial=False)
@@ -162,8 +167,10 @@ def run(given: argparse.Namespace, kept: dict[str, Any]) -> None:
                     continue
                 filling = steps * of_task["ms"][YARDSTICK] / of_task["ms"][key] if mode == "time" else steps
                 new = {"steps": max(1, round(filling)), "tried": [], "finals": [], "curve": []}
+                if key not in of_task[mode] and new["steps"] == of_task["steps"].get(key, {}).get("steps"):
+                    new = copy.deepcopy(of_task["steps"][key])  # the same runs fill both
                 result = of_task[mode].setdefault(key, new)
-                for _ in compete(task, name, contender, given.trials, given.seeds, result):
+                for _ in itertools.chain([None], compete(task, name, contender, given.trials, given.seeds, result)):
                     given.results.write_text(json.dumps(_rounded(kept), separators=(",", ":")) + "\n")
                 done = f"{name}, equal {mode}: {key}, {len(result['tried'])} trials, {len(result['finals'])} seeds"
                 print(f"{done:79}", end="\r" if given.quick else "\n", flush=True)
@@ -211,6 +218,12 @@ def rows(of_task: Mapping[str, Any], mode: str) -> Iterator[list[str]]:
         yield [key, *judged, best or "none", figure(ms.get(key)), str(one["steps"]), reached]
 
 
+def counts(found: Iterable[int]) -> str:
+    """The number, or the least and the largest."""
+    numbers = set(found) or {0}
+    return " to ".join(str(one) for one in sorted({min(numbers), max(numbers)}))
+
+
 def report(kept: Mapping[str, Any]) -> None:
     """Print all tables."""
     print(f"{date.today()}, CPU, {torch.get_num_threads()} thread, torch {torch.__version__}, float32.\n")
@@ -222,47 +235,57 @@ def report(kept: Mapping[str, Any]) -> None:
     for name, of_task in kept.items():
         for mode in [mode for mode in MODES if of_task[mode]]:
             results = [one for one in of_task[mode].values() if one["finals"]]
-            trials, finals = max(len(one["tried"]) for one in results), results[0]["finals"]
+            finals = results[0]["finals"]
+            trials = counts(len(one["tried"]) for one in results if one["tried"])
+            seeds = counts(len(one["finals"]) for one in results)
             measures = [f"{split}: {m}" for split in ("train", "test") if split in finals[0] for m in finals[0][split]]
             floor = f"; no model has less than {figure(of_task['floor'])}" if of_task["floor"] else ""
-            print(f"\n### {name}, equal {mode}: {trials} trials, {len(finals)} seeds{floor}\n")
+            print(f"\n### {name}, equal {mode}: {trials} trials, {seeds} seeds{floor}\n")
             columns = ["optimizer", *measures, "tuned", "ms per step", "steps", "Adam's error at"]
             print(table(columns, list(rows(of_task, mode))), end="")
 
 
 def draw(kept: Mapping[str, Any], picture: Path) -> None:
-    """Test error against steps and against CPU time, a row per task."""
+    """Test error against steps and against CPU time, a row per task; readable at 400 pixels of width."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator, NullLocator
 
     shown = {name: of_task for name, of_task in kept.items() if any(one["finals"] for one in of_task["steps"].values())}
     if not shown:
         return
-    panels, axes = pyplot.subplots(2, len(shown), figsize=(4 * len(shown), 5.4), sharey="col", squeeze=False)
-    for column, (name, of_task) in enumerate(shown.items()):
-        for row, mode in enumerate(MODES):
-            at = axes[row][column]
-            at.set_visible(bool(of_task[mode]))
-            for key, contender in CONTENDERS.items():
-                if contender.color is None or not of_task[mode].get(key, {}).get("finals"):
-                    continue
-                steps, found = zip(*of_task[mode][key]["curve"])
-                x = steps if mode == "steps" else [step * of_task["ms"][key] / 1000 for step in steps]
-                at.semilogy(x, found, color=contender.color, label=key)
-            at.set_xlabel("steps" if mode == "steps" else "CPU time, s")
-            if of_task["floor"]:
-                at.axhline(of_task["floor"], color="black", linestyle=":", linewidth=1)
-        first = next(iter(of_task["steps"].values()))
-        axes[0][column].set_title(name, fontsize=10)
-        lasts = [_mean_test(one) for one in of_task["steps"].values() if one["finals"]]
-        axes[0][column].set_ylim(0.9 * max(min(lasts), of_task["floor"]), 3 * statistics.median(lasts))
-        for row in range(2):
-            axes[row][column].set_ylabel(f"test: {next(iter(first['finals'][0]['test']))}", fontsize=8)
-    axes[0][0].legend(fontsize=6)
-    panels.tight_layout()
-    panels.savefig(picture, dpi=100)
+    with pyplot.rc_context({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False}):
+        panels, axes = pyplot.subplots(len(shown), 2, figsize=(6.4, 2.7 * len(shown) + 1), sharey="row", squeeze=False)
+        for row, (name, of_task) in zip(axes, shown.items(), strict=True):
+            for at, mode in zip(row, MODES, strict=True):
+                for key, contender in CONTENDERS.items():
+                    if contender.line is None or not of_task[mode].get(key, {}).get("finals"):
+                        continue
+                    steps, found = zip(*of_task[mode][key]["curve"], strict=True)
+                    x = steps if mode == "steps" else [step * of_task["ms"][key] / 1000 for step in steps]
+                    at.semilogy(x, found, label=key, linewidth=2, **contender.line)
+                at.set_xlabel("steps" if mode == "steps" else "CPU time, s")
+                at.yaxis.set_major_locator(MaxNLocator(5))
+                at.yaxis.set_major_formatter("{x:g}")
+                at.yaxis.set_minor_locator(NullLocator())
+                if of_task["floor"]:
+                    at.axhline(of_task["floor"], color="black", linewidth=1)
+                    at.annotate(
+                        "entropy", (0.98, of_task["floor"]), xycoords=("axes fraction", "data"), ha="right", va="bottom"
+                    )
+            lasts = {key: _mean_test(one) for key, one in of_task["steps"].items() if one["finals"]}
+            high = 1.5 * lasts.get("Adam", statistics.median(lasts.values()))
+            row[0].set_ylim(0.97 * of_task["floor"] or 0.9 * min(lasts.values()), high)
+            measure = next(iter(next(iter(of_task["steps"].values()))["finals"][0]["test"]))
+            row[0].set_ylabel(f"{name}\n{measure}")
+        drawn = {line.get_label(): line for at in axes.flat for line in at.get_lines()}
+        lines = {key: drawn[key] for key in CONTENDERS if key in drawn}
+        panels.tight_layout(rect=(0, 0.9 / (2.7 * len(shown) + 1), 1, 1))
+        panels.legend(lines.values(), lines, loc="lower center", ncols=3, fontsize=10, frameon=False)
+        panels.savefig(picture, dpi=125)
+        pyplot.close(panels)
 
 
 def main() -> None:

@@ -149,6 +149,13 @@ def test_on_a_quadratic_the_ratio_is_one() -> None:
     assert dampings == pytest.approx([1, 1, 0.25, 0.25, 0.0625, 0.0625])
 
 
+def test_damping_does_not_vanish() -> None:
+    """A ratio that is always 1, as on a quadratic, says nothing against smaller dampings."""
+    policy = LevenbergMarquardt(2e-4, interval=1, decay=0.5)
+    assert policy.adapted(policy.adapted(2e-4, 1.0), 1.0) == 1e-4
+    assert LevenbergMarquardt(2e-4, interval=1, decay=0.5, min=1e-8).adapted(1e-4, 1.0) == 5e-5
+
+
 @pytest.mark.parametrize("norm", ["damped", "fisher", "euclidean"])
 @pytest.mark.parametrize("of", ["update", "step"])
 def test_a_norm_constraint_bounds_what_it_says(of: str, norm: str) -> None:
@@ -529,6 +536,7 @@ def test_options_that_are_refused(options: dict[str, Any], error: type[Exception
         (lambda: LevenbergMarquardt(1.0, interval=0), "interval=0"),
         (lambda: LevenbergMarquardt(1.0, thresholds=(0.5, 0.5)), "thresholds"),
         (lambda: LevenbergMarquardt(1.0, min=1.0, max=0.1), "max=0.1"),
+        (lambda: LevenbergMarquardt(1e-5), "initial=1e-05; expected a number at least 0.0001"),
         (lambda: NormConstraint(1.0, "all"), "of='all'"),
         (lambda: NormConstraint(1.0, norm="l2"), "norm='l2'"),
         (lambda: WeightDecay(1.0, "l2"), "kind='l2'"),

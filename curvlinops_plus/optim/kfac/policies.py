@@ -73,11 +73,12 @@ class LevenbergMarquardt:
     second one multiplied by it. A loss that is not finite counts as a bad prediction. The next step uses the result.
 
     Args:
-        initial: `λ` of the first step.
+        initial: `λ` of the first step, from `min` to `max`.
         interval: Steps between two decisions.
         decay: By how much the damping may change per step, in (0, 1].
         thresholds: Between these the damping stays.
-        min: `λ` never gets smaller.
+        min: `λ` never gets smaller. The ratio is measured on the batch that the step was made for, so it stays near 1
+            when `λ` vanishes, and steps are noise along directions without curvature: kfac_jax's 1e-8 bounds nothing.
         max: `λ` never gets larger.
         include_damping: Whether `q` has the term `λ/2 |δ|²`.
 
@@ -93,7 +94,7 @@ class LevenbergMarquardt:
     interval: int = 5
     decay: float = 0.9
     thresholds: tuple[float, float] = (0.25, 0.75)
-    min: float = 1e-8
+    min: float = 1e-4
     max: float = inf
     include_damping: bool = False
 
@@ -102,6 +103,7 @@ class LevenbergMarquardt:
         number("decay", self.decay, high=1.0, strict=True)
         number("min", self.min)
         number("max", self.max, low=self.min)
+        number("initial", self.initial, low=self.min, high=self.max)
         if not isinstance(self.interval, int) or self.interval < 1:
             raise ValueError(f"interval={self.interval!r}; expected a number of steps, at least 1.")
         low, high = self.thresholds
