@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = {line.strip() for line in (ROOT / "examples" / "laplace_digits.py").read_text(encoding="utf-8").splitlines()}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages that import what the package does not need.
-NEEDS = {"huggingface": ("transformers",)}
+NEEDS = {"huggingface": ("transformers", "peft", "accelerate")}
 #: Pages whose code takes more than a few seconds.
 SLOW: set[str] = set()
 
