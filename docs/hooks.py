@@ -141,7 +141,9 @@ def reference_index() -> str:
         lines += [f"\n## [{room}]({room}.md)\n", "| name | |", "| --- | --- |"]
         for name in names:
             thing = package[name.removeprefix("curvlinops_plus.")]
-            first = thing.docstring.value.split("\n\n")[0].replace("\n", " ").replace("|", "\\|") if thing.docstring else ""
+            first = (
+                thing.docstring.value.split("\n\n")[0].replace("\n", " ").replace("|", "\\|") if thing.docstring else ""
+            )
             lines.append(f"| [`{name.removeprefix('curvlinops_plus.')}`][{name}] | {first} |")
     return "\n".join([*lines, "\n::: curvlinops_plus.__version__\n"])
 

@@ -154,7 +154,9 @@ def test_adapters(kind: str) -> None:
         example = {key: value[n : n + 1] for key, value in b.items()}
         labels = nn.functional.pad(example.pop("labels")[:, 1:], (0, 1), value=-100)
         output = nn.functional.cross_entropy(model(**example).logits[0], labels[0], reduction="sum")
-        exact += sum(float(g.square().sum()) for g in torch.autograd.grad(output, params, allow_unused=True) if g is not None)
+        exact += sum(
+            float(g.square().sum()) for g in torch.autograd.grad(output, params, allow_unused=True) if g is not None
+        )
     assert float(K.trace) == pytest.approx(exact / count, rel=1e-6)
     assert {name for name in ("EKFAC", "DiagonalBlock") if f"  {name}  " in str(K)} == expected
     assert K.verify().rows

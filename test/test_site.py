@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
 from test_public import NAMES
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +83,10 @@ def test_links_are_translated(hooks: ModuleType) -> None:
     assert hooks.translated("[a](../examples/ladder.py)", "exact.md") == "[a](examples/ladder.md)"
     assert hooks.translated("![a](docs/ladder.png) [b](../README.md)", "contributing.md").startswith("![a](ladder.png)")
     assert hooks.translated("[a](../README.md#install)", "exact.md") == "[a](index.md#install)"
-    assert hooks.translated("[a](nowhere.md) [b](https://x.org/y.md)", "exact.md") == "[a](nowhere.md) [b](https://x.org/y.md)"
+    assert (
+        hooks.translated("[a](nowhere.md) [b](https://x.org/y.md)", "exact.md")
+        == "[a](nowhere.md) [b](https://x.org/y.md)"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- names and messages
