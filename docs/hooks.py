@@ -44,7 +44,7 @@ def repository_path(uri: str) -> str:
 
 
 def translated(markdown: str, uri: str) -> str:
-    """A page whose relative links point to pages of the site; a link to no file is left for MkDocs to complain about."""
+    """A page whose relative links point to pages of the site; MkDocs complains about a link to no file."""
     here = posixpath.dirname(repository_path(uri))
 
     def link(found: re.Match[str]) -> str:
@@ -60,6 +60,7 @@ def translated(markdown: str, uri: str) -> str:
 
 
 def docstring(path: Path) -> str:
+    """That of a module."""
     return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
 
 
@@ -70,6 +71,7 @@ def picture(path: str) -> str | None:
 
 
 def example_page(path: str) -> str:
+    """What an example says, draws and is."""
     title, _, text = docstring(ROOT / path).partition("\n")
     image, up = picture(path), "../" * path.count("/")
     shown = f"\n![What {path} draws]({up}{image})\n" if image else ""
@@ -121,14 +123,21 @@ def rooms() -> dict[str, list[str]]:
     return found
 
 
-def reference_page(room: str, names: list[str]) -> str:
+def about(room: str) -> str:
+    """The docstring of a room, without its floor."""
     path = PACKAGE / room / "__init__.py"
     text = docstring(path if path.exists() else PACKAGE / f"{room}.py")
+    text = re.sub(r"^Floor \d: ", "", text)
+    return text[0].upper() + text[1:]
+
+
+def reference_page(room: str, names: list[str]) -> str:
+    """Docstrings of all names of a room."""
     entries = []
     for name in names:
         options = "\n    options:\n      inherited_members: true" if name.split(".")[-1] in WITH_INHERITED else ""
         entries.append(f"::: {name}{options}\n")
-    return f"# {room}\n\n{text}\n\n" + "\n".join(entries)
+    return f"# {room}\n\n{about(room)}\n\n" + "\n".join(entries)
 
 
 def reference_index() -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import doctest
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
@@ -83,6 +85,16 @@ def test_the_page_runs(path: Path) -> None:
 def test_the_main_example_is_the_script() -> None:
     shown = [code for code, _ in blocks(PAGES[0].read_text(encoding="utf-8")) if is_of_the_script(code)]
     assert max(len(code.splitlines()) for code in shown) >= 15
+
+
+@pytest.mark.slow
+def test_the_main_example_prints_what_readme_says() -> None:
+    pytest.importorskip("sklearn")
+    readme = PAGES[0].read_text(encoding="utf-8")
+    expected = re.findall(r"^```text\n(.*?)^```$", readme, flags=re.DOTALL | re.MULTILINE)[0]
+    command = [sys.executable, str(ROOT / "examples" / "laplace_digits.py")]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert shown.stdout == expected
 
 
 def test_the_two_commands_are_there() -> None:
