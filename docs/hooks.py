@@ -147,13 +147,13 @@ def reference_index() -> str:
     package = griffe.load("curvlinops_plus", search_paths=[str(ROOT)])
     lines = ["# All names\n", "Public names are imported from `curvlinops_plus`, the others from their rooms.\n"]
     for room, names in rooms().items():
-        lines += [f"\n## [{room}]({room}.md)\n", "| name | |", "| --- | --- |"]
+        lines += [f"\n## [{room}]({room}.md)\n", about(room).split("\n\n")[0], "\n| name | |", "| --- | --- |"]
         for name in names:
-            thing = package[name.removeprefix("curvlinops_plus.")]
-            first = (
-                thing.docstring.value.split("\n\n")[0].replace("\n", " ").replace("|", "\\|") if thing.docstring else ""
-            )
-            lines.append(f"| [`{name.removeprefix('curvlinops_plus.')}`][{name}] | {first} |")
+            short = name.removeprefix("curvlinops_plus.")
+            doc = package[short].docstring
+            sentence = re.split(r"(?<=\.)\s|\n\n", doc.value)[0] if doc else ""
+            sentence = " ".join(sentence.split()).replace("|", r"\|")
+            lines.append(f"| [`{short}`][{name}] | {sentence} |")
     return "\n".join([*lines, "\n::: curvlinops_plus.__version__\n"])
 
 
