@@ -26,7 +26,9 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = {line.strip() for line in (ROOT / "examples" / "laplace_digits.py").read_text(encoding="utf-8").splitlines()}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages that import what the package does not need.
-NEEDS = {"huggingface": ("transformers", "peft", "accelerate")}
+NEEDS = {"huggingface": ("transformers", "peft", "accelerate"), "from_laplace_torch": ("torchmetrics", "laplace")}
+#: What `torchrun` says to one process by itself.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 #: Pages whose code takes more than a few seconds.
 SLOW: set[str] = set()
 
@@ -76,7 +78,10 @@ def with_code() -> list[object]:
 
 
 @pytest.mark.parametrize("path", with_code())
-def test_the_page_runs(path: Path) -> None:
+def test_the_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # for what a page writes
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
     for module in NEEDS.get(path.stem, ()):
         pytest.importorskip(module)
     run(path.read_text(encoding="utf-8"), path.stem)
