@@ -1,0 +1,215 @@
+"""Models of transformers and PEFT as they come: what docs/huggingface.md says holds.
+
+Traces against autograd, masks and tied heads of these models are in test_models.py.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from curvlinops_plus import (
+    EKFAC,
+    GGN,
+    KFAC,
+    CurvatureEstimator,
+    CurvatureWarning,
+    Empirical,
+    EmpiricalRisk,
+    Exact,
+    KFACOptimizer,
+    curvature,
+)
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
+transformers = pytest.importorskip("transformers", reason='transformers is absent: pip install -e ".[models]"')
+transformers.utils.logging.set_verbosity_error()
+
+V, T = 24, 8
+LOSS = nn.CrossEntropyLoss()
+pytestmark = pytest.mark.filterwarnings("ignore::curvlinops_plus.errors.CurvatureWarning")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def language_model(dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": V}
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **options))
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    return model.to(dtype).eval()
+
+
+def batch(N: int, lengths: Tensor | None = None, T: int = T) -> dict[str, Tensor]:
+    """Token ids with right padding, and labels for all tokens."""
+    lengths = torch.randint(3, T + 1, (N,)) if lengths is None else lengths
+    here = torch.arange(T) < lengths[:, None]
+    ids = torch.randint(1, V, (N, T)) * here
+    return {"input_ids": ids, "attention_mask": here.long(), "labels": ids.masked_fill(~here, -100)}
+
+
+def padded(b: dict[str, Tensor], more: int) -> dict[str, Tensor]:
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {key: nn.functional.pad(value, (0, more), value=fill[key]) for key, value in b.items()}
+
+
+def attended(X: Any, y: Any) -> Tensor:
+    return X["attention_mask"].bool()
+
+
+def risk_of(model: nn.Module, data: list[dict[str, Tensor]], **options: Any) -> EmpiricalRisk:
+    return EmpiricalRisk(model, LOSS, data, mask=attended, **options)
+
+
+@pytest.mark.parametrize("approximation", [KFAC, EKFAC])
+def test_the_matrix_does_not_depend_on_padding(approximation: Any) -> None:
+    model, data = language_model(), [batch(3), batch(2)]
+    K = curvature(risk_of(model, data), approximation, vectors=Empirical())
+    L = curvature(risk_of(model, [padded(b, 5) for b in data]), approximation, vectors=Empirical())
+    v = torch.randn(K.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(L @ v, K @ v, rtol=1e-9, atol=1e-12)
+    without = curvature(EmpiricalRisk(model, LOSS, [padded(b, 5) for b in data]), KFAC, vectors=Empirical())
+    assert not torch.allclose(without @ v, curvature(risk_of(model, data), KFAC, vectors=Empirical()) @ v, rtol=1e-3)
+
+
+def test_loss_and_gradient_are_those_of_the_model() -> None:
+    """With one batch the model's own loss from `labels` is the risk; its GGN follows the same shift."""
+    model, b = language_model(), batch(4)
+    own = model(**b).loss
+    gradient = torch.autograd.grad(own, list(model.parameters()))
+    risk = risk_of(model, [b])
+    assert abs(float(risk.loss() - own.detach())) < 1e-6  # its own takes logits in single precision
+    for mine, theirs in zip(risk.gradient().values(), gradient, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    said = risk_of(model, [b], shift_labels=True)
+    v = torch.randn(GGN(risk).shape[1], dtype=torch.float64)
+    torch.testing.assert_close(GGN(risk) @ v, GGN(said) @ v)
+
+
+def test_bfloat16_gives_float32() -> None:
+    data = [batch(4)]
+    exact = curvature(risk_of(language_model(torch.float32), data), EKFAC, vectors=Empirical())
+    half = curvature(risk_of(language_model(torch.bfloat16), data), EKFAC, vectors=Empirical())
+    assert half.dtype == torch.float32
+    assert abs(float(half.trace / exact.trace) - 1) < 0.05
+
+
+@pytest.mark.parametrize("approximation", [KFAC, EKFAC])
+def test_bytes_are_those_of_the_formula(approximation: Any) -> None:
+    """Factors `o² + (i + 1)²`; of the tied table `V² + d²`, of positions `d²`, and a diagonal where there are no
+    eigenvalues; norms their diagonals."""
+    model = language_model(torch.float32)
+    K = curvature(risk_of(model, [batch(4)]), approximation, vectors=Empirical())
+    d, positions = 8, 16
+    weights = [(3 * d, d + 1), (d, d + 1), (4 * d, d + 1), (d, 4 * d + 1)]
+    numbers = sum(o**2 + i**2 for o, i in weights) + V**2 + d**2 + d**2 + 3 * 2 * d
+    numbers += sum(o * i for o, i in weights) + V * d + d * positions if approximation is EKFAC else positions
+    tensors = [t for t in tree_flatten(K.state_dict())[0] if isinstance(t, Tensor) and t.is_floating_point()]
+    assert sum(t.nbytes for t in tensors if t.numel() > 1) == 4 * numbers
+
+
+def adapted(**options: Any) -> nn.Module:
+    """GPT-2 with low-rank corrections that have been trained a little."""
+    peft = pytest.importorskip("peft", reason='PEFT is absent: pip install -e ".[models]"')
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True} | options)
+    model = peft.get_peft_model(language_model(), config).double().eval()
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(p, std=0.3)
+    return model
+
+
+KINDS = {
+    "plain": ({}, {"EKFAC"}),
+    "rank-stabilised": ({"use_rslora": True}, {"EKFAC"}),
+    "biases": ({"bias": "all"}, {"EKFAC", "DiagonalBlock"}),
+    "norms": ({"modules_to_save": ["ln_f"]}, {"EKFAC", "DiagonalBlock"}),
+    "embedding": ({"target_modules": ["wte"]}, {"EKFAC", "DiagonalBlock"}),
+    "magnitudes": ({"use_dora": True}, {"DiagonalBlock"}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters(kind: str) -> None:
+    """Traces are those of autograd for every kind, and the table of the page says which blocks they are."""
+    options, expected = KINDS[kind]
+    model, b = adapted(**options), batch(4)
+    params = [p for p in model.parameters() if p.requires_grad]
+    K = curvature(risk_of(model, [b]), EKFAC, vectors=Empirical())
+    assert K.shape[1] == sum(p.numel() for p in params)
+    count, exact = int((b["labels"][:, 1:] >= 0).sum()), 0.0
+    for n in range(4):
+        example = {key: value[n : n + 1] for key, value in b.items()}
+        labels = nn.functional.pad(example.pop("labels")[:, 1:], (0, 1), value=-100)
+        output = nn.functional.cross_entropy(model(**example).logits[0], labels[0], reduction="sum")
+        exact += sum(
+            float(g.square().sum()) for g in torch.autograd.grad(output, params, allow_unused=True) if g is not None
+        )
+    assert float(K.trace) == pytest.approx(exact / count, rel=1e-6)
+    assert {name for name in ("EKFAC", "DiagonalBlock") if f"  {name}  " in str(K)} == expected
+    assert K.verify().rows
+
+
+def trainer_of(model: nn.Module, heard: Any, folder: Path, rows: list[dict[str, Tensor]], **options: Any) -> Any:
+    """A `Trainer` whose forward passes something listens to."""
+    pytest.importorskip("accelerate", reason='accelerate is absent: pip install -e ".[models]"')
+
+    class Listening(transformers.Trainer):
+        def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with heard.listen(inputs):
+                return super().compute_loss(model, inputs, *args, **kwargs)
+
+    plain = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    how = {"max_steps": 1, "per_device_train_batch_size": 4} | {k: v for k, v in options.items() if k != "optimizers"}
+    arguments = transformers.TrainingArguments(str(folder), **plain, **how)
+    return Listening(model, arguments, train_dataset=rows, optimizers=options.get("optimizers", (None, None)))
+
+
+def rows_of(b: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [{key: value[n] for key, value in b.items()} for n in range(len(b["labels"]))]
+
+
+def test_an_estimator_in_a_trainer_has_the_curvature_of_its_batch(tmp_path: Path) -> None:
+    b = batch(4)
+    trained = language_model(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    estimator = CurvatureEstimator(risk_of(trained, [b]), KFAC, vectors=Exact(), decay=0.9, damping=1e-2)
+    before = curvature(risk_of(language_model(), [b]), KFAC, vectors=Exact())
+    trainer_of(trained, estimator, tmp_path, rows_of(b)).train()
+    v = torch.randn(before.shape[1], dtype=torch.float64)
+    torch.testing.assert_close(estimator.operator @ v, before @ v, rtol=1e-9, atol=1e-12)
+
+
+def test_kfac_is_an_optimizer_of_a_trainer(tmp_path: Path) -> None:
+    """One step equals that of a plain loop. The `Trainer` divides by the number of labels before they are shifted."""
+    b = batch(4)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    plain, trained = language_model(**off), language_model(**off)
+    mine, theirs = (KFACOptimizer(m, LOSS, 0.1, vectors=Exact(), mask=attended) for m in (plain, trained))
+    plain.train()
+    with mine.listen(b):
+        value = plain(**b, num_items_in_batch=int((b["labels"] >= 0).sum())).loss
+    value.backward()
+    mine.step()
+    constant = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: 1.0)
+    trainer_of(trained, theirs, tmp_path, rows_of(b), optimizers=(theirs, constant), max_grad_norm=0.0).train()
+    assert theirs.last_step is not None
+    assert theirs.last_step.examples == 4
+    order = torch.stack([p.detach().norm() for p in plain.parameters()])
+    torch.testing.assert_close(torch.stack([p.detach().norm() for p in trained.parameters()]), order, rtol=1e-6, atol=0)
+
+
+def test_layers_without_factors_are_said_once() -> None:
+    with pytest.warns(CurvatureWarning, match="LayerNorm"):
+        curvature(risk_of(language_model(), [batch(2)]), KFAC)

@@ -1,0 +1,120 @@
+"""The code of README and of every page of docs/ runs as it is pasted, block after block, and prints what the page says.
+
+A page is one namespace. What a block prints is compared with the ```text block that follows it, if one does. Blocks of
+another language than `python` (such as `py`, code of other libraries) are shown and not run.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+
+from curvlinops_plus import CurvatureWarning
+from curvlinops_plus.layer import RULES
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = {line.strip() for line in (ROOT / "examples" / "laplace_digits.py").read_text(encoding="utf-8").splitlines()}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: Pages that import what the package does not need.
+NEEDS = {"huggingface": ("transformers", "peft", "accelerate"), "from_laplace_torch": ("torchmetrics", "laplace")}
+#: What `torchrun` says to one process by itself.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+#: Pages whose code takes more than a few seconds.
+SLOW: set[str] = set()
+
+
+def blocks(page: str) -> list[tuple[str, str | None]]:
+    """Each block of code, and what the page says that it prints."""
+    fence = re.compile(r"^```python\n(.*?)^```\n(?:\n?```text\n(.*?)^```$)?", flags=re.DOTALL | re.MULTILINE)
+    found = [(code, expected or None) for code, expected in fence.findall(page)]
+    assert len(found) == page.count("```python"), "a block of code begins and ends with a line of its own"
+    return found
+
+
+def is_of_the_script(code: str) -> bool:
+    """Whether a block of README is a part of its example, which .ci/run runs as a whole."""
+    return {line.strip() for line in code.splitlines()} <= SCRIPT
+
+
+def run(page: str, name: str = "page") -> None:
+    namespace: dict[str, object] = {"__name__": name}
+    for number, (code, expected) in enumerate(blocks(page)):
+        if is_of_the_script(code):
+            continue
+        printed = StringIO()
+        with redirect_stdout(printed):
+            exec(compile(code, f"{name}, block {number}", "exec"), namespace)
+        same = expected is None or doctest.OutputChecker().check_output(expected, printed.getvalue(), doctest.ELLIPSIS)
+        assert same, f"block {number} printed\n{printed.getvalue()}\ninstead of\n{expected}"
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    """Pages register layers, and draw random numbers."""
+    before = dict(RULES)
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", CurvatureWarning)  # of layers without Kronecker factors
+        yield
+    RULES.clear()
+    RULES.update(before)
+
+
+def with_code() -> list[object]:
+    found = []
+    for path in PAGES:
+        if blocks(path.read_text(encoding="utf-8")):
+            found.append(pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW)))
+    return found
+
+
+@pytest.mark.parametrize("path", with_code())
+def test_the_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # for what a page writes
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
+    for module in NEEDS.get(path.stem, ()):
+        pytest.importorskip(module)
+    run(path.read_text(encoding="utf-8"), path.stem)
+
+
+def test_the_main_example_is_the_script() -> None:
+    shown = [code for code, _ in blocks(PAGES[0].read_text(encoding="utf-8")) if is_of_the_script(code)]
+    assert max(len(code.splitlines()) for code in shown) >= 15
+
+
+@pytest.mark.slow
+def test_the_main_example_prints_what_readme_says() -> None:
+    pytest.importorskip("sklearn")
+    readme = PAGES[0].read_text(encoding="utf-8")
+    expected = re.findall(r"^```text\n(.*?)^```$", readme, flags=re.DOTALL | re.MULTILINE)[0]
+    command = [sys.executable, str(ROOT / "examples" / "laplace_digits.py")]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert shown.stdout == expected
+
+
+def test_the_two_commands_are_there() -> None:
+    readme = PAGES[0].read_text(encoding="utf-8")
+    assert 'pip install -e ".[examples]" && python examples/laplace_digits.py' in readme
+    assert 'pip install -e ".[test]" && pytest' in readme
+
+
+def test_a_page_that_says_something_else_fails() -> None:
+    with pytest.raises(AssertionError, match="block 0 printed"):
+        run("```python\nprint(1 + 1)\n```\n```text\n3\n```\n")
+    with pytest.raises(AssertionError, match="block 0 printed"):
+        run("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n")
+    with pytest.raises(NameError):
+        run("```python\na = 1\n```\n\n```python\nb\n```\n")
+    with pytest.raises(AssertionError, match="line of its own"):
+        run("Code:```python\na = 1\n```\n")
+    run("```py\nnot python\n```\n```python\nprint(1 + 1)\n```\n")

@@ -1,0 +1,140 @@
+"""What the site promises: every public name, every page, every example, and no name or message that does not exist."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from test_public import NAMES
+
+ROOT = Path(__file__).parents[1]
+DOCS, PACKAGE = ROOT / "docs", ROOT / "curvlinops_plus"
+
+
+def text(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    """What makes pages of the site; it is a file of docs/ and no module of the package."""
+    spec = importlib.util.spec_from_file_location("site_hooks", DOCS / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_public_name_is_in_the_reference(hooks: ModuleType) -> None:
+    shown = {name.rsplit(".", 1)[1] for names in hooks.rooms().values() for name in names}
+    assert set(NAMES) - {"__version__"} - shown == set()
+    pages = "".join(hooks.reference_page(room, names) for room, names in hooks.rooms().items())
+    assert set(re.findall(r"^::: curvlinops_plus\.(\w+)$", pages, flags=re.MULTILINE)) >= set(NAMES) - {"__version__"}
+
+
+def test_every_name_of_the_reference_exists(hooks: ModuleType) -> None:
+    for names in hooks.rooms().values():
+        for name in names:
+            module, _, attribute = name.rpartition(".")
+            assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_every_page_is_in_the_navigation(hooks: ModuleType) -> None:
+    """Also checked by a strict build, which needs MkDocs."""
+    named = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    pages = {path.name for path in DOCS.glob("*.md")} | {"gallery.md", "reference/index.md", *hooks.TEXTS.values()}
+    pages |= {f"reference/{room}.md" for room in hooks.rooms()}
+    assert named == pages
+
+
+def test_every_example_has_a_card_and_a_page(hooks: ModuleType) -> None:
+    gallery = hooks.gallery()
+    for path in ROOT.glob("examples/*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        if name in hooks.docstring(path):  # says how it is started: no helper of others
+            assert f"({hooks.site_path(name)})" in gallery, name
+        assert path.read_text(encoding="utf-8") in hooks.example_page(name)
+
+
+def test_every_picture_is_shown_somewhere(hooks: ModuleType) -> None:
+    pages = [*DOCS.glob("*.md"), ROOT / "README.md"]
+    shown = {name for page in pages for name in re.findall(r"(\w+\.png)\)", page.read_text(encoding="utf-8"))}
+    shown |= {hooks.picture(path) for path in hooks.EXAMPLES}
+    assert {path.name for path in DOCS.glob("*.png")} - shown == set()
+
+
+def test_links_lead_to_files(hooks: ModuleType) -> None:
+    """Relative links, as they are read in the repository; the build checks them and their anchors on the site."""
+    for path in [*DOCS.glob("*.md"), *(ROOT / name for name in hooks.TEXTS)]:
+        prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+        for target in re.findall(r"\]\((?!\w+:)([^)\s#]+)(?:#[^)\s]*)?\)", prose):
+            made = target.startswith("reference/") or target == "gallery.md"
+            assert made or (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_links_are_translated(hooks: ModuleType) -> None:
+    assert hooks.translated("[a](docs/laplace.md#x)", "index.md") == "[a](laplace.md#x)"
+    assert hooks.translated("[a](../examples/ladder.py)", "exact.md") == "[a](examples/ladder.md)"
+    assert hooks.translated("![a](docs/ladder.png) [b](../README.md)", "contributing.md").startswith("![a](ladder.png)")
+    assert hooks.translated("[a](../README.md#install)", "exact.md") == "[a](index.md#install)"
+    assert (
+        hooks.translated("[a](nowhere.md) [b](https://x.org/y.md)", "exact.md")
+        == "[a](nowhere.md) [b](https://x.org/y.md)"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- names and messages
+
+
+def resolves(name: str) -> bool:
+    """Whether `room.file.Name.method` is there."""
+    parts, thing = name.split("."), None
+    for k in range(len(parts), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(["curvlinops_plus", *parts[:k]]))
+        except ImportError:
+            continue
+        for part in parts[k:]:
+            if not hasattr(thing, part):
+                return False
+            thing = getattr(thing, part)
+        return True
+    return False
+
+
+def test_names_of_how_it_works_exist() -> None:
+    rooms = "|".join(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+    named = set(re.findall(rf"`((?:{rooms})\.[\w.]+)`", text("how_it_works")))
+    assert len(named) > 30
+    assert sorted(name for name in named if not resolves(name)) == []
+    assert not resolves("risk.sweep.swoop")
+
+
+def templates() -> list[str]:
+    """Every string of the package, with `\\0` for what is filled in."""
+
+    def joined(node: ast.AST) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(joined, node.values))
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            return joined(node.left) + joined(node.right)
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\0"
+
+    kinds = (ast.JoinedStr, ast.Constant, ast.BinOp)
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")]
+    return [joined(node) for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
+def test_quoted_messages_are_those_of_the_package() -> None:
+    quoted = re.findall(r"^```error\n(.*?)\n```$", text("troubleshooting"), flags=re.DOTALL | re.MULTILINE)
+    assert len(quoted) > 25
+    everything = templates()
+    for message in quoted:
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("…")), flags=re.DOTALL)
+        assert any(pattern.search(template) for template in everything), message
