@@ -4,6 +4,7 @@ The classic door: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperato
 `curvature(EmpiricalRisk(model, loss, data), {layer: approximation})` and `GGN(risk)`.
 """
 
+from curvlinops_plus.applications import Laplace
 from curvlinops_plus.blocks import (
     EKFAC,
     KFAC,
@@ -173,6 +174,7 @@ __all__ = [
     "LSMRInverseLinearOperator",
     "LanczosApproximateLogSpectrumCached",
     "LanczosApproximateSpectrumCached",
+    "Laplace",
     "LayerRule",
     "LevenbergMarquardt",
     "Likelihood",

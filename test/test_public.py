@@ -58,6 +58,7 @@ NAMES = [
     "LSMRInverseLinearOperator",
     "LanczosApproximateLogSpectrumCached",
     "LanczosApproximateSpectrumCached",
+    "Laplace",
     "LayerRule",
     "LevenbergMarquardt",
     "Likelihood",
