@@ -52,7 +52,7 @@ class Laplace:
         TypeError: If `K` is not such a curvature.
         ValueError: If `K` is not that of the present parameters and of all data; if a precision or the noise is not
             positive and finite, or names don't fit.
-        UnsupportedError: If the loss has no likelihood, or there are several losses: what their sum over the data is, is
+        UnsupportedError: If the loss has no likelihood, or there are several losses: their sum over the data is
             unknown; or if different precisions within one Kronecker product have no closed form.
 
     Cost: a forward pass over the data. The first number takes eigendecompositions of the factors of `K`, others none.
@@ -160,7 +160,7 @@ class Laplace:
         logs = torch.tensor([float(v) for v in [*start, *([self.noise] if fits_noise else [])]], dtype=torch.float64)
         logs = logs.log().requires_grad_()
         optimizer = torch.optim.LBFGS(
-            [logs], max_iter=200, tolerance_grad=1e-7, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+            [logs], max_iter=200, tolerance_grad=1e-6, tolerance_change=1e-12, line_search_fn="strong_wolfe"
         )
 
         def split(values: Tensor) -> tuple[Any, Any]:
@@ -188,7 +188,7 @@ class Laplace:
 
     # ----------------------------------------------------------------------------------------------------- predictions
     def outputs(self, X: Any) -> tuple[Tensor, Tensor]:
-        """Mean and covariance of the model's outputs: [N, C] and [N, C, C]; of several loss terms [N, R, C], [N, R, C, C].
+        """Mean and covariance of the model's outputs, [N, C] and [N, C, C]; of R loss terms [N, R, C] and [N, R, C, C].
 
         Args:
             X: What the model is called with.

@@ -1,11 +1,12 @@
 """Covariances `J Σ Jᵀ` of a model's outputs, for a covariance `Σ` of its parameters that has structure.
 
-For each example `n` and number `c` of its output, `φ_{n,c} = Lᵀ J_{n,c}` with `Σ = L Lᵀ`, and covariances are products of
-these vectors. Unit vectors are sent back through a recorded forward pass, and each layer forms its part of `φ` from what
-it receives: the Jacobian of all layers is never formed.
+For each example `n` and number `c` of its output, `φ_{n,c} = Lᵀ J_{n,c}` with `Σ = L Lᵀ`, and covariances are products
+of these vectors. Unit vectors are sent back through a recorded forward pass, and each layer forms its part of `φ` from
+what it receives: the Jacobian of all layers is never formed.
 
-Where a layer reads one row `a` for each example, its part of the Jacobian is `g aᵀ`, and in an eigenbasis of a Kronecker
-product `φ = (Q_Gᵀ g) √(Λ (Q_Aᵀ a)²)`: as many numbers as the layer has outputs, not as many as it has parameters.
+Where a layer reads one row `a` for each example, its part of the Jacobian is `g aᵀ`, and in an eigenbasis of a
+Kronecker product `φ = (Q_Gᵀ g) √(Λ (Q_Aᵀ a)²)`: as many numbers as the layer has outputs, not as many as it has
+parameters.
 """
 
 from __future__ import annotations
@@ -175,18 +176,19 @@ class _LayerParts:
         c = 1.0
         while isinstance(root, Scaled):
             root, c = root.A, c * float(root.c)
-        diagonal = isinstance(root, Diagonal)
-        rotated = isinstance(root, Eigendecomposed) and isinstance(root.basis, Kronecker)
-        if inside is None and (diagonal or rotated) and (g := _single_rows(batch)) is not None:
+        known = isinstance(root, Diagonal) or (isinstance(root, Eigendecomposed) and isinstance(root.basis, Kronecker))
+        if inside is None and known and (g := _single_rows(batch)) is not None:
             if batch.first:
                 self._factors[name] = c * _row_factors(root, batch)
-            return (_rotated(g, root.basis.G) if rotated else g) * self._factors[name]
+            return (g if isinstance(root, Diagonal) else _rotated(g, _factors_of(root).G)) * self._factors[name]
         J = batch.per_example_grads.flatten(2)
         self.most = max(self.most, float(self._held + 2 * J.numel() * J.element_size()))
         J = J if inside is None else J.index_select(2, inside)
         columns = J.flatten(0, 1).T
-        # Of an eigenbasis a rotation is left out: products of φ are the same.
-        phi = root.values[:, None] * root.basis._rmatmat(columns) if rotated else root._rmatmat(columns)
+        if isinstance(root, Eigendecomposed):  # a rotation is left out: products of φ are the same
+            phi = root.values[:, None] * root.basis._rmatmat(columns)
+        else:
+            phi = root._rmatmat(columns)
         return c * phi.T.reshape(J.shape)
 
     def spread(self, shape: torch.Size) -> Tensor:
@@ -223,8 +225,14 @@ def _row_factors(root: Any, batch: LayerBatch) -> Tensor:  # [N, o]
     if isinstance(root, Diagonal):
         values = root.vector
     else:
-        values, a = root.values, _rotated(a, root.basis.A)
+        values, a = root.values, _rotated(a, _factors_of(root).A)
     return (a.square() @ values.view(-1, a.shape[1]).square().T).sqrt()
+
+
+def _factors_of(root: Any) -> Kronecker:
+    basis = root.basis
+    assert isinstance(basis, Kronecker)
+    return basis
 
 
 def _rotated(rows: Tensor, Q: LinearOperator) -> Tensor:

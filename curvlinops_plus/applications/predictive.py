@@ -1,7 +1,7 @@
 """Averages of predictions over normally distributed outputs.
 
-The outputs `f` of a loss term are normal, with mean `m` and covariance `S`. For regression the predictive distribution is
-normal again. Class probabilities have no closed form, and three approximations are usual.
+The outputs `f` of a loss term are normal, with mean `m` and covariance `S`. For regression the predictive distribution
+is normal again. Class probabilities have no closed form, and three approximations are usual.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def needs_covariance(likelihood: Likelihood, link: str) -> bool:
     if isinstance(likelihood, CrossEntropy):
         return link != "probit"
     raise UnsupportedError(
-        f"{likelihood.name} has no predictive distribution here: there are those of CrossEntropyLoss, BCEWithLogitsLoss, "
-        "MSELoss and GaussianNLLLoss. `outputs(X)` gives mean and covariance of the model's outputs."
+        f"{likelihood.name} has no predictive distribution here: there are those of CrossEntropyLoss, "
+        "BCEWithLogitsLoss, MSELoss and GaussianNLLLoss. `outputs(X)` gives mean and covariance of the model's outputs."
     )
 
 
@@ -122,7 +122,7 @@ def _sampled(
 def _bridge(mean: Tensor, covariance: Tensor) -> Tensor:
     """Mean of the Dirichlet distribution whose Laplace approximation in the logits is N(m, S).
 
-    A constant that is added to all logits doesn't matter; so the normal distribution is conditioned on their sum being 0.
+    A constant that is added to all logits doesn't matter, so the normal distribution is conditioned on a sum of 0.
 
     Source: Hobbhahn, Kristiadi & Hennig 2022, "Fast predictive uncertainty for classification with Bayesian deep
     networks".

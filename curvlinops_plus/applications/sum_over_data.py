@@ -108,14 +108,15 @@ def sum_over_data(K: Any) -> SumOverData:
             "is. Take one loss with a likelihood, such as CrossEntropyLoss or MSELoss, or register one for yours "
             "(@register_likelihood)."
         )
-    K.operator if hasattr(K, "operator") else None  # computed now, if it was not yet
+    if isinstance(K, BlockwiseLinearOperator):
+        _ = K.operator  # computed now, if it was not yet
     totals = _totals(risk)
     parameters = getattr(K, "parameters", None) or fingerprint(risk)
     examples = getattr(K, "examples", None)
     if examples is not None and examples != totals.examples:
         raise ValueError(
-            f"K was computed from {examples} examples, and the data of its risk now have {totals.examples}. Laplace needs "
-            "the curvature of all data: compute K from them, at the final parameters."
+            f"K was computed from {examples} examples, and the data of its risk now have {totals.examples}. Laplace "
+            "needs the curvature of all data: compute K from them, at the final parameters."
         )
     count = 1 / float(risk.scale(totals))
     likelihood = risk.losses[0].likelihood
@@ -132,8 +133,8 @@ def _risk_of(K: Any) -> EmpiricalRisk:
         raise TypeError(
             f"Laplace takes the curvature of a risk, curvature(risk, ...) or GGN(risk), got a {type(K).__name__}: it "
             "doesn't tell model, loss and data. A matrix that was formed: give GGN(risk) itself, which is formed here. "
-            "A part K[i, i]: Laplace(K, subnetwork=i). A Hessian may be indefinite: GGN(risk). A sum: the curvature of a "
-            "risk with all data."
+            "A part K[i, i]: Laplace(K, subnetwork=i). A Hessian may be indefinite: GGN(risk). A sum: the curvature of "
+            "a risk with all data."
         )
     if blockwise and float(K.scale) != 1:
         raise ValueError(
@@ -151,10 +152,6 @@ def _risk_of(K: Any) -> EmpiricalRisk:
 @untraced
 def _totals(risk: EmpiricalRisk) -> Totals:
     """Loss and counts over all data."""
-    if risk.data is None:
-        raise ValueError(
-            "The risk of K has no data; Laplace needs the loss over them: from_state_dict(..., data=data)."
-        )
     with preserve_state(risk.model, risk.data):
         return risk.together("the loss over all data", lambda: loss_pass(risk)).plain()
 
