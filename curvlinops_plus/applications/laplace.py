@@ -150,11 +150,12 @@ class Laplace:
             The approximation itself.
 
         Raises:
-            NumericsError: If no maximum is found, for instance because there is none: of a layer whose parameters are
-                all zero the best precision is infinite.
+            NumericsError: If there is no maximum: of parameters that are all zero the best precision is infinite, of
+                those that have no curvature it is zero. If none is found.
         """
         given = self.prior_precision
         names = list(given) if isinstance(given, Mapping) else [""]
+        self._require_maximum(names)
         start = [given[name] for name in names] if isinstance(given, Mapping) else [given]
         fits_noise = self.noise is not None and not self._noise_is_known
         logs = torch.tensor([float(v) for v in [*start, *([self.noise] if fits_noise else [])]], dtype=torch.float64)
@@ -176,11 +177,10 @@ class Laplace:
         with torch.enable_grad():
             optimizer.step(loss)
             value = loss()
-        slope = logs.grad
-        assert slope is not None
-        if not bool(value.isfinite()) or float(slope.abs().max()) > 1e-3 * (1 + float(value.abs())):
+        slope, size = logs.grad, 1 + abs(float(value.detach()))
+        if slope is None or not float(slope.abs().max()) <= 1e-3 * size:
             at = dict(zip([*names, "noise"], logs.detach().exp().tolist()))
-            raise NumericsError(f"The log marginal likelihood has no maximum that was found; stopped at {at}.")
+            raise NumericsError(f"No maximum of the log marginal likelihood was found; L-BFGS stopped at {at}.")
         found, self.noise = split(logs.detach().exp())
         self.prior_precision = {k: float(v) for k, v in found.items()} if isinstance(given, Mapping) else float(found)
         self.noise = None if self.noise is None else float(self.noise)
@@ -225,7 +225,7 @@ class Laplace:
         """
         likelihood = self.data.likelihood
         found = self._covariance(self._root, self._checked(X), needs_covariance(likelihood, link))
-        noise = None if self.noise is None else torch.as_tensor(self.noise).detach()
+        noise = None if self.noise is None else torch.as_tensor(self.noise, dtype=torch.float64).detach()
         result = predictive(likelihood, link, found.mean, found.spread, noise, samples, generator)
 
         def restored(v: Tensor) -> Tensor:
@@ -250,6 +250,19 @@ class Laplace:
         """Name of each parameter to its positions among those of the approximation."""
         space = self._blocks.in_space
         return dict(space.unflatten(torch.arange(space.dim, device=self.K.device)))
+
+    def _require_maximum(self, names: list[str]) -> None:
+        """Refuse precisions of which the log marginal likelihood has no maximum."""
+        places, diagonal = {**self._joint, **self._blocks.positions()}, self._blocks.diagonal()
+        for name in names:
+            at = places.get(name, slice(None))  # "" is the one precision for all
+            at = at.flatten() if isinstance(at, Tensor) else at
+            if not bool(self._mode[at].any()) or not bool(diagonal[at].any()):
+                why = "no curvature" if bool(self._mode[at].any()) else "the value zero"
+                raise NumericsError(
+                    f"The prior precision{f' of {name!r}' if name else ''} with the largest evidence does not exist, "
+                    f"because all of its parameters have {why}. Give the precision, or leave them out of `params`."
+                )
 
     def _read_prior(self, given: Precision) -> dict[str, Tensor]:
         """Block name to its precision: one number, or one for each of its entries."""
