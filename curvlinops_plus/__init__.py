@@ -4,7 +4,7 @@ The classic door: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperato
 `curvature(EmpiricalRisk(model, loss, data), {layer: approximation})` and `GGN(risk)`.
 """
 
-from curvlinops_plus.applications import Laplace
+from curvlinops_plus.applications import Laplace as Laplace
 from curvlinops_plus.blocks import (
     EKFAC,
     KFAC,
@@ -174,7 +174,6 @@ __all__ = [
     "LSMRInverseLinearOperator",
     "LanczosApproximateLogSpectrumCached",
     "LanczosApproximateSpectrumCached",
-    "Laplace",
     "LayerRule",
     "LevenbergMarquardt",
     "Likelihood",

@@ -14,6 +14,7 @@ from curvlinops_plus.applications.predictive import Normal, needs_covariance, pr
 from curvlinops_plus.applications.sum_over_data import SumOverData, sum_over_data
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, LinearOperator, PositionedBlocks, Structure
+from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.selection import select
 
 __all__ = ["Laplace"]
@@ -94,17 +95,18 @@ class Laplace:
     @property
     def posterior(self) -> BlockDiagonal:
         """The covariance `Σ` of the parameters, an operator with `diagonal()`, `logdet`, `trace`, `sample`, ..."""
-        c, prior, blocks = self.data.factor(self.noise), self._read_prior(self.prior_precision), {}
-        c = float(c)
-        for name, block in self._blocks.blocks.items():
-            delta = prior[name].detach().to(self.K.device, self.K.dtype)
-            if delta.ndim == 0:
-                blocks[name] = (c * block).power(-1.0, delta)
-            elif isinstance(block, Diagonal):
-                blocks[name] = Diagonal(c * block.vector + delta).power(-1.0)
-            else:
-                blocks[name] = Dense(c * block.to_dense() + delta.diag(), Structure.PSD).power(-1.0)
-        return self._blocks._with(blocks)
+        c, prior = float(self.data.factor(self.noise).detach()), self._read_prior(self.prior_precision)
+        with outside_autocast(self.K.device):
+            blocks = self._blocks.blocks.items()
+            return self._blocks._with({name: self._covariance_block(b, c, prior[name].detach()) for name, b in blocks})
+
+    def _covariance_block(self, block: LinearOperator, c: float, delta: Tensor) -> LinearOperator:
+        delta = delta.to(self.K.device, self.K.dtype)
+        if delta.ndim == 0:
+            return (c * block).power(-1.0, delta)
+        if isinstance(block, Diagonal):
+            return Diagonal(c * block.vector + delta).power(-1.0)
+        return Dense(c * block.to_dense() + delta.diag(), Structure.PSD).power(-1.0)
 
     def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Any:
         """Draws of the parameters: name to `[*shape]`, or to `[*shape, num]`; of a subnetwork by positions `[k, num]`.
@@ -158,7 +160,8 @@ class Laplace:
         self._require_maximum(names)
         start = [given[name] for name in names] if isinstance(given, Mapping) else [given]
         fits_noise = self.noise is not None and not self._noise_is_known
-        logs = torch.tensor([float(v) for v in [*start, *([self.noise] if fits_noise else [])]], dtype=torch.float64)
+        start += [self.noise] if fits_noise else []
+        logs = torch.tensor([float(torch.as_tensor(v).detach()) for v in start], dtype=torch.float64)
         logs = logs.log().requires_grad_()
         optimizer = torch.optim.LBFGS(
             [logs], max_iter=200, tolerance_grad=1e-6, tolerance_change=1e-12, line_search_fn="strong_wolfe"
@@ -223,6 +226,8 @@ class Laplace:
 
         Cost: a backward pass for each number of an example's output, as far as its parameters reach.
         """
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise ValueError(f"samples={samples!r}; expected the number of draws, an integer of at least 1.")
         likelihood = self.data.likelihood
         found = self._covariance(self._root, self._checked(X), needs_covariance(likelihood, link))
         noise = None if self.noise is None else torch.as_tensor(self.noise, dtype=torch.float64).detach()

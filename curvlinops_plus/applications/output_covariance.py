@@ -27,6 +27,7 @@ from curvlinops_plus.exact import Jacobian
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Eigendecomposed, Kronecker, LinearOperator
 from curvlinops_plus.linalg.operator import Scaled
+from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.losses import Losses
@@ -80,26 +81,32 @@ class OutputCovariance:
             full: Whether covariances are asked for.
 
         Raises:
+            ValueError: If there are no inputs.
             NumericsError: If the derivatives of a single example take more than `max_bytes`.
         """
+        with preserve_state(self.risk.model, self.risk.data), outside_autocast(self.risk.device):
+            return self._in_chunks(root, X, full)
+
+    def _in_chunks(self, root: BlockDiagonal, X: Any, full: bool) -> Outputs:
         risk, found = self.risk, []
         X = to_device(X, risk.device)
         unpack = isinstance(X, Mapping) and self._unpacks
         X = {key: x for key, x in X.items() if key != "labels"} if unpack else X
         N = count_examples(X, None, 0, risk.options.batch_size_fn, unpack)
+        if not N:
+            raise ValueError("There are no inputs to predict for.")
         start, step = 0, N
-        with preserve_state(risk.model, risk.data):
-            while start < N:
-                batch = Batch(_examples(X, N, start, start + step), None, min(step, N - start), unpack, start)
-                part = self._plain(batch)
-                numbers = part.mean[0].numel() * risk.space.dim * risk.dtype.itemsize  # of one example, at most
-                if not start and step == N and N > 1 and N * numbers > self.max_bytes and _can_be_cut(X):
-                    step = 1  # tells how many there are
-                    continue
-                spread, held = self._of_batch(root, batch, part, full)
-                found.append(replace(part, spread=spread))
-                start += step
-                step = max(1, int(self.max_bytes // max(held / batch.num_examples, 1)))
+        while start < N:
+            batch = Batch(_examples(X, N, start, start + step), None, min(step, N - start), unpack, start)
+            part = self._plain(batch)
+            numbers = part.mean[0].numel() * risk.space.dim * risk.dtype.itemsize  # of one example, at most
+            if not start and step == N and N > 1 and N * numbers > self.max_bytes and _can_be_cut(X):
+                step = 1  # tells how many there are
+                continue
+            spread, held = self._of_batch(root, batch, part, full)
+            found.append(replace(part, spread=spread))
+            start += step
+            step = max(1, int(self.max_bytes // max(held / batch.num_examples, 1)))
         mean, spread = (torch.cat([getattr(part, name) for part in found]) for name in ("mean", "spread"))
         shape = torch.Size([found[0].f_shape[0] * N // len(found[0].mean), *found[0].f_shape[1:]])
         return replace(found[0], mean=mean, spread=spread, f_shape=shape)

@@ -376,6 +376,19 @@ def test_nothing_of_the_user_changes() -> None:
         la.sample(seeded())
 
 
+def test_modes_around_it_change_nothing() -> None:
+    la, X = Laplace(GGN(risk_of())), NETS["mlp"][1]
+    plain = la.predict(X), la.posterior.to_dense()
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        close(la.predict(X), plain[0])
+        close(la.posterior.to_dense(), plain[1])
+    wide = Laplace(curvature(risk_of("tokens"), {nn.LayerNorm: FullBlock}, default=EKFAC))
+    X = NETS["tokens"][1]
+    plain = wide.outputs(X)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        close(wide.outputs(X)[1], plain)
+
+
 def test_single_precision() -> None:
     risk = risk_of()
     X = NETS["mlp"][1].float()
@@ -460,6 +473,10 @@ def test_arguments_are_refused_by_name() -> None:
         Laplace(squared).predict(X, "mc")
     with pytest.raises(UnsupportedError, match="take 'probit' or 'mc'"):
         Laplace(curvature(risk_of("mlp", "binary"), KFAC)).predict(X, "bridge")
+    with pytest.raises(ValueError, match="samples=0; expected the number of draws"):
+        Laplace(K).predict(X, "mc", samples=0)
+    with pytest.raises(ValueError, match="no inputs to predict for"):
+        Laplace(K).predict(X[:0])
     with pytest.raises(ValueError, match="subnetwork picks no parameter"):
         Laplace(K, subnetwork=[])
 
