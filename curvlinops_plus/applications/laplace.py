@@ -89,6 +89,7 @@ class Laplace:
         self._mode = mode.clone() if picked is None else mode[picked]
         self._covariance = OutputCovariance(K, picked, max_bytes)
         self.prior_precision, self.noise = prior_precision, self.data.starting_noise(noise)
+        self._known: tuple[dict[str, Any], BlockDiagonal] | None = None
         self._read_prior(prior_precision)  # refuses now
 
     # ------------------------------------------------------------------------------------------------- the posterior
@@ -161,7 +162,7 @@ class Laplace:
         start = [given[name] for name in names] if isinstance(given, Mapping) else [given]
         fits_noise = self.noise is not None and not self._noise_is_known
         start += [self.noise] if fits_noise else []
-        logs = torch.tensor([float(torch.as_tensor(v).detach()) for v in start], dtype=torch.float64)
+        logs = torch.tensor([_number(v) for v in start], dtype=torch.float64)
         logs = logs.log().requires_grad_()
         optimizer = torch.optim.LBFGS(
             [logs], max_iter=200, tolerance_grad=1e-6, tolerance_change=1e-12, line_search_fn="strong_wolfe"
@@ -244,7 +245,13 @@ class Laplace:
     # ------------------------------------------------------------------------------------------------------- internals
     @property
     def _root(self) -> BlockDiagonal:
-        return self.posterior.power(0.5)
+        """A root of the posterior, kept until prior or noise change."""
+        prior, noise = self.prior_precision, self.noise
+        names = dict(prior) if isinstance(prior, Mapping) else {"": prior}
+        key = {**{name: _number(v) for name, v in names.items()}, "noise of observations": noise and _number(noise)}
+        if self._known is None or self._known[0] != key:
+            self._known = key, self.posterior.power(0.5)
+        return self._known[1]
 
     def _checked(self, X: Any) -> Any:
         self.data.require_unchanged(self.risk)
@@ -322,6 +329,10 @@ def _log_volume(block: LinearOperator, c: Tensor, delta: Tensor) -> Tensor:
     root = delta.rsqrt()
     matrix = c * root[:, None] * block.to_dense().detach().double() * root
     return torch.linalg.eigvalsh(matrix).clamp(min=0).log1p().sum()
+
+
+def _number(value: Any) -> float:
+    return float(torch.as_tensor(value).detach())
 
 
 def _positive(given: Any, name: str, device: torch.device) -> Tensor:

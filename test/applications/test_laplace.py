@@ -376,6 +376,15 @@ def test_nothing_of_the_user_changes() -> None:
         la.sample(seeded())
 
 
+def test_predictions_follow_prior_and_noise() -> None:
+    la, X = Laplace(curvature(risk_of("mlp", "squared"), KFAC), noise=0.5), NETS["mlp"][1]
+    first = la.predict(X).variance
+    la.prior_precision, la.noise = {"0": 2.0, "2": 3.0}, 0.1
+    close(la.predict(X).variance, Laplace(la.K, la.prior_precision, 0.1).predict(X).variance)
+    la.prior_precision, la.noise = 1.0, torch.tensor(0.5, requires_grad=True)
+    close(la.predict(X).variance, first)
+
+
 def test_modes_around_it_change_nothing() -> None:
     la, X = Laplace(GGN(risk_of())), NETS["mlp"][1]
     plain = la.predict(X), la.posterior.to_dense()
