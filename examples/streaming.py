@@ -87,5 +87,7 @@ for name, losses in curves.items():
     diverged = not losses[-1] < 1
     ax.semilogy(range(10, STEPS + 1, 10), losses, label=f"{name} (diverges)" if diverged else name)
 ax.set(xlabel="step", ylabel="mean squared error", ylim=(0.01, 0.2))
+ax.set_yticks(ticks := [0.01, 0.02, 0.05, 0.1, 0.2], map(str, ticks), minor=False)
+ax.minorticks_off()
 legend(ax)
 write(figure, "streaming")

@@ -13,6 +13,8 @@ from curvlinops_plus.applications.output_covariance import OutputCovariance
 from curvlinops_plus.applications.predictive import Normal, needs_covariance, predictive
 from curvlinops_plus.applications.sum_over_data import SumOverData, sum_over_data
 from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.likelihood.gaussian import GaussianNLL
+from curvlinops_plus.likelihood.mse import MSE
 from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, LinearOperator, PositionedBlocks, Structure
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.selection import select
@@ -214,7 +216,7 @@ class Laplace:
                 "mc", the mean over draws of the outputs; "bridge", the mean of a Dirichlet distribution. The last two
                 need covariances between classes.
             samples: Draws of "mc".
-            generator: Of these; default: PyTorch's global one.
+            generator: Of these; default: PyTorch's global one. Draws depend on the chunks, and so on `max_bytes`.
 
         Returns:
             Class probabilities, of `CrossEntropyLoss` and `BCEWithLogitsLoss`; of regression `(mean, variance)` of an
@@ -230,17 +232,23 @@ class Laplace:
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
             raise ValueError(f"samples={samples!r}; expected the number of draws, an integer of at least 1.")
         likelihood = self.data.likelihood
-        found = self._covariance(self._root, self._checked(X), needs_covariance(likelihood, link))
         noise = None if self.noise is None else torch.as_tensor(self.noise, dtype=torch.float64).detach()
-        result = predictive(likelihood, link, found.mean, found.spread, noise, samples, generator)
+
+        def average(mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+            result = predictive(likelihood, link, mean, spread, noise, samples, generator)
+            return result if isinstance(result, Normal) else (result, result)
+
+        full = needs_covariance(likelihood, link)
+        found = self._covariance(self._root, self._checked(X), full, average)
 
         def restored(v: Tensor) -> Tensor:
-            shape = list(found.f_shape)
-            if v.shape != found.mean.shape:  # means without variances
-                shape[-1 if found.class_axis is None else found.class_axis] = v.shape[-1]
-            return likelihood.restore(v, torch.Size(shape), len(v), found.class_axis)
+            shape, axis = list(found.f_shape), found.class_axis
+            if isinstance(likelihood, GaussianNLL):  # means without variances
+                shape[likelihood.class_axis if axis is None else axis] = v.shape[-1]
+            return likelihood.restore(v, torch.Size(shape), len(v), axis)
 
-        return Normal(*map(restored, result)) if isinstance(result, Normal) else restored(result)
+        regression = isinstance(likelihood, (GaussianNLL, MSE))
+        return Normal(restored(found.mean), restored(found.spread)) if regression else restored(found.mean)
 
     # ------------------------------------------------------------------------------------------------------- internals
     @property

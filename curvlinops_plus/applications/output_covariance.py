@@ -12,7 +12,7 @@ parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +38,8 @@ from curvlinops_plus.risk.risk import Checked
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 __all__ = ["OutputCovariance", "Outputs"]
+
+Then = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -72,22 +74,23 @@ class OutputCovariance:
         self.risk = _without_targets(K.risk)
 
     @untraced
-    def __call__(self, root: BlockDiagonal, X: Any, full: bool) -> Outputs:
+    def __call__(self, root: BlockDiagonal, X: Any, full: bool, then: Then | None = None) -> Outputs:
         """The outputs for inputs `X`, and their variances, or (`full`) the covariances within each loss term.
 
         Args:
             root: `L`, symmetric or not, with `L Lᵀ` the covariance of the parameters.
             X: What the model is called with.
             full: Whether covariances are asked for.
+            then: What is made of mean and spread, in place of them: covariances of a chunk need not stay.
 
         Raises:
             ValueError: If there are no inputs.
             NumericsError: If the derivatives of a single example take more than `max_bytes`.
         """
         with preserve_state(self.risk.model, self.risk.data), outside_autocast(self.risk.device):
-            return self._in_chunks(root, X, full)
+            return self._in_chunks(root, X, full, then)
 
-    def _in_chunks(self, root: BlockDiagonal, X: Any, full: bool) -> Outputs:
+    def _in_chunks(self, root: BlockDiagonal, X: Any, full: bool, then: Then | None) -> Outputs:
         risk, found = self.risk, []
         X = to_device(X, risk.device)
         unpack = isinstance(X, Mapping) and self._unpacks
@@ -104,7 +107,9 @@ class OutputCovariance:
                 step = 1  # tells how many there are
                 continue
             spread, held = self._of_batch(root, batch, part, full)
-            found.append(replace(part, spread=spread))
+            held += spread.numel() * spread.element_size()
+            mean, spread = (part.mean, spread) if then is None else then(part.mean, spread)
+            found.append(replace(part, mean=mean, spread=spread))
             start += step
             step = max(1, int(self.max_bytes // max(held / batch.num_examples, 1)))
         mean, spread = (torch.cat([getattr(part, name) for part in found]) for name in ("mean", "spread"))
