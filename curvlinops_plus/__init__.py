@@ -4,6 +4,7 @@ The classic door: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperato
 `curvature(EmpiricalRisk(model, loss, data), {layer: approximation})` and `GGN(risk)`.
 """
 
+from curvlinops_plus.applications import Laplace as Laplace
 from curvlinops_plus.applications import QuadraticPenalty, merge
 from curvlinops_plus.blocks import (
     EKFAC,

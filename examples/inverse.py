@@ -6,11 +6,9 @@ first order what leaving out an example does to that digit's loss (Koh & Liang 2
     python examples/inverse.py   # needs scikit-learn and matplotlib; some fifteen seconds; writes docs/inverse.png
 """
 
-from pathlib import Path
-
 import torch
-from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
+from style import legend, panels, write
 from torch import nn
 from torch.func import functional_call, grad, jvp
 
@@ -71,10 +69,17 @@ for group in [*order[:100].split(10), *order[-100:].split(10)]:
     pairs.append([influence[group].sum(), (after - before[one]).item()])
 pairs = torch.tensor(pairs).T  # predicted and actual change
 print(f"20 groups of 10 left out: {pairs.prod(0).gt(0).sum()} signs right, correlation {pairs.corrcoef()[0, 1]:.3f}")
-left, right = (figure := Figure(figsize=(9, 4), layout="constrained")).subplots(1, 2)
-left.plot(*pairs.numpy(), "o", pairs[0].numpy(), pairs[0].numpy(), "-")
-left.set(xlabel="predicted change of the test loss", ylabel="change when trained without 10 examples")
+figure, (above, below) = panels(2)
+above.plot(*pairs.numpy(), "o", label="groups of 10 examples")
+above.plot(pairs[0].numpy(), pairs[0].numpy(), label="as predicted")
+above.set(xlabel="predicted change of the test loss (nats)", ylabel="actual change (nats)")
+legend(above)
 rows = torch.stack([order[:5], order.flip(0)[:5]])
-right.imshow(X[rows].view(2, 5, 8, 8).transpose(1, 2).reshape(16, 40).numpy(), cmap="gray_r")
-right.set(title=f"harmful: {y[rows[0]].tolist()}", xlabel=f"helpful: {y[rows[1]].tolist()}", xticks=[], yticks=[])
-figure.savefig(Path(__file__).parents[1] / "docs" / "inverse.png", dpi=100)
+tiles = nn.functional.pad(X[rows].view(2, 5, 8, 8), (1, 1, 2, 2), value=0.0)  # digits don't touch
+below.imshow(tiles.transpose(1, 2).reshape(24, 50).numpy(), cmap="gray_r")
+below.hlines(11.5, -0.5, 49.5, colors="black", linewidth=1)
+below.set(title=f"labels of the most harmful: {y[rows[0]].tolist()}", xticks=[], yticks=[])
+below.set(xlabel=f"labels of the most helpful: {y[rows[1]].tolist()}")
+below.grid(visible=False)
+below.spines[:].set_visible(False)
+write(figure, "inverse")

@@ -7,24 +7,17 @@ estimates; their densities come from the same iterations all the same, so that t
     python examples/spectrum.py   # needs scikit-learn and matplotlib; some twenty seconds; writes docs/spectrum.png
 """
 
-from pathlib import Path
-
-import matplotlib
 import torch
 from sklearn.datasets import load_digits
+from style import legend, panels, write
 from torch import Generator, nn
 
 from curvlinops_plus import EKFACLinearOperator, GGNLinearOperator, HessianLinearOperator, KFACLinearOperator
 from curvlinops_plus.estimate import (
     lanczos_approximate_log_spectrum,
-    lanczos_approximate_spectrum,
-    plot_spectrum,
     top_eigenpairs,
     xtrace,
 )
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # more threads gain nothing on tensors of this size
@@ -47,24 +40,23 @@ data = list(zip(X.split(600), y.split(600), strict=True))
 H, G = HessianLinearOperator(model, loss, params, data), GGNLinearOperator(model, loss, params, data)
 K = KFACLinearOperator(model, loss, params, data, fisher_type="type-2")
 E = EKFACLinearOperator(model, loss, params, data, fisher_type="type-2")
-figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+figure, (above, below) = panels(2)
 FLOOR = 1e-5  # added to |λ| on the logarithmic axis: where the zeros are drawn
 
 print(f"{G.shape[0]} parameters; eigenvalues and traces, from products:")
 traces = {}
-for name, A, style in (("Hessian", H, "-"), ("GGN", G, "-"), ("KFAC", K, "--"), ("EKFAC", E, "--")):
+for name, A in (("Hessian", H), ("GGN", G), ("KFAC", K), ("EKFAC", E)):
     generator = Generator().manual_seed(0)
     largest = top_eigenpairs(A, 10, generator=generator).eigenvalues
     traces[name], error = xtrace(A, 200, generator=generator, return_error=True)
     print(f"{name:8} 1st {largest[0]:.4f}, 2nd {largest[1]:.4f}, 10th {largest[9]:.4f}", end="")
     print(f", trace {traces[name]:.3f} ± {error:.3f}", flush=True)
-    density = lanczos_approximate_spectrum(A, 100, num_repeats=4, generator=generator)
-    plot_spectrum(density, ax=left, linestyle=style, label=name)
+    above.semilogy(range(1, 31), top_eigenpairs(A, 30, generator=generator).eigenvalues, label=name)
     ends = (0.0, float(largest[0]))
     density = lanczos_approximate_log_spectrum(
         A, 100, num_repeats=4, boundaries=ends, epsilon=FLOOR, generator=generator
     )
-    plot_spectrum(density, ax=right, log=True, linestyle=style, label=name)
+    below.loglog(*(values.numpy() for values in density), label=name)
 print("smallest of the Hessian", top_eigenpairs(H, largest=False).eigenvalues.numpy().round(4))
 
 print("the same in closed form:")
@@ -73,7 +65,7 @@ for name, A in (("KFAC", K), ("EKFAC", E)):
     print(f"{name:8} 1st {largest[0]:.4f}, 2nd {largest[1]:.4f}, 10th {largest[2]:.4f}, trace {A.trace:.3f}", end="")
     print(f", {A.trace / traces['GGN'] - 1:+.2%} beside the GGN")
 
-left.set_title("eigenvalues λ")
-right.set_title(f"|λ| + {FLOOR}, logarithmic")
-right.legend()
-pyplot.savefig(Path(__file__).parents[1] / "docs" / "spectrum.png", dpi=100)
+above.set(xlabel="k", ylabel="kth largest eigenvalue")
+below.set(xlabel=f"|λ| + {FLOOR:g}", ylabel="density of eigenvalues", xlim=(3e-6, 3), ylim=(1e-3, 2e5))
+legend(above, 4, columnspacing=1.0, handlelength=1.6)
+write(figure, "spectrum")

@@ -13,16 +13,13 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-import matplotlib
 import torch
 from sklearn.datasets import load_digits
+from style import legend, panels, write
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from curvlinops_plus import EKFAC, CurvatureEstimator, EmpiricalRisk, MonteCarlo, load, save
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 torch.set_num_threads(1)  # more threads gain nothing on tensors of this size
 X = torch.tensor(load_digits().data / 16, dtype=torch.float32)
@@ -85,9 +82,12 @@ same = train(0.3, True, interrupt=True) == curves["EKFAC, lr 0.3"]
 verdict = "bit for bit the same" if same else "different"
 print(f"saved after {STEPS // 2} steps and read again, the other half is {verdict}")
 
+figure, ax = panels()
 for name, losses in curves.items():
-    pyplot.semilogy(range(10, STEPS + 1, 10), losses, "-" if name.startswith("EKFAC") else "--", label=name)
-pyplot.xlabel("step")
-pyplot.ylabel("mean squared error, all digits")
-pyplot.legend()
-pyplot.savefig(Path(__file__).parents[1] / "docs" / "streaming.png", dpi=100)
+    diverged = not losses[-1] < 1
+    ax.semilogy(range(10, STEPS + 1, 10), losses, label=f"{name} (diverges)" if diverged else name)
+ax.set(xlabel="step", ylabel="mean squared error", ylim=(0.01, 0.2))
+ax.set_yticks(ticks := [0.01, 0.02, 0.05, 0.1, 0.2], map(str, ticks), minor=False)
+ax.minorticks_off()
+legend(ax)
+write(figure, "streaming")

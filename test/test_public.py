@@ -58,6 +58,7 @@ NAMES = [
     "LSMRInverseLinearOperator",
     "LanczosApproximateLogSpectrumCached",
     "LanczosApproximateSpectrumCached",
+    "Laplace",
     "LayerRule",
     "LevenbergMarquardt",
     "Likelihood",
@@ -125,7 +126,7 @@ NAMES = [
 
 
 # SciPy, PyTorch or Python have these names too: they are imported by name, and not by `*`.
-NOT_BY_STAR = {"LinearOperator", "cg", "load", "logdet", "lsmr", "minres", "save"}
+NOT_BY_STAR = {"Laplace", "LinearOperator", "cg", "load", "logdet", "lsmr", "minres", "save"}
 
 
 def test_all_is_exactly_the_public_names() -> None:

@@ -1,0 +1,353 @@
+"""The Laplace approximation: a normal distribution of the parameters around a mode of their posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.applications.output_covariance import OutputCovariance
+from curvlinops_plus.applications.predictive import Normal, needs_covariance, predictive
+from curvlinops_plus.applications.sum_over_data import SumOverData, sum_over_data
+from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.likelihood.gaussian import GaussianNLL
+from curvlinops_plus.likelihood.mse import MSE
+from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, LinearOperator, PositionedBlocks, Structure
+from curvlinops_plus.linalg.products import outside_autocast
+from curvlinops_plus.linalg.selection import select
+
+__all__ = ["Laplace"]
+
+Precision = float | Tensor | Mapping[str, Any]
+
+
+class Laplace:
+    """The posterior `N(θ*, Σ)` of a network's parameters, `Σ = (K_sum + P)⁻¹`, and what follows from it.
+
+    `θ*` are the parameters as they are, a mode of the posterior: they were trained with the loss, as a sum over the
+    data, plus `½ θᵀPθ`. `K_sum` is the curvature `K` of the loss, multiplied by what the loss's "mean" divides by (the
+    number of examples, or of tokens that are not ignored, or their summed class weights), and `P` the precision of the
+    prior `N(0, P⁻¹)`. `MSELoss` becomes the negative log-likelihood of `N(f, noise²)`.
+
+    Predictions are those of the network that is linear in its parameters around `θ*`.
+
+    Args:
+        K: The curvature, as `curvature(risk, ...)` returns it, with any mix of approximations; or `GGN(risk)`, which is
+            formed as a dense matrix. A risk whose `params` are those of the last layer gives a last-layer
+            approximation. The risk's data are read once more, for the loss.
+        prior_precision: One number for all parameters, or a mapping with one for each block (`K.blocks`) or each
+            parameter. In a Kronecker product weight and bias share one, unless `K` was made with
+            `separate_weight_and_bias=True`.
+        noise: Standard deviation of the observations around the outputs, of `MSELoss`. None: that of the residuals at
+            `θ*`, until `fit_prior` finds a better one; a number stays.
+        subnetwork: Some of the parameters, as `K[subnetwork, subnetwork]` takes them (names, positions, a mask); the
+            others are taken to be known.
+        max_bytes: Memory for derivatives of outputs in predictions: inputs are cut into chunks that need no more.
+
+    Attributes:
+        prior_precision: As given, or as `fit_prior` found it.
+        noise: The standard deviation, a number or tensor; None for other losses.
+
+    Raises:
+        TypeError: If `K` is not such a curvature.
+        ValueError: If `K` is not that of the present parameters and of all data; if a precision or the noise is not
+            positive and finite, or names don't fit.
+        UnsupportedError: If the loss has no likelihood, or there are several losses: their sum over the data is
+            unknown; or if different precisions within one Kronecker product have no closed form.
+
+    Cost: a forward pass over the data. The first number takes eigendecompositions of the factors of `K`, others none.
+
+    Sources: MacKay 1992, "The evidence framework applied to classification networks"; Immer et al. 2021, "Improving
+    predictions of Bayesian neural nets via local linearization"; Daxberger et al. 2021, "Laplace Redux".
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops_plus import KFAC, EmpiricalRisk, curvature
+        >>> _ = torch.manual_seed(0)
+        >>> model = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
+        >>> data = [(torch.randn(20, 2), torch.randint(3, (20,)))]
+        >>> la = Laplace(curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), KFAC)).fit_prior()
+        >>> la.predict(torch.randn(4, 2)).shape
+        torch.Size([4, 3])
+    """
+
+    def __init__(
+        self,
+        K: Any,
+        prior_precision: Precision = 1.0,
+        noise: float | Tensor | None = None,
+        *,
+        subnetwork: Any = None,
+        max_bytes: int = 2**28,
+    ) -> None:
+        self.data: SumOverData = sum_over_data(K)
+        self.K, self.risk, self._noise_is_known = K, K.risk, noise is not None
+        self._blocks, picked = _picked_blocks(K, subnetwork)
+        mode = self.risk.space.flatten({key: p.detach() for key, p in self.risk.params.items()}).to(K.device, K.dtype)
+        self._mode = mode.clone() if picked is None else mode[picked]
+        self._covariance = OutputCovariance(K, picked, max_bytes)
+        self.prior_precision, self.noise = prior_precision, self.data.starting_noise(noise)
+        self._known: tuple[dict[str, Any], BlockDiagonal] | None = None
+        self._read_prior(prior_precision)  # refuses now
+
+    # ------------------------------------------------------------------------------------------------- the posterior
+    @property
+    def posterior(self) -> BlockDiagonal:
+        """The covariance `Σ` of the parameters, an operator with `diagonal()`, `logdet`, `trace`, `sample`, ..."""
+        c, prior = float(self.data.factor(self.noise).detach()), self._read_prior(self.prior_precision)
+        with outside_autocast(self.K.device):
+            blocks = self._blocks.blocks.items()
+            return self._blocks._with({name: self._covariance_block(b, c, prior[name].detach()) for name, b in blocks})
+
+    def _covariance_block(self, block: LinearOperator, c: float, delta: Tensor) -> LinearOperator:
+        delta = delta.to(self.K.device, self.K.dtype)
+        if delta.ndim == 0:
+            return (c * block).power(-1.0, delta)
+        if isinstance(block, Diagonal):
+            return Diagonal(c * block.vector + delta).power(-1.0)
+        return Dense(c * block.to_dense() + delta.diag(), Structure.PSD).power(-1.0)
+
+    def sample(self, generator: torch.Generator | None = None, num: int | None = None) -> Any:
+        """Draws of the parameters: name to `[*shape]`, or to `[*shape, num]`; of a subnetwork by positions `[k, num]`.
+
+        They are for the linear model: put into the network itself, they predict badly where it is not linear.
+
+        Args:
+            generator: Where random numbers come from; default: PyTorch's global one.
+            num: How many; None for one.
+        """
+        draws = self.posterior.sample(generator, num)
+        draws = draws + (self._mode if num is None else self._mode[:, None])
+        return draws if self._blocks.in_space.is_flat else self._blocks.in_space.unflatten(draws)
+
+    # ---------------------------------------------------------------------------------------------------- the evidence
+    def log_marginal_likelihood(self, prior_precision: Precision | None = None, noise: Any = None) -> Tensor:
+        """`log p(data) ≈ log p(data | θ*) - ½ θ*ᵀPθ* - ½ log det(1 + P⁻¹K_sum)`, a 0-d float64 tensor.
+
+        The log-likelihood is minus the loss, as a sum; of `MSELoss` it is that of normal distributions.
+
+        Args:
+            prior_precision: In place of the attribute; differentiable in tensors.
+            noise: The same.
+
+        Raises:
+            UnsupportedError: If different precisions within one Kronecker product have no closed form.
+        """
+        prior = self._read_prior(self.prior_precision if prior_precision is None else prior_precision)
+        noise = self.noise if noise is None else noise
+        c, positions, value = self.data.factor(noise), self._blocks.positions(), self.data.log_likelihood(noise)
+        for name, block in self._blocks.blocks.items():
+            delta, theta = prior[name], self._mode[positions[name]].double()
+            value = value - (delta * theta.square()).sum() / 2 - _log_volume(block, c, delta) / 2
+        return value
+
+    def fit_prior(self) -> Laplace:
+        """Maximise `log_marginal_likelihood` over the prior precision (each of them), and the noise if none was given.
+
+        Deterministic: L-BFGS in their logarithms, from the present ones. Cost: no pass over data; eigenvalues once, of
+        a dense matrix with several precisions in each step.
+
+        Returns:
+            The approximation itself.
+
+        Raises:
+            NumericsError: If there is no maximum: of parameters that are all zero the best precision is infinite, of
+                those that have no curvature it is zero. If none is found.
+        """
+        given = self.prior_precision
+        names = list(given) if isinstance(given, Mapping) else [""]
+        self._require_maximum(names)
+        start = [given[name] for name in names] if isinstance(given, Mapping) else [given]
+        fits_noise = self.noise is not None and not self._noise_is_known
+        start += [self.noise] if fits_noise else []
+        logs = torch.tensor([_number(v) for v in start], dtype=torch.float64)
+        logs = logs.log().requires_grad_()
+        optimizer = torch.optim.LBFGS(
+            [logs], max_iter=200, tolerance_grad=1e-6, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+        )
+
+        def split(values: Tensor) -> tuple[Any, Any]:
+            noise = values[-1] if fits_noise else self.noise
+            return dict(zip(names, values)) if isinstance(given, Mapping) else values[0], noise
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            value = -self.log_marginal_likelihood(*split(logs.exp()))
+            value.backward()
+            return value
+
+        with torch.enable_grad():
+            optimizer.step(loss)
+            value = loss()
+        slope, size = logs.grad, 1 + abs(float(value.detach()))
+        if slope is None or not float(slope.abs().max()) <= 1e-3 * size:
+            at = dict(zip([*names, "noise"], logs.detach().exp().tolist()))
+            raise NumericsError(f"No maximum of the log marginal likelihood was found; L-BFGS stopped at {at}.")
+        found, self.noise = split(logs.detach().exp())
+        self.prior_precision = {k: float(v) for k, v in found.items()} if isinstance(given, Mapping) else float(found)
+        self.noise = None if self.noise is None else float(self.noise)
+        return self
+
+    # ----------------------------------------------------------------------------------------------------- predictions
+    def outputs(self, X: Any) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the model's outputs, [N, C] and [N, C, C]; of R loss terms [N, R, C] and [N, R, C, C].
+
+        Args:
+            X: What the model is called with.
+
+        Raises:
+            ValueError: If the model's parameters have changed.
+        """
+        found = self._covariance(self._root, self._checked(X), full=True)
+        return (found.mean[:, 0], found.spread[:, 0]) if found.mean.shape[1] == 1 else (found.mean, found.spread)
+
+    def predict(
+        self, X: Any, link: str = "probit", *, samples: int = 1000, generator: torch.Generator | None = None
+    ) -> Tensor | Normal:
+        """The predictive distribution for inputs `X`, in the shape of the model's outputs.
+
+        Args:
+            X: What the model is called with.
+            link: Of class probabilities: "probit", the softmax of `m / √(1 + π/8 variance)`, without random numbers;
+                "mc", the mean over draws of the outputs; "bridge", the mean of a Dirichlet distribution. The last two
+                need covariances between classes.
+            samples: Draws of "mc".
+            generator: Of these; default: PyTorch's global one. Draws depend on the chunks, and so on `max_bytes`.
+
+        Returns:
+            Class probabilities, of `CrossEntropyLoss` and `BCEWithLogitsLoss`; of regression `(mean, variance)` of an
+            observation, noise included.
+
+        Raises:
+            ValueError: If the model's parameters have changed, or `link` does not fit the loss.
+            UnsupportedError: If the loss has no predictive distribution here.
+            NumericsError: If covariances for a single example take more than `max_bytes`.
+
+        Cost: a backward pass for each number of an example's output, as far as its parameters reach.
+        """
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise ValueError(f"samples={samples!r}; expected the number of draws, an integer of at least 1.")
+        likelihood = self.data.likelihood
+        noise = None if self.noise is None else torch.as_tensor(self.noise, dtype=torch.float64).detach()
+
+        def average(mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+            result = predictive(likelihood, link, mean, spread, noise, samples, generator)
+            return result if isinstance(result, Normal) else (result, result)
+
+        full = needs_covariance(likelihood, link)
+        found = self._covariance(self._root, self._checked(X), full, average)
+
+        def restored(v: Tensor) -> Tensor:
+            shape, axis = list(found.f_shape), found.class_axis
+            if isinstance(likelihood, GaussianNLL):  # means without variances
+                shape[likelihood.class_axis if axis is None else axis] = v.shape[-1]
+            return likelihood.restore(v, torch.Size(shape), len(v), axis)
+
+        regression = isinstance(likelihood, (GaussianNLL, MSE))
+        return Normal(restored(found.mean), restored(found.spread)) if regression else restored(found.mean)
+
+    # ------------------------------------------------------------------------------------------------------- internals
+    @property
+    def _root(self) -> BlockDiagonal:
+        """A root of the posterior, kept until prior or noise change."""
+        prior, noise = self.prior_precision, self.noise
+        names = dict(prior) if isinstance(prior, Mapping) else {"": prior}
+        key = {**{name: _number(v) for name, v in names.items()}, "noise of observations": noise and _number(noise)}
+        if self._known is None or self._known[0] != key:
+            self._known = key, self.posterior.power(0.5)
+        return self._known[1]
+
+    def _checked(self, X: Any) -> Any:
+        self.data.require_unchanged(self.risk)
+        return X
+
+    @cached_property
+    def _joint(self) -> dict[str, Tensor]:
+        """Name of each parameter to its positions among those of the approximation."""
+        space = self._blocks.in_space
+        return dict(space.unflatten(torch.arange(space.dim, device=self.K.device)))
+
+    def _require_maximum(self, names: list[str]) -> None:
+        """Refuse precisions of which the log marginal likelihood has no maximum."""
+        places, diagonal = {**self._joint, **self._blocks.positions()}, self._blocks.diagonal()
+        for name in names:
+            at = places.get(name, slice(None))  # "" is the one precision for all
+            at = at.flatten() if isinstance(at, Tensor) else at
+            if not bool(self._mode[at].any()) or not bool(diagonal[at].any()):
+                why = "no curvature" if bool(self._mode[at].any()) else "the value zero"
+                raise NumericsError(
+                    f"The prior precision{f' of {name!r}' if name else ''} with the largest evidence does not exist, "
+                    f"because all of its parameters have {why}. Give the precision, or leave them out of `params`."
+                )
+
+    def _read_prior(self, given: Precision) -> dict[str, Tensor]:
+        """Block name to its precision: one number, or one for each of its entries."""
+        blocks = self._blocks.blocks
+        if not isinstance(given, Mapping):
+            return dict.fromkeys(blocks, _positive(given, "prior_precision", self.K.device))
+        values = {name: _positive(v, f"prior_precision[{name!r}]", self.K.device) for name, v in given.items()}
+        if values.keys() == blocks.keys():
+            return values
+        if values.keys() != self._joint.keys():
+            raise ValueError(
+                f"prior_precision has the names {list(values)}; expected the blocks {list(blocks)}, or the parameters "
+                f"{list(self._joint)}."
+            )
+        whole = torch.cat([values[name].expand(at.numel()) for name, at in self._joint.items()])
+        owner = torch.cat([torch.full((at.numel(),), k) for k, at in enumerate(self._joint.values())])
+        found = {}
+        for name, at in self._blocks.positions().items():
+            one = bool((owner[at.cpu()] == owner[at[0].cpu()]).all())
+            found[name] = whole[at[0]] if one else whole[at]
+            if not one and not isinstance(blocks[name], (Dense, Diagonal)):
+                raise UnsupportedError(
+                    f'Block "{name}" is a {type(blocks[name]).__name__} of several parameters, which has no closed '
+                    "forms with a precision for each of them: give one for each block, or make K with "
+                    "separate_weight_and_bias=True."
+                )
+        return found
+
+
+def _picked_blocks(K: Any, subnetwork: Any) -> tuple[BlockDiagonal, Tensor | None]:
+    """The blocks of the parameters that the approximation is about, and the positions of these; None for all."""
+    operator: LinearOperator = K.operator if hasattr(K, "operator") else K.materialize()
+    if subnetwork is None:
+        picked = None
+    else:
+        chosen = select(subnetwork, K.in_space, K.device, "row")
+        picked = chosen.positions
+        if not len(picked):
+            raise ValueError("subnetwork picks no parameter.")
+        operator = operator[subnetwork, subnetwork]
+    if isinstance(operator, BlockDiagonal):
+        return operator, picked
+    assert isinstance(operator, Dense)
+    whole = torch.arange(operator.shape[0], device=K.device)
+    return PositionedBlocks({"all": operator}, {"all": whole}, operator.in_space), picked
+
+
+def _log_volume(block: LinearOperator, c: Tensor, delta: Tensor) -> Tensor:
+    """`log det(1 + P⁻¹ c K)`, in float64: no logarithms of large determinants are subtracted."""
+    if delta.ndim == 0 or isinstance(block, Diagonal):
+        return (c * block.eigenvalues().detach().double() / delta).log1p().sum()
+    root = delta.rsqrt()
+    matrix = c * root[:, None] * block.to_dense().detach().double() * root
+    return torch.linalg.eigvalsh(matrix).clamp(min=0).log1p().sum()
+
+
+def _number(value: Any) -> float:
+    return float(torch.as_tensor(value).detach())
+
+
+def _positive(given: Any, name: str, device: torch.device) -> Tensor:
+    try:
+        value = torch.as_tensor(given, dtype=torch.float64, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} is a {type(given).__name__}; expected a positive number.") from error
+    if value.ndim or not 0 < float(value.detach()) < float("inf"):
+        raise ValueError(f"{name} is {given!r}; expected one positive finite number.")
+    return value

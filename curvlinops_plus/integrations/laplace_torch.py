@@ -1,0 +1,202 @@
+"""A backend for laplace-torch: `Laplace(model, "classification", backend=CurvlinopsPlusGGN)`, and nothing else changes.
+
+Its curvatures are those of this package, with every layer and loss check: diagonals without Jacobians, Kronecker
+factors of convolutions of any kind, normalisation, embeddings and attention. laplace-torch adds the factors of batches
+up, and gives each parameter one pair of factors, or one matrix if it has one axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from warnings import warn
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.blocks import KFAC, DiagonalBlock, curvature
+from curvlinops_plus.errors import CurvatureWarning, level_of_user
+from curvlinops_plus.exact import GGN
+from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator
+from curvlinops_plus.linalg.operator import Scaled
+from curvlinops_plus.risk import Empirical, EmpiricalRisk, Exact, MonteCarlo, Vectors
+
+if TYPE_CHECKING:
+    GGNInterface = EFInterface = object
+    Kron: Any = None
+else:
+    try:
+        from laplace.curvature import EFInterface, GGNInterface
+        from laplace.utils import Kron
+    except ImportError as error:  # the module can be read without
+        _missing = error
+
+        class GGNInterface:
+            """In place of laplace-torch's class, where it is not installed."""
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                raise ImportError("The backend needs laplace-torch: pip install laplace-torch.") from _missing
+
+        EFInterface = GGNInterface
+
+__all__ = ["CurvlinopsPlusEF", "CurvlinopsPlusGGN"]
+
+
+class _Backend:
+    """Loss and curvature of one batch, as laplace-torch asks for them; of `MSELoss` half of both."""
+
+    model: Any
+    lossfunc: Any
+    params: list[Tensor]
+    params_dict: dict[str, Tensor]
+    factor: float
+    dict_key_x: str
+    subnetwork_indices: Tensor | None
+    _risk: EmpiricalRisk | None = None
+
+    def _vectors(self) -> Vectors:
+        raise NotImplementedError
+
+    def _risk_of(self, x: Any, y: Tensor) -> EmpiricalRisk:
+        known = self._risk
+        if known is None or any(a is not b for a, b in zip(known.params.values(), self.params, strict=True)):
+            size = (lambda X: len(X[self.dict_key_x])) if isinstance(x, Mapping) else None
+            self._risk = known = EmpiricalRisk(self.model, self.lossfunc, [(x, y)], self.params, batch_size_fn=size)
+        risk = known.with_data([(x, y)])
+        risk.checked = known.checked  # layers are compared with autograd once
+        return risk
+
+    def full(self, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        """Loss and dense matrix."""
+        risk = self._risk_of(x, y)
+        G, picked = GGN(risk, self._vectors()).to_dense(), self.subnetwork_indices
+        G = G if picked is None else G[picked][:, picked]
+        return self.factor * risk.loss(), self.factor * G
+
+    def diag(self, x: Any, y: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        """Loss and exact diagonal; no Jacobian is formed."""
+        risk = self._risk_of(x, y)
+        D, picked = curvature(risk, DiagonalBlock, vectors=self._vectors()).diagonal(), self.subnetwork_indices
+        return self.factor * risk.loss(), self.factor * (D if picked is None else D[picked])
+
+    def kron(self, x: Any, y: Tensor, N: int, **options: Any) -> tuple[Tensor, Any]:
+        """Loss and factors of every parameter: those of a batch of M examples are sums and means times M / N.
+
+        A parameter without Kronecker factors of its own shape (embeddings, recurrent and transposed layers) gets
+        diagonal factors, the nearest Kronecker product to its exact diagonal; a warning names it, once.
+
+        Args:
+            x: Inputs.
+            y: Targets.
+            N: Number of all examples.
+            options: Those of `KFAC`, such as `kfac_approx`.
+        """
+        risk = self._risk_of(x, y)
+        approximation = KFAC(**options) if options else KFAC
+        K = curvature(risk, approximation, vectors=self._vectors(), separate_weight_and_bias=True)
+        share = K.examples / N if K.examples else 1.0
+        factors, positions, nearest = [], K.operator.positions(), []
+        owners = {parameter: block for block, layout in K.operator.layouts.items() for parameter in layout.names}
+        for key, p in risk.params.items():
+            block, at = K.blocks[owners[key]], positions[owners[key]]
+            if p.ndim < 2:
+                factors.append([_in_order(block, at)])
+                continue
+            pair = _pair(block, at, p.shape[0], share)
+            if pair is None:
+                nearest.append(key)
+                pair = _nearest_to_diagonal(block.diagonal()[at.argsort()].view(p.shape[0], -1), share)
+            factors.append([*pair])
+        if nearest and "nearest" not in risk.checked.said:
+            risk.checked.said.add("nearest")
+            warn(
+                f"{nearest} have no Kronecker factors of their shape; they get the Kronecker product that is nearest "
+                "to their exact diagonal. hessian_structure='diag' and 'full' are exact.",
+                CurvatureWarning,
+                stacklevel=level_of_user(),
+            )
+        return self.factor * risk.loss(), Kron(factors) * self.factor
+
+
+class CurvlinopsPlusGGN(_Backend, GGNInterface):
+    """Gauss-Newton matrix, or with `stochastic=True` the Fisher matrix from labels that the model draws.
+
+    Arguments are those of laplace-torch's backends; pass them by `backend_kwargs`.
+
+    Raises:
+        ImportError: If laplace-torch is not installed.
+
+    Example:
+        >>> from laplace import Laplace  # doctest: +SKIP
+        >>> la = Laplace(model, "classification", backend=CurvlinopsPlusGGN)  # doctest: +SKIP
+    """
+
+    stochastic: bool
+    num_samples: int
+    _drawn = 0
+
+    def _vectors(self) -> Vectors:
+        if not self.stochastic:
+            return Exact()
+        self._drawn += 1  # other draws for each batch
+        return MonteCarlo(self.num_samples, seed=self._drawn)
+
+
+class CurvlinopsPlusEF(_Backend, EFInterface):
+    """Empirical Fisher matrix; of `MSELoss` half of that of the squared error, as in laplace-torch's own backends.
+
+    Raises:
+        ImportError: If laplace-torch is not installed.
+
+    Example:
+        >>> from laplace import Laplace  # doctest: +SKIP
+        >>> la = Laplace(model, "classification", backend=CurvlinopsPlusEF)  # doctest: +SKIP
+    """
+
+    def _vectors(self) -> Vectors:
+        return Empirical()
+
+
+def _in_order(block: LinearOperator, at: Tensor) -> Tensor:
+    """The dense block of a parameter, in the parameter's own order."""
+    order = at.argsort()
+    return block.to_dense()[order][:, order]
+
+
+def _pair(block: LinearOperator, at: Tensor, rows: int, share: float) -> tuple[Tensor, Tensor] | None:
+    """Factors of the rows and columns of a parameter, None if there are none; that of the inputs times `share`."""
+    c = 1.0
+    while isinstance(block, Scaled):
+        block, c = block.A, c * float(block.c)
+    if not isinstance(block, Kronecker):
+        return None
+    o, i = block.G.size * (block.batch[0] if block.batch else 1), block.A.size
+    matrix = (at - at.min()).view(o, i)
+    natural = torch.arange(at.numel(), device=at.device)
+    if block.batch:
+        G, A = (_batched(f, block.batch[0]) for f in (block.G, block.A))
+        sizes = A.diagonal(dim1=-2, dim2=-1).sum(-1)
+        mean = A.mean(0)
+        # Where all share A, as q, k and v of self-attention do, this is exact; traces are in any case.
+        pair = torch.block_diag(*(c * g * s for g, s in zip(G, sizes / mean.trace().clamp(min=1e-30)))), mean * share
+    else:
+        pair = c * block.G.to_dense(), block.A.to_dense() * share
+    if o == rows and torch.equal(matrix, natural.view(o, i)):
+        return pair
+    if i == rows and torch.equal(matrix, natural.view(i, o).T):  # stored transposed, as in GPT-2's Conv1D
+        return pair[1], pair[0]
+    return None
+
+
+def _batched(factor: Any, b: int) -> Tensor:  # -> [b, d, d]
+    if not factor.batch:
+        return factor.to_dense().expand(b, -1, -1)
+    return factor.matrix if isinstance(factor, Dense) else torch.diag_embed(factor.vector)
+
+
+def _nearest_to_diagonal(D: Tensor, share: float) -> tuple[Tensor, Tensor]:  # [o, i] -> [o, o], [i, i]
+    """Diagonal factors of the nearest Kronecker product; the second has trace `share`, so that batches add up."""
+    U, S, Vt = torch.linalg.svd(D, full_matrices=False)
+    u, v = U[:, 0].abs() * S[0], Vt[0].abs()
+    size = v.sum().clamp(min=1e-30)
+    return torch.diag(u * size), torch.diag(v / size * share)

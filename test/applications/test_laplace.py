@@ -1,0 +1,515 @@
+"""Laplace approximations against dense matrices, autodiff of one example at a time, and sampled outputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import close, unchanged
+from helpers import F64, normal, seeded
+from torch import Tensor, nn
+from torch.distributions import Dirichlet, MultivariateNormal, Normal
+from torch.func import functional_call, jacrev
+
+from curvlinops_plus import (
+    EKFAC,
+    GGN,
+    KFAC,
+    CurvatureEstimator,
+    DiagonalBlock,
+    Empirical,
+    EmpiricalRisk,
+    ForwardOnly,
+    FullBlock,
+    GGNLinearOperator,
+    Hessian,
+    KFACLinearOperator,
+    Laplace,
+    NumericsError,
+    UnsupportedError,
+    curvature,
+)
+
+N, C = 12, 3
+
+
+class Tokens(nn.Module):
+    """An embedding, a normalisation and two linear layers of which one sees positions: [N, T] -> [N, C]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(5, 3), nn.LayerNorm(3)
+        self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.norm(self.table(x))).tanh().mean(1))
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, C)).double()
+
+
+def cnn() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 4, 2), nn.Tanh(), nn.Conv2d(4, 2, 2, groups=2), nn.Flatten(), nn.Linear(8, C)
+    return nn.Sequential(*layers).double()
+
+
+def tokens() -> nn.Module:
+    torch.manual_seed(0)
+    return Tokens().double()
+
+
+NETS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "mlp": (mlp, normal(N, 2, seed=1)),
+    "cnn": (cnn, normal(N, 1, 4, 4, seed=1)),
+    "tokens": (tokens, torch.randint(5, (N, 4), generator=seeded(1))),
+}
+CLASSES = torch.randint(C, (N,), generator=seeded(2))
+NUMBERS = normal(N, C, seed=2)
+WEIGHTS = torch.tensor([1.0, 2.0, 4.0], dtype=F64)
+
+#: Loss, targets, and what its mean divides by.
+LOSSES: dict[str, tuple[Any, Tensor, float]] = {
+    "mean": (nn.CrossEntropyLoss(), CLASSES, N),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), CLASSES, 1),
+    "ignored": (nn.CrossEntropyLoss(ignore_index=1), CLASSES, float((CLASSES != 1).sum())),
+    "weighted": (nn.CrossEntropyLoss(weight=WEIGHTS), CLASSES, float(WEIGHTS[CLASSES].sum())),
+    "binary": (nn.BCEWithLogitsLoss(), (NUMBERS > 0).double(), N * C),
+    "squared": (nn.MSELoss(), NUMBERS, N * C),
+    "squared sum": (nn.MSELoss(reduction="sum"), NUMBERS, 1),
+}
+APPROXIMATIONS: dict[str, Callable[[EmpiricalRisk], Any]] = {
+    "KFAC": lambda risk: curvature(risk, KFAC),
+    "EKFAC apart": lambda risk: curvature(risk, EKFAC, separate_weight_and_bias=True),
+    "diagonal": lambda risk: curvature(risk, DiagonalBlock),
+    "full blocks": lambda risk: curvature(risk, FullBlock),
+    "empirical": lambda risk: curvature(risk, KFAC, vectors=Empirical()),
+    "mixed": lambda risk: curvature(risk, {nn.Linear: EKFAC}, default=FullBlock),
+    "GGN": lambda risk: GGN(risk),
+}
+
+
+def risk_of(net: str = "mlp", loss: str = "mean", params: Any = None) -> EmpiricalRisk:
+    make, X = NETS[net]
+    y = LOSSES[loss][1]
+    return EmpiricalRisk(make(), LOSSES[loss][0], [(X[:5], y[:5]), (X[5:], y[5:])], params)
+
+
+def mode(risk: EmpiricalRisk) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in risk.params.values()])
+
+
+def jacobian(risk: EmpiricalRisk, X: Tensor) -> Tensor:
+    """[N, *output, P], by plain automatic differentiation of one example at a time."""
+    params = {key: p.detach() for key, p in risk.params.items()}
+    rows = [jacrev(lambda p, x=x: functional_call(risk.model, p, (x[None],))[0])(params) for x in X]
+    return torch.stack([torch.cat([J[key].flatten(-p.ndim) for key, p in params.items()], -1) for J in rows])
+
+
+def precision(K: Any, loss: str, delta: Tensor | float, noise: float | None = None) -> Tensor:
+    """The precision of the posterior, dense."""
+    c = LOSSES[loss][2] / (1.0 if noise is None else 2 * noise**2)
+    return c * K.to_dense() + torch.diag(torch.as_tensor(delta, dtype=F64).expand(K.shape[0]))
+
+
+@pytest.mark.filterwarnings("ignore::curvlinops_plus.CurvatureWarning")
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_outputs_are_those_of_the_dense_posterior(net: str, approximation: str) -> None:
+    risk = risk_of(net)
+    K, X = APPROXIMATIONS[approximation](risk), NETS[net][1][:4]
+    la = Laplace(K, 2.0)
+    J, sigma = jacobian(risk, X), torch.linalg.inv(precision(K, "mean", 2.0))
+    mean, covariance = la.outputs(X)
+    close(mean, risk.model(X))
+    close(covariance, J @ sigma @ J.mT)
+    close(la.posterior.to_dense(), sigma)
+    variances = covariance.diagonal(dim1=1, dim2=2)
+    close(la.predict(X), (mean / (1 + math.pi / 8 * variances).sqrt()).softmax(-1))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_evidence_is_that_of_the_sum_over_the_data(loss: str) -> None:
+    risk = risk_of("mlp", loss)
+    K = curvature(risk, EKFAC)
+    noise = 0.3 if "squared" in loss else None
+    theta, X, y = mode(risk), NETS["mlp"][1], LOSSES[loss][1]
+    if noise is None:
+        likelihood = -risk.losses[0].loss(risk.model(X), y) * LOSSES[loss][2]
+    else:
+        likelihood = Normal(risk.model(X), noise).log_prob(y).sum()
+    P, n = precision(K, loss, 2.0, noise), K.shape[0]
+    expected = likelihood - theta @ theta - torch.logdet(P) / 2 + n / 2 * math.log(2.0)
+    close(Laplace(K, 2.0, noise).log_marginal_likelihood(), expected)
+
+
+def test_a_precision_for_each_parameter() -> None:
+    for make in (lambda r: GGN(r), lambda r: curvature(r, DiagonalBlock), lambda r: curvature(r, FullBlock)):
+        risk = risk_of()
+        K, X = make(risk), NETS["mlp"][1][:3]
+        prior = {name: 0.5 + k for k, name in enumerate(risk.params)}
+        delta = torch.cat([torch.full((p.numel(),), prior[name], dtype=F64) for name, p in risk.params.items()])
+        la, P, J = Laplace(K, prior), precision(K, "mean", delta), jacobian(risk, X)
+        close(la.outputs(X)[1], J @ torch.linalg.inv(P) @ J.mT)
+        theta = la._mode
+        value = -N * risk.loss() - (delta * theta**2).sum() / 2 - torch.logdet(P) / 2 + delta.log().sum() / 2
+        close(la.log_marginal_likelihood(), value)
+    blocks = {name: 0.5 + k for k, name in enumerate(curvature(risk, KFAC).blocks)}
+    one = Laplace(curvature(risk, KFAC), blocks).log_marginal_likelihood()
+    close(one, Laplace(curvature(risk, KFAC), {"2": 1.5, "0": 0.5}).log_marginal_likelihood())
+
+
+def test_the_evidence_is_differentiable_and_fit_prior_maximises_it() -> None:
+    la = Laplace(curvature(risk_of("mlp", "squared"), EKFAC), {"0": 1.0, "2": 1.0})
+    logs = torch.zeros(3, dtype=F64, requires_grad=True)
+
+    def evidence(logs: Tensor) -> Tensor:
+        a, b, c = logs.exp()
+        return la.log_marginal_likelihood({"0": a, "2": b}, c)
+
+    assert torch.autograd.gradcheck(evidence, logs)
+    la.fit_prior()
+    assert isinstance(la.prior_precision, dict)
+    at = torch.tensor([*la.prior_precision.values(), la.noise], dtype=F64).log().requires_grad_()
+    best = evidence(at)
+    close(best, la.log_marginal_likelihood())
+    assert float(torch.autograd.grad(best, at)[0].abs().max()) < 1e-4
+    for k in range(3):
+        for away in (-0.1, 0.1):
+            assert bool(evidence(at + away * torch.eye(3, dtype=F64)[k]) < best)
+
+
+def test_a_given_noise_stays_and_an_unknown_one_begins_with_the_residuals() -> None:
+    risk = risk_of("mlp", "squared")
+    K = curvature(risk, KFAC)
+    assert Laplace(K, noise=0.25).fit_prior().noise == 0.25
+    X, y = NETS["mlp"][1], NUMBERS
+    close(torch.tensor(Laplace(K).noise, dtype=F64), (risk.model(X) - y).square().mean().sqrt())
+    assert Laplace(K).fit_prior().noise != Laplace(K).noise
+
+
+def test_predictions_of_regression_include_the_noise() -> None:
+    risk = risk_of("mlp", "squared")
+    K, X = curvature(risk, KFAC), NETS["mlp"][1][:4]
+    la = Laplace(K, 2.0, noise=0.3)
+    mean, variance = la.predict(X)
+    J, sigma = jacobian(risk, X), torch.linalg.inv(precision(K, "squared", 2.0, 0.3))
+    close(mean, risk.model(X))
+    close(variance, (J @ sigma @ J.mT).diagonal(dim1=1, dim2=2) + 0.09)
+
+
+def test_predicted_variances_come_with_their_own() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, dtype=F64), nn.Softplus())
+    X, y = normal(N, 2, seed=1), normal(N, 1, seed=2)
+    risk = EmpiricalRisk(model, nn.GaussianNLLLoss(), [(X, y)])
+    la = Laplace(GGN(risk))
+    mean, variance = la.predict(X)
+    f, covariance = la.outputs(X)
+    close(mean, f[:, :1])
+    close(variance, f[:, 1:] + covariance[:, :1, 0])
+
+
+def test_links_agree_with_draws() -> None:
+    la, X = Laplace(GGN(risk_of()), 0.3), NETS["mlp"][1][:2]
+    mean, covariance = la.outputs(X)
+    draws = MultivariateNormal(mean, covariance + 1e-12 * torch.eye(C, dtype=F64))
+    torch.manual_seed(0)
+    expected = draws.sample((100_000,)).softmax(-1).mean(0)
+    close(la.predict(X, "mc", samples=100_000, generator=seeded()), expected, rtol=0.01)
+    close(la.predict(X), expected, rtol=0.1)
+    close(la.predict(X, "bridge"), expected, rtol=0.1)
+
+
+def test_the_bridge_is_the_mean_of_its_dirichlet_distribution() -> None:
+    """Whose Laplace approximation in the logits, of sum zero, has the given mean and variances."""
+    alpha = torch.tensor([3.0, 5.0, 9.0, 4.0], dtype=F64)
+    mean = alpha.log() - alpha.log().mean()
+    # The Hessian of -Σ α log softmax(f) at its mode, inverted where the sum is zero.
+    p = alpha / alpha.sum()
+    covariance = torch.linalg.pinv(alpha.sum() * (torch.diag(p) - torch.outer(p, p)))
+    from curvlinops_plus.applications.predictive import _bridge
+
+    shifted = covariance + 0.7  # a constant added to all logits doesn't matter
+    close(_bridge(mean + 2.0, shifted), Dirichlet(alpha).mean)
+
+
+def test_binary_losses() -> None:
+    la, X = Laplace(curvature(risk_of("mlp", "binary"), KFAC), 0.3), NETS["mlp"][1][:2]
+    mean, covariance = la.outputs(X)
+    variances = covariance.diagonal(dim1=1, dim2=2)
+    close(la.predict(X), (mean / (1 + math.pi / 8 * variances).sqrt()).sigmoid())
+    torch.manual_seed(0)
+    expected = (mean + variances.sqrt() * torch.randn(50_000, *mean.shape, dtype=F64)).sigmoid().mean(0)
+    close(la.predict(X, "mc", samples=50_000, generator=seeded()), expected, rtol=0.01)
+
+
+def test_several_terms_keep_the_shape_of_the_outputs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, C, 1), nn.Tanh(), nn.Conv1d(C, C, 2)).double()  # [N, C, T]
+    X, y = normal(5, 2, 4, seed=1), torch.randint(C, (5, 3), generator=seeded(2))
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, y)])
+    K = GGN(risk)
+    la = Laplace(K, 2.0)
+    mean, covariance = la.outputs(X)
+    J = jacobian(risk, X).movedim(1, 2)  # [N, T, C, P]
+    close(covariance, J @ torch.linalg.inv(15 * K.to_dense() + 2 * torch.eye(K.shape[0], dtype=F64)) @ J.mT)
+    close(mean, model(X).mT)
+    probabilities = la.predict(X)
+    assert probabilities.shape == (5, C, 3)
+    close(probabilities.sum(1), torch.ones(5, 3))
+    with pytest.warns(match="Exact"):
+        blocks = Laplace(curvature(risk, FullBlock), 2.0)
+    assert blocks.outputs(X)[1].shape == (5, 3, C, C)
+
+
+@pytest.mark.parametrize("approximation", ["KFAC", "diagonal", "full blocks", "GGN"])
+@pytest.mark.parametrize("picked", [["2.weight"], ["2.weight", "2.bias"], [3, 0, 20], range(5, 18)])
+def test_a_subnetwork(approximation: str, picked: Any) -> None:
+    risk = risk_of()
+    K, X = APPROXIMATIONS[approximation](risk), NETS["mlp"][1][:3]
+    la = Laplace(K, 2.0, subnetwork=picked)
+    whole = torch.arange(K.shape[0])
+    named = risk.space.unflatten(whole)
+    at = torch.cat([named[p].flatten() for p in picked]) if isinstance(picked[0], str) else whole[list(picked)]
+    P = N * K.to_dense()[at][:, at] + 2 * torch.eye(len(at), dtype=F64)
+    J = jacobian(risk, X)[..., at]
+    close(la.outputs(X)[1], J @ torch.linalg.inv(P) @ J.mT)
+    theta = mode(risk)[at]
+    expected = -N * risk.loss() - theta @ theta - torch.logdet(P) / 2 + len(at) / 2 * math.log(2.0)
+    close(la.log_marginal_likelihood(), expected)
+
+
+def test_the_last_layer_alone_is_a_risk_of_its_parameters() -> None:
+    model = mlp()
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(NETS["mlp"][1], CLASSES)], list(model[2].parameters()))
+    K, X = curvature(risk, KFAC), NETS["mlp"][1][:3]
+    J = jacobian(risk, X)
+    close(Laplace(K).outputs(X)[1], J @ torch.linalg.inv(precision(K, "mean", 1.0)) @ J.mT)
+
+
+@pytest.mark.parametrize("net", ["mlp", "cnn"])
+@pytest.mark.parametrize("approximation", ["KFAC", "full blocks", "GGN"])
+def test_inputs_are_cut_into_chunks(net: str, approximation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    K, X = APPROXIMATIONS[approximation](risk_of(net)), NETS[net][1]
+    whole, sizes = Laplace(K), []
+    from curvlinops_plus.applications.output_covariance import OutputCovariance
+
+    of_batch = OutputCovariance._of_batch
+
+    def counted(self: Any, root: Any, batch: Any, *more: Any) -> Any:
+        sizes.append(batch.num_examples)
+        return of_batch(self, root, batch, *more)
+
+    monkeypatch.setattr(OutputCovariance, "_of_batch", counted)
+    parts = Laplace(K, max_bytes=6000)
+    close(parts.predict(X), whole.predict(X))
+    assert len(sizes) > 2
+    assert sizes[0] == 1  # which tells what an example takes
+    close(parts.outputs(X)[1], whole.outputs(X)[1])
+
+
+def test_many_classes_take_no_jacobian() -> None:
+    """`φ ⊗ I` of 400 classes would have 400 · 400 · 33 numbers for each example: 42 MB."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 400))
+    X, y = torch.randn(40, 4), torch.randint(400, (40,))
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, y)], list(model[2].parameters()))
+    la = Laplace(curvature(risk, DiagonalBlock, vectors=Empirical()), max_bytes=2**20)
+    assert la.predict(X[:4]).shape == (4, 400)
+    assert la.predict(X[:2], "mc", samples=10, generator=seeded()).shape == (2, 400)
+
+
+def test_what_a_single_example_takes_is_bounded() -> None:
+    la = Laplace(curvature(risk_of("cnn"), FullBlock), max_bytes=100)
+    with pytest.raises(NumericsError, match="derivatives of more than max_bytes=100"):
+        la.predict(NETS["cnn"][1], "mc")
+
+
+def test_draws_have_mean_and_covariance() -> None:
+    la = Laplace(curvature(risk_of(), EKFAC))
+    draws = la.sample(seeded(), 20_000)
+    assert {k: tuple(d.shape) for k, d in draws.items()}["0.weight"] == (4, 2, 20_000)
+    flat = torch.cat([d.flatten(0, -2) for d in draws.values()])
+    close(flat.mean(1), la._mode, rtol=0.05)
+    close(torch.cov(flat), la.posterior.to_dense(), rtol=0.1)
+    one = la.sample(seeded())
+    close(one["2.bias"], la.sample(seeded(), 3)["2.bias"][..., 0])
+
+
+def test_mappings_and_classic_operators() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Any = None, **more: Tensor) -> Tensor:
+            return self.inner(x["x"] if isinstance(x, dict) else x)
+
+    model, X = Named(), NETS["mlp"][1]
+    unpacked = EmpiricalRisk(model, nn.CrossEntropyLoss(), [{"x": X, "labels": CLASSES}], shift_labels=False)
+    packed = EmpiricalRisk(model, nn.CrossEntropyLoss(), [({"x": X}, CLASSES)])
+    plain = Laplace(curvature(risk_of(), KFAC)).predict(X)
+    close(Laplace(curvature(packed, KFAC), max_bytes=6000).predict({"x": X}), plain)
+    close(Laplace(curvature(unpacked, KFAC)).predict({"x": X}), plain)
+    params, data = list(model.parameters()), [({"x": X}, CLASSES)]
+    options = {"batch_size_fn": lambda X: len(X["x"]), "check_deterministic": False}
+    kfac = KFACLinearOperator(
+        model, nn.CrossEntropyLoss(), params, data, fisher_type="type-2", separate_weight_and_bias=False, **options
+    )
+    close(Laplace(kfac).predict({"x": X}), plain)
+    ggn = GGNLinearOperator(model, nn.CrossEntropyLoss(), params, data, **options)
+    close(Laplace(ggn).predict({"x": X}), Laplace(GGN(packed)).predict({"x": X}))
+
+
+def test_nothing_of_the_user_changes() -> None:
+    risk = risk_of("cnn")
+    K, X = curvature(risk, KFAC), NETS["cnn"][1]
+    with unchanged(risk.model, risk.data, X), torch.no_grad():
+        la = Laplace(K).fit_prior()
+        la.predict(X)
+        la.outputs(X)
+        la.sample(seeded())
+
+
+def test_predictions_follow_prior_and_noise() -> None:
+    la, X = Laplace(curvature(risk_of("mlp", "squared"), KFAC), noise=0.5), NETS["mlp"][1]
+    first = la.predict(X).variance
+    la.prior_precision, la.noise = {"0": 2.0, "2": 3.0}, 0.1
+    close(la.predict(X).variance, Laplace(la.K, la.prior_precision, 0.1).predict(X).variance)
+    la.prior_precision, la.noise = 1.0, torch.tensor(0.5, requires_grad=True)
+    close(la.predict(X).variance, first)
+
+
+def test_modes_around_it_change_nothing() -> None:
+    la, X = Laplace(GGN(risk_of())), NETS["mlp"][1]
+    plain = la.predict(X), la.posterior.to_dense()
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        close(la.predict(X), plain[0])
+        close(la.posterior.to_dense(), plain[1])
+    wide = Laplace(curvature(risk_of("tokens"), {nn.LayerNorm: FullBlock}, default=EKFAC))
+    X = NETS["tokens"][1]
+    plain = wide.outputs(X)[1]
+    with torch.autocast("cpu", torch.bfloat16):
+        close(wide.outputs(X)[1], plain)
+
+
+def test_single_precision() -> None:
+    risk = risk_of()
+    X = NETS["mlp"][1].float()
+    narrow = EmpiricalRisk(risk.model.float(), nn.CrossEntropyLoss(), [(X, CLASSES)])
+    la = Laplace(curvature(narrow, KFAC))
+    assert la.predict(X).dtype == torch.float32
+    wide = Laplace(curvature(risk_of(), KFAC))
+    close(la.predict(X), wide.predict(NETS["mlp"][1]), rtol=1e-5)
+    close(la.fit_prior().prior_precision, wide.fit_prior().prior_precision, rtol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_what_is_no_curvature_of_a_risk_is_refused() -> None:
+    risk = risk_of()
+    K = curvature(risk, KFAC)
+    for other in (GGN(risk).materialize(), Hessian(risk), K + K, K["0.weight", "0.weight"], K.operator):
+        with pytest.raises(TypeError, match="takes the curvature of a risk"):
+            Laplace(other)
+    with pytest.raises(ValueError, match=r"K is 12 times a curvature\. Laplace makes the sum"):
+        Laplace(N * K)
+    with pytest.raises(UnsupportedError, match="not a curvature of the loss"):
+        Laplace(curvature(risk, KFAC, vectors=ForwardOnly()))
+
+
+def test_losses_of_which_the_sum_is_unknown_are_refused() -> None:
+    model, X = mlp(), NETS["mlp"][1]
+    for loss, y in ((nn.HuberLoss(), NUMBERS), (lambda f, y: (f - y).square().mean(), NUMBERS)):
+        with pytest.raises(UnsupportedError, match="it is not known what that is"):
+            Laplace(GGN(EmpiricalRisk(model, loss, [(X, y)])))
+    two = EmpiricalRisk(model, (nn.MSELoss(), nn.MSELoss()), [(X, (NUMBERS, NUMBERS))], output=lambda o: (o, 2 * o))
+    with pytest.raises(UnsupportedError, match="the 2 losses"):
+        Laplace(curvature(two, KFAC))
+    poisson = EmpiricalRisk(model, nn.PoissonNLLLoss(), [(X, NUMBERS.abs())])
+    la = Laplace(curvature(poisson, KFAC))
+    assert bool(la.log_marginal_likelihood().isfinite())
+    with pytest.raises(UnsupportedError, match="PoissonNLLLoss has no predictive distribution here"):
+        la.predict(X)
+
+
+def test_other_parameters_and_other_data_are_refused() -> None:
+    risk = risk_of()
+    K = curvature(risk, KFAC)
+    la = Laplace(K)
+    with torch.no_grad():
+        risk.model[0].weight += 0.1
+    for late in (lambda: la.predict(NETS["mlp"][1]), lambda: Laplace(K)):
+        with pytest.raises(ValueError, match="have changed since the curvature was computed"):
+            late()
+    estimator = CurvatureEstimator(risk, KFAC)
+    estimator.update(risk.data[0])
+    with pytest.raises(ValueError, match="computed from 5 examples, and the data of its risk now have 12"):
+        Laplace(estimator.operator)
+    state = K.state_dict()
+    with pytest.warns(match="differ"):
+        loaded = type(K).from_state_dict(state, risk.model, None)
+    with pytest.raises(ValueError, match="loaded without data"):
+        Laplace(loaded)
+
+
+def test_arguments_are_refused_by_name() -> None:
+    K, squared = curvature(risk_of(), KFAC), curvature(risk_of("mlp", "squared"), KFAC)
+    X = NETS["mlp"][1]
+    for given in (0.0, -1.0, math.inf, [1.0, 2.0]):
+        with pytest.raises(ValueError, match="expected one positive finite number"):
+            Laplace(K, given)
+    with pytest.raises(TypeError, match="prior_precision is a str"):
+        Laplace(K, "large")
+    with pytest.raises(ValueError, match="expected the blocks"):
+        Laplace(K, {"0": 1.0})
+    with pytest.raises(UnsupportedError, match='Block "0" is a Kronecker of several parameters'):
+        Laplace(K, dict.fromkeys(K.risk.params, 1.0))
+    with pytest.raises(ValueError, match="CrossEntropyLoss has none"):
+        Laplace(K, noise=0.1)
+    for noise in (0.0, math.nan):
+        with pytest.raises(ValueError, match=r"noise is .* a standard deviation"):
+            Laplace(squared, noise=noise)
+    with pytest.raises(ValueError, match="expected one of 'probit', 'mc', 'bridge'"):
+        Laplace(K).predict(X, "softmax")
+    with pytest.raises(ValueError, match="is about class probabilities"):
+        Laplace(squared).predict(X, "mc")
+    with pytest.raises(UnsupportedError, match="take 'probit' or 'mc'"):
+        Laplace(curvature(risk_of("mlp", "binary"), KFAC)).predict(X, "bridge")
+    with pytest.raises(ValueError, match="samples=0; expected the number of draws"):
+        Laplace(K).predict(X, "mc", samples=0)
+    with pytest.raises(ValueError, match="no inputs to predict for"):
+        Laplace(K).predict(X[:0])
+    with pytest.raises(ValueError, match="subnetwork picks no parameter"):
+        Laplace(K, subnetwork=[])
+
+
+def test_residuals_of_zero_tell_no_noise() -> None:
+    model = nn.Linear(2, 1, dtype=F64)
+    X = normal(N, 2)
+    K = curvature(EmpiricalRisk(model, nn.MSELoss(), [(X, model(X).detach())]), KFAC)
+    with pytest.raises(ValueError, match="give noise="):
+        Laplace(K)
+    assert Laplace(K, noise=0.1).noise == 0.1
+
+
+def test_an_evidence_without_maximum_is_refused() -> None:
+    model = nn.Linear(2, C, bias=False, dtype=F64)
+    nn.init.zeros_(model.weight)
+    K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), [(normal(N, 2), CLASSES)]), KFAC)
+    with pytest.raises(NumericsError, match="all of its parameters have the value zero"):
+        Laplace(K).fit_prior()
+    with pytest.raises(NumericsError, match="precision of 'weight' with the largest evidence does not exist"):
+        Laplace(K, {"weight": 1.0}).fit_prior()
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, C)).double()
+    with torch.no_grad():
+        model[0].bias.fill_(-100)  # dead units
+    K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), [(normal(N, 2), CLASSES)], check=False), KFAC)
+    with pytest.raises(NumericsError, match=r"precision of '0' .* all of its parameters have no curvature"):
+        Laplace(K, {"0": 1.0, "2": 1.0}).fit_prior()
