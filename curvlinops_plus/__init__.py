@@ -4,6 +4,7 @@ The classic door: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperato
 `curvature(EmpiricalRisk(model, loss, data), {layer: approximation})` and `GGN(risk)`.
 """
 
+from curvlinops_plus.applications import attribution_scores, per_example_gradients, self_influence
 from curvlinops_plus.blocks import (
     EKFAC,
     KFAC,
@@ -203,6 +204,7 @@ __all__ = [
     "approximate_boundaries",
     "approximate_boundaries_abs",
     "as_vectors",
+    "attribution_scores",
     "check_rule",
     "compute_eigenvalue_correction_linear_weight_sharing",
     "condition_number",
@@ -216,10 +218,12 @@ __all__ = [
     "lanczos_approximate_log_spectrum",
     "lanczos_approximate_spectrum",
     "neumann",
+    "per_example_gradients",
     "plot_spectrum",
     "random_vector",
     "register_likelihood",
     "register_rule",
+    "self_influence",
     "spectral_norm",
     "stochastic_reconfiguration",
     "submatrix",

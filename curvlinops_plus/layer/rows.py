@@ -179,6 +179,26 @@ class SparseRows:
             J.index_add_(1, at.flatten(), (g * weight[..., None]).flatten(1, 2))
         return J.view(V, B, self.size, o).mT
 
+    def inner_products(self, g: Tensor, C: Tensor) -> Tensor:  # [V, B, S, o], [K, o, i] -> [V, B, K]
+        """Inner products of each example's `Σ_s g aᵀ` with some matrices, of which only columns that occur are read.
+
+        Cost: memory for V·S·L·K·o numbers of one example at least, in pieces of a few megabytes.
+
+        Example:
+            >>> rows = SparseRows(torch.tensor([[[2], [0]]]), None, 3)
+            >>> rows.inner_products(torch.tensor([[[[1.0], [10.0]]]]), torch.tensor([[[1.0, 2.0, 3.0]]]))
+            tensor([[[13.]]])
+        """
+        g = self._of_these_rows(g)
+        (B, S, L), (K, o, _) = self.index.shape, C.shape
+        columns, values = C.to(g.dtype).movedim(2, 0), self._values.to(g.dtype)
+        step = max(1, _WORK_BYTES // max(1, S * L * K * o * g.element_size()))
+        parts = []
+        for index, value, some in zip(self.index.split(step), values.split(step), g.split(step, 1), strict=True):
+            met = torch.einsum("bsl,bslko->bsko", value, columns[index])
+            parts.append(torch.einsum("vbso,bsko->vbk", some, met))
+        return torch.cat(parts, 1)
+
     def squared(self, g: Tensor, Q: Tensor | None = None) -> Tensor:  # [V, B, S, o], [o, o] -> [o, i]
         """`Σ_{v,n} (Qᵀ Σ_s g a)²`, entry by entry: EKFAC's eigenvalues where the input factor is a diagonal.
 

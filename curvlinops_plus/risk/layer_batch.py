@@ -165,6 +165,24 @@ class LayerBatch:
             return self.rows.outer_products(left)
         return left @ self.per_example_grads
 
+    def inner_products(self, C: Tensor) -> Tensor:  # [K, *b, rows, columns] -> [V, N, K]
+        """Inner products of `per_example_grads` with `K` matrices, those of the parameters it is restricted to.
+
+        Cost: gradients per example are formed in pieces, never all at once; those of sparse rows not at all. Each
+        role of a tied parameter has its own share.
+        """
+        if len(self.layer.roles) > 1 and self.role is None:
+            parts = [part._role_products(C) for part in self.roles() if part.calls]
+            return sum(parts[1:], parts[0])
+        return self._role_products(C)
+
+    def _role_products(self, C: Tensor) -> Tensor:
+        if self._one_matrix and self.rows.sparse and self.rows.weight:
+            assert isinstance(self.rows.inputs, SparseRows)
+            return self.rows.inputs.inner_products(self.rows.grads, C)
+        columns = C.flatten(1).T.to(self.layer.accumulation_dtype)
+        return torch.cat([piece.per_example_grads.flatten(2) @ columns for piece in self.pieces()], 1)
+
     def squared_grads(self, QG: Tensor | None = None, QA: Tensor | None = None) -> Tensor:
         """`Σ_{v,n} (Q_Gᵀ J Q_A)²`, entry by entry, [*b, rows, columns]: the diagonal of the exact block in a basis.
 
