@@ -4,7 +4,7 @@ The classic door: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperato
 `curvature(EmpiricalRisk(model, loss, data), {layer: approximation})` and `GGN(risk)`.
 """
 
-from curvlinops_plus.applications import attribution_scores, per_example_gradients, self_influence
+from curvlinops_plus.applications import attribution_scores, per_example_gradients, prune, self_influence
 from curvlinops_plus.blocks import (
     EKFAC,
     KFAC,
@@ -220,6 +220,7 @@ __all__ = [
     "neumann",
     "per_example_gradients",
     "plot_spectrum",
+    "prune",
     "random_vector",
     "register_likelihood",
     "register_rule",

@@ -111,6 +111,7 @@ NAMES = [
     "neumann",
     "per_example_gradients",
     "plot_spectrum",
+    "prune",
     "random_vector",
     "register_likelihood",
     "register_rule",

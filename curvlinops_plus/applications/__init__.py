@@ -2,5 +2,6 @@
 
 from curvlinops_plus.applications.attribution import attribution_scores, self_influence
 from curvlinops_plus.applications.example_gradients import per_example_gradients
+from curvlinops_plus.applications.pruning import prune
 
-__all__ = ["attribution_scores", "per_example_gradients", "self_influence"]
+__all__ = ["attribution_scores", "per_example_gradients", "prune", "self_influence"]

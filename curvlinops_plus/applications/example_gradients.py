@@ -66,7 +66,7 @@ def per_example_gradients(risk: EmpiricalRisk, *, per_term: bool = False) -> Ite
         ...     print(gradients["weight"])
         tensor([[[-2., -4.]],
         <BLANKLINE>
-                [[-0., -0.]]])
+                [[ 0.,  0.]]])
         tensor([[[10., 12.]]])
     """
     return _gradients(risk, per_term)
@@ -89,11 +89,8 @@ def _gradients(risk: EmpiricalRisk, per_term: bool) -> Iterator[dict[str, Tensor
     for batch, R, factor in show_gradients(risk, per_term, "gradients of examples", begin):
         gradients = {}
         for key, p in risk.params.items():
-            J = (
-                torch.cat(found[key])
-                if key in found
-                else p.new_zeros(R, batch.num_examples, *p.shape, dtype=risk.dtype)
-            )
+            zero = [p.new_zeros(R, batch.num_examples, *p.shape, dtype=risk.dtype)] if key not in found else []
+            J = torch.cat(found.get(key, zero))
             J = J if factor == 1 else J * factor
             gradients[key] = J.transpose(0, 1) if per_term else J[0]
         found.clear()

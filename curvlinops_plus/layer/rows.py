@@ -190,7 +190,7 @@ class SparseRows:
             tensor([[[13.]]])
         """
         g = self._of_these_rows(g)
-        (B, S, L), (K, o, _) = self.index.shape, C.shape
+        (_, S, L), (K, o, _) = self.index.shape, C.shape
         columns, values = C.to(g.dtype).movedim(2, 0), self._values.to(g.dtype)
         step = max(1, _WORK_BYTES // max(1, S * L * K * o * g.element_size()))
         parts = []
