@@ -10,7 +10,7 @@ from torch.nn.utils import prune as torch_prune
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.linalg.damping import Damping, RelativeDamping
+from curvlinops_plus.linalg.damping import Damping
 
 __all__ = ["prune"]
 
@@ -22,16 +22,16 @@ def prune(
     sparsity: float,
     rounds: int = 20,
     *,
-    damping: Damping = RelativeDamping(1e-2),
+    damping: Damping = 1e-4,
     candidates: Iterable[str] | None = None,
 ) -> dict[str, Tensor]:
     """Set the parameters of a model to zero whose loss rises least, and move the others to make up for it.
 
     Around the trained parameters θ₀ the loss rises by `½ (θ - θ₀)ᵀ H (θ - θ₀)` with `H = K + damping I`. Each round
     finds the minimum over the parameters F that are left, with all constraints of this and earlier rounds: the others
-    are zero and `θ_F = H_FF⁻¹ (H θ₀)_F`. Then it drops those whose removal costs least, `θ_i² / (2 [H_FF⁻¹]_ii)`. As the
-    network shrinks, the same fraction goes in each round. No data are read; more than one round is what makes
-    sparsities above 80 % possible.
+    are zero and `θ_F = H_FF⁻¹ (H θ₀)_F`. Then it drops those whose removal costs least, `θ_i² / (2 [H_FF⁻¹]_ii)`. The
+    same fraction of what is left goes in each round. No data are read; more than one round is what makes sparsities
+    above 80 % possible.
 
     As with the functions of `torch.nn.utils.prune`, the model is changed: a parameter `weight` becomes
     `weight_orig`, with a buffer `weight_mask` that keeps pruned entries at zero while the model is trained further;
@@ -44,7 +44,7 @@ def prune(
             moves.
         sparsity: The fraction of the candidates that will be zero.
         rounds: How often saliencies are computed.
-        damping: Added to `K`, as in `K.shift(damping)`. Default: 0.01 times the mean eigenvalue of each block.
+        damping: Added to `K`, as in `K.shift(damping)`.
         candidates: Names of the parameters that may be pruned; others only move. Default: all that `K` knows.
 
     Returns:
