@@ -86,12 +86,12 @@ def attribution_scores(
     def begin(batch: Batch, layers: Sequence[Layer]) -> Add:
         nonlocal columns
         scores.clear()
-        if not columns.keys() >= {*layers}:  # functions turned out to read parameters
+        if not columns.keys() >= {*map(_matrix, layers)}:  # functions turned out to read parameters
             tree = {key: t for part in columns.values() for key, t in part.tree().items()}
-            columns = {layer: _Columns.of(layer, tree) for layer in layers}
+            columns = {_matrix(layer): _Columns.of(layer, tree) for layer in layers}
 
         def add(seen: LayerBatch, term: int) -> None:
-            for r, part in enumerate(columns[seen.layer].products(seen), term):
+            for r, part in enumerate(columns[_matrix(seen.layer)].products(seen), term):
                 if r < len(scores):
                     scores[r] += part
                 else:
@@ -149,6 +149,14 @@ def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = 
         found.append((rows * products.to(rows.dtype)).sum(-1))
         _check_terms(found)
     return torch.cat(found)
+
+
+#: Names of parameters, and their patterns, which make one matrix.
+_Matrix = tuple[tuple[str, str], ...]
+
+
+def _matrix(layer: Layer) -> _Matrix:
+    return tuple(layer.groups[0].layout.patterns.items())
 
 
 @dataclass(frozen=True)
@@ -210,7 +218,7 @@ class _LowRankColumns(_Columns):
 
 def _preconditioned(
     P: LinearOperator, queries: EmpiricalRisk, layers: Sequence[Layer], rank: int | None
-) -> dict[Layer, _Columns]:
+) -> dict[_Matrix, _Columns]:
     """`P ∇ℓ_q` of all queries, layer by layer; of low rank, one batch of queries after the other."""
     batches = per_example_gradients(queries)
     if rank is None:
@@ -221,7 +229,7 @@ def _preconditioned(
         tree = {key: t.to(queries.dtype) for key, t in _product(P.T, gradients, queries.space).items()}
         for layer, own in parts.items():
             own.append(_Columns.of(layer, tree, rank))
-    return {layer: _Columns.cat(own) for layer, own in parts.items()}
+    return {_matrix(layer): _Columns.cat(own) for layer, own in parts.items()}
 
 
 def _product(P: LinearOperator, gradients: Mapping[str, Tensor], space: Space) -> dict[str, Tensor]:
