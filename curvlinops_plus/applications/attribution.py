@@ -16,9 +16,6 @@ from curvlinops_plus.risk.reading import Batch
 
 __all__ = ["attribution_scores", "self_influence"]
 
-# Products with few rows of gradients are formed in pieces of about this size.
-_PIECE_BYTES = 2**24
-
 
 def attribution_scores(
     P: LinearOperator,
@@ -204,12 +201,7 @@ class _LowRankColumns(_Columns):
     """
 
     def products(self, seen: LayerBatch) -> Tensor:
-        (left, right), parts = self.tensors, []
-        Q, r, o = left.shape
-        for piece in seen.pieces(max(1, _PIECE_BYTES * o // (Q * r))):  # of Q r rows instead of o
-            J = piece.combined_grads(left.flatten(0, 1)).unflatten(2, (Q, r))
-            parts.append(torch.einsum("vnqri,qri->vnq", J, right))
-        return torch.cat(parts, 1)
+        return seen.inner_products(*self.tensors)
 
     def tree(self) -> dict[str, Tensor]:
         left, right = self.tensors

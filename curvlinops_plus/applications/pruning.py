@@ -54,7 +54,7 @@ def prune(
         TypeError: If `model` is no module, or `K` no operator.
         ValueError: If `sparsity` is not in [0, 1), there are no rounds, `K` or `candidates` name parameters that the
             model doesn't have, or a module is pruned already.
-        NoClosedForm: If a part of `K` has no inverse; of a small network `K.materialize()` has.
+        NoClosedForm: If a part of `K` has no inverse, or that has no diagonal; of a small network `K.materialize()` has.
         UnsupportedError: If a candidate belongs to a module that is not called itself, so that a mask would not stay.
 
     Cost: a decomposition of the part of each block that is left in each round: of a block of n parameters, memory for
@@ -87,12 +87,14 @@ def prune(
     Hx = H @ theta
     left = torch.arange(len(theta), device=theta.device)
     number = int(may_go.sum())
-    for step in range(rounds):
+    for step in range(rounds if number else 0):
         inverse = (H if step == 0 else H[left, left]).inverse()
         saliency = (inverse @ Hx[left]).square() / inverse.diagonal()
         saliency[~may_go[left]] = torch.inf
         kept = round(number * (1 - sparsity) ** ((step + 1) / rounds)) + len(theta) - number
         left = left[saliency.topk(kept).indices].sort().values
+        if not kept:
+            break
     found = torch.zeros_like(theta)
     if len(left):
         found[left] = H[left, left].inverse() @ Hx[left]

@@ -179,10 +179,15 @@ class SparseRows:
             J.index_add_(1, at.flatten(), (g * weight[..., None]).flatten(1, 2))
         return J.view(V, B, self.size, o).mT
 
-    def inner_products(self, g: Tensor, C: Tensor) -> Tensor:  # [V, B, S, o], [K, o, i] -> [V, B, K]
-        """Inner products of each example's `Σ_s g aᵀ` with some matrices, of which only columns that occur are read.
+    def inner_products(self, g: Tensor, C: Tensor, right: Tensor | None = None) -> Tensor:
+        """Inner products of each example's `Σ_s g aᵀ` with matrices, [V, B, K]; only columns that occur are read.
 
-        Cost: memory for V·S·L·K·o numbers of one example at least, in pieces of a few megabytes.
+        Args:
+            g: Gradients of the layer's output [V, B, S, o].
+            C: Matrices [K, o, i]; with `right` their left factors [K, r, o].
+            right: Right factors [K, r, i]: the matrices are `Cᵀ right`.
+
+        Cost: memory for S·L·K·o numbers of an example, or S·L·K·r, in pieces of a few megabytes.
 
         Example:
             >>> rows = SparseRows(torch.tensor([[[2], [0]]]), None, 3)
@@ -190,13 +195,17 @@ class SparseRows:
             tensor([[[13.]]])
         """
         g = self._of_these_rows(g)
-        (_, S, L), (K, o, _) = self.index.shape, C.shape
-        columns, values = C.to(g.dtype).movedim(2, 0), self._values.to(g.dtype)
-        step = max(1, _WORK_BYTES // max(1, S * L * K * o * g.element_size()))
-        parts = []
+        if right is not None:  # as more outputs of fewer matrices: g of each of K and r
+            columns, g = right, torch.einsum("vbso,kro->vbskr", g, C.to(g.dtype))
+        else:
+            columns = C
+        columns, values = columns.to(g.dtype).movedim(2, 0), self._values.to(g.dtype)  # [i, K, o or r]
+        entries = self.index.shape[1] * self.index.shape[2] * columns[0].numel()
+        step = max(1, _WORK_BYTES // max(1, entries * g.element_size()))
+        parts, letters = [], "vbso" if right is None else "vbsko"
         for index, value, some in zip(self.index.split(step), values.split(step), g.split(step, 1), strict=True):
             met = torch.einsum("bsl,bslko->bsko", value, columns[index])
-            parts.append(torch.einsum("vbso,bsko->vbk", some, met))
+            parts.append(torch.einsum(f"{letters},bsko->vbk", some, met))
         return torch.cat(parts, 1)
 
     def squared(self, g: Tensor, Q: Tensor | None = None) -> Tensor:  # [V, B, S, o], [o, o] -> [o, i]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, SparseRows
-from curvlinops_plus.layer.squares import rotate, squared_gradients
+from curvlinops_plus.layer.squares import rotate, row_products, squared_gradients
 from curvlinops_plus.risk.affine_rows import AffineRows
 from curvlinops_plus.risk.call import Call
 from curvlinops_plus.risk.layers import Group, Layer, Role
@@ -165,22 +165,32 @@ class LayerBatch:
             return self.rows.outer_products(left)
         return left @ self.per_example_grads
 
-    def inner_products(self, C: Tensor) -> Tensor:  # [K, *b, rows, columns] -> [V, N, K]
-        """Inner products of `per_example_grads` with `K` matrices, those of the parameters it is restricted to.
+    def inner_products(self, C: Tensor, right: Tensor | None = None) -> Tensor:
+        """Inner products of `per_example_grads` with some matrices, [V, N, K].
 
-        Cost: gradients per example are formed in pieces, never all at once; those of sparse rows not at all. Each
-        role of a tied parameter has its own share.
+        Args:
+            C: The matrices [K, *b, rows, columns] of the parameters that the batch is restricted to; with `right`
+                their left factors.
+            right: The matrices are `Cᵀ right`, with `C` [K, r, rows] and `right` [K, r, columns].
+
+        Cost: from rows where no weight is shared by positions, or matrices have factors. Else gradients per example are
+        formed in pieces, never all at once; those of sparse rows not at all. Roles of a tied parameter add up.
         """
         if len(self.layer.roles) > 1 and self.role is None:
-            parts = [part._role_products(C) for part in self.roles() if part.calls]
+            parts = [part.inner_products(C, right) for part in self.roles() if part.calls]
             return sum(parts[1:], parts[0])
-        return self._role_products(C)
-
-    def _role_products(self, C: Tensor) -> Tensor:
-        if self._one_matrix and self.rows.sparse and self.rows.weight:
-            assert isinstance(self.rows.inputs, SparseRows)
-            return self.rows.inputs.inner_products(self.rows.grads, C)
-        columns = C.flatten(1).T.to(self.layer.accumulation_dtype)
+        C = C.to(self.layer.accumulation_dtype)
+        right = None if right is None else right.to(C.dtype)
+        if self._one_matrix and self.rows.weight and not self.rows.direct_grads:
+            rows = self.rows
+            S = rows.grads.shape[2]
+            if isinstance(a := rows.inputs if rows.sparse else None, SparseRows):
+                return a.inner_products(rows.grads, C, right)
+            if right is not None or (S == 1 and C.ndim == 3):
+                numbers = S * (sum(C.shape[-2:]) + len(C) * (min(C.shape[1:]) if right is None else 2 * right.shape[1]))
+                pieces = [piece.rows for piece in self._cut(_PIECE_BYTES, numbers)]
+                return torch.cat([row_products(part.grads, part.inputs, C, right) for part in pieces], 1)
+        columns = (C if right is None else C.mT @ right).flatten(1).T
         return torch.cat([piece.per_example_grads.flatten(2) @ columns for piece in self.pieces()], 1)
 
     def squared_grads(self, QG: Tensor | None = None, QA: Tensor | None = None) -> Tensor:
