@@ -142,8 +142,11 @@ def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = 
     found = []
     for gradients in per_example_gradients(train, per_term=per_term):
         rows = train.space.flatten_rows(gradients)  # [N, dim] or [N, R, dim]
-        products = train.space.flatten(_product(P, gradients, train.space)).T.reshape(rows.shape)
-        found.append((rows * products.to(rows.dtype)).sum(-1))
+        flat = {
+            key: g.flatten(0, -1 - p.ndim) for (key, g), p in zip(gradients.items(), train.params.values(), strict=True)
+        }
+        products = train.space.flatten_rows(_product(P, flat, train.space)).to(rows.dtype)
+        found.append((rows * products.view(rows.shape)).sum(-1))
         _check_terms(found)
     return torch.cat(found)
 
@@ -169,10 +172,10 @@ class _Columns:
     tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, layer: Layer, tree: Mapping[str, Tensor], rank: int | None = None) -> _Columns:  # key to [*shape, Q]
+    def of(cls, layer: Layer, tree: Mapping[str, Tensor], rank: int | None = None) -> _Columns:  # key to [Q, *shape]
         """The part of a layer; of low rank where there is one matrix, and it takes fewer numbers."""
         (group,) = layer.groups
-        rows, (*batch, o, i) = group.layout.join(tree).T, group.layout.matrix_shape
+        rows, (*batch, o, i) = group.layout.gather([tree[key] for key in group.keys]), group.layout.matrix_shape
         if rank is None or batch or rank * (o + i) >= o * i:
             return _Columns(group, (rows,))
         U, S, Vh = torch.linalg.svd(rows.unflatten(1, (o, i)), full_matrices=False)
@@ -190,8 +193,8 @@ class _Columns:
         return seen.inner_products(self.tensors[0].unflatten(1, self.group.layout.matrix_shape))
 
     def tree(self) -> dict[str, Tensor]:
-        """Key of each parameter to `[*shape, Q]`."""
-        return self.group.layout.split(self.tensors[0].T)
+        """Key of each parameter to `[Q, *shape]`, flattened or not."""
+        return dict(zip(self.group.keys, self.group.layout.scatter(self.tensors[0]), strict=True))
 
 
 class _LowRankColumns(_Columns):
@@ -205,7 +208,7 @@ class _LowRankColumns(_Columns):
 
     def tree(self) -> dict[str, Tensor]:
         left, right = self.tensors
-        return self.group.layout.split((left.mT @ right).flatten(1).T)
+        return dict(zip(self.group.keys, self.group.layout.scatter((left.mT @ right).flatten(1)), strict=True))
 
 
 def _preconditioned(
@@ -225,11 +228,12 @@ def _preconditioned(
 
 
 def _product(P: LinearOperator, gradients: Mapping[str, Tensor], space: Space) -> dict[str, Tensor]:
-    """`P g` for rows of gradients: key to `[*K, *shape]`, to `[*shape, K]`."""
-    rows = space.flatten_rows(gradients).reshape(-1, space.dim)
-    if P.in_space.shapes.keys() == space.shapes.keys():  # in any order
-        return P @ space.unflatten(rows.T)
-    return space.unflatten(P @ rows.T)
+    """`P g` for rows of gradients, key to `[K, *shape]`, and the same of the products."""
+    inside, outside = (
+        own if own.shapes.keys() == space.shapes.keys() else space for own in (P.in_space, P.out_space)
+    )  # names say what is meant, in any order
+    products = (P @ inside.flatten_rows(gradients).T).T
+    return outside.unflatten_rows(products.contiguous())
 
 
 def _check(P: LinearOperator, risks: Mapping[str, EmpiricalRisk]) -> None:

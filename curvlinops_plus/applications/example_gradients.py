@@ -81,8 +81,8 @@ def _gradients(risk: EmpiricalRisk, per_term: bool) -> Iterator[dict[str, Tensor
         def add(seen: LayerBatch, term: int) -> None:
             (group,) = seen.layer.groups
             J = seen.per_example_grads  # [V, N, *b, o, i]
-            for key, t in group.layout.split(J.flatten(2).flatten(0, 1).T).items():
-                found.setdefault(key, []).append(t.movedim(-1, 0).unflatten(0, J.shape[:2]))
+            for key, t in zip(group.keys, group.layout.scatter(J.flatten(2).flatten(0, 1)), strict=True):
+                found.setdefault(key, []).append(t.view(*J.shape[:2], *seen.layer.params[key].shape))
 
         return add
 
@@ -90,7 +90,8 @@ def _gradients(risk: EmpiricalRisk, per_term: bool) -> Iterator[dict[str, Tensor
         gradients = {}
         for key, p in risk.params.items():
             zero = [p.new_zeros(R, batch.num_examples, *p.shape, dtype=risk.dtype)] if key not in found else []
-            J = torch.cat(found.get(key, zero))
+            parts = found.get(key, zero)
+            J = parts[0] if len(parts) == 1 else torch.cat(parts)
             J = J if factor == 1 else J * factor
             gradients[key] = J.transpose(0, 1) if per_term else J[0]
         found.clear()

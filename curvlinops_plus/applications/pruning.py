@@ -54,7 +54,8 @@ def prune(
         TypeError: If `model` is no module, or `K` no operator.
         ValueError: If `sparsity` is not in [0, 1), there are no rounds, `K` or `candidates` name parameters that the
             model doesn't have, or a module is pruned already.
-        NoClosedForm: If a part of `K` has no inverse, or that has no diagonal; of a small network `K.materialize()` has.
+        NoClosedForm: If a part of `K` has no inverse with a diagonal in closed form; of a small network
+            `K.materialize()` has.
         UnsupportedError: If a candidate belongs to a module that is not called itself, so that a mask would not stay.
 
     Cost: a decomposition of the part of each block that is left in each round: of a block of n parameters, memory for
