@@ -52,7 +52,7 @@ def test_the_page_runs() -> None:
     run()
 
 
-@pytest.mark.parametrize("name", ["index", "layers"])
+@pytest.mark.parametrize("name", ["attribution", "index", "layers", "pruning"])
 def test_other_pages_run(name: str) -> None:
     page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     assert blocks(page)

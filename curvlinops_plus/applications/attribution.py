@@ -96,14 +96,13 @@ def attribution_scores(
 
         return add
 
-    found: list[Tensor] = []  # [N, Q] or [N, Q, R]
+    found = _Rows()  # [N, Q] or [N, Q, R]
     for batch, R, factor in show_gradients(train, per_term, "scores of training examples", begin):
         Q = len(next(iter(columns.values())).tensors[0])
         blank = torch.zeros(batch.num_examples, Q, dtype=train.dtype, device=train.device)
         scores = scores or [blank] * R
-        found.append(factor * (torch.stack(scores, -1) if per_term else scores[0]))
-        _check_terms(found)
-    return torch.cat(found).transpose(0, 1)
+        found.add(factor * (torch.stack(scores, -1) if per_term else scores[0]))
+    return found.all().transpose(0, 1)
 
 
 def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = False) -> Tensor:
@@ -139,16 +138,15 @@ def self_influence(P: LinearOperator, train: EmpiricalRisk, *, per_term: bool = 
         tensor([ 4., 36.])
     """
     _check(P, {"train": train})
-    found = []
+    found = _Rows()
     for gradients in per_example_gradients(train, per_term=per_term):
         rows = train.space.flatten_rows(gradients)  # [N, dim] or [N, R, dim]
         flat = {
             key: g.flatten(0, -1 - p.ndim) for (key, g), p in zip(gradients.items(), train.params.values(), strict=True)
         }
         products = train.space.flatten_rows(_product(P, flat, train.space)).to(rows.dtype)
-        found.append((rows * products.view(rows.shape)).sum(-1))
-        _check_terms(found)
-    return torch.cat(found)
+        found.add((rows * products.view(rows.shape)).sum(-1))
+    return found.all()
 
 
 #: Names of parameters, and their patterns, which make one matrix.
@@ -263,10 +261,37 @@ def _check(P: LinearOperator, risks: Mapping[str, EmpiricalRisk]) -> None:
         raise ValueError(f"{P.label} is no matrix on the {first.space.dim} parameters of the risk, {first.space}.")
 
 
-def _check_terms(found: Sequence[Tensor]) -> None:
-    first, last = found[0].shape, found[-1].shape
-    if first[1:] != last[1:]:
-        raise ValueError(
-            "per_term=True stacks scores of examples with equally many loss terms; there are batches with "
-            f"{first[-1]} and {last[-1]}. Pad the sequences, with targets that the loss ignores."
-        )
+class _Rows:
+    """Results of one batch after the other, in memory that doubles when it is full.
+
+    A list of small tensors, each made between large ones that are freed, would keep the allocator from giving them
+    back.
+    """
+
+    def __init__(self) -> None:
+        self.rows, self.number = torch.empty(0), 0
+
+    def add(self, part: Tensor) -> None:
+        """Add [N, *shape].
+
+        Raises:
+            ValueError: If the shape is not that of the parts before.
+        """
+        if self.number == 0:
+            self.rows = part.new_empty(0, *part.shape[1:])
+        if self.rows.shape[1:] != part.shape[1:]:
+            raise ValueError(
+                "per_term=True stacks scores of examples with equally many loss terms; there are batches with "
+                f"{self.rows.shape[-1]} and {part.shape[-1]}. Pad the sequences, with targets that the loss ignores."
+            )
+        end = self.number + len(part)
+        if end > len(self.rows):
+            larger = part.new_empty(max(end, 2 * len(self.rows)), *part.shape[1:])
+            larger[: self.number] = self.rows[: self.number]
+            self.rows = larger
+        self.rows[self.number : end] = part
+        self.number = end
+
+    def all(self) -> Tensor:
+        """What was added, [ΣN, *shape]."""
+        return self.rows[: self.number].clone()

@@ -183,15 +183,23 @@ class LayerBatch:
         right = None if right is None else right.to(C.dtype)
         if self._one_matrix and self.rows.weight and not self.rows.direct_grads:
             rows = self.rows
-            S = rows.grads.shape[2]
-            if isinstance(a := rows.inputs if rows.sparse else None, SparseRows):
-                return a.inner_products(rows.grads, C, right)
-            if right is not None or (S == 1 and C.ndim == 3):
-                numbers = S * (sum(C.shape[-2:]) + len(C) * (min(C.shape[1:]) if right is None else 2 * right.shape[1]))
-                pieces = [piece.rows for piece in self._cut(_PIECE_BYTES, numbers)]
-                return torch.cat([row_products(part.grads, part.inputs, C, right) for part in pieces], 1)
+            if rows.sparse:
+                assert isinstance(rows.inputs, SparseRows)
+                return rows.inputs.inner_products(rows.grads, C, right)
+            if right is not None or (rows.grads.shape[2] == 1 and C.ndim == 3):
+                return self._row_products(C, right)
         columns = (C if right is None else C.mT @ right).flatten(1).T
         return torch.cat([piece.per_example_grads.flatten(2) @ columns for piece in self.pieces()], 1)
+
+    def _row_products(self, C: Tensor, right: Tensor | None) -> Tensor:
+        """The same from rows, in pieces of examples."""
+        products = len(C) * (min(C.shape[1:]) if right is None else 2 * right.shape[1])
+        parts = []
+        for piece in self._cut(_PIECE_BYTES, self.rows.grads.shape[2] * (sum(C.shape[-2:]) + products)):
+            a = piece.rows.inputs
+            assert isinstance(a, Tensor)
+            parts.append(row_products(piece.rows.grads, a, C, right))
+        return torch.cat(parts, 1)
 
     def squared_grads(self, QG: Tensor | None = None, QA: Tensor | None = None) -> Tensor:
         """`Σ_{v,n} (Q_Gᵀ J Q_A)²`, entry by entry, [*b, rows, columns]: the diagonal of the exact block in a basis.

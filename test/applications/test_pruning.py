@@ -43,12 +43,16 @@ def surgeon(H: Tensor, theta: Tensor, may_go: Tensor, sparsity: float, rounds: i
     return x, mask
 
 
-CURVATURES = {
+def both_halves(risk: EmpiricalRisk) -> Any:
+    return curvature(risk, KFAC) + curvature(risk.with_data([*risk.data][:1]), KFAC)
+
+
+CURVATURES: dict[str, Any] = {
     "KFAC": lambda risk: curvature(risk, KFAC),
     "EKFAC": lambda risk: curvature(risk, EKFAC),
     "diagonal": lambda risk: curvature(risk, DiagonalBlock),
     "GGN": lambda risk: GGN(risk).materialize(),
-    "sum": lambda risk: (curvature(risk, KFAC) + curvature(risk.with_data(risk.data[:1]), KFAC)).nearest_kronecker(),
+    "sum": lambda risk: both_halves(risk).nearest_kronecker(),
 }
 
 
@@ -121,7 +125,7 @@ def test_masks_are_those_of_torch() -> None:
 
 def test_shared_parameters_stay_shared() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False)).double()
+    model: Any = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False)).double()
     model[2].weight = model[0].weight
     risk = EmpiricalRisk(model, nn.MSELoss(), [(normal(9, 3), normal(9, 3, seed=1))])
     (mask,) = pruned(model, curvature(risk, KFAC), 0.5, 2).values()
