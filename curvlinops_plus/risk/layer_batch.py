@@ -182,17 +182,16 @@ class LayerBatch:
         C = C.to(self.layer.accumulation_dtype)
         right = None if right is None else right.to(C.dtype)
         if self._one_matrix and self.rows.weight and not self.rows.direct_grads:
-            rows = self.rows
-            if rows.sparse:
-                assert isinstance(rows.inputs, SparseRows)
-                return rows.inputs.inner_products(rows.grads, C, right)
-            if right is not None or (rows.grads.shape[2] == 1 and C.ndim == 3):
+            unshared = C.ndim == 3 and self.rows.grads.shape[2] == 1
+            if self.rows.sparse or unshared or right is not None:
                 return self._row_products(C, right)
         columns = (C if right is None else C.mT @ right).flatten(1).T
         return torch.cat([piece.per_example_grads.flatten(2) @ columns for piece in self.pieces()], 1)
 
     def _row_products(self, C: Tensor, right: Tensor | None) -> Tensor:
         """The same from rows, in pieces of examples."""
+        if isinstance(sparse := self.rows.inputs if self.rows.sparse else None, SparseRows):
+            return sparse.inner_products(self.rows.grads, C, right)
         products = len(C) * (min(C.shape[1:]) if right is None else 2 * right.shape[1])
         parts = []
         for piece in self._cut(_PIECE_BYTES, self.rows.grads.shape[2] * (sum(C.shape[-2:]) + products)):
@@ -231,6 +230,8 @@ class LayerBatch:
 
     def _squared_rows(self, QG: Tensor | None, QA: Tensor | None) -> Tensor:
         """The same from rows, in pieces of examples."""
+        if isinstance(sparse := self.rows.inputs if self.rows.sparse else None, SparseRows):
+            return sparse.inner_products(self.rows.grads, C, right)
         numbers = 0
         for call in self.calls:
             outputs = call.grads.shape[1:].numel() // self.num_examples  # positions · b · o
