@@ -230,8 +230,6 @@ class LayerBatch:
 
     def _squared_rows(self, QG: Tensor | None, QA: Tensor | None) -> Tensor:
         """The same from rows, in pieces of examples."""
-        if isinstance(sparse := self.rows.inputs if self.rows.sparse else None, SparseRows):
-            return sparse.inner_products(self.rows.grads, C, right)
         numbers = 0
         for call in self.calls:
             outputs = call.grads.shape[1:].numel() // self.num_examples  # positions · b · o
