@@ -5,7 +5,14 @@ The classic door: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperato
 """
 
 from curvlinops_plus.applications import Laplace as Laplace
-from curvlinops_plus.applications import QuadraticPenalty, merge
+from curvlinops_plus.applications import (
+    QuadraticPenalty,
+    attribution_scores,
+    merge,
+    per_example_gradients,
+    prune,
+    self_influence,
+)
 from curvlinops_plus.blocks import (
     EKFAC,
     KFAC,
@@ -206,6 +213,7 @@ __all__ = [
     "approximate_boundaries",
     "approximate_boundaries_abs",
     "as_vectors",
+    "attribution_scores",
     "check_rule",
     "compute_eigenvalue_correction_linear_weight_sharing",
     "condition_number",
@@ -220,10 +228,13 @@ __all__ = [
     "lanczos_approximate_spectrum",
     "merge",
     "neumann",
+    "per_example_gradients",
     "plot_spectrum",
+    "prune",
     "random_vector",
     "register_likelihood",
     "register_rule",
+    "self_influence",
     "spectral_norm",
     "stochastic_reconfiguration",
     "submatrix",

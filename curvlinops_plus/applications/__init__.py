@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from curvlinops_plus.applications.attribution import attribution_scores, self_influence
+from curvlinops_plus.applications.example_gradients import per_example_gradients
 from curvlinops_plus.applications.laplace import Laplace
 from curvlinops_plus.applications.merging import merge
 from curvlinops_plus.applications.penalty import QuadraticPenalty
 from curvlinops_plus.applications.predictive import Normal
+from curvlinops_plus.applications.pruning import prune
 
-__all__ = ["Laplace", "Normal", "QuadraticPenalty", "merge"]
+__all__ = [
+    "Laplace",
+    "Normal",
+    "QuadraticPenalty",
+    "attribution_scores",
+    "merge",
+    "per_example_gradients",
+    "prune",
+    "self_influence",
+]

@@ -1,11 +1,11 @@
-"""Sums of squared per-example gradients in a Kronecker basis, without holding the gradients."""
+"""Sums of squared per-example gradients in a Kronecker basis, and their inner products, without holding them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["rotate", "squared_gradients"]
+__all__ = ["rotate", "row_products", "squared_gradients"]
 
 # Products per example are formed in pieces of about this many bytes, which stay in a processor's cache.
 _CHUNK_BYTES = 2**23
@@ -69,6 +69,32 @@ def squared_gradients(
         J = J if rotate_first else rotate(J, QG, QA)
         total += J.square_().sum(0)
     return total
+
+
+def row_products(g: Tensor, a: Tensor, C: Tensor, right: Tensor | None = None) -> Tensor:
+    """Inner products of each example's `Σ_s g aᵀ` with matrices, [V, N, K].
+
+    Args:
+        g: Output gradients [V, N, S, o].
+        a: Inputs [N, S, i].
+        C: Matrices [K, o, i], for S = 1; with `right` their left factors [K, r, o].
+        right: Right factors [K, r, i]: the matrices are `Cᵀ right`.
+
+    Example:
+        >>> g, a = torch.ones(1, 2, 1, 3), torch.ones(2, 1, 4)
+        >>> row_products(g, a, torch.ones(1, 3, 4)), row_products(g, a, torch.ones(1, 1, 3), torch.ones(1, 1, 4))
+        (tensor([[[12.],
+                 [12.]]]), tensor([[[12.],
+                 [12.]]]))
+    """
+    if right is not None:
+        K, r, _ = right.shape
+        left_rows, right_rows = g @ C.flatten(0, 1).T, a @ right.flatten(0, 1).T  # [V, N, S, K r], [N, S, K r]
+        return (left_rows * right_rows).sum(2).unflatten(2, (K, r)).sum(3)
+    g, a = g[:, :, 0], a[:, 0]
+    if len(g) == 1 and g.shape[2] > a.shape[1]:
+        return torch.einsum("kni,ni->nk", g[0] @ C, a)[None]
+    return torch.einsum("vno,kno->vnk", g, a @ C.mT)
 
 
 def _with_ones(a: Tensor) -> Tensor:

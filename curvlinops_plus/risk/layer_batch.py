@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, SparseRows
-from curvlinops_plus.layer.squares import rotate, squared_gradients
+from curvlinops_plus.layer.squares import rotate, row_products, squared_gradients
 from curvlinops_plus.risk.affine_rows import AffineRows
 from curvlinops_plus.risk.call import Call
 from curvlinops_plus.risk.layers import Group, Layer, Role
@@ -174,6 +174,41 @@ class LayerBatch:
         if self._one_matrix and self.rows.weight and not self.rows.direct_grads:
             return self.rows.outer_products(left)
         return left @ self.per_example_grads
+
+    def inner_products(self, C: Tensor, right: Tensor | None = None) -> Tensor:
+        """Inner products of `per_example_grads` with some matrices, [V, N, K].
+
+        Args:
+            C: The matrices [K, *b, rows, columns] of the parameters that the batch is restricted to; with `right`
+                their left factors.
+            right: The matrices are `Cᵀ right`, with `C` [K, r, rows] and `right` [K, r, columns].
+
+        Cost: from rows where no weight is shared by positions, or matrices have factors. Else gradients per example are
+        formed in pieces, never all at once; those of sparse rows not at all. Roles of a tied parameter add up.
+        """
+        if len(self.layer.roles) > 1 and self.role is None:
+            parts = [part.inner_products(C, right) for part in self.roles() if part.calls]
+            return sum(parts[1:], parts[0])
+        C = C.to(self.layer.accumulation_dtype)
+        right = None if right is None else right.to(C.dtype)
+        if self._one_matrix and self.rows.weight and not self.rows.direct_grads:
+            unshared = C.ndim == 3 and self.rows.grads.shape[2] == 1
+            if self.rows.sparse or unshared or right is not None:
+                return self._row_products(C, right)
+        columns = (C if right is None else C.mT @ right).flatten(1).T
+        return torch.cat([piece.per_example_grads.flatten(2) @ columns for piece in self.pieces()], 1)
+
+    def _row_products(self, C: Tensor, right: Tensor | None) -> Tensor:
+        """The same from rows, in pieces of examples."""
+        if isinstance(sparse := self.rows.inputs if self.rows.sparse else None, SparseRows):
+            return sparse.inner_products(self.rows.grads, C, right)
+        products = len(C) * (min(C.shape[1:]) if right is None else 2 * right.shape[1])
+        parts = []
+        for piece in self._cut(_PIECE_BYTES, self.rows.grads.shape[2] * (sum(C.shape[-2:]) + products)):
+            a = piece.rows.inputs
+            assert isinstance(a, Tensor)
+            parts.append(row_products(piece.rows.grads, a, C, right))
+        return torch.cat(parts, 1)
 
     def squared_grads(self, QG: Tensor | None = None, QA: Tensor | None = None) -> Tensor:
         """`Σ_{v,n} (Q_Gᵀ J Q_A)²`, entry by entry, [*b, rows, columns]: the diagonal of the exact block in a basis.

@@ -13,7 +13,7 @@ from curvlinops_plus.layer.embedding import refuse_renormalization
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.process_state import exclusive, own_passes
 
-__all__ = ["kept_attributes", "preserve_state"]
+__all__ = ["data_generators", "kept_attributes", "preserve_state"]
 
 
 # Options of embeddings that say nothing about the function they compute.
@@ -69,7 +69,7 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _restored(model: nn.Module, data: Any) -> Iterator[None]:
-    generators = _generators(data)
+    generators = data_generators(data)
     states = [g.get_state() for g in generators]
     random = RandomState.now()
     buffers, tables = [], []
@@ -97,7 +97,7 @@ def _version(p: Tensor) -> int | None:
     return None if p.is_inference() else p._version
 
 
-def _generators(data: Any) -> list[torch.Generator]:
+def data_generators(data: Any) -> list[torch.Generator]:
     """The generators of a data loader and its samplers."""
     holders = (data, getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None))
     return [g for g in (getattr(holder, "generator", None) for holder in holders) if isinstance(g, torch.Generator)]

@@ -32,8 +32,12 @@ from curvlinops_plus import (
     EmpiricalRisk,
     Exact,
     Hessian,
+    IdentityLinearOperator,
+    LinearOperator,
     MonteCarlo,
+    attribution_scores,
     curvature,
+    self_influence,
 )
 from curvlinops_plus.risk import Vectors
 
@@ -107,6 +111,10 @@ def product(kind: Callable[[EmpiricalRisk], GGN | Hessian]) -> Callable[[Empiric
 
 
 #: What is done, with a network as wide as its matrices allow.
+def identity_and_queries(risk: EmpiricalRisk) -> tuple[LinearOperator, EmpiricalRisk, EmpiricalRisk]:
+    return IdentityLinearOperator(risk.space), risk.with_data(Batches(1, WIDTH)), risk
+
+
 CASES: dict[str, Callable[[int], object]] = {
     **{
         name: partial(of_data, block(a), 16 if name in ("FullBlock", "NearestKronecker by sweeps") else WIDTH)
@@ -118,6 +126,10 @@ CASES: dict[str, Callable[[int], object]] = {
     "GGN": partial(of_data, product(GGN), WIDTH),
     "Hessian": partial(of_data, product(Hessian), WIDTH),
     "loss and gradient": partial(of_data, lambda risk: risk.gradient_and_loss(), WIDTH),
+    "scores of training examples": partial(
+        of_data, lambda risk: attribution_scores(*identity_and_queries(risk)), WIDTH
+    ),
+    "self-influence": partial(of_data, lambda risk: self_influence(identity_and_queries(risk)[0], risk), WIDTH),
 }
 
 #: Exact vectors are as many as classes.

@@ -1,0 +1,184 @@
+"""Gradients of each example's un-reduced loss, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.random_state import RandomState
+from curvlinops_plus.risk import Draws, Empirical, EmpiricalRisk, Layer, LayerBatch, Totals
+from curvlinops_plus.risk.find_functions import layers_of, look_for_functions
+from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
+from curvlinops_plus.risk.outside_reads import OutsideReads
+from curvlinops_plus.risk.preserve import data_generators, preserve_state
+from curvlinops_plus.risk.process_state import untraced
+from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.sweep import RecordedPasses
+from curvlinops_plus.risk.takes_risk import takes_risk
+
+__all__ = ["Add", "per_example_gradients", "show_gradients"]
+
+#: Takes a layer's batch, and the number of the loss term that its first vector is of.
+Add = Callable[[LayerBatch, int], None]
+
+
+@takes_risk
+def per_example_gradients(risk: EmpiricalRisk, *, per_term: bool = False) -> Iterator[dict[str, Tensor]]:
+    """Gradients of the un-reduced loss of each example, one batch of the data after the other.
+
+    The loss of example n is `ℓ_n = Σ_r ℓ(f(x_n)_r, y_{n,r})`, the sum over its terms (tokens, pixels, outputs) of what
+    `reduction="none"` returns, with class weights, ignored targets and so on: nothing is divided by a number of
+    examples or terms. The gradient of the risk is `c Σ_n ∇ℓ_n`, with the factor `c` of its reduction. Of several losses
+    `ℓ_n` is the sum, in which each has its weight relative to the first one under "mean".
+
+    Between two batches nothing of the model, the data and the global random numbers is changed.
+
+    Args:
+        risk: Model, loss, data and parameters. A mask of the risk is about statistics of layers: it does not matter.
+        per_term: The gradient of each loss term by itself, `∇ℓ_{n,r}`: for each token instead of each sequence.
+
+    Yields:
+        For each batch the name of each parameter to `[N, *shape]`, or `[N, R, *shape]` with `per_term`, in the
+        parameters' precision, float32 at least. Parameters that a batch does not use have gradients of zero.
+
+    Raises:
+        UnsupportedError: If the loss has no likelihood, examples depend on each other, a layer has no gradients of each
+            example, or the risk has several processes; with `per_term`, of several losses.
+        ValueError: If there are no data.
+
+    Cost: one forward and one backward pass, with `per_term` R backward passes; memory for the gradients of a batch.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from curvlinops_plus import EmpiricalRisk, per_example_gradients
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> _ = nn.init.zeros_(model.weight)
+        >>> X, y = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.tensor([[1.0], [0.0], [-1.0]])
+        >>> risk = EmpiricalRisk(model, nn.MSELoss(), [(X[:2], y[:2]), (X[2:], y[2:])])
+        >>> for gradients in per_example_gradients(risk):  # -2 x y
+        ...     print(gradients["weight"])
+        tensor([[[-2., -4.]],
+        <BLANKLINE>
+                [[ 0.,  0.]]])
+        tensor([[[10., 12.]]])
+    """
+    return _gradients(risk, per_term)
+
+
+def _gradients(risk: EmpiricalRisk, per_term: bool) -> Iterator[dict[str, Tensor]]:
+    found: dict[str, list[Tensor]] = {}  # of each vector or piece of vectors
+
+    def begin(batch: Batch, layers: Sequence[Layer]) -> Add:
+        found.clear()
+
+        def add(seen: LayerBatch, term: int) -> None:
+            (group,) = seen.layer.groups
+            J = seen.per_example_grads  # [V, N, *b, o, i]
+            for key, t in zip(group.keys, group.layout.scatter(J.flatten(2).flatten(0, 1)), strict=True):
+                found.setdefault(key, []).append(t.view(*J.shape[:2], *seen.layer.params[key].shape))
+
+        return add
+
+    for batch, R, factor in show_gradients(risk, per_term, "gradients of examples", begin):
+        gradients = {}
+        for key, p in risk.params.items():
+            zero = [p.new_zeros(R, batch.num_examples, *p.shape, dtype=risk.dtype)] if key not in found else []
+            parts = found.get(key, zero)
+            J = parts[0] if len(parts) == 1 else torch.cat(parts)
+            J = J if factor == 1 else J * factor
+            gradients[key] = J.transpose(0, 1) if per_term else J[0]
+        found.clear()
+        yield gradients
+
+
+def show_gradients(
+    risk: EmpiricalRisk, per_term: bool, desc: str, begin: Callable[[Batch, Sequence[Layer]], Add]
+) -> Iterator[tuple[Batch, int, float]]:
+    """Show each batch of a risk with the gradients of its examples' un-reduced losses, layer by layer.
+
+    Args:
+        risk: Model, losses and data.
+        per_term: Send the gradient of each loss term by itself.
+        desc: Text of the progress bar.
+        begin: Called with each batch and the layers of the model, again if functions turn out to read parameters; it
+            returns what takes the layers' batches.
+
+    Yields:
+        Each batch when all of it was shown; the number of terms R, or 1; and what gradients have to be multiplied by.
+    """
+    _refuse(risk, per_term)
+    if risk.options.mask is not None:
+        risk = copy(risk)
+        risk.options = replace(risk.options, mask=None)
+    vectors, paused = Empirical(per_term=per_term), _PausedState(risk)
+    with paused.resumed():
+        weights, layers, batches = loss_weights(risk), layers_of(risk), risk.batches(desc)
+    while True:
+        with paused.resumed():
+            batch = next(batches, None)
+            if batch is None:
+                return
+            while True:
+                try:
+                    totals = _show(risk, layers, vectors, weights, batch, begin(batch, layers))
+                    break
+                except OutsideReads as error:
+                    look_for_functions(risk, batch, error)
+                    layers = layers_of(risk)
+        of_loss = max(weight / one.weight for weight, one in zip(totals.weights, risk.losses, strict=True))
+        yield batch, totals.terms // totals.examples if per_term else 1, of_loss**0.5
+
+
+@untraced
+def _show(
+    risk: EmpiricalRisk, layers: Sequence[Layer], vectors: Empirical, weights: LossWeights, batch: Batch, add: Add
+) -> Totals:
+    sent = dict.fromkeys(layers, 0)
+
+    def consume(seen: LayerBatch) -> None:
+        add(seen, sent[seen.layer])
+        sent[seen.layer] += seen.num_vectors
+
+    with RecordedPasses(risk, layers, vectors, weights) as passes:
+        return passes.observe(batch, Draws(0), consume)
+
+
+def _refuse(risk: EmpiricalRisk, per_term: bool) -> None:
+    risk.losses.require_likelihoods()
+    if risk.processes.world > 1:
+        raise UnsupportedError(
+            f"Gradients of each example stay where the example is, and this risk is shared by {risk.processes.world} "
+            "processes. Make an EmpiricalRisk without `processes` of the data of each of them."
+        )
+    if per_term and len(risk.losses) > 1:
+        raise UnsupportedError(
+            f"per_term=True is about the terms of one loss, and there are losses for the outputs {risk.losses.keys}. "
+            "Make an EmpiricalRisk of one of them."
+        )
+
+
+class _PausedState:
+    """Random numbers that data and model go on from after the caller had the word; the caller's own are kept."""
+
+    def __init__(self, risk: EmpiricalRisk) -> None:
+        self.risk, self.generators = risk, data_generators(risk.data)
+        self._note()
+
+    def _note(self) -> None:
+        self._random, self._states = RandomState.now(), [g.get_state() for g in self.generators]
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        with preserve_state(self.risk.model, self.risk.data):
+            self._random.restore()
+            for generator, state in zip(self.generators, self._states, strict=True):
+                generator.set_state(state)
+            yield
+            self._note()
