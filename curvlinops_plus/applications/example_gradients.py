@@ -40,7 +40,8 @@ def per_example_gradients(risk: EmpiricalRisk, *, per_term: bool = False) -> Ite
     Between two batches nothing of the model, the data and the global random numbers is changed.
 
     Args:
-        risk: Model, loss, data and parameters. A mask of the risk is about statistics of layers: it does not matter.
+        risk: Model, loss, data and parameters. A mask of the risk is about statistics of layers, and weights of
+            examples are about their mean: neither matters.
         per_term: The gradient of each loss term by itself, `∇ℓ_{n,r}`: for each token instead of each sequence.
 
     Yields:
@@ -125,6 +126,7 @@ def show_gradients(
             batch = next(batches, None)
             if batch is None:
                 return
+            batch = replace(batch, weight=None)  # a weight is about the mean over examples, as the mask is
             while True:
                 try:
                     totals = _show(risk, layers, vectors, weights, batch, begin(batch, layers))
