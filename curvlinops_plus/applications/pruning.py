@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune as torch_prune
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
@@ -101,10 +100,12 @@ def prune(
         found[left] = H[left, left].inverse() @ Hx[left]
     mask = torch.zeros_like(may_go).index_fill_(0, left, True)
     masks = {key: m.clone() for key, m in space.unflatten(mask).items() if key in chosen}
+    from torch.nn.utils.prune import custom_from_mask  # rarely needed
+
     for key, value in space.unflatten(found).items():
         model.get_parameter(key).copy_(value)
         for module, name in places[key] if key in chosen else ():
-            torch_prune.custom_from_mask(module, name, masks[key])
+            custom_from_mask(module, name, masks[key])
     return masks
 
 
@@ -145,11 +146,13 @@ def _check(
         raise ValueError(f"rounds={rounds} must be at least 1.")
     if unknown := chosen - places.keys():
         raise ValueError(f"`candidates` names {sorted(unknown)}, which K doesn't know; it knows {[*places]}.")
+    from torch.nn.utils.prune import is_pruned  # rarely needed
+
     for key in places:
         if key not in chosen:
             continue
         for module, name in places[key]:
-            if torch_prune.is_pruned(module):
+            if is_pruned(module):
                 raise ValueError(
                     f"{key!r} belongs to a {type(module).__name__} that is pruned already. Make the masks permanent "
                     "first, torch.nn.utils.prune.remove(module, name), and compute K again."
