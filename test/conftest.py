@@ -22,6 +22,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def new_objects_only() -> None:
+    """`gc.get_objects()` finds what the test makes, and not the millions of objects of before."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every device that is there; a test with this fixture runs on all of them."""

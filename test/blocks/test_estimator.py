@@ -711,6 +711,7 @@ def copy_of(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("new_objects_only")
 def test_a_thousand_updates_need_no_more_memory() -> None:
     model, loss = network(), nn.CrossEntropyLoss()
     running = estimator(model, EKFAC, decay=0.95, damping=0.1, vectors=MonteCarlo())

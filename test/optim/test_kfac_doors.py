@@ -435,6 +435,7 @@ def test_warming_up_is_a_plain_mean() -> None:
         optimizer.warmup(batches)
 
 
+@pytest.mark.usefixtures("new_objects_only")
 def test_memory_does_not_grow() -> None:
     model, loss = net(), nn.CrossEntropyLoss()
     optimizer = KFACOptimizer(model, loss, damping=LevenbergMarquardt(1.0))

@@ -609,6 +609,7 @@ def test_gradients_that_the_user_retains_are_the_users() -> None:
 
 
 @pytest.mark.parametrize("vectors", [None, "empirical"])
+@pytest.mark.usefixtures("new_objects_only")
 def test_without_steps_nothing_piles_up(vectors: str | None) -> None:
     model, loss = net(), nn.CrossEntropyLoss()
     optimizer = KFACOptimizer(model, loss, reject=2.0, vectors=vectors)

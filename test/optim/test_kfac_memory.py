@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from curvlinops_plus import EKFAC
 from curvlinops_plus.optim.kfac import KFACOptimizer, KFACPreconditioner, LevenbergMarquardt, NormConstraint
 
+pytestmark = pytest.mark.usefixtures("new_objects_only")
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "EKFAC, factored, other times": {"approximation": EKFAC, "statistics_every": 3, "inverse": "factored"},

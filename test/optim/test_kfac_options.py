@@ -56,7 +56,7 @@ def take_step(optimizer: KFACOptimizer, model: nn.Module, loss: nn.Module, seed:
     ],
 )
 def test_how_the_damping_adapts(options: dict[str, Any], rho: float, expected: float) -> None:
-    assert LevenbergMarquardt(1.0, **options).adapted(2.0, rho) == pytest.approx(expected)
+    assert LevenbergMarquardt(2.0, **options).adapted(2.0, rho) == pytest.approx(expected)
 
 
 def test_the_damping_stays_in_its_bounds_in_training() -> None:
