@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from curvlinops_plus.blocks.kfac import EKFAC, KFAC, MAX_BYTES, diagonal_factors, ekfac_blocks, kfac_blocks
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Space
+from curvlinops_plus.linalg.offload import resident
 from curvlinops_plus.risk import Layer
 
 __all__ = ["FactorOwner", "FactorView", "blocks_from_factors", "factor_names", "read_factor"]
@@ -61,13 +62,13 @@ def read_factor(layer: Layer, name: str, blocks: Mapping[str, LinearOperator], s
         for group in layer.groups:
             *rows, columns = group.layout.matrix_shape
             shape = (*rows, columns) if layer.weight in group.keys else rows
-            block: Any = blocks[group.name]
+            block: Any = resident(blocks[group.name])
             values[space.names.index(group.keys[0])] = block.values.view(*shape)
         joint = len(layer.groups) == 1 and len(layer.params) > 1
         return next(iter(values.values())) if joint else values
     side = "A" if name.startswith("input") else "G"
     for group in sorted(layer.groups, key=lambda group: layer.weight not in group.keys):
-        block = blocks[group.name]
+        block = resident(blocks[group.name])
         operator = block.basis if isinstance(block, Eigendecomposed) else block
         if isinstance(operator, Kronecker):
             factor: Any = getattr(operator, side)

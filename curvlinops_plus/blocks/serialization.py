@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import Tensor
 
-from curvlinops_plus.linalg.packing import FORMAT, copied
+from curvlinops_plus.linalg.packing import FORMAT, copied, mapped
 
 __all__ = ["load", "save"]
 
@@ -58,7 +60,11 @@ def save(state: Any, path: str | PathLike[str]) -> None:
     if Path(path).is_dir() or not Path(path).parent.is_dir():
         why = "is a folder; add the name of a file" if Path(path).is_dir() else "is in a folder that does not exist"
         raise FileNotFoundError(f"Can't save to {path}: it {why}.")
-    save_file(tensors, path, metadata={"format": FORMAT, "state": json.dumps(tree)})
+    # An operator that was loaded from this path goes on with the old file: its tensors are mapped from it.
+    with TemporaryDirectory(dir=Path(path).parent, prefix=".saving") as folder:
+        written = Path(folder, "state")
+        save_file(tensors, written, metadata={"format": FORMAT, "state": json.dumps(tree)})
+        os.replace(written, path)
 
 
 def load(path: str | PathLike[str], *more: Any) -> dict[str, Any]:
@@ -97,7 +103,7 @@ def load(path: str | PathLike[str], *more: Any) -> dict[str, Any]:
             metadata = file.metadata() or {}
             if metadata.get("format") != FORMAT or "state" not in metadata:
                 raise ValueError(f"{path} is a safetensors file, but not one that curvlinops_plus wrote.")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
+            tensors = {name: mapped(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 (no dict)
         return _attach(json.loads(metadata["state"]), tensors)
     except (SafetensorError, json.JSONDecodeError, KeyError) as error:
         raise ValueError(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.damping import Damping, Scalar
-from curvlinops_plus.linalg.kronecker import Kronecker
+from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.layout import Layout
+from curvlinops_plus.linalg.offload import Store, in_turn, resident
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.products import error_context, outside_autocast
@@ -119,7 +120,7 @@ class BlockDiagonal(LinearOperator):
         """
         given = X.T.contiguous().split_with_sizes(self.in_space.sizes, 1)
         results: list[Any] = [None] * len(given)
-        for name, block in self.blocks.items():
+        for name, block in in_turn(self.blocks):
             layout, places = self.layouts[name], self._places[name]
             with error_context(f'block "{name}"'):
                 y = getattr(block, product)(layout.gather([given[place] for place in places]).T)
@@ -189,6 +190,37 @@ class BlockDiagonal(LinearOperator):
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> BlockDiagonal:
         return self._with(self._each(methodcaller("to", device, dtype)))
+
+    def offload(self, where: str | torch.device | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
+        """The same matrix with blocks whose tensors live elsewhere; they are fetched whenever they are used.
+
+        Products fetch the next block while they multiply with the present one. Inverses, powers, multiples and shifts
+        live there as well, and share with this operator what they have in common, such as eigenvectors.
+
+        Args:
+            where: "cpu", the name of another device, or "disk:folder", a folder for temporary files, which are removed
+                when nothing refers to them. None leaves blocks where they are.
+            dtype: What eigenvectors are rounded to, such as `torch.bfloat16`: half of their memory. It changes
+                products by about 2e-3 of the Frobenius norm; eigenvalues, trace and determinant stay what they are.
+
+        Raises:
+            ValueError: If it is no such place, a block is known by its products alone, or `dtype` is given and no block
+                has eigenvectors.
+            FileNotFoundError: If the folder is in one that does not exist.
+
+        Example:
+            >>> from curvlinops_plus.linalg import Diagonal
+            >>> layouts = {"w": Layout({"w": "d -> 1 d"}, {"w": (2,)})}
+            >>> K = BlockDiagonal({"w": Diagonal(torch.ones(2))}, layouts, Space({"w": (2,)}))
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     K.offload(f"disk:{folder}") @ torch.ones(2)
+            tensor([1., 1.])
+        """
+        store = Store(where, dtype)
+        if dtype is not None and not any(isinstance(resident(b), Eigendecomposed) for b in self.blocks.values()):
+            raise ValueError(f"dtype={dtype} is for eigenvectors, and no block has some: those of EKFAC do.")
+        return self._with(self._each(store.offload))
 
     def _to_dense(self) -> Tensor:
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
-__all__ = ["FORMAT", "copied", "pack", "unpack"]
+__all__ = ["FORMAT", "copied", "mapped", "pack", "taken", "unpack"]
 
 #: What states of this package say that they are.
 FORMAT = "curvlinops_plus"
@@ -89,12 +91,12 @@ def unpack(state: Mapping[str, Any], device: torch.device, place: Place | None =
     Args:
         state: What `pack` returned.
         device: Where its tensors shall be.
-        place: Brings what stands for a tensor there; by default it is one, and is kept by reference if it is there.
+        place: Brings what stands for a tensor there; by default `taken`.
 
     Raises:
         ValueError: If the state is not one of `pack`.
     """
-    place = _at(device) if place is None else place
+    place = partial(taken, device=device) if place is None else place
     try:
         operator = _unpacked(state["type"], state, device, place)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -104,10 +106,6 @@ def unpack(state: Mapping[str, Any], device: torch.device, place: Place | None =
     if operator is None:
         raise ValueError(f"The state has a block of unknown type {state['type']!r}; is it from a newer version?")
     return operator
-
-
-def _at(device: torch.device) -> Place:
-    return lambda t: t.detach().to(device)
 
 
 def _unpacked(kind: str, state: Mapping[str, Any], device: torch.device, place: Place) -> LinearOperator | None:
@@ -150,3 +148,24 @@ def _factor(factor: LinearOperator) -> Factor:
 def copied(t: Tensor) -> Tensor:
     """A copy without graph, with the memory in the usual order."""
     return t.detach().clone(memory_format=torch.contiguous_format)
+
+
+# Tensors that `mapped` was told of, by their identity.
+_MAPPED: dict[int, weakref.ref[Tensor]] = {}
+
+
+def mapped(t: Tensor) -> Tensor:
+    """The tensor, which `taken` need not copy: it is mapped from a file, and nobody else writes to it."""
+    _MAPPED[id(t)] = weakref.ref(t, lambda _, key=id(t): _MAPPED.pop(key, None))
+    return t
+
+
+def taken(t: Tensor, device: torch.device) -> Tensor:
+    """A tensor of a state on a device, without graph: a copy, unless it is mapped from a file and stays where it is.
+
+    What is mapped is read from the file when it is used.
+    """
+    known = _MAPPED.get(id(t))
+    if known is not None and known() is t and t.is_contiguous():
+        return t.detach().to(device)
+    return copied(t).to(device)
