@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch, finish_work
+from curvlinops_plus.blocks.memory import groups_within, warn_of_memory
 from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.stored_options import same_data
@@ -14,6 +15,8 @@ from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
+from curvlinops_plus.linalg.offload import Store
+from curvlinops_plus.linalg.products import error_context
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.determinism import require_same
@@ -39,19 +42,37 @@ class Accumulation:
         title: Begins the text of progress bars.
         max_kept_bytes: Memory for what layers receive that is kept for the next sweep, all or nothing. Model and data
             must not change until then.
+        max_bytes: Memory for the statistics of layers: they are taken in groups that fit, each with sweeps of its own.
+            None: all at once.
+        store: Where the blocks of a group are put when they are finished; None leaves them where they are.
+
+    Raises:
+        UnsupportedError: If a layer alone needs more than `max_bytes`.
     """
 
     def __init__(
-        self, risk: EmpiricalRisk, plan: Iterable[LayerPlan], vectors: Vectors, title: str, max_kept_bytes: int = 0
+        self,
+        risk: EmpiricalRisk,
+        plan: Iterable[LayerPlan],
+        vectors: Vectors,
+        title: str,
+        max_kept_bytes: int = 0,
+        max_bytes: int | None = None,
+        store: Store | None = None,
     ) -> None:
         self.risk, self.vectors, self.title = risk, vectors, title
+        plan = list(plan)
+        self.layers = [entry.layer for entry in plan]
+        self._waiting, left = groups_within(plan, max_bytes)
+        self._groups = len(self._waiting)
         #: Per layer, the accumulators of the next sweep; empty if its blocks are finished.
-        self.pending: dict[Layer, dict[str, Accumulator]] = {p.layer: p.accumulators(risk.scale) for p in plan}
+        self.pending: dict[Layer, dict[str, Accumulator]] = self._next_group()
         self.blocks: dict[str, LinearOperator] = {}
         #: Of each pass over the data.
         self.totals: list[Totals] = []
         self.sweeps = 0
-        self._max_bytes = max_kept_bytes
+        self._max_bytes = max_kept_bytes if left is None else min(max_kept_bytes, left)
+        self._store = store
         self._cache: SweepCache | None = None
         self._weights: LossWeights | None = None
 
@@ -73,7 +94,7 @@ class Accumulation:
         """
         last = None if max_sweeps is None else self.sweeps + max_sweeps
         with preserve_state(self.risk.model, self.risk.data):
-            while any(self.pending.values()) and self.sweeps != last:
+            while self._goes_on() and self.sweeps != last:
                 self._sweep(repeatable=check_deterministic is not False)
                 if check_deterministic and len(self.totals) == 2:
                     require_same(self.risk, *self.totals)
@@ -84,6 +105,15 @@ class Accumulation:
                 )
                 again = sweep(self.risk, [], ForwardOnly(), _ignore, desc="determinism check")
                 require_same(self.risk, self.totals[0], again)
+
+    def _next_group(self) -> dict[Layer, dict[str, Accumulator]]:
+        return {entry.layer: entry.accumulators(self.risk.scale) for entry in self._waiting.pop(0)}
+
+    def _goes_on(self) -> bool:
+        """Whether something is left to do; begins with the next group of layers if the present one is finished."""
+        if not any(self.pending.values()) and self._waiting:
+            self.pending, self._cache = self._next_group(), None
+        return any(self.pending.values())
 
     def _sweep(self, repeatable: bool) -> None:
         """Show all data to the pending accumulators: read them, or replay what was kept of the sweep before.
@@ -96,6 +126,8 @@ class Accumulation:
             require_rereadable(self.risk.data, "another sweep over it is needed")
         self.sweeps += 1
         desc = f"{self.title} sweep {self.sweeps}"
+        if self._groups > 1:
+            desc = f"{desc}, group {self._groups - len(self._waiting)} of {self._groups}"
         add, count = partial(add_batch, self.pending), partial(count_batch, self.pending)
         kept = self._cache is not None and self._cache.can_replay(layers)
         if self.risk.processes.every("looking for what was kept", kept):
@@ -110,8 +142,10 @@ class Accumulation:
             self._cache = None
         if self._weights is None and self.vectors.backward:
             self._weights = loss_weights(self.risk)
-        totals = sweep(self.risk, layers, self.vectors, add, count, desc, self._weights, repeatable)
-        self._check(totals, layers)
+        # All layers, also those that are finished or come later: so vectors are sent in the same pieces, and numbers
+        # do not depend on groups and on what is kept.
+        totals = sweep(self.risk, self.layers, self.vectors, add, count, desc, self._weights, repeatable)
+        self._check(totals)
         self.totals.append(totals)
 
     def _add_and_keep(self, cache: SweepCache, batch: LayerBatch) -> None:
@@ -128,6 +162,7 @@ class Accumulation:
             accumulators = [a for of_layer in self.pending.values() for a in of_layer.values()]
             sum_over_processes(accumulators, self.risk.processes)
             decompose_together(accumulators, self.risk.processes)
+            finished: dict[str, LinearOperator] = {}
             for layer, results in self._finish_accumulators().items():
                 for name, result in results.items():
                     if isinstance(result, Accumulator):
@@ -135,12 +170,22 @@ class Accumulation:
                     else:
                         found = {name: result} if isinstance(result, LinearOperator) else result
                         refuse_unread(self.risk, layer, found)
-                        self.blocks |= found
+                        finished |= found
+            self.blocks |= finished if self._store is None else self._put_away(finished)
         except NumericsError as error:
             where = first_nonfinite(self.risk)
             raise NumericsError(
                 f"{error} {f'First seen: {where}.' if where else 'The forward pass is finite.'}"
             ) from error
+
+    def _put_away(self, blocks: Mapping[str, LinearOperator]) -> dict[str, LinearOperator]:
+        assert self._store is not None
+        here: dict[str, LinearOperator] = {}
+        for name, block in blocks.items():
+            # In the precision and on the device of the operator, which otherwise would fetch it for that.
+            with error_context(f'block "{name}"'):
+                here[name] = self._store.offload(block.to(self.risk.device, self.risk.dtype))
+        return here
 
     def _finish_accumulators(self) -> dict[Layer, dict[str, Any]]:
         """What `finish` of every accumulator returns; its sums are given up as soon as it has."""
@@ -153,9 +198,9 @@ class Accumulation:
             results = side_by_side(finish, pending, lambda layer: finish_work(layer, pending[layer]))
         return dict(zip(self.pending, results, strict=True))
 
-    def _check(self, totals: Totals, layers: list[Layer]) -> None:
+    def _check(self, totals: Totals) -> None:
         for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):
-            layer = next((layer for index, layer in enumerate(layers) if index not in reached), None)
+            layer = next((layer for index, layer in enumerate(self.layers) if index not in reached), None)
             if layer is not None:
                 raise ValueError(
                     f"{layer.title} ({type(layer.uses[0].owner).__name__}) {problem} in any batch, so its parameters "
@@ -206,18 +251,27 @@ class Planned(Protocol):
         """Say what the plan leaves to say, as it will not change any more."""
 
 
-def run_accumulation(K: Planned, max_kept_bytes: int = 0, **options: Any) -> Accumulation:
+def run_accumulation(
+    K: Planned,
+    max_kept_bytes: int = 0,
+    max_bytes: int | None = None,
+    store: Store | None = None,
+    **options: Any,
+) -> Accumulation:
     """An accumulation of an operator that has run, with options of `Accumulation.run`. Collective.
 
     If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
     """
-    return K.risk.together(type(K).__name__, lambda: _run_accumulation(K, max_kept_bytes, **options))
+    return K.risk.together(type(K).__name__, lambda: _run_accumulation(K, max_kept_bytes, max_bytes, store, **options))
 
 
-def _run_accumulation(K: Planned, max_kept_bytes: int, **options: Any) -> Accumulation:
+def _run_accumulation(
+    K: Planned, max_kept_bytes: int, max_bytes: int | None, store: Store | None, **options: Any
+) -> Accumulation:
     while True:
         _agree_on_reads(K)
-        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, max_kept_bytes)
+        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, max_kept_bytes, max_bytes, store)
+        warn_of_memory(K.plan, accumulation.pending, max_bytes)
         try:
             accumulation.run(**options)
         except OutsideReads as error:

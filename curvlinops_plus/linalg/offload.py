@@ -179,7 +179,7 @@ class Offloaded(Deferred):
 
         def wait() -> LinearOperator:
             current.wait_event(done)
-            # The memory of these tensors belongs to the other stream: it must not be used again before this one is done.
+            # Their memory belongs to the other stream: it must not be used again before this one is done.
             pack(operator, lambda t: t.record_stream(current))
             return operator
 

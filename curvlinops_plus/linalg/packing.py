@@ -156,7 +156,8 @@ _MAPPED: dict[int, weakref.ref[Tensor]] = {}
 
 def mapped(t: Tensor) -> Tensor:
     """The tensor, which `taken` need not copy: it is mapped from a file, and nobody else writes to it."""
-    _MAPPED[id(t)] = weakref.ref(t, lambda _, key=id(t): _MAPPED.pop(key, None))
+    key = id(t)
+    _MAPPED[key] = weakref.ref(t, lambda _: _MAPPED.pop(key, None))
     return t
 
 

@@ -47,10 +47,8 @@ class SplitFactor(Factor):
         self.batch, self.size = first.batch, sum(piece.size for piece in pieces)
         self.rows = sum(piece.rows for piece in pieces)
         b = self.batch[0] if self.batch else 1
-        square = self.rows == self.size
-        super().__init__(
-            Space.flat(b * self.size), first.dtype, first.device, out_space=None if square else Space.flat(b * self.rows)
-        )
+        out_space = None if self.rows == self.size else Space.flat(b * self.rows)
+        super().__init__(Space.flat(b * self.size), first.dtype, first.device, out_space=out_space)
 
     @property
     def structure(self) -> Structure:
