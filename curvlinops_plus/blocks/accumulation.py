@@ -10,6 +10,7 @@ from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_bat
 from curvlinops_plus.blocks.memory import groups_within, warn_of_memory
 from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
 from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.blocks.shared_inputs import SharedInputs
 from curvlinops_plus.blocks.stored_options import same_data
 from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.errors import NumericsError
@@ -125,10 +126,9 @@ class Accumulation:
         if self.totals:
             require_rereadable(self.risk.data, "another sweep over it is needed")
         self.sweeps += 1
-        desc = f"{self.title} sweep {self.sweeps}"
-        if self._groups > 1:
-            desc = f"{desc}, group {self._groups - len(self._waiting)} of {self._groups}"
-        add, count = partial(add_batch, self.pending), partial(count_batch, self.pending)
+        desc = f"{self.title} sweep {self.sweeps}{self._of_groups()}"
+        self._inputs = SharedInputs(self.pending)
+        add, count = self._add, partial(count_batch, self.pending)
         kept = self._cache is not None and self._cache.can_replay(layers)
         if self.risk.processes.every("looking for what was kept", kept):
             assert self._cache is not None
@@ -148,8 +148,15 @@ class Accumulation:
         self._check(totals)
         self.totals.append(totals)
 
-    def _add_and_keep(self, cache: SweepCache, batch: LayerBatch) -> None:
+    def _of_groups(self) -> str:
+        return f", group {self._groups - len(self._waiting)} of {self._groups}" if self._groups > 1 else ""
+
+    def _add(self, batch: LayerBatch) -> None:
+        self._inputs.begin(batch.of_batch)
         add_batch(self.pending, batch)
+
+    def _add_and_keep(self, cache: SweepCache, batch: LayerBatch) -> None:
+        self._add(batch)
         cache.add(batch)
 
     def _count_and_keep(self, cache: SweepCache, batch_totals: Totals) -> None:
@@ -160,6 +167,7 @@ class Accumulation:
         """Turn sums into blocks, or into the accumulators of the next sweep."""
         try:
             accumulators = [a for of_layer in self.pending.values() for a in of_layer.values()]
+            self._inputs.agree(self.risk.processes)
             sum_over_processes(accumulators, self.risk.processes)
             decompose_together(accumulators, self.risk.processes)
             finished: dict[str, LinearOperator] = {}
@@ -191,12 +199,15 @@ class Accumulation:
         """What `finish` of every accumulator returns; its sums are given up as soon as it has."""
         pending, self.pending = self.pending, {layer: {} for layer in self.pending}
 
-        def finish(layer: Layer) -> dict[str, Any]:
-            return {name: accumulator.finish_for_good() for name, accumulator in pending.pop(layer).items()}
+        def finish(unit: list[Layer]) -> dict[Layer, dict[str, Any]]:
+            return {layer: {name: a.finish_for_good() for name, a in pending.pop(layer).items()} for layer in unit}
+
+        def work(unit: list[Layer]) -> float:
+            return sum(finish_work(layer, pending[layer]) for layer in unit)
 
         with plain_mode(self.risk.device.type):
-            results = side_by_side(finish, pending, lambda layer: finish_work(layer, pending[layer]))
-        return dict(zip(self.pending, results, strict=True))
+            results = side_by_side(finish, self._inputs.units(list(pending)), work)
+        return {layer: found for result in results for layer, found in result.items()}
 
     def _check(self, totals: Totals) -> None:
         for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):

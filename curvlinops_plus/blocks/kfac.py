@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,6 +55,10 @@ from curvlinops_plus.linalg.eigendecomposition import eigenbasis
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.numerics import gram
 from curvlinops_plus.risk import Group, Layer, LayerBatch
+from curvlinops_plus.risk.affine_rows import AffineRows
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["EKFAC", "KFAC", "compute_eigenvalue_correction_linear_weight_sharing"]
 
@@ -114,6 +118,42 @@ class KFAC(Accumulator):
         self.weight_group = next((g for g in layer.groups if layer.weight in g.keys), None)
         #: What is kept of each factor, by its name.
         self.forms = factor_forms(layer, max_bytes, split)
+        #: Another accumulator whose layer reads the same inputs: the input factor is its.
+        self.leader: KFAC | None = None
+        self._input_factor: Factor | None = None
+
+    # --------------------------------------------------------------------------------------------------- shared inputs
+    @property
+    def may_share_inputs(self) -> bool:
+        """Whether the input factor may be that of another layer which reads the same."""
+        plain = type(self).update is KFAC.update and type(self).factors is KFAC.factors
+        return plain and "A" in self.forms and not self.forms["A"].diagonal and len(self.layer.roles) == 1
+
+    @property
+    def input_kind(self) -> tuple[Any, ...]:
+        """What input factors, and what is made of them, depend on besides the inputs."""
+        bias = self.weight_group is not None and self.layer.bias in self.weight_group.keys
+        return type(self), self.reduce, self.forms["A"], bias, self.layer.accumulation_dtype
+
+    def part_from_leader(self) -> None:
+        """Go on with a copy of the leader's sums."""
+        leader, self.leader = self.leader, None
+        assert leader is not None
+        for name in ["A", *numbered(leader.sums, "A")]:
+            if name in leader.sums:
+                self.sums[name], self.counts[name] = leader.sums[name].clone(), leader.counts[name]
+
+    def empty(self) -> Self:
+        other = super().empty()
+        other.leader = other._input_factor = None
+        return other
+
+    def _factor_of_inputs(self, A: Parts | None) -> Factor | None:
+        """The input factor as an operator, one for all that share it: it is decomposed once."""
+        owner = self.leader or self
+        if owner._input_factor is None and A is not None:
+            owner._input_factor = as_factor(A, Structure.PSD, len(self.layer.groups[0].layout.matrix_shape))
+        return owner._input_factor
 
     @classmethod
     def remark(cls, layer: Layer, max_bytes: int = MAX_BYTES, split: int | None = None, **options: Any) -> str:
@@ -134,24 +174,28 @@ class KFAC(Accumulator):
     def update(self, batch: LayerBatch) -> None:
         for number, role in enumerate(batch.roles()):
             of_A, of_G = form_in_role(self.layer, number, self.forms)
-            if role.calls and batch.first and of_A is not None:
+            if role.calls and batch.first and of_A is not None and self.leader is None:
                 assert self.weight_group is not None
                 part = role if len(self.layer.groups) == 1 else role.restrict(self.weight_group)
-                rows, name = part.rows, f"A{number or ''}"
-                if of_A.split and not rows.sparse:
-                    self._add_pieces(name, of_A, *rows.split_inputs(self.reduce))
-                elif not of_A.diagonal and (a := rows.stacked_inputs(self.reduce)) is not None:
-                    self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(len(a)))
-                else:
-                    self.add(name, *rows.input_gram(self.reduce, of_A.diagonal))
+                self._add_inputs(f"A{number or ''}", of_A, part.rows)
             if role.calls and batch.num_vectors:
-                rows, name = role.rows, f"G{number or ''}"
-                if of_G.split:
-                    self._add_pieces(name, of_G, rows.split_grads(self.reduce))
-                elif not of_G.diagonal and (g := rows.stacked_grads(self.reduce)) is not None:
-                    self.add_rows(name, g)
-                else:
-                    self.add(name, rows.grad_gram(self.reduce, of_G.diagonal))
+                self._add_grads(f"G{number or ''}", of_G, role.rows)
+
+    def _add_inputs(self, name: str, form: FactorForm, rows: AffineRows) -> None:
+        if form.split and not rows.sparse:
+            self._add_pieces(name, form, *rows.split_inputs(self.reduce))
+        elif not form.diagonal and (a := rows.stacked_inputs(self.reduce)) is not None:
+            self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(len(a)))
+        else:
+            self.add(name, *rows.input_gram(self.reduce, form.diagonal))
+
+    def _add_grads(self, name: str, form: FactorForm, rows: AffineRows) -> None:
+        if form.split:
+            self._add_pieces(name, form, rows.split_grads(self.reduce))
+        elif not form.diagonal and (g := rows.stacked_grads(self.reduce)) is not None:
+            self.add_rows(name, g)
+        else:
+            self.add(name, rows.grad_gram(self.reduce, form.diagonal))
 
     def _add_pieces(self, name: str, form: FactorForm, rows: Tensor, count: Tensor | float | None = None) -> None:
         """Add the matrices on the diagonal of `rowsᵀ rows`, of rows `[M, *b, d]`."""
@@ -162,7 +206,8 @@ class KFAC(Accumulator):
                 self.add(f"{name}.{k}", gram(rows[..., at]), count)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        return kfac_blocks(self.layer, *self.factors())
+        A, G = self.factors()
+        return kfac_blocks(self.layer, self._factor_of_inputs(A), G)
 
     def factors(self) -> tuple[Parts | None, Parts]:
         """`A` (None if the weight is not tracked) and `G` (the identity if nothing was sent back).
@@ -170,7 +215,8 @@ class KFAC(Accumulator):
         Diagonal factors are vectors. Of a weight with several roles: the nearest product to the sum over roles.
         """
         if len(self.layer.roles) == 1 or self.weight_group is None:
-            return (None if self.weight_group is None else self._sum("A")), self._gradient_factor(0)
+            owner = self.leader or self
+            return (None if self.weight_group is None else owner._sum("A")), self._gradient_factor(0)
         pairs = []
         for number, role in enumerate(self.layer.roles):
             if (A := self._sum(f"A{number or ''}")) is not None:  # a module may never have been called
@@ -213,7 +259,7 @@ def nearest_of_parts(pairs: Sequence[tuple[Parts, Parts]]) -> tuple[Parts, Parts
     return G, A
 
 
-def kfac_blocks(layer: Layer, A: Parts | None, G: Parts) -> dict[str, LinearOperator]:
+def kfac_blocks(layer: Layer, A: Factor | Parts | None, G: Parts) -> dict[str, LinearOperator]:
     """Blocks of a layer from its factors: `G ⊗ A` of the weight, `G` of a separate bias. The tensors are shared."""
     axes = len(layer.groups[0].layout.matrix_shape)
     # One object for weight and bias: it is decomposed once.
@@ -222,7 +268,7 @@ def kfac_blocks(layer: Layer, A: Parts | None, G: Parts) -> dict[str, LinearOper
     for group in layer.groups:
         if layer.weight in group.keys:
             assert A is not None
-            blocks[group.name] = Kronecker(factor, as_factor(A, Structure.PSD, axes))
+            blocks[group.name] = Kronecker(factor, A if isinstance(A, Factor) else as_factor(A, Structure.PSD, axes))
         else:
             blocks[group.name] = factor
     return blocks
@@ -287,6 +333,9 @@ class EKFAC(KFAC):
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         found = self.decomposed or {name: self.decompose(name, M) for name, M in self.decompositions().items()}
+        if self.leader is not None:
+            found = {**found, **{name: Q for name, Q in self.leader.decomposed.items() if name.startswith("A")}}
+        self.decomposed = found
 
         def basis(side: str) -> Parts | None:
             return found[side] if side in found else tuple(found[part] for part in numbered(found, side)) or None
@@ -295,6 +344,7 @@ class EKFAC(KFAC):
 
     def decompositions(self) -> dict[str, Tensor]:
         A, G = self.factors()
+        A = A if self.leader is None else None  # it has the leader's basis
         matrices: dict[str, Tensor] = {}
         for name, factor in (("G", G), ("A", A)):
             if factor is None or self.forms[name].diagonal:

@@ -45,7 +45,7 @@ class Memory:
         return sum(needs.kept for needs in self.layers.values())
 
     def __str__(self) -> str:
-        rows = [("layer", "computing", "kept", "as KFAC", "as EKFAC")]
+        rows: list[tuple[str, ...]] = [("layer", "computing", "kept", "as KFAC", "as EKFAC")]
         for name, own in self.layers.items():
             others = [_gib(found[name].computing) if name in found else "" for found in (self.kfac, self.ekfac)]
             rows.append((name or "(model)", _gib(own.computing), _gib(own.kept), *others))

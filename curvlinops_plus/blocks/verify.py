@@ -215,12 +215,13 @@ def _statistics(batch: LayerBatch) -> tuple[dict[str, tuple[Tensor, Tensor]], di
     for group in batch.layer.groups:
         total = total + batch.restrict(group).per_example_grads.square().sum()
     traces["trace of the diagonal"] = total
-    forms = factor_forms(batch.layer, MAX_BYTES) if batch.layer.affine else {}
+    forms = factor_forms(batch.layer, MAX_BYTES)
     diagonal = {name for name, form in forms.items() if form.diagonal}
     if batch.layer.affine:
         for number, role in enumerate(batch.roles()):
             if role.calls:
-                sides = [form is not None and form.diagonal for form in form_in_role(batch.layer, number, forms)]
+                of_A, of_G = form_in_role(batch.layer, number, forms)
+                sides = (of_A is None or of_A.diagonal, of_G.diagonal)
                 grams |= {f"{name}{number or ''}": pair for name, pair in _grams(role, *sides).items()}
     if len(batch.layer.roles) == 1:
         corrected = torch.zeros_like(total)

@@ -49,7 +49,7 @@ class Stored:
         with NamedTemporaryFile(dir=folder, suffix=".tensor", delete=False) as file:
             self._path = file.name
             weakref.finalize(self, _remove, file.name)
-            file.write(memoryview(t.cpu().contiguous().flatten().view(torch.uint8).numpy()))
+            file.write(t.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
     def fetch(self, device: torch.device) -> Tensor:
         """The tensor, where it is used. What is there already is not copied."""

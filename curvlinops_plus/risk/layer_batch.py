@@ -6,7 +6,7 @@ parameters as one matrix; see `AffineRows` for more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -44,6 +44,7 @@ class LayerBatch:
         mask: Positions that count, [N, T] bool, or None for all. Reaches layers with T positions.
         group: The parameters that the batch is restricted to, None for all of the layer's.
         role: The role that it is restricted to, None for all of the layer's.
+        of_batch: All layers' calls in the mini-batch, the same object for each of them; None if they are gone.
     """
 
     layer: Layer
@@ -54,6 +55,7 @@ class LayerBatch:
     group: Group | None = None
     role: Role | None = None
     _shared: dict[Any, Any] = field(default_factory=dict)
+    of_batch: Mapping[Layer, Sequence[Call]] | None = None
 
     def restrict(self, group: Group) -> LayerBatch:
         """The same batch with only the parameters of `group`; what was computed is shared."""
