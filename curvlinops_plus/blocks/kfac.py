@@ -328,8 +328,9 @@ class EKFAC(KFAC):
 
     def needs(self) -> Needs:
         first, itemsize = super().needs(), self.layer.accumulation_dtype.itemsize
-        values = itemsize * sum(p.numel() for p in self.layer.params.values())
-        return Needs(first.computing + first.kept + values, first.kept + values)
+        bases = sum(form.needed(itemsize) for form in self.forms.values() if not form.diagonal)
+        kept = bases + itemsize * sum(p.numel() for p in self.layer.params.values())
+        return Needs(first.computing + kept, kept)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         found = self.decomposed or {name: self.decompose(name, M) for name, M in self.decompositions().items()}

@@ -40,6 +40,7 @@ class Stored:
         self._rounded = dtype is not None and dtype != t.dtype
         self._path: str | None = None
         self._kept: Tensor | None = None
+        self._fetched: tuple[weakref.ref[Tensor], int] | None = None  # the last one, and its version
         t = t.detach().to(dtype)
         self._kept_in = t.dtype
         if folder is None:
@@ -52,7 +53,14 @@ class Stored:
             file.write(t.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
     def fetch(self, device: torch.device) -> Tensor:
-        """The tensor, where it is used. What is there already is not copied."""
+        """The tensor, where it is used. What is there already is not copied, also if another block has fetched it."""
+        t = None if self._fetched is None else self._fetched[0]()
+        if self._fetched is None or t is None or t.device != device or _version(t) != self._fetched[1]:
+            t = self._read(device)
+            self._fetched = weakref.ref(t), _version(t)
+        return t
+
+    def _read(self, device: torch.device) -> Tensor:
         t = self._kept
         if t is None:
             # Mapped anew each time: pages that were read leave the memory together with this tensor.

@@ -73,6 +73,11 @@ def _packed(operator: LinearOperator, keep: Keep) -> dict[str, Any] | None:
         return {"matrix": keep(operator.matrix), "structure": operator.structure.name}
     if isinstance(operator, SplitFactor):
         return {"pieces": [pack(piece, keep) for piece in operator.pieces]}
+    return _packed_multiple(operator, keep)
+
+
+def _packed_multiple(operator: LinearOperator, keep: Keep) -> dict[str, Any] | None:
+    """The same of the identity, of multiples and shifts."""
     if isinstance(operator, Scaled) and isinstance(operator.A, IdentityLinearOperator):
         scale = torch.as_tensor(operator.c, dtype=operator.dtype, device=operator.device)
         return {"type": "ScaledIdentity", "scale": copied(scale), "size": operator.shape[0]}
@@ -129,14 +134,20 @@ def _unpacked(kind: str, state: Mapping[str, Any], device: torch.device, place: 
         return Dense(place(state["matrix"]), Structure[state["structure"]], rtol)
     if kind == "SplitFactor":
         return SplitFactor([_factor(part(piece)) for piece in state["pieces"]])
+    return _unpacked_multiple(kind, state, device, place)
+
+
+def _unpacked_multiple(
+    kind: str, state: Mapping[str, Any], device: torch.device, place: Place
+) -> LinearOperator | None:
     if kind == "ScaledIdentity":
         scale = state["scale"]
         return Scaled(IdentityLinearOperator([(state["size"],)], device, scale.dtype), float(scale))
     if kind == "Identity":
         return IdentityLinearOperator([(state["size"],)], device, state["like"].dtype)
     if kind == "Scaled":
-        return Scaled(part(state["A"]), state["c"])
-    return Shifted(part(state["A"]), state["delta"]) if kind == "Shifted" else None
+        return Scaled(unpack(state["A"], device, place), state["c"])
+    return Shifted(unpack(state["A"], device, place), state["delta"]) if kind == "Shifted" else None
 
 
 def _factor(factor: LinearOperator) -> Factor:
