@@ -33,11 +33,17 @@ LossScale = Callable[[Totals], Tensor | float]
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that the blocks of a layer take.
+    """Bytes that the blocks of a layer take: what `Accumulator.needs` returns.
 
-    Attributes:
+    Args:
         computing: While they are computed: statistics, and what is made of them before the data are read again.
         kept: When they are finished.
+
+    Example: the second method of an approximation that keeps one number per parameter.
+        >>> class Mine(Accumulator):
+        ...     def needs(self):
+        ...         size = 4 * sum(self.layer.params[key].numel() for key in self.group.keys)
+        ...         return Needs(computing=size, kept=size)
     """
 
     computing: int

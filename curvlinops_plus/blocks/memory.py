@@ -24,10 +24,17 @@ _LITTLE = 2**30  # below, nobody asks how much there is
 class Memory:
     """Bytes that the blocks of an operator take, layer by layer. Printed, it is a table.
 
-    Attributes:
+    Args:
         layers: Layer name to what its approximation needs.
         kfac: Layer name to what KFAC would, where it has Kronecker factors.
         ekfac: The same of EKFAC.
+
+    Example:
+        >>> from torch import nn
+        >>> from curvlinops_plus import EmpiricalRisk, curvature
+        >>> K = curvature(EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), ()), compute=False)
+        >>> K.memory().kept  # A [4, 4] and G [2, 2]
+        80
     """
 
     layers: dict[str, Needs]

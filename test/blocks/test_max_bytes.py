@@ -7,10 +7,13 @@ import gc
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +187,19 @@ def test_too_little_memory_is_said_before_anything_is_computed(monkeypatch: pyte
         curvature(p.risk(), KFAC)
     monkeypatch.undo()
     assert memory._free(torch.device("cpu")) or not Path("/proc/meminfo").exists()
+
+
+@quiet
+def test_the_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "processes.md").read_text(encoding="utf-8")
+    section = page[page.index("## More than memory") : page.index("## Cost")]
+    namespace: dict[str, object] = {"__name__": "processes"}
+    with torch.random.fork_rng():
+        for code, expected in re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", section, flags=re.DOTALL):
+            printed = StringIO()
+            with redirect_stdout(printed):
+                exec(compile(code, "processes.md", "exec"), namespace)
+            assert printed.getvalue() == expected
 
 
 # -------------------------------------------------------------------------------------------------------------- offload
