@@ -198,8 +198,8 @@ class BlockwiseLinearOperator(ScaledBlocks):
             >>> risk = EmpiricalRisk(nn.Linear(4095, 1024), nn.MSELoss(), ())
             >>> print(curvature(risk, EKFAC, compute=False).memory())
             layer     computing  kept   as KFAC  as EKFAC
-            (model)   0.15       0.082  0.0684   0.15
-            all, GiB  0.15       0.082  0.0684   0.15
+            (model)   0.151      0.082  0.0688   0.151
+            all, GiB  0.151      0.082  0.0688   0.151
         """
         return memory_of(self.plan)
 
