@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -228,15 +228,19 @@ def resident(block: LinearOperator) -> LinearOperator:
     return block.operator if isinstance(block, Offloaded) else block
 
 
-def in_turn(blocks: Mapping[str, LinearOperator]) -> Iterator[tuple[str, LinearOperator]]:
+def in_turn(blocks: Mapping[str, LinearOperator]) -> Iterable[tuple[str, LinearOperator]]:
     """Names and blocks with their tensors at hand; those of the next block are on their way meanwhile."""
-    waiting = [(name, block.ahead if isinstance(block, Offloaded) else None) for name, block in blocks.items()]
-    if not any(begin for _, begin in waiting):
-        yield from blocks.items()
-        return
-    coming = waiting[0][1] and waiting[0][1]()
-    for (name, _), (_, following) in zip(waiting, [*waiting[1:], ("", None)], strict=True):
-        here = coming() if coming else blocks[name]
+    for block in blocks.values():
+        if isinstance(block, Offloaded):
+            return _in_turn(blocks)
+    return blocks.items()
+
+
+def _in_turn(blocks: Mapping[str, LinearOperator]) -> Iterator[tuple[str, LinearOperator]]:
+    begin = [block.ahead if isinstance(block, Offloaded) else None for block in blocks.values()]
+    coming = begin[0] and begin[0]()
+    for (name, block), following in zip(blocks.items(), [*begin[1:], None], strict=True):
+        here = coming() if coming else block
         coming = following and following()
         yield name, here
         del here
