@@ -249,6 +249,36 @@ def restored(processes: Processes, approximation: str, folder: str) -> dict[str,
     return found
 
 
+class Shared(nn.Module):
+    """Two layers that read one tensor in most batches."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.sizes, self.a, self.b, self.c = sizes, nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = x * 1.0 if len(x) in self.sizes else x
+        return self.c(self.a(x).tanh() * self.b(other))
+
+
+def in_groups(processes: Processes, sizes: tuple[int, ...], examples: int) -> dict[str, float]:
+    """Layers in groups, split factors and shared input factors, beside one process."""
+    torch.manual_seed(0)
+    model = Shared(sizes).double()
+    X, y = torch.randn(examples, 4).double(), torch.randint(3, (examples,))
+    data = list(zip(X.split(6), y.split(6), strict=True))
+    shared = EmpiricalRisk(model, nn.CrossEntropyLoss(), processes.share(data), processes=processes)
+    found = {}
+    for kind in (KFAC, EKFAC.using(split=2)):
+        one = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), kind)
+        needs = one.memory()
+        limit = max(layer.computing for layer in needs.layers.values())
+        for max_bytes in (limit, needs.computing):
+            several = curvature(shared, kind, max_bytes=max_bytes, max_kept_bytes=0)
+            found[f"{kind} {max_bytes}"] = away(several.to_dense(), one.to_dense())
+    return found
+
+
 def shifted(batches: list[Any]) -> list[Any]:
     """Batches of other sizes, with the same examples in the same order."""
     X, y = (torch.cat(parts) for parts in zip(*batches, strict=True))

@@ -51,7 +51,7 @@ def test_what_is_said(workers: Any, world: int) -> None:
         "singular": r"Process \d of \d failed in an inverse of OwnedBlock.*SingularMatrixError: block \"2\"",
         "derivative": r"Process 0 of \d failed in a product.*no derivatives, .* gather\(rank=None\)",
         "damping": r"Process 0 of \d failed in closed forms.*no derivatives",
-        "sweeps": r"layer '0': finish\(\) of Twice returns another accumulator.*needs_another_sweep",
+        "sweeps": r"layer '0': finish\(\) of Twice returns another accumulator.*`sweeps` has to be",
         "folder": r"Process \d of \d failed in saving all.*is in a folder that does not exist",
         "different": r"The processes are in different places",
         "block": r"UnsupportedError: a block .* has no `@` here: only process \d has its entries.*gather\(\)",
