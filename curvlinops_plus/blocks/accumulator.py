@@ -227,6 +227,11 @@ class Accumulator(metaclass=AccumulatorType):
         return self.finish()
 
     @property
+    def _for_good(self) -> bool:
+        """Whether nothing is added any more, so that what is made of the sums stays right."""
+        return self._scaled is not None
+
+    @property
     def groups(self) -> list[Group]:
         """The groups of parameters of its blocks."""
         return list(self.layer.groups) if self.group is None else [self.group]

@@ -151,9 +151,11 @@ class KFAC(Accumulator):
     def _factor_of_inputs(self, A: Parts | None) -> Factor | None:
         """The input factor as an operator, one for all that share it: it is decomposed once."""
         owner = self.leader or self
-        if owner._input_factor is None and A is not None:
-            owner._input_factor = as_factor(A, Structure.PSD, len(self.layer.groups[0].layout.matrix_shape))
-        return owner._input_factor
+        if A is None or owner._input_factor is not None:
+            return owner._input_factor
+        factor = as_factor(A, Structure.PSD, len(self.layer.groups[0].layout.matrix_shape))
+        owner._input_factor = factor if owner._for_good else None
+        return factor
 
     @classmethod
     def remark(cls, layer: Layer, max_bytes: int = MAX_BYTES, split: int | None = None, **options: Any) -> str:
@@ -334,15 +336,21 @@ class EKFAC(KFAC):
         return Needs(first.computing + kept, kept)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        found = self.decomposed or {name: self.decompose(name, M) for name, M in self.decompositions().items()}
+        found = self._bases()
         if self.leader is not None:
-            found = {**found, **{name: Q for name, Q in self.leader.decomposed.items() if name.startswith("A")}}
-        self.decomposed = found
+            found = {**found, **{name: Q for name, Q in self.leader._bases().items() if name.startswith("A")}}
 
         def basis(side: str) -> Parts | None:
             return found[side] if side in found else tuple(found[part] for part in numbered(found, side)) or None
 
         return Correction(self.layer, self.scale, basis("G"), basis("A"))
+
+    def _bases(self) -> dict[str, Tensor]:
+        """Its decompositions, computed once if nothing is added any more."""
+        found = self.decomposed or {name: self.decompose(name, M) for name, M in self.decompositions().items()}
+        if self._for_good:
+            self.decomposed = found
+        return found
 
     def decompositions(self) -> dict[str, Tensor]:
         A, G = self.factors()

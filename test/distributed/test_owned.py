@@ -42,6 +42,28 @@ def test_other_networks(workers: Any, name: str) -> None:
         assert not wrong, wrong
 
 
+@pytest.mark.parametrize(("world", "sizes", "examples"), [(2, (), 21), (2, (3, 1), 21), (3, (), 2)])
+def test_groups_of_layers(workers: Any, world: int, sizes: tuple[int, ...], examples: int, tmp_path: Path) -> None:
+    """With split factors, with such as layers of one process share, with blocks elsewhere."""
+    for found in workers.run(world, "apart", sizes, examples, str(tmp_path)):
+        wrong = {what: number for what, number in found.items() if not number < 1e-10}
+        assert not wrong, wrong
+
+
+def test_what_does_not_fit(workers: Any) -> None:
+    words = {
+        "few eigenvectors": r"e-1\d$|^0",
+        "no eigenvectors": r"dtype=torch.bfloat16 is for eigenvectors, and no block has some",
+        "no place": r"Process 0 of 2 failed in offloading blocks",
+        "one layer": r"layer '0': KFAC needs .* more than max_bytes=300",
+        "afterwards": "True",
+    }
+    for found in workers.run(2, "apart_refusals"):
+        assert found.keys() == words.keys()
+        for name, pattern in words.items():
+            assert re.search(pattern, found[name], re.DOTALL), (name, found[name])
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_is_said(workers: Any, world: int) -> None:
     words = {
