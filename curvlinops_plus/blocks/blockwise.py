@@ -193,6 +193,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         """What the blocks take, layer by layer, in bytes; nothing is computed. Print it for a table in GiB.
 
         Its attributes `computing` and `kept` are the sums over all layers: while blocks are computed, and afterwards.
+        Factors that layers share count for each of them, and blocks that processes keep apart as if one had all.
 
         Raises:
             UnsupportedError: If an approximation of your own does not say what it takes.
@@ -428,8 +429,8 @@ def curvature(
             an approximation needs another one (EKFAC, `NearestKronecker` by sweeps): it does without model and data
             then. If those of all data take more than this, 64 MiB by default, none are kept; 0 never keeps any.
         owned: Of several processes each keeps only some of the blocks, of about the same memory: at most that of all
-            over the number of processes, and of the largest one. They multiply and so on together, see
-            `OwnedBlockDiagonal`. Without several processes there is no difference.
+            over the number of processes, and of the largest one, as `memory()` tells it. They multiply and so on
+            together, see `OwnedBlockDiagonal`. Without several processes there is no difference.
         max_bytes: Memory for what is summed and decomposed, of all layers that are computed together: they are taken in
             groups that fit, each with sweeps of its own. The numbers are those of one sweep. Default: no limit. (The
             `max_bytes` of an approximation is about one factor or block.)

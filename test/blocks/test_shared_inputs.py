@@ -10,7 +10,7 @@ import torch
 from cases import close
 from torch import Tensor, nn
 
-from curvlinops_plus import EKFAC, KFAC, EmpiricalRisk, curvature
+from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, EmpiricalRisk, curvature
 from curvlinops_plus.blocks import kfac
 from curvlinops_plus.blocks.shared_inputs import SharedInputs
 from curvlinops_plus.linalg import structured
@@ -92,6 +92,20 @@ def test_one_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes.clear()
     curvature(risk, EKFAC)
     assert sorted(sizes) == [3, 5, 5, 6, 7, 8, 8, 8, 8, 8, 8, 9]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+def test_an_estimator_makes_factors_anew(kind: Any) -> None:
+    """At each refresh, of all that was added until then."""
+    risk = made()
+    often, once = (CurvatureEstimator(risk, kind, damping=0.1) for _ in range(2))
+    for batch in risk.data:
+        often.update(batch)
+        often.refresh()
+        once.update(batch)
+    once.refresh()
+    for name in ("enter", "q", "k", "up", "leave"):
+        close(factor(often.operator, name).to_dense(), factor(once.operator, name).to_dense(), 1e-9)
 
 
 def test_other_kinds_and_options_do_not_share() -> None:
