@@ -766,7 +766,10 @@ def fully_sharded(processes: Processes, examples: int) -> dict[str, float]:
     for kind in (GGN, Hessian):
         found[kind.__name__] = away(kind(several) @ v, kind(one) @ v)
     for name in ("KFAC", "EKFAC", "FullBlock"):
-        for options in ({}, {"vectors": "mc"}, {"owned": True}):
+        needs = curvature(several, APPROXIMATIONS[name], compute=False).memory()
+        assert needs == curvature(one, APPROXIMATIONS[name], compute=False).memory()
+        limit = max(layer.computing for layer in needs.layers.values())
+        for options in ({}, {"vectors": "mc"}, {"owned": True}, {"owned": True, "max_bytes": limit, "offload": "cpu"}):
             K, L = (curvature(r, APPROXIMATIONS[name], **options) for r in (several, one))
             found[f"{name} {options}"] = away(K.to_dense(), L.to_dense())
     mine = mine or data[:1]  # of which each process looks at some by itself
