@@ -338,6 +338,7 @@ class EKFAC(KFAC):
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         found = self._bases()
         if self.leader is not None:
+            assert isinstance(self.leader, EKFAC)  # as of its kind
             found = {**found, **{name: Q for name, Q in self.leader._bases().items() if name.startswith("A")}}
 
         def basis(side: str) -> Parts | None:
