@@ -1,10 +1,11 @@
 """Floor 4: block-diagonal curvature, a block or a few for each layer, from sums over the data."""
 
-from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
+from curvlinops_plus.blocks.accumulator import Accumulator, Approximation, Needs
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, curvature
 from curvlinops_plus.blocks.checkpoint import Checkpoint
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.blocks.kfac import EKFAC, KFAC, compute_eigenvalue_correction_linear_weight_sharing
+from curvlinops_plus.blocks.memory import Memory
 from curvlinops_plus.blocks.nearest import NearestKronecker
 from curvlinops_plus.blocks.per_example import DiagonalBlock, FullBlock, ScaledIdentity
 from curvlinops_plus.blocks.serialization import load, save
@@ -22,7 +23,9 @@ __all__ = [
     "CurvatureEstimator",
     "DiagonalBlock",
     "FullBlock",
+    "Memory",
     "NearestKronecker",
+    "Needs",
     "ScaledIdentity",
     "Verification",
     "compute_eigenvalue_correction_linear_weight_sharing",

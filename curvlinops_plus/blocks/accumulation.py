@@ -7,14 +7,18 @@ from functools import partial
 from typing import Any, Protocol
 
 from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch, finish_work
+from curvlinops_plus.blocks.memory import groups_within, warn_of_memory
 from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
 from curvlinops_plus.blocks.ownership import Everyone
 from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.blocks.shared_inputs import SharedInputs
 from curvlinops_plus.blocks.stored_options import same_data
 from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
+from curvlinops_plus.linalg.offload import Store
+from curvlinops_plus.linalg.products import error_context
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, Totals, Vectors
 from curvlinops_plus.risk.determinism import require_same
@@ -40,7 +44,13 @@ class Accumulation:
         title: Begins the text of progress bars.
         max_kept_bytes: Memory for what layers receive that is kept for the next sweep, all or nothing. Model and data
             must not change until then.
+        max_bytes: Memory for the statistics of layers: they are taken in groups that fit, each with sweeps of its own.
+            None: all at once.
+        store: Where the blocks of a group are put when they are finished; None leaves them where they are.
         keepers: Which processes keep which blocks; default: each all of them.
+
+    Raises:
+        UnsupportedError: If a layer alone needs more than `max_bytes`.
     """
 
     def __init__(
@@ -50,17 +60,24 @@ class Accumulation:
         vectors: Vectors,
         title: str,
         max_kept_bytes: int = 0,
+        max_bytes: int | None = None,
+        store: Store | None = None,
         keepers: Everyone | None = None,
     ) -> None:
         self.risk, self.vectors, self.title = risk, vectors, title
+        plan = list(plan)
         self.keepers = Everyone((), risk) if keepers is None else keepers
+        self.layers = [entry.layer for entry in plan]
+        self._waiting, left = groups_within(plan, max_bytes)
+        self._groups = len(self._waiting)
         #: Per layer, the accumulators of the next sweep; empty if its blocks are finished.
-        self.pending: dict[Layer, dict[str, Accumulator]] = {p.layer: p.accumulators(risk.scale) for p in plan}
+        self.pending: dict[Layer, dict[str, Accumulator]] = self._next_group()
         self.blocks: dict[str, LinearOperator] = {}
         #: Of each pass over the data.
         self.totals: list[Totals] = []
         self.sweeps = 0
-        self._max_bytes = max_kept_bytes
+        self._max_bytes = max_kept_bytes if left is None else min(max_kept_bytes, left)
+        self._store = store
         self._cache: SweepCache | None = None
         self._weights: LossWeights | None = None
 
@@ -82,7 +99,7 @@ class Accumulation:
         """
         last = None if max_sweeps is None else self.sweeps + max_sweeps
         with preserve_state(self.risk.model, self.risk.data):
-            while any(self.pending.values()) and self.sweeps != last:
+            while self._goes_on() and self.sweeps != last:
                 self._sweep(repeatable=check_deterministic is not False)
                 if check_deterministic and len(self.totals) == 2:
                     require_same(self.risk, *self.totals)
@@ -94,6 +111,15 @@ class Accumulation:
                 again = sweep(self.risk, [], ForwardOnly(), _ignore, desc="determinism check")
                 require_same(self.risk, self.totals[0], again)
 
+    def _next_group(self) -> dict[Layer, dict[str, Accumulator]]:
+        return {entry.layer: entry.accumulators(self.risk.scale) for entry in self._waiting.pop(0)}
+
+    def _goes_on(self) -> bool:
+        """Whether something is left to do; begins with the next group of layers if the present one is finished."""
+        if not any(self.pending.values()) and self._waiting:
+            self.pending, self._cache = self._next_group(), None
+        return any(self.pending.values())
+
     def _sweep(self, repeatable: bool) -> None:
         """Show all data to the pending accumulators: read them, or replay what was kept of the sweep before.
 
@@ -104,8 +130,9 @@ class Accumulation:
         if self.totals:
             require_rereadable(self.risk.data, "another sweep over it is needed")
         self.sweeps += 1
-        desc = f"{self.title} sweep {self.sweeps}"
-        add, count = partial(add_batch, self.pending), partial(count_batch, self.pending)
+        desc = f"{self.title} sweep {self.sweeps}{self._of_groups()}"
+        self._inputs = SharedInputs(self.pending, self.keepers.owner)
+        add, count = self._add, partial(count_batch, self.pending)
         kept = self._cache is not None and self._cache.can_replay(layers)
         if self.risk.processes.every("looking for what was kept", kept):
             assert self._cache is not None
@@ -119,12 +146,21 @@ class Accumulation:
             self._cache = None
         if self._weights is None and self.vectors.backward:
             self._weights = loss_weights(self.risk)
-        totals = sweep(self.risk, layers, self.vectors, add, count, desc, self._weights, repeatable)
-        self._check(totals, layers)
+        # All layers, also those that are finished or come later: so vectors are sent in the same pieces, and numbers
+        # do not depend on groups and on what is kept.
+        totals = sweep(self.risk, self.layers, self.vectors, add, count, desc, self._weights, repeatable)
+        self._check(totals)
         self.totals.append(totals)
 
-    def _add_and_keep(self, cache: SweepCache, batch: LayerBatch) -> None:
+    def _of_groups(self) -> str:
+        return f", group {self._groups - len(self._waiting)} of {self._groups}" if self._groups > 1 else ""
+
+    def _add(self, batch: LayerBatch) -> None:
+        self._inputs.begin(batch.of_batch)
         add_batch(self.pending, batch)
+
+    def _add_and_keep(self, cache: SweepCache, batch: LayerBatch) -> None:
+        self._add(batch)
         cache.add(batch)
 
     def _count_and_keep(self, cache: SweepCache, batch_totals: Totals) -> None:
@@ -136,9 +172,11 @@ class Accumulation:
         try:
             named = [item for of_layer in self.pending.values() for item in of_layer.items()]
             accumulators, owners = [a for _, a in named], [self.keepers.owner(*item) for item in named]
+            self._inputs.agree(self.risk.processes)
             sum_over_processes(accumulators, self.risk.processes, owners)
             decompose_together(accumulators, self.risk.processes, owners)
             del named, accumulators  # the sums of each end with its block
+            finished: dict[str, LinearOperator] = {}
             for layer, results in self._finish_accumulators().items():
                 for name, result in results.items():
                     if isinstance(result, Accumulator):
@@ -146,31 +184,50 @@ class Accumulation:
                     else:
                         found = {name: result} if isinstance(result, LinearOperator) else result
                         refuse_unread(self.risk, layer, found)
-                        self.blocks |= found
+                        finished |= found
+            self.blocks |= finished if self._store is None else self._put_away(finished)
         except NumericsError as error:
             where = first_nonfinite(self.risk)
             raise NumericsError(
                 f"{error} {f'First seen: {where}.' if where else 'The forward pass is finite.'}"
             ) from error
 
+    def _put_away(self, blocks: Mapping[str, LinearOperator]) -> dict[str, LinearOperator]:
+        assert self._store is not None
+        here: dict[str, LinearOperator] = {}
+        for name, block in blocks.items():
+            # In the precision and on the device of the operator, which otherwise would fetch it for that.
+            with error_context(f'block "{name}"'):
+                here[name] = self._store.offload(block.to(self.risk.device, self.risk.dtype))
+        return here
+
     def _finish_accumulators(self) -> dict[Layer, dict[str, Any]]:
         """What `finish` of every accumulator returns; its sums are given up as soon as it has."""
         pending, self.pending = self.pending, {layer: {} for layer in self.pending}
 
-        def finish(layer: Layer) -> dict[str, Any]:
+        def of_layer(layer: Layer) -> dict[str, Any]:
             return {
                 name: self.keepers.checked(accumulator, accumulator.finish_for_good())
                 for name, accumulator in pending.pop(layer).items()
                 if self.keepers.finishes(name, accumulator)
             }
 
-        with plain_mode(self.risk.device.type):
-            results = side_by_side(finish, pending, lambda layer: finish_work(layer, pending[layer]))
-        return dict(zip(self.pending, results, strict=True))
+        def finish(unit: list[Layer]) -> dict[Layer, dict[str, Any]]:
+            return {layer: of_layer(layer) for layer in unit}
 
-    def _check(self, totals: Totals, layers: list[Layer]) -> None:
+        def work(unit: list[Layer]) -> float:
+            return sum(finish_work(layer, pending[layer]) for layer in unit)
+
+        units = self._inputs.units(list(pending))
+        del self._inputs  # it refers to all accumulators
+
+        with plain_mode(self.risk.device.type):
+            results = side_by_side(finish, units, work)
+        return {layer: found for result in results for layer, found in result.items()}
+
+    def _check(self, totals: Totals) -> None:
         for problem, reached in (("was never called", totals.called), ("does not reach the output", totals.reached)):
-            layer = next((layer for index, layer in enumerate(layers) if index not in reached), None)
+            layer = next((layer for index, layer in enumerate(self.layers) if index not in reached), None)
             if layer is not None:
                 raise ValueError(
                     f"{layer.title} ({type(layer.uses[0].owner).__name__}) {problem} in any batch, so its parameters "
@@ -224,18 +281,29 @@ class Planned(Protocol):
         """Say what the plan leaves to say, as it will not change any more."""
 
 
-def run_accumulation(K: Planned, max_kept_bytes: int = 0, **options: Any) -> Accumulation:
+def run_accumulation(
+    K: Planned,
+    max_kept_bytes: int = 0,
+    max_bytes: int | None = None,
+    store: Store | None = None,
+    **options: Any,
+) -> Accumulation:
     """An accumulation of an operator that has run, with options of `Accumulation.run`. Collective.
 
     If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
     """
-    return K.risk.together(type(K).__name__, lambda: _run_accumulation(K, max_kept_bytes, **options))
+    return K.risk.together(type(K).__name__, lambda: _run_accumulation(K, max_kept_bytes, max_bytes, store, **options))
 
 
-def _run_accumulation(K: Planned, max_kept_bytes: int, **options: Any) -> Accumulation:
+def _run_accumulation(
+    K: Planned, max_kept_bytes: int, max_bytes: int | None, store: Store | None, **options: Any
+) -> Accumulation:
     while True:
         _agree_on_reads(K)
-        accumulation = Accumulation(K.risk, K.plan, K.vectors, type(K).__name__, max_kept_bytes, K.keepers)
+        accumulation = Accumulation(
+            K.risk, K.plan, K.vectors, type(K).__name__, max_kept_bytes, max_bytes, store, K.keepers
+        )
+        warn_of_memory(K.plan, accumulation.pending, max_bytes)
         try:
             accumulation.run(**options)
         except OutsideReads as error:

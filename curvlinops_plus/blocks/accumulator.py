@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,10 +25,29 @@ from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Accumulator", "Approximation", "LossScale", "add_batch", "count_batch", "finish_work"]
+__all__ = ["Accumulator", "Approximation", "LossScale", "Needs", "add_batch", "count_batch", "finish_work"]
 
 # Totals over all batches to the factor `c` in front of the sum of all loss terms.
 LossScale = Callable[[Totals], Tensor | float]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that the blocks of a layer take: what `Accumulator.needs` returns.
+
+    Args:
+        computing: While they are computed: statistics, and what is made of them before the data are read again.
+        kept: When they are finished.
+
+    Example: the second method of an approximation that keeps one number per parameter.
+        >>> class Mine(Accumulator):
+        ...     def needs(self):
+        ...         size = 4 * sum(self.layer.params[key].numel() for key in self.group.keys)
+        ...         return Needs(computing=size, kept=size)
+    """
+
+    computing: int
+    kept: int
 
 
 class AccumulatorType(ABCMeta):
@@ -207,12 +227,9 @@ class Accumulator(metaclass=AccumulatorType):
         return self.finish()
 
     @property
-    def block_size(self) -> int:
-        """How many numbers the blocks take that `finish` makes: processes that keep some each share them out by it.
-
-        By default as many as there are parameters.
-        """
-        return sum(group.layout.dim for group in self.groups)
+    def _for_good(self) -> bool:
+        """Whether nothing is added any more, so that what is made of the sums stays right."""
+        return self._scaled is not None
 
     @property
     def groups(self) -> list[Group]:
@@ -220,9 +237,18 @@ class Accumulator(metaclass=AccumulatorType):
         return list(self.layer.groups) if self.group is None else [self.group]
 
     @property
+    def sweeps(self) -> int:
+        """How many sweeps over the data it takes, with the accumulators that `finish` makes: knowing it saves some."""
+        return 1
+
+    @property
     def needs_another_sweep(self) -> bool:
-        """Whether `finish` will return an accumulator that reads the data again; knowing it early saves passes."""
-        return False
+        """Whether `finish` will return an accumulator that reads the data again."""
+        return self.sweeps > 1
+
+    def needs(self) -> Needs | None:
+        """How much memory the block takes; None if that is not known. Nothing is computed for it."""
+        return None
 
     # -------------------------------------------------------------------------------------------------- for drivers
     def count(self, batch_totals: Totals) -> None:
@@ -340,7 +366,9 @@ class Accumulator(metaclass=AccumulatorType):
             "loss": float(self.totals.loss),
             "shares": list(self.totals.weights),
             "constants": {
-                name: t.detach().clone() for name in self.constants if (t := getattr(self, name)) is not None
+                name: _each(t, lambda t: t.detach().clone())
+                for name in self.constants
+                if (t := getattr(self, name)) is not None
             },
         }
 
@@ -363,7 +391,7 @@ class Accumulator(metaclass=AccumulatorType):
         )
         for name in self.constants:
             t = state["constants"].get(name)
-            setattr(self, name, None if t is None else t.to(self.layer.device).clone())
+            setattr(self, name, None if t is None else _each(t, lambda t: t.to(self.layer.device).clone()))
 
 
 class Approximation:
@@ -396,7 +424,7 @@ class Approximation:
 
 def add_batch(pending: Mapping[Layer, Mapping[Any, Accumulator]], batch: LayerBatch) -> None:
     """Show a layer's batch to its accumulators: to those of one block, that block's parameters only."""
-    for accumulator in pending[batch.layer].values():
+    for accumulator in pending.get(batch.layer, {}).values():
         accumulator.update(batch if accumulator.group is None else batch.restrict(accumulator.group))
 
 
@@ -412,6 +440,11 @@ def finish_work(layer: Layer, accumulators: Mapping[str, Accumulator]) -> float:
     if layer.device.type != "cpu" or not all(a.finishes_side_by_side for a in accumulators.values()):
         return 0.0
     return float(sum(10 * size**3 for group in layer.groups for size in group.layout.matrix_shape[-2:]))
+
+
+def _each(t: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """`function` of a tensor, or of each of several."""
+    return function(t) if isinstance(t, Tensor) else tuple(map(function, t))
 
 
 def _plain(count: Tensor | float) -> Tensor | float:

@@ -9,12 +9,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from warnings import warn
 
+import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulation import run_accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.fingerprint import Fingerprint, changed_parameters, fingerprint, require_unchanged
 from curvlinops_plus.blocks.kfac import KFAC
+from curvlinops_plus.blocks.memory import Memory, checked_limit, memory_of
 from curvlinops_plus.blocks.operator_state import (
     block_parts,
     check_state,
@@ -40,6 +42,7 @@ from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.offload import Store
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, look_for_functions, rebuild_reads
 from curvlinops_plus.risk.layers import FoundReads
@@ -69,6 +72,8 @@ class BlockwiseLinearOperator(ScaledBlocks):
             two evaluations of a few examples have to agree. False: not even these.
         max_kept_bytes: As for `curvature`.
         owned: As for `curvature`.
+        max_bytes: As for `curvature`.
+        offload: As for `curvature`.
         compute: Compute the blocks now. Otherwise at first use, which refuses parameters that have changed since.
 
     Raises:
@@ -105,6 +110,8 @@ class BlockwiseLinearOperator(ScaledBlocks):
         check_deterministic: bool | None = None,
         max_kept_bytes: int = KEPT_BYTES,
         owned: bool = False,
+        max_bytes: int | None = None,
+        offload: str | torch.device | None = None,
         compute: bool = True,
     ) -> None:
         super().__init__(risk.space, risk.dtype, risk.device)
@@ -117,6 +124,8 @@ class BlockwiseLinearOperator(ScaledBlocks):
         self.check_deterministic = check_deterministic
         self.max_kept_bytes = checked_bytes(max_kept_bytes, "sweeps")
         self.owned = owned
+        self.max_bytes = checked_limit(max_bytes)
+        self._store = None if offload is None else Store(offload)
         #: The number of examples that the blocks were computed from, None before.
         self.examples: int | None = None
         #: Of the model's parameters that the blocks belong to, or will belong to.
@@ -130,7 +139,9 @@ class BlockwiseLinearOperator(ScaledBlocks):
     def compute(self) -> Self:
         """Compute all blocks anew; what was there before is dropped. Returns the operator itself."""
         parameters = fingerprint(self.risk)
-        accumulation = run_accumulation(self, self.max_kept_bytes, check_deterministic=self.check_deterministic)
+        accumulation = run_accumulation(
+            self, self.max_kept_bytes, self.max_bytes, self._store, check_deterministic=self.check_deterministic
+        )
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
         self.parameters = parameters
         return self
@@ -177,6 +188,27 @@ class BlockwiseLinearOperator(ScaledBlocks):
         operator = self.keepers.arranged(blocks, self.dtype, self.device)
         self.examples = examples
         self._set_operator(operator)
+
+    def memory(self) -> Memory:
+        """What the blocks take, layer by layer, in bytes; nothing is computed. Print it for a table in GiB.
+
+        Its attributes `computing` and `kept` are the sums over all layers: while blocks are computed, and afterwards.
+        Factors that layers share count for each of them, and blocks that processes keep apart as if one had all.
+
+        Raises:
+            UnsupportedError: If an approximation of your own does not say what it takes.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from curvlinops_plus import EKFAC, EmpiricalRisk, curvature
+            >>> risk = EmpiricalRisk(nn.Linear(4095, 1024), nn.MSELoss(), ())
+            >>> print(curvature(risk, EKFAC, compute=False).memory())
+            layer     computing  kept   as KFAC  as EKFAC
+            (model)   0.151      0.082  0.0688   0.151
+            all, GiB  0.151      0.082  0.0688   0.151
+        """
+        return memory_of(self.plan)
 
     def gradient_and_loss(self) -> tuple[list[Tensor], Tensor]:
         """Gradient of the loss in the order of the parameters, and the loss, over all data."""
@@ -376,6 +408,9 @@ def curvature(
     check_deterministic: bool | None = None,
     max_kept_bytes: int = KEPT_BYTES,
     owned: bool = False,
+    max_bytes: int | None = None,
+    offload: str | torch.device | None = None,
+    compute: bool = True,
 ) -> BlockwiseLinearOperator:
     """Block-diagonal curvature of a risk, any mix of approximations over its layers.
 
@@ -394,8 +429,14 @@ def curvature(
             an approximation needs another one (EKFAC, `NearestKronecker` by sweeps): it does without model and data
             then. If those of all data take more than this, 64 MiB by default, none are kept; 0 never keeps any.
         owned: Of several processes each keeps only some of the blocks, of about the same memory: at most that of all
-            over the number of processes, and of the largest one. They multiply and so on together, see
-            `OwnedBlockDiagonal`. Without several processes there is no difference.
+            over the number of processes, and of the largest one, as `memory()` tells it. They multiply and so on
+            together, see `OwnedBlockDiagonal`. Without several processes there is no difference.
+        max_bytes: Memory for what is summed and decomposed, of all layers that are computed together: they are taken in
+            groups that fit, each with sweeps of its own. The numbers are those of one sweep. Default: no limit. (The
+            `max_bytes` of an approximation is about one factor or block.)
+        offload: Where the blocks of a group are put as soon as they are finished: "cpu", another device, or
+            "disk:folder"; see `BlockDiagonal.offload`. By default they stay.
+        compute: False computes at first use: `memory()` tells before what it will take.
 
     Returns:
         A linear operator with all its blocks, computed at once.
@@ -406,16 +447,17 @@ def curvature(
     Raises:
         ValueError: If a key of the mapping matches no layer, or a layer never ran; if `max_kept_bytes` is no integer of
             at least 0.
-        UnsupportedError: If a layer, the loss or an option can't be handled; if the examples of a batch depend on each
-            other (batch norm in training mode); if a layer's rule disagrees with autograd on three examples of the
-            first batch. Names the layer.
+        UnsupportedError: If a layer, the loss or an option can't be handled; if a layer alone needs more than
+            `max_bytes` while it is computed; if the examples of a batch depend on each other (batch norm in training
+            mode); if a layer's rule disagrees with autograd on three examples of the first batch. Names the layer.
         NumericsError: If a statistic is not finite; names layer and batch.
         RuntimeError: If two evaluations of the model, or two passes over the data, disagree (dropout in training mode).
         TypeError: If something else is given in place of a risk, such as model, loss and data.
 
     Warns:
         CurvatureWarning: If layers get their exact diagonal because they have no Kronecker factors. `print(K)` lists
-            them with reasons. Of normalisation alone once per process.
+            them with reasons. Of normalisation alone once per process. If `max_bytes` makes for more sweeps, with their
+            number. Before anything is computed, if statistics take more memory than there is.
 
     Example:
         >>> import torch
@@ -439,4 +481,7 @@ def curvature(
         check_deterministic=check_deterministic,
         max_kept_bytes=max_kept_bytes,
         owned=owned,
+        max_bytes=max_bytes,
+        offload=offload,
+        compute=compute,
     )

@@ -8,9 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
-from curvlinops_plus.blocks.kfac import EKFAC, KFAC, MAX_BYTES, diagonal_factors, ekfac_blocks, kfac_blocks
+from curvlinops_plus.blocks.factors import Parts, factor_forms
+from curvlinops_plus.blocks.kfac import EKFAC, KFAC, MAX_BYTES, ekfac_blocks, kfac_blocks
 from curvlinops_plus.blocks.plan import LayerPlan
-from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, Eigendecomposed, Kronecker, LinearOperator, Space
+from curvlinops_plus.linalg import (
+    BlockDiagonal,
+    Dense,
+    Diagonal,
+    Eigendecomposed,
+    Kronecker,
+    LinearOperator,
+    Space,
+    SplitFactor,
+)
+from curvlinops_plus.linalg.offload import resident
 from curvlinops_plus.risk import Layer
 
 __all__ = ["FactorOwner", "FactorView", "blocks_from_factors", "factor_names", "read_factor"]
@@ -36,8 +47,9 @@ def factor_names(entry: LayerPlan) -> tuple[str, ...]:
     """Names of the factors that the blocks of a layer are made of; none unless it is approximated by KFAC or EKFAC."""
     kind, layer = entry.approximation.kind, entry.layer
     if issubclass(kind, EKFAC):  # the eigenvectors of a diagonal factor are the identity's
-        without = diagonal_factors(layer, entry.approximation.options.get("max_bytes", MAX_BYTES))
-        without |= {"A"} if layer.weight is None else set()
+        options = entry.approximation.options
+        forms = factor_forms(layer, options.get("max_bytes", MAX_BYTES), options.get("split"))
+        without = {side for side in "AG" if side not in forms or forms[side].diagonal}
         return (*(name for side, name in zip("AG", EIGENVECTORS) if side not in without), VALUES)
     return COVARIANCES[layer.weight is None :] if issubclass(kind, KFAC) else ()
 
@@ -45,6 +57,7 @@ def factor_names(entry: LayerPlan) -> tuple[str, ...]:
 def read_factor(layer: Layer, name: str, blocks: Mapping[str, LinearOperator], space: Space) -> Any:
     """One factor of a layer, the tensor that its blocks multiply with.
 
+    Of a split factor number of a matrix on its diagonal to tensor.
     Corrected eigenvalues are [o, i] if weight and bias have a joint block, else {position of the parameter: tensor}.
 
     Args:
@@ -61,33 +74,46 @@ def read_factor(layer: Layer, name: str, blocks: Mapping[str, LinearOperator], s
         for group in layer.groups:
             *rows, columns = group.layout.matrix_shape
             shape = (*rows, columns) if layer.weight in group.keys else rows
-            block: Any = blocks[group.name]
+            block: Any = resident(blocks[group.name])
             values[space.names.index(group.keys[0])] = block.values.view(*shape)
         joint = len(layer.groups) == 1 and len(layer.params) > 1
         return next(iter(values.values())) if joint else values
     side = "A" if name.startswith("input") else "G"
     for group in sorted(layer.groups, key=lambda group: layer.weight not in group.keys):
-        block = blocks[group.name]
+        block = resident(blocks[group.name])
         operator = block.basis if isinstance(block, Eigendecomposed) else block
         if isinstance(operator, Kronecker):
-            factor: Any = getattr(operator, side)
-            return factor.vector if isinstance(factor, Diagonal) else factor.matrix
-        if side == "G" and isinstance(operator, (Dense, Diagonal)):
-            return operator.vector if isinstance(operator, Diagonal) else operator.matrix
+            return _tensors(getattr(operator, side))
+        if side == "G" and isinstance(operator, (Dense, Diagonal, SplitFactor)):
+            return _tensors(operator)
     raise KeyError(layer.name)
+
+
+def _tensors(factor: Any) -> Any:
+    """What a factor is made of: one tensor, or number of a matrix on the diagonal to tensor."""
+    if isinstance(factor, SplitFactor):
+        return {k: _tensors(piece) for k, piece in enumerate(factor.pieces)}
+    return factor.vector if isinstance(factor, Diagonal) else factor.matrix
+
+
+def _parts(factor: Any) -> Parts | None:
+    return tuple(factor[k] for k in sorted(factor)) if isinstance(factor, Mapping) else factor
 
 
 def blocks_from_factors(entry: LayerPlan, factors: Mapping[str, Any], space: Space) -> dict[str, LinearOperator]:
     """The blocks of a layer that `factors`, by their names, belong to. The tensors are shared, not copied."""
     layer = entry.layer
     if VALUES not in factors:
-        return kfac_blocks(layer, factors.get(COVARIANCES[0]), factors[COVARIANCES[1]])
+        A, G = (_parts(factors.get(name)) for name in COVARIANCES)
+        assert G is not None
+        return kfac_blocks(layer, A, G)
     values = factors[VALUES]
     by_block = {
         group.name: values[space.names.index(group.keys[0])] if isinstance(values, Mapping) else values
         for group in layer.groups
     }
-    return ekfac_blocks(layer, factors.get(EIGENVECTORS[1]), factors.get(EIGENVECTORS[0]), by_block)
+    QA, QG = (_parts(factors.get(name)) for name in EIGENVECTORS)
+    return ekfac_blocks(layer, QG, QA, by_block)
 
 
 class FactorView(MutableMapping[str, Any]):

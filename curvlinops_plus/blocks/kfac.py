@@ -22,17 +22,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
-from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.layer.squares import squared_gradients
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
+from curvlinops_plus.blocks.factors import (
+    FactorForm,
+    Parts,
+    as_factor,
+    factor_forms,
+    form_in_role,
+    numbered,
+    of_form,
+    slices,
+    stacked,
+    unstacked,
+)
+from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.layer.squares import multiplied, squared_gradients
 from curvlinops_plus.linalg import (
-    Dense,
     Diagonal,
     Eigendecomposed,
     IdentityLinearOperator,
@@ -43,7 +53,12 @@ from curvlinops_plus.linalg import (
 )
 from curvlinops_plus.linalg.eigendecomposition import eigenbasis
 from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.linalg.numerics import gram
 from curvlinops_plus.risk import Group, Layer, LayerBatch
+from curvlinops_plus.risk.affine_rows import AffineRows
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["EKFAC", "KFAC", "compute_eigenvalue_correction_linear_weight_sharing"]
 
@@ -59,9 +74,12 @@ class KFAC(Accumulator):
             and sums gradients over them first. Of an embedding's input factor only the diagonal is kept in both.
         max_bytes: The largest factor that is built, 2 GiB by default. Larger ones, such as `G` of a head with 50 000
             rows, are diagonal: the diagonal of the block stays the same. `print(K)` says where.
+        split: Factors with more rows are block-diagonal: the matrices on their diagonal are kept, as few of equal size
+            (up to one row) as possible, and nothing between them. With 4096, `G` of a head with 50 257 rows takes .72
+            GiB instead of 9.4. By default none is.
 
     Raises:
-        ValueError: If `kfac_approx` is neither.
+        ValueError: If `kfac_approx` is neither, or `split` is no integer of at least 1.
 
     Cost: one sweep, two small Gram matrices per layer and batch.
 
@@ -86,144 +104,173 @@ class KFAC(Accumulator):
         scale: LossScale,
         kfac_approx: str = "expand",
         max_bytes: int = MAX_BYTES,
+        split: int | None = None,
     ) -> None:
         super().__init__(layer, group, scale)
         if kfac_approx not in ("expand", "reduce"):
             raise ValueError(f"kfac_approx={kfac_approx!r} is unknown; expected 'expand' or 'reduce'.")
+        if split is not None and (not isinstance(split, int) or isinstance(split, bool) or split < 1):
+            raise ValueError(
+                f"split={split!r}: expected the most rows that a factor may have, an integer of at least 1."
+            )
         self.reduce = kfac_approx == "reduce"
         #: The group that has the weight: its columns are those of A. None if only the bias is tracked.
         self.weight_group = next((g for g in layer.groups if layer.weight in g.keys), None)
-        #: The names of the factors that are diagonal.
-        self.diagonal = diagonal_factors(layer, max_bytes)
+        #: What is kept of each factor, by its name.
+        self.forms = factor_forms(layer, max_bytes, split)
+        #: Another accumulator whose layer reads the same inputs: the input factor is its.
+        self.leader: KFAC | None = None
+        self._input_factor: Factor | None = None
 
-    @classmethod
-    def remark(cls, layer: Layer, max_bytes: int = MAX_BYTES, **options: Any) -> str:
-        large = {name: needed for name, (_, needed) in factor_sizes(layer).items() if needed > max_bytes}
-        return ", ".join(f"diagonal {name} ({needed / 2**30:.2g} GiB as a matrix)" for name, needed in large.items())
+    # --------------------------------------------------------------------------------------------------- shared inputs
+    @property
+    def may_share_inputs(self) -> bool:
+        """Whether the input factor may be that of another layer which reads the same."""
+        plain = type(self).update is KFAC.update and type(self).factors is KFAC.factors
+        return plain and "A" in self.forms and not self.forms["A"].diagonal and len(self.layer.roles) == 1
 
     @property
-    def block_size(self) -> int:
-        return kronecker_size(self.layer, self.groups, self.diagonal)
+    def input_kind(self) -> tuple[Any, ...]:
+        """What input factors, and what is made of them, depend on besides the inputs."""
+        bias = self.weight_group is not None and self.layer.bias in self.weight_group.keys
+        return type(self), self.reduce, self.forms["A"], bias, self.layer.accumulation_dtype
+
+    def part_from_leader(self) -> None:
+        """Go on with a copy of the leader's sums."""
+        leader, self.leader = self.leader, None
+        assert leader is not None
+        for name in ["A", *numbered(leader.sums, "A")]:
+            if name in leader.sums:
+                self.sums[name], self.counts[name] = leader.sums[name].clone(), leader.counts[name]
+
+    def empty(self) -> Self:
+        other = super().empty()
+        other.leader = other._input_factor = None
+        return other
+
+    def _factor_of_inputs(self, A: Parts | None) -> Factor | None:
+        """The input factor as an operator, one for all that share it: it is decomposed once."""
+        owner = self.leader or self
+        if A is None or owner._input_factor is not None:
+            return owner._input_factor
+        factor = as_factor(A, Structure.PSD, len(self.layer.groups[0].layout.matrix_shape))
+        owner._input_factor = factor if owner._for_good else None
+        return factor
+
+    @classmethod
+    def remark(cls, layer: Layer, max_bytes: int = MAX_BYTES, split: int | None = None, **options: Any) -> str:
+        said = []
+        for name, form in factor_forms(layer, max_bytes, split).items():
+            if form.split:
+                said.append(f"{name} in {len(form.pieces)} pieces of {max(form.pieces)} rows")
+            elif form.diagonal and form.bytes > max_bytes and not (name == "A" and layer.sparse):
+                said.append(f"diagonal {name} ({form.bytes / 2**30:.2g} GiB as a matrix)")
+        return ", ".join(said)
+
+    def needs(self) -> Needs:
+        itemsize = self.layer.accumulation_dtype.itemsize
+        factors = sum(form.needed(itemsize) for form in self.forms.values())
+        waiting = sum(form.waiting(itemsize) for form in self.forms.values())
+        return Needs(max(1, len(self.layer.roles)) * (factors + waiting), factors)
 
     def update(self, batch: LayerBatch) -> None:
         for number, role in enumerate(batch.roles()):
-            diagonal_A, diagonal_G = diagonal_in_role(self.layer, number, self.diagonal)
-            if role.calls and batch.first and self.weight_group is not None:
+            of_A, of_G = form_in_role(self.layer, number, self.forms)
+            if role.calls and batch.first and of_A is not None and self.leader is None:
+                assert self.weight_group is not None
                 part = role if len(self.layer.groups) == 1 else role.restrict(self.weight_group)
-                rows, name = part.rows, f"A{number or ''}"
-                if not diagonal_A and (a := rows.stacked_inputs(self.reduce)) is not None:
-                    self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(len(a)))
-                else:
-                    self.add(name, *rows.input_gram(self.reduce, diagonal_A))
+                self._add_inputs(f"A{number or ''}", of_A, part.rows)
             if role.calls and batch.num_vectors:
-                rows, name = role.rows, f"G{number or ''}"
-                if not diagonal_G and (g := rows.stacked_grads(self.reduce)) is not None:
-                    self.add_rows(name, g)
-                else:
-                    self.add(name, rows.grad_gram(self.reduce, diagonal_G))
+                self._add_grads(f"G{number or ''}", of_G, role.rows)
+
+    def _add_inputs(self, name: str, form: FactorForm, rows: AffineRows) -> None:
+        if form.split and not rows.sparse:
+            self._add_pieces(name, form, *rows.split_inputs(self.reduce))
+        elif not form.diagonal and (a := rows.stacked_inputs(self.reduce)) is not None:
+            self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(len(a)))
+        else:
+            self.add(name, *rows.input_gram(self.reduce, form.diagonal))
+
+    def _add_grads(self, name: str, form: FactorForm, rows: AffineRows) -> None:
+        if form.split:
+            self._add_pieces(name, form, rows.split_grads(self.reduce))
+        elif not form.diagonal and (g := rows.stacked_grads(self.reduce)) is not None:
+            self.add_rows(name, g)
+        else:
+            self.add(name, rows.grad_gram(self.reduce, form.diagonal))
+
+    def _add_pieces(self, name: str, form: FactorForm, rows: Tensor, count: Tensor | float | None = None) -> None:
+        """Add the matrices on the diagonal of `rowsᵀ rows`, of rows `[M, *b, d]`."""
+        for k, at in enumerate(slices(form, rows.shape[-1])):
+            if rows.ndim == 2:
+                self.add_rows(f"{name}.{k}", rows[:, at], count=count)
+            else:
+                self.add(f"{name}.{k}", gram(rows[..., at]), count)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        return kfac_blocks(self.layer, *self.factors())
+        A, G = self.factors()
+        return kfac_blocks(self.layer, self._factor_of_inputs(A), G)
 
-    def factors(self) -> tuple[Tensor | None, Tensor]:
+    def factors(self) -> tuple[Parts | None, Parts]:
         """`A` (None if the weight is not tracked) and `G` (the identity if nothing was sent back).
 
         Diagonal factors are vectors. Of a weight with several roles: the nearest product to the sum over roles.
         """
         if len(self.layer.roles) == 1 or self.weight_group is None:
-            return (None if self.weight_group is None else self.value("A")), self._gradient_factor(0)
-        *_, rows, columns = self.weight_group.layout.matrix_shape
+            owner = self.leader or self
+            return (None if self.weight_group is None else owner._sum("A")), self._gradient_factor(0)
         pairs = []
         for number, role in enumerate(self.layer.roles):
-            if f"A{number or ''}" in self.sums:  # a module may never have been called
-                A, G = self.value(f"A{number or ''}"), self._gradient_factor(number)
+            if (A := self._sum(f"A{number or ''}")) is not None:  # a module may never have been called
+                G = self._gradient_factor(number)
                 left, right = (A, G) if role.transposed else (G, A)
-                pairs.append((_sized(left, rows, "G" in self.diagonal), _sized(right, columns, "A" in self.diagonal)))
-        G, A = nearest_kronecker(pairs) if pairs else (self.value("G"), self.value("A"))
+                pairs.append((of_form(left, self.forms["G"]), of_form(right, self.forms["A"])))
+        if not pairs:
+            return self.value("A"), self.value("G")  # says that nothing was added
+        G, A = nearest_of_parts(pairs)
         return A, G
 
-    def _gradient_factor(self, number: int) -> Tensor:
-        if f"G{number or ''}" in self.sums:
-            return self.value(f"G{number or ''}")
-        group = self.weight_group or self.layer.groups[0]
-        *batch, o, i = group.layout.matrix_shape
-        size = i if self.layer.roles[number].transposed else o
-        one = torch.eye(size, dtype=self.layer.accumulation_dtype, device=self.layer.device)
-        one = one.diagonal() if diagonal_in_role(self.layer, number, self.diagonal)[1] else one
-        return one.expand(*batch, *one.shape).clone()
+    def _sum(self, name: str) -> Parts | None:
+        """A factor that was added to, None for another."""
+        if name in self.sums:
+            return self.value(name)
+        return tuple(self.value(part) for part in numbered(self.sums, name)) or None
+
+    def _gradient_factor(self, number: int) -> Parts:
+        if (found := self._sum(f"G{number or ''}")) is not None:
+            return found
+        form = form_in_role(self.layer, number, self.forms)[1]
+
+        def identity(size: int) -> Tensor:
+            one = torch.eye(size, dtype=self.layer.accumulation_dtype, device=self.layer.device)
+            one = one.diagonal() if form.diagonal else one
+            return one.expand(*form.batch, *one.shape).clone()
+
+        return tuple(map(identity, form.pieces)) if form.split else identity(form.size)
 
 
-def factor_sizes(layer: Layer) -> dict[str, tuple[int, int]]:
-    """Rows and bytes of the factors of a layer as matrices; of `A` only if there is a weight whose inputs have any."""
-    sizes: dict[str, tuple[int, int]] = {}
-    for group in layer.groups:
-        *batch, o, i = group.layout.matrix_shape
-        unit = prod(batch) * layer.accumulation_dtype.itemsize
-        sizes["G"] = o, unit * o**2
-        if layer.weight in group.keys and not layer.sparse:
-            sizes["A"] = i, unit * i**2
-    return sizes
+def nearest_of_parts(pairs: Sequence[tuple[Parts, Parts]]) -> tuple[Parts, Parts]:
+    """`nearest_kronecker` of factors of equal forms."""
+    like = pairs[0]
+
+    def as_one(factor: Parts) -> Tensor:
+        return factor if isinstance(factor, Tensor) else stacked(factor)
+
+    found = nearest_kronecker([(as_one(G), as_one(A)) for G, A in pairs])
+    G, A = (one if isinstance(old, Tensor) else unstacked(one, old) for one, old in zip(found, like, strict=True))
+    return G, A
 
 
-def kronecker_size(layer: Layer, groups: Sequence[Group], diagonal: set[str]) -> int:
-    """How many numbers the factors take of the blocks of a layer, some of which are diagonal; `G` is shared."""
-    numbers = 0
-    for group in groups:
-        *batch, o, i = group.layout.matrix_shape
-        if group is groups[0]:
-            numbers += prod(batch) * (o if "G" in diagonal else o**2)
-        if layer.weight in group.keys:
-            numbers += prod(batch) * (i if "A" in diagonal else i**2)
-    return numbers
-
-
-def diagonal_factors(layer: Layer, max_bytes: int = MAX_BYTES) -> set[str]:
-    """Which factors of a layer are diagonal: `A` of sparse rows, and those that would be larger than `max_bytes`."""
-    large = {name for name, (_, needed) in factor_sizes(layer).items() if needed > max_bytes}
-    return large | {"A"} if layer.sparse else large
-
-
-def diagonal_in_role(layer: Layer, role: int, diagonal: set[str]) -> tuple[bool, bool]:
-    """Whether the input and the gradient factor of a role are diagonal: in a transposed one they change sides."""
-    A, G = "A" in diagonal, "G" in diagonal
-    return (G, A) if layer.roles[role].transposed else (A, G)
-
-
-def check_factor_sizes(accumulator: Accumulator, limit: int, option: str) -> None:
-    """Refuse Kronecker factors that are larger than the option of that name allows.
-
-    Raises:
-        UnsupportedError: If a factor has more than `limit` bytes.
-    """
-    layer = accumulator.layer
-    for name, (size, needed) in factor_sizes(layer).items():
-        if needed > limit:
-            raise UnsupportedError(
-                f"{layer.title}: its factor {name} is {size} x {size}, {needed / 2**30:.1f} GiB, above "
-                f"{option}={limit}. Use KFAC or EKFAC, which take its diagonal, or DiagonalBlock for this layer, leave "
-                f"its parameters {list(layer.params)} out of `params`, or say "
-                f"{type(accumulator).__name__}.using({option}=...)."
-            )
-
-
-def _sized(factor: Tensor, size: int, diagonal: bool) -> Tensor:
-    """A factor of the layer's size, a vector if it is diagonal; columns that its role does not have are zero."""
-    if factor.ndim == 1 and not diagonal:
-        factor = torch.diag(factor)
-    missing = size - len(factor)
-    return torch.nn.functional.pad(factor, (0, missing) * factor.ndim) if missing else factor
-
-
-def kfac_blocks(layer: Layer, A: Tensor | None, G: Tensor) -> dict[str, LinearOperator]:
+def kfac_blocks(layer: Layer, A: Factor | Parts | None, G: Parts) -> dict[str, LinearOperator]:
     """Blocks of a layer from its factors: `G ⊗ A` of the weight, `G` of a separate bias. The tensors are shared."""
     axes = len(layer.groups[0].layout.matrix_shape)
     # One object for weight and bias: it is decomposed once.
-    factor = Dense(G, Structure.PSD) if G.ndim == axes else Diagonal(G)
+    factor = as_factor(G, Structure.PSD, axes)
     blocks: dict[str, LinearOperator] = {}
     for group in layer.groups:
         if layer.weight in group.keys:
             assert A is not None
-            blocks[group.name] = Kronecker(factor, A if A.ndim == axes else Diagonal(A))
+            blocks[group.name] = Kronecker(factor, A if isinstance(A, Factor) else as_factor(A, Structure.PSD, axes))
         else:
             blocks[group.name] = factor
     return blocks
@@ -238,6 +285,7 @@ class EKFAC(KFAC):
         kfac_approx: Which factors give the eigenvectors, "expand" or "reduce". The eigenvalues are exact in either
             basis.
         max_bytes: As for `KFAC`. The eigenvectors of a diagonal factor are the identity's.
+        split: As for `KFAC`. Eigenvectors are those of the matrices on the diagonal, and eigenvalues are exact.
         basis_rtol: Eigenvectors of a factor need not be told apart where what is left of it has no diagonal entry above
             `basis_rtol` times the largest. The basis is orthogonal all the same, so that the trace stays exact; the
             distance to the block in the Frobenius norm grows, at most to that of the exact diagonal in a basis that is
@@ -268,30 +316,55 @@ class EKFAC(KFAC):
         group: Group | None,
         scale: LossScale,
         kfac_approx: str = "expand",
-        max_bytes: int = 2 * 2**30,
+        max_bytes: int = MAX_BYTES,
         basis_rtol: float = 0.0,
+        split: int | None = None,
     ) -> None:
-        super().__init__(layer, group, scale, kfac_approx, max_bytes)
+        super().__init__(layer, group, scale, kfac_approx, max_bytes, split)
         if not 0 <= basis_rtol < 1:
             raise ValueError(f"Expected basis_rtol to be at least 0 and below 1, got {basis_rtol}.")
         self.basis_rtol = basis_rtol
 
     @property
-    def block_size(self) -> int:
-        return super().block_size + sum(group.layout.dim for group in self.groups)
+    def sweeps(self) -> int:
+        return 2
 
-    @property
-    def needs_another_sweep(self) -> bool:
-        return True
+    def needs(self) -> Needs:
+        first, itemsize = super().needs(), self.layer.accumulation_dtype.itemsize
+        bases = sum(form.needed(itemsize) for form in self.forms.values() if not form.diagonal)
+        kept = bases + itemsize * sum(p.numel() for p in self.layer.params.values())
+        return Needs(first.computing + kept, kept)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
-        bases = self.decomposed or {name: self.decompose(name, M) for name, M in self.decompositions().items()}
-        return Correction(self.layer, self.scale, bases.get("G"), bases.get("A"))
+        found = self._bases()
+        if self.leader is not None:
+            assert isinstance(self.leader, EKFAC)  # as of its kind
+            found = {**found, **{name: Q for name, Q in self.leader._bases().items() if name.startswith("A")}}
+
+        def basis(side: str) -> Parts | None:
+            return found[side] if side in found else tuple(found[part] for part in numbered(found, side)) or None
+
+        return Correction(self.layer, self.scale, basis("G"), basis("A"))
+
+    def _bases(self) -> dict[str, Tensor]:
+        """Its decompositions, computed once if nothing is added any more."""
+        found = self.decomposed or {name: self.decompose(name, M) for name, M in self.decompositions().items()}
+        if self._for_good:
+            self.decomposed = found
+        return found
 
     def decompositions(self) -> dict[str, Tensor]:
         A, G = self.factors()
-        factors = {"G": G} if A is None else {"G": G, "A": A}
-        return {name: factor for name, factor in factors.items() if name not in self.diagonal}
+        A = A if self.leader is None else None  # it has the leader's basis
+        matrices: dict[str, Tensor] = {}
+        for name, factor in (("G", G), ("A", A)):
+            if factor is None or self.forms[name].diagonal:
+                continue
+            if isinstance(factor, Tensor):
+                matrices[name] = factor
+            else:
+                matrices |= {f"{name}.{k}": part for k, part in enumerate(factor)}
+        return matrices
 
     def decompose(self, name: str, M: Tensor) -> Tensor:
         return eigenvectors(self.layer, name, M, self.basis_rtol)
@@ -312,7 +385,7 @@ class Correction(Accumulator):
     changes_basis = True
     constants = ("QG", "QA")
 
-    def __init__(self, layer: Layer, scale: LossScale, QG: Tensor | None, QA: Tensor | None) -> None:
+    def __init__(self, layer: Layer, scale: LossScale, QG: Parts | None, QA: Parts | None) -> None:
         super().__init__(layer, None, scale)
         self.QG, self.QA = QG, QA
 
@@ -329,11 +402,7 @@ class Correction(Accumulator):
     def mismatch(self, other: Accumulator) -> str | None:
         """Corrected eigenvalues belong to one basis."""
         assert isinstance(other, Correction)
-        pairs = [(self.QG, other.QG), (self.QA, other.QA)]
-        if all(
-            mine is theirs or (mine is not None and theirs is not None and torch.equal(mine, theirs))
-            for mine, theirs in pairs
-        ):
+        if _same_basis(self.QG, other.QG) and _same_basis(self.QA, other.QA):
             return None
         return (
             "corrected eigenvalues of EKFAC can only be added in the same basis, and these have different ones: those "
@@ -347,24 +416,41 @@ class Correction(Accumulator):
         for group in self.layer.groups:
             total = before.sums[group.name]
             if self.QG is not None and before.QG is not None:
-                total = (self.QG.mT @ before.QG).square() @ total
+                total = multiplied(total.mT, _turn(before.QG, self.QG)).mT
             if self.QA is not None and before.QA is not None and self.layer.weight in group.keys:
-                total = total @ (before.QA.mT @ self.QA).square()
+                total = multiplied(total, _turn(before.QA, self.QA))
             self.sums[group.name] = total
         self.counts, self.totals = dict(before.counts), replace(before.totals)
 
 
+def _same_basis(mine: Parts | None, theirs: Parts | None) -> bool:
+    if mine is theirs or mine is None or theirs is None:
+        return mine is theirs
+    if isinstance(mine, Tensor) or isinstance(theirs, Tensor):
+        return isinstance(mine, Tensor) and isinstance(theirs, Tensor) and torch.equal(mine, theirs)
+    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+
+def _turn(before: Parts, now: Parts) -> Parts:
+    """Squares of the entries of `before.mT @ now`."""
+    if isinstance(before, Tensor):
+        assert isinstance(now, Tensor)
+        return (before.mT @ now).square()
+    return tuple((P.mT @ Q).square() for P, Q in zip(before, now, strict=True))
+
+
 def ekfac_blocks(
-    layer: Layer, QG: Tensor | None, QA: Tensor | None, values: Mapping[str, Tensor]
+    layer: Layer, QG: Parts | None, QA: Parts | None, values: Mapping[str, Tensor]
 ) -> dict[str, LinearOperator]:
     """Blocks of a layer from eigenvectors and corrected eigenvalues. The tensors are shared, not copied."""
     blocks: dict[str, LinearOperator] = {}
+    axes = len(layer.groups[0].layout.matrix_shape)
     for group in layer.groups:
         flat = values[group.name].reshape(-1)
         *batch, rows, columns = group.layout.matrix_shape
-        left = _identity(rows, batch, flat) if QG is None else Dense(QG)
+        left = _identity(rows, batch, flat) if QG is None else as_factor(QG, Structure.GENERAL, axes)
         if layer.weight in group.keys:
-            right = _identity(columns, batch, flat) if QA is None else Dense(QA)
+            right = _identity(columns, batch, flat) if QA is None else as_factor(QA, Structure.GENERAL, axes)
             blocks[group.name] = Eigendecomposed(Kronecker(left, right), flat)
         else:
             blocks[group.name] = Eigendecomposed(left, flat)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.tnt import KroneckerBlock, column_gram, columns, kronecker, pieces, row_gram
 from curvlinops_plus.errors import UnsupportedError
@@ -81,13 +81,19 @@ class NearestKronecker(KroneckerBlock):
         self.max_factor_bytes = max_factor_bytes
         self.power_iterations = power_iterations
         *batch, o, i = self.shape
-        entries = o**2 * i if layer.sparse else (batch[0] if batch else 1) * (o * i) ** 2
+        self.entries = o**2 * i if layer.sparse else (batch[0] if batch else 1) * (o * i) ** 2
         #: Whether the block is formed.
-        self.formed = entries * layer.accumulation_dtype.itemsize <= max_bytes
+        self.formed = self.entries * layer.accumulation_dtype.itemsize <= max_bytes
 
     @property
-    def needs_another_sweep(self) -> bool:
-        return not self.formed and self.has_weight
+    def sweeps(self) -> int:
+        return 1 if self.formed or not self.has_weight else 1 + self.power_iterations
+
+    def needs(self) -> Needs:
+        factors, itemsize = super().needs().kept, self.layer.accumulation_dtype.itemsize
+        # The block in two forms and its decomposition, or KFAC's factors and those of a sweep.
+        formed = 3 * self.entries * itemsize if self.formed and self.has_weight else 0
+        return Needs(formed + 2 * factors, factors)
 
     def add_weight(self, batch: LayerBatch) -> None:
         if not self.formed:
@@ -146,8 +152,8 @@ class PowerStep(Accumulator):
         self.given, self.side, self.left = given, side, left
 
     @property
-    def needs_another_sweep(self) -> bool:
-        return self.left > 1
+    def sweeps(self) -> int:
+        return self.left
 
     def update(self, batch: LayerBatch) -> None:
         contract = row_gram if self.side == "A" else column_gram

@@ -28,7 +28,7 @@ from curvlinops_plus.blocks.stored_options import (
 )
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Space
-from curvlinops_plus.linalg.packing import FORMAT, copied, pack, unpack
+from curvlinops_plus.linalg.packing import FORMAT, copied, pack, taken, unpack
 from curvlinops_plus.risk import EmpiricalRisk, Group, Vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses
@@ -291,7 +291,7 @@ def _read_factored(
             raise ValueError(f"The state lacks {name} of {title}; is the file cut off?")
         factors[name] = state[name][entry.layer.name]
     try:
-        factors = {name: _each(factor, lambda t: copied(t).to(device)) for name, factor in factors.items()}
+        factors = {name: _each(factor, lambda t: taken(t, device)) for name, factor in factors.items()}
         return blocks_from_factors(entry, factors, space)
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"State mismatch in {title}: its factors do not fit together ({error}).") from error

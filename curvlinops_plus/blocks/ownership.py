@@ -79,9 +79,7 @@ class Owners(Everyone):
         plan = list(plan)
         super().__init__(plan, risk)
         made = {name: a for entry in plan for name, a in entry.accumulators(risk.scale).items()}
-        ranks = schedule(
-            [a.block_size * a.layer.accumulation_dtype.itemsize for a in made.values()], self.processes.world
-        )
+        ranks = schedule([_size(a) for a in made.values()], self.processes.world)
         self._of_accumulators = dict(zip(made, ranks, strict=True))
         #: Block name to rank.
         self.ranks = {group.name: rank for a, rank in zip(made.values(), ranks, strict=True) for group in a.groups}
@@ -105,7 +103,7 @@ class Owners(Everyone):
         if isinstance(result, Accumulator) and not accumulator.needs_another_sweep:
             raise UnsupportedError(
                 f"{accumulator.layer.title}: finish() of {type(accumulator).__name__} returns another accumulator, "
-                "which all processes need. With owned=True its needs_another_sweep has to be True."
+                "which all processes need. With owned=True its property `sweeps` has to be their number."
             )
         return result
 
@@ -119,6 +117,13 @@ class Owners(Everyone):
             for name, layout in self.groups.items()
         }
         return OwnedBlockDiagonal(arranged, self.groups, self.risk.space, self.processes)
+
+
+def _size(accumulator: Accumulator) -> int:
+    """Bytes of the blocks of an accumulator; if it does not say, those of its parameters."""
+    if (needs := accumulator.needs()) is not None:
+        return needs.kept
+    return accumulator.layer.accumulation_dtype.itemsize * sum(group.layout.dim for group in accumulator.groups)
 
 
 def keepers_of(plan: Iterable[LayerPlan], risk: EmpiricalRisk, owned: bool) -> Everyone:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from math import isfinite
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, LinearOperator, Scaled, Structure
 from curvlinops_plus.linalg.numerics import gram
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 __all__ = ["DiagonalBlock", "FullBlock", "ScaledIdentity"]
+
+
+def _numbers(accumulator: Accumulator) -> int:
+    """How many numbers the parameters of a block have."""
+    return sum(group.layout.dim for group in accumulator.groups)
 
 
 class DiagonalBlock(Accumulator):
@@ -28,6 +33,10 @@ class DiagonalBlock(Accumulator):
     """
 
     needs_gradients = True
+
+    def needs(self) -> Needs:
+        size = _numbers(self) * self.layer.accumulation_dtype.itemsize
+        return Needs(size, size)
 
     def update(self, batch: LayerBatch) -> None:
         self.add("diagonal", batch.squared_grads())
@@ -61,8 +70,7 @@ class FullBlock(Accumulator):
 
     def __init__(self, layer: Layer, group: Group | None, scale: LossScale, max_bytes: int = 2 * 2**30) -> None:
         super().__init__(layer, group, scale)
-        keys = layer.params if group is None else group.keys
-        dim = sum(layer.params[key].numel() for key in keys)
+        dim = _numbers(self)
         size = dim * dim * layer.accumulation_dtype.itemsize
         if size > max_bytes:
             raise UnsupportedError(
@@ -71,9 +79,9 @@ class FullBlock(Accumulator):
                 f"for this layer, or FullBlock.using(max_bytes=...)."
             )
 
-    @property
-    def block_size(self) -> int:
-        return sum(group.layout.dim**2 for group in self.groups)
+    def needs(self) -> Needs:
+        size = _numbers(self) ** 2 * self.layer.accumulation_dtype.itemsize
+        return Needs(2 * size, size)  # the product of one batch is added to the sum
 
     def update(self, batch: LayerBatch) -> None:
         self.add("matrix", gram(batch.per_example_grads.flatten(2).flatten(0, 1)))
@@ -116,9 +124,8 @@ class ScaledIdentity(Accumulator):
             raise ValueError(f"ScaledIdentity: expected a finite scale of at least 0, got {scale}.")
         self.number = float(scale)
 
-    @property
-    def block_size(self) -> int:
-        return 0
+    def needs(self) -> Needs:
+        return Needs(0, 0)
 
     def update(self, batch: LayerBatch) -> None:
         pass

@@ -148,6 +148,12 @@ class ScaledBlocks(Deferred):
         moved._set_operator(self.unscaled.to(device=device, dtype=dtype))
         return moved
 
+    def offload(self, where: str | torch.device | None = None, dtype: torch.dtype | None = None) -> Self:
+        """The same operator with blocks whose tensors live elsewhere; see `BlockDiagonal.offload`."""
+        moved = copy.copy(self)
+        moved._set_operator(self.unscaled.offload(where, dtype))
+        return moved
+
     def split(self, v: Any) -> dict[str, Tensor]:
         """A vector's parts, block by block (`BlockDiagonal.split`): `K.blocks[name] @ K.split(v)[name]`."""
         return self.operator.split(v)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.linalg import OwnedBlockDiagonal
-from curvlinops_plus.linalg.packing import FORMAT, copied
+from curvlinops_plus.linalg.packing import FORMAT, copied, mapped
 
 __all__ = ["load", "save"]
 
@@ -102,6 +102,7 @@ def _write_file(path: Path, tensors: dict[str, Tensor], tree: Any, more: Mapping
     if path.is_dir() or not path.parent.is_dir():
         why = "is a folder; add the name of a file" if path.is_dir() else "is in a folder that does not exist"
         raise FileNotFoundError(f"Can't save to {path}: it {why}.")
+    # An operator that was loaded from this path goes on with the old file: its tensors are mapped from it.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(tensors, unfinished, metadata={"format": FORMAT, "state": json.dumps(tree), **(more or {})})
@@ -176,7 +177,7 @@ def _read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         metadata = file.metadata() or {}
         if metadata.get("format") != FORMAT or "state" not in metadata:
             raise ValueError(f"{path} is a safetensors file, but not one that curvlinops_plus wrote.")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
+        tensors = {name: mapped(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 (no dict)
     return tensors, metadata
 
 

@@ -53,7 +53,7 @@ class SweepCache:
                     self._storages.add(storage.data_ptr())
                     self._bytes += storage.nbytes()
                 self._versions.append((t, t._version))
-        self._batches.append(replace(batch, calls=calls, _shared={}))
+        self._batches.append(replace(batch, calls=calls, _shared={}, of_batch=None))
         if self._bytes > self.max_bytes:
             self._batches, self._totals, self._storages, self._versions = None, [], set(), []
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale
-from curvlinops_plus.blocks.kfac import check_factor_sizes, kronecker_size
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
+from curvlinops_plus.blocks.factors import check_factor_sizes
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.kronecker_approximation import balanced
@@ -52,15 +52,17 @@ class KroneckerBlock(Accumulator):
         self.has_weight = layer.weight in group.keys
         check_factor_sizes(self, max_bytes, option)
 
-    @property
-    def block_size(self) -> int:
-        return kronecker_size(self.layer, self.groups, {"A"} if self.layer.sparse else set())
-
     def update(self, batch: LayerBatch) -> None:
         if self.has_weight:
             self.add_weight(batch)
         else:
             self.add("G", batch.rows.grad_gram(reduce=True))
+
+    def needs(self) -> Needs:
+        *batch, o, i = self.shape
+        of_A = (i if self.layer.sparse else i**2) if self.has_weight else 0
+        size = (batch[0] if batch else 1) * (o**2 + of_A) * self.layer.accumulation_dtype.itemsize
+        return Needs(2 * size, size)
 
     def finish(self) -> LinearOperator | Accumulator:
         return self.finish_weight() if self.has_weight else Dense(self.value("G"), Structure.PSD)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.blocks.kfac import diagonal_factors, diagonal_in_role
+from curvlinops_plus.blocks.factors import factor_forms, form_in_role
+from curvlinops_plus.blocks.kfac import MAX_BYTES
 from curvlinops_plus.errors import NumericsError, VerificationError
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.likelihood import GaussianNLL, Likelihood
@@ -215,11 +216,13 @@ def _statistics(batch: LayerBatch) -> tuple[dict[str, tuple[Tensor, Tensor]], di
     for group in batch.layer.groups:
         total = total + batch.restrict(group).per_example_grads.square().sum()
     traces["trace of the diagonal"] = total
-    diagonal = diagonal_factors(batch.layer)
+    forms = factor_forms(batch.layer, MAX_BYTES)
+    diagonal = {name for name, form in forms.items() if form.diagonal}
     if batch.layer.affine:
         for number, role in enumerate(batch.roles()):
             if role.calls:
-                sides = diagonal_in_role(batch.layer, number, diagonal)
+                of_A, of_G = form_in_role(batch.layer, number, forms)
+                sides = (of_A is None or of_A.diagonal, of_G.diagonal)
                 grams |= {f"{name}{number or ''}": pair for name, pair in _grams(role, *sides).items()}
     if len(batch.layer.roles) == 1:
         corrected = torch.zeros_like(total)

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from curvlinops_plus.layer.squares import Basis, multiplied
+
 __all__ = ["SparseRows"]
 
 # Work memory for the gradients of several vectors at a time.
@@ -212,7 +214,7 @@ class SparseRows:
             parts.append(torch.einsum(f"{letters},bsko->vbk", some, met))
         return torch.cat(parts, 1)
 
-    def squared(self, g: Tensor, Q: Tensor | None = None) -> Tensor:  # [V, B, S, o], [o, o] -> [o, i]
+    def squared(self, g: Tensor, Q: Basis | None = None) -> Tensor:  # [V, B, S, o], [o, o] -> [o, i]
         """`Σ_{v,n} (Qᵀ Σ_s g a)²`, entry by entry: EKFAC's eigenvalues where the input factor is a diagonal.
 
         Only pairs of an example and an index that occur are formed.
@@ -242,7 +244,7 @@ class SparseRows:
             table = some[0].flatten(0, 1) if len(some) == 1 else some.flatten(1, 2).transpose(0, 1).flatten(1)
             J = F.embedding_bag(row, table.contiguous(), pairs.start, mode="sum", per_sample_weights=weight)
             J = J.view(len(pairs.place), len(some), o)
-            J = J if Q is None else J @ Q.to(g.dtype)
+            J = multiplied(J, Q)
             total.index_add_(0, pairs.place, J.square_().sum(1))
         return total.T
 

@@ -5,35 +5,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["rotate", "row_products", "squared_gradients"]
+__all__ = ["Basis", "multiplied", "rotate", "row_products", "squared_gradients"]
+
+# An orthogonal matrix, or those on the diagonal of one.
+Basis = Tensor | tuple[Tensor, ...]
 
 # Products per example are formed in pieces of about this many bytes, which stay in a processor's cache.
 _CHUNK_BYTES = 2**23
 
 
-def rotate(J: Tensor, QG: Tensor | None, QA: Tensor | None) -> Tensor:  # [..., *b, o, i] -> [..., *b, o, i]
+def rotate(J: Tensor, QG: Basis | None, QA: Basis | None) -> Tensor:  # [..., *b, o, i] -> [..., *b, o, i]
     """`Q_Gᵀ J Q_A`; None is the identity."""
-    J = J if QG is None else _right(J.mT, QG).mT if QG.ndim > 2 else QG.mT @ J
-    return _right(J, QA)
+    if QG is not None:
+        J = QG.mT @ J if isinstance(QG, Tensor) and QG.ndim == 2 else multiplied(J.mT, QG).mT
+    return multiplied(J, QA)
 
 
-def _right(t: Tensor, Q: Tensor | None) -> Tensor:  # [..., *b, m, k] -> [..., *b, m, l]
+def multiplied(t: Tensor, Q: Basis | None) -> Tensor:  # [..., *b, m, k] -> [..., *b, m, l]
     """`t Q`: of several matrices, one large product for each of them instead of one per example."""
+    if isinstance(Q, tuple):
+        parts = t.split_with_sizes([part.shape[-2] for part in Q], -1)
+        return torch.cat([multiplied(some, part) for some, part in zip(parts, Q, strict=True)], -1)
     if Q is None or Q.ndim == 2:
         return t if Q is None else t @ Q
     return torch.einsum("...bmk,bkl->...bml", t, Q)
 
 
 def squared_gradients(
-    g: Tensor, a: Tensor, QG: Tensor | None = None, QA: Tensor | None = None, bias: bool = False
+    g: Tensor, a: Tensor, QG: Basis | None = None, QA: Basis | None = None, bias: bool = False
 ) -> Tensor:
     """`Σ_n (Q_Gᵀ (Σ_s g_{n,s} a_{n,s}ᵀ) Q_A)²`, entry by entry.
 
     Args:
         g: Output gradients [N, S, *b, o].
         a: Inputs [N, S, *b, i].
-        QG: Basis of the rows [*b, o, o], None for the identity.
-        QA: Basis of the columns [*b, i, i], None for the identity.
+        QG: Basis of the rows [*b, o, o], None for the identity; a tuple of the matrices on its diagonal.
+        QA: Basis of the columns [*b, i, i], likewise.
         bias: Whether inputs have one more entry, which is one and not stored; bases count it.
 
     Returns:
@@ -50,16 +57,19 @@ def squared_gradients(
     batch = g.shape[2:-1]
     if batch:  # [N, b, S, .]
         g, a = g.movedim(2, 1), a.movedim(2, 1)
+    if bias and (S == 1 or isinstance(QA, tuple)):
+        a, bias = _with_ones(a), False
+        i += 1
     if S == 1:
-        a = _with_ones(a) if bias else a
-        g, a = (t[..., 0, :].square() for t in (_right(g, QG), _right(a, QA)))
+        g, a = (t[..., 0, :].square() for t in (multiplied(g, QG), multiplied(a, QA)))
         return torch.einsum("n...o,n...i->...oi", g, a)
     rotate_first = S * (o * o + i * i) <= o * i * (o + i)
     if rotate_first:
-        g = _right(g, QG)
-        if QA is not None:
-            a = _right(a, QA[..., :i, :])
-            a, bias = a.add_(QA[..., i:, :]) if bias else a, False
+        g = multiplied(g, QG)
+        if bias and isinstance(QA, Tensor):
+            a, bias = multiplied(a, QA[..., :i, :]).add_(QA[..., i:, :]), False
+        elif QA is not None:
+            a = multiplied(a, QA)
     total = g.new_zeros(*batch, o, a.shape[-1] + bias)
     step = max(1, _CHUNK_BYTES // (total.numel() * g.element_size()))
     for g_n, a_n in zip(g.split(step), a.split(step), strict=True):

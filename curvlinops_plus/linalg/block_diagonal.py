@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.damping import Damping, Scalar
-from curvlinops_plus.linalg.kronecker import Kronecker
+from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.layout import Layout
+from curvlinops_plus.linalg.offload import Store, in_turn, resident
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
 from curvlinops_plus.linalg.products import error_context, outside_autocast
@@ -119,7 +120,7 @@ class BlockDiagonal(LinearOperator):
         """
         given = X.T.contiguous().split_with_sizes(self.in_space.sizes, 1)
         results: list[Any] = [None] * len(given)
-        for name, block in self.blocks.items():
+        for name, block in in_turn(self.blocks):
             layout, places = self.layouts[name], self._places[name]
             with error_context(f'block "{name}"'):
                 y = getattr(block, product)(layout.gather([given[place] for place in places]).T)
@@ -189,6 +190,10 @@ class BlockDiagonal(LinearOperator):
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> BlockDiagonal:
         return self._with(self._each(methodcaller("to", device, dtype)))
+
+    def offload(self, where: str | torch.device | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
+        """The same matrix with blocks whose tensors live elsewhere, see `offloaded`."""
+        return offloaded(self, where, dtype)
 
     def _to_dense(self) -> Tensor:
         dense = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
@@ -316,6 +321,10 @@ class BlockDiagonal(LinearOperator):
         """The same with all blocks here: the operator itself, unless it is an `OwnedBlockDiagonal`."""
         return self
 
+    def _some(self, function: Callable[[LinearOperator], bool]) -> bool:
+        """Whether `function` is true of a block, whoever has it."""
+        return any(map(function, self.here.values()))
+
     def _tensors(
         self, function: Callable[[LinearOperator], Tensor], shape: tuple[int, ...] | None, decomposes: bool = False
     ) -> dict[str, Tensor]:
@@ -333,19 +342,14 @@ class BlockDiagonal(LinearOperator):
 
         If that decomposes the blocks, several are done at the same time.
         """
-        names = list(self.blocks if among is None else among)
+        blocks = self.blocks if among is None else among
 
         def of(name: str) -> T:
             with error_context(f'block "{name}"'):
-                return (
-                    function(self.blocks[name]) if arguments is None else function(self.blocks[name], arguments[name])
-                )
-
-        def work(name: str) -> float:
-            return decomposition_work(self.blocks[name]) if decomposes else 0.0
+                return function(blocks[name]) if arguments is None else function(blocks[name], arguments[name])
 
         with outside_autocast(self.device):
-            return dict(zip(names, side_by_side(of, names, work), strict=True))
+            return in_threads(of, blocks) if decomposes else {name: of(name) for name in blocks}
 
     def _with(self, blocks: dict[str, LinearOperator]) -> BlockDiagonal:
         """The same groups of parameters with other blocks of the same sizes."""
@@ -388,3 +392,60 @@ def decomposition_work(block: LinearOperator) -> float:
     if block.device.type != "cpu":
         return 0.0
     return float(sum(10 * m.size**3 for m in matrices if isinstance(m, Dense) and not m.matrix.requires_grad))
+
+
+def in_threads(of: Callable[[str], T], blocks: Mapping[str, LinearOperator]) -> dict[str, T]:
+    """Block name to `of(name)`, which decomposes the block: those of much work at the same time."""
+    units = sharing(blocks)
+    work = [sum(decomposition_work(blocks[name]) for name in unit) for unit in units]
+    found = side_by_side(lambda k: [of(name) for name in units[k]], range(len(units)), work.__getitem__)
+    results = {name: result for unit, of_unit in zip(units, found) for name, result in zip(unit, of_unit)}
+    return {name: results[name] for name in blocks}
+
+
+def sharing(blocks: Mapping[str, LinearOperator]) -> list[list[str]]:
+    """Names of blocks; those together that share a factor, which is decomposed once and remembered."""
+    units: list[list[str]] = []
+    known: dict[int, list[str]] = {}
+    for name, block in blocks.items():
+        while isinstance(block, (Scaled, Shifted)):
+            block = block.A
+        factors = [id(factor) for factor in ((block.G, block.A) if isinstance(block, Kronecker) else (block,))]
+        unit = next((known[factor] for factor in factors if factor in known), None)
+        if unit is None:
+            units.append(unit := [])
+        unit.append(name)
+        known |= dict.fromkeys(factors, unit)
+    return units
+
+
+def offloaded(K: BlockDiagonal, where: str | torch.device | None, dtype: torch.dtype | None) -> BlockDiagonal:
+    """The same matrix with blocks whose tensors live elsewhere; they are fetched whenever they are used.
+
+    Products fetch the next block while they multiply with the present one. Inverses, powers, multiples and shifts
+    live there as well, and share with this operator what they have in common, such as eigenvectors.
+
+    Args:
+        where: "cpu", the name of another device, or "disk:folder", a folder for temporary files, which are removed
+            when nothing refers to them. None leaves blocks where they are.
+        dtype: What eigenvectors are rounded to, such as `torch.bfloat16`: half of their memory. It changes
+            products by about 2e-3 of the Frobenius norm; eigenvalues, trace and determinant stay what they are.
+
+    Raises:
+        ValueError: If it is no such place, a block is known by its products alone, or `dtype` is given and no block
+            has eigenvectors.
+        FileNotFoundError: If the folder is in one that does not exist.
+
+    Example:
+        >>> from curvlinops_plus.linalg import Diagonal
+        >>> layouts = {"w": Layout({"w": "d -> 1 d"}, {"w": (2,)})}
+        >>> K = BlockDiagonal({"w": Diagonal(torch.ones(2))}, layouts, Space({"w": (2,)}))
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     K.offload(f"disk:{folder}") @ torch.ones(2)
+        tensor([1., 1.])
+    """
+    store = Store(where, dtype)
+    if dtype is not None and not K._some(lambda block: isinstance(resident(block), Eigendecomposed)):
+        raise ValueError(f"dtype={dtype} is for eigenvectors, and no block has some: those of EKFAC do.")
+    return K._with({**K.blocks, **K._each(store.offload, among=K.here)})

@@ -14,6 +14,7 @@ from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
 from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
 from curvlinops_plus.linalg.space import Space
+from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
 __all__ = ["formed_part", "may_be_formed", "tensors_of"]
@@ -37,6 +38,8 @@ def tensors_of(*parts: Any) -> list[Tensor] | None:
             inner = [part.vector]
         elif isinstance(part, Kronecker):
             inner = tensors_of(part.G, part.A)
+        elif isinstance(part, SplitFactor):
+            inner = tensors_of(*part.pieces)
         elif isinstance(part, Eigendecomposed):
             inner = tensors_of(part.basis, part.values)
         elif isinstance(part, Scaled):
@@ -78,6 +81,8 @@ def formed_part(A: LinearOperator, at: Tensor) -> LinearOperator:
         return Dense(_entries(A.G, o) * _entries(A.A, i), A.structure)
     if isinstance(A, Eigendecomposed):
         return Dense(_of_eigendecomposed(A, at), A.structure)
+    if isinstance(A, SplitFactor):
+        return Dense(_entries(A, at), A.structure)
     assert isinstance(A, Dense)
     return Dense(A.matrix.reshape(A.shape)[at[:, None], at], A.structure, A.rtol)
 
@@ -119,6 +124,8 @@ def _member(A: Any, k: int, n: int) -> Any:
         return A
     if isinstance(A, Kronecker):
         return Kronecker(_member(A.G, k, n), _member(A.A, k, n))
+    if isinstance(A, SplitFactor):
+        return SplitFactor([_member(piece, k, n) for piece in A.pieces])
     return Diagonal(A.vector[k]) if isinstance(A, Diagonal) else Dense(A.matrix[k], A.structure, A.rtol)
 
 
@@ -126,6 +133,13 @@ def _entries(factor: Factor, at: Tensor) -> Tensor:  # [k] -> [k, k]
     """`F[at, at]`."""
     if isinstance(factor, Dense):
         return factor.matrix[at][:, at]
+    if isinstance(factor, SplitFactor):
+        entries, start = torch.zeros(len(at), len(at), dtype=factor.dtype, device=factor.device), 0
+        for piece in factor.pieces:
+            here = ((at >= start) & (at < start + piece.size)).nonzero()[:, 0]
+            entries[here[:, None], here] = _entries(piece, at[here] - start)
+            start += piece.size
+        return entries
     return factor.diagonals()[at][:, None] * (at[:, None] == at)
 
 

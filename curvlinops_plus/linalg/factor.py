@@ -25,6 +25,15 @@ class Factor(LinearOperator):
     size: int  # columns of one matrix
     rows: int = derived("size")  # rows of one matrix
 
+    @property
+    def largest(self) -> int:
+        """Size of the largest matrix that an eigendecomposition has to do with."""
+        return self.size
+
+    def matrices(self) -> Tensor:
+        """All entries, `[*b, m, n]`, zeros too."""
+        return torch.diag_embed(self.diagonals())
+
     @abstractmethod
     def left(self, M: Tensor) -> Tensor:  # [..., n, k] -> [..., m, k]
         """`F M` for matrices `M`, whose leading axes end with the batch."""

@@ -23,7 +23,7 @@ from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.products import error_context
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
-from curvlinops_plus.linalg.structured import Dense, IdentityLinearOperator
+from curvlinops_plus.linalg.structured import Dense
 
 __all__ = ["Eigendecomposed", "Kronecker"]
 
@@ -295,9 +295,7 @@ def _matrices(factor: Factor, b: int) -> list[Tensor]:
 def _decomposed_size(basis: LinearOperator) -> int:
     """Size of the largest matrix that was decomposed to find a basis; the identity was not."""
     factors = (basis.G, basis.A) if isinstance(basis, Kronecker) else (basis,)
-    return max(
-        1 if isinstance(f, IdentityLinearOperator) else f.size if isinstance(f, Factor) else f.shape[0] for f in factors
-    )
+    return max(factor.largest if isinstance(factor, Factor) else factor.shape[0] for factor in factors)
 
 
 def _factor_damping(damping: Any, factor: Factor) -> Scalar:

@@ -14,8 +14,10 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.damping import Damping, Scalar
 from curvlinops_plus.linalg.layout import Layout
+from curvlinops_plus.linalg.offload import in_turn
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.packing import pack, unpack
+from curvlinops_plus.linalg.products import error_context
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
@@ -178,6 +180,9 @@ class OwnedBlockDiagonal(BlockDiagonal):
 
         return self.processes.together(f"{what} of {self.label}", work)
 
+    def _some(self, function: Callable[[LinearOperator], bool]) -> bool:
+        return any(self.processes.gather("what blocks are", super()._some(function)))
+
     def _tensors(
         self, function: Callable[[LinearOperator], Tensor], shape: tuple[int, ...] | None, decomposes: bool = False
     ) -> dict[str, Tensor]:
@@ -190,7 +195,14 @@ class OwnedBlockDiagonal(BlockDiagonal):
             self.processes.same("what they multiply", lambda: {"the vector (by three sums of its entries)": _sums(X)})
         tree, here = self.in_space.unflatten(X), self.here
         parts = {name: self.layouts[name].join(tree) for name in here}
-        compute = partial(self._each, lambda block, part: getattr(block, product)(part), parts, among=here)
+
+        def compute() -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            for name, block in in_turn(here):
+                with error_context(f'block "{name}"'):
+                    found[name] = getattr(block, product)(parts[name])
+            return found
+
         shapes = {name: (layout.dim, X.shape[1]) for name, layout in self.layouts.items()}
         return self._merge(self._handed_out("a product", shapes, compute))
 
@@ -206,6 +218,11 @@ class OwnedBlockDiagonal(BlockDiagonal):
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`. Collective, without communication."""
         power = partial(super().power, p, self.per_block(damping), exact=exact)
         return self.processes.together(f"a power of {self.label}", power)
+
+    def offload(self, where: str | torch.device | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
+        """The same, each process with its blocks elsewhere; see `BlockDiagonal.offload`. Collective."""
+        offload = partial(super().offload, where, dtype)
+        return self.processes.together(f"offloading blocks of {self.label}", offload)
 
     def gather(self, rank: int | None = 0) -> BlockDiagonal | None:
         """All blocks in one process, as a `BlockDiagonal`. Collective.

@@ -106,6 +106,9 @@ class Dense(OneTensor):
         """The entries, `[m, n]` or `[b, d, d]`."""
         return self._tensor
 
+    def matrices(self) -> Tensor:
+        return self._tensor
+
     def left(self, M: Tensor) -> Tensor:
         return self._tensor @ M
 
@@ -328,6 +331,10 @@ class IdentityLinearOperator(Factor):
         where = torch.empty(0, device="cpu" if device is None else device).device
         super().__init__(space, torch.get_default_dtype() if dtype is None else dtype, where, Structure.PSD)
         self.batch, self.size = (), space.dim
+
+    @property
+    def largest(self) -> int:
+        return 1  # nothing was decomposed to know it
 
     def left(self, M: Tensor) -> Tensor:
         return M

@@ -21,6 +21,7 @@ from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted, Sum
 from curvlinops_plus.linalg.owned import OwnedBlockDiagonal
 from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
 from curvlinops_plus.linalg.selection import Selection, select
+from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
@@ -245,6 +246,21 @@ def _(A: Diagonal, rows: Selection, cols: Selection) -> LinearOperator | None:
 
 
 @_structured.register
+def _(A: SplitFactor, rows: Selection, cols: Selection) -> LinearOperator | None:
+    if A.batch or not rows.same(cols) or not bool((cols.positions.diff() > 0).all()):
+        return _principal(A, rows, cols)
+    pieces, start = [], 0
+    for piece in A.pieces:
+        at = cols.positions[(cols.positions >= start) & (cols.positions < start + piece.size)] - start
+        start += piece.size
+        if len(at):
+            part = submatrix(piece, at, at)
+            assert isinstance(part, Factor)
+            pieces.append(part)
+    return SplitFactor(pieces) if pieces else None
+
+
+@_structured.register
 def _(A: IdentityLinearOperator, rows: Selection, cols: Selection) -> LinearOperator | None:
     return IdentityLinearOperator(cols.space, A.device, A.dtype) if rows.same(cols) else None
 
@@ -331,9 +347,7 @@ def _of_whole_rows_and_columns(A: Kronecker, positions: Tensor) -> Kronecker | N
     if not torch.equal((of_G[:, None] * A.A.size + of_A).flatten(), positions):
         return None
     G, F = submatrix(A.G, of_G, of_G), submatrix(A.A, of_A, of_A)
-    assert isinstance(G, Factor)
-    assert isinstance(F, Factor)
-    return Kronecker(G, F)
+    return Kronecker(G, F) if isinstance(G, Factor) and isinstance(F, Factor) else None
 
 
 @_structured.register

@@ -154,6 +154,7 @@ class BackwardPasses:
         self.reached: set[int] = set()
         self._calls = recorder.by_layer()
         self.called = set(self._calls)
+        self._of_batch = {recorder.layers[i]: [c.call for c in calls] for i, calls in self._calls.items()}
         self._first = True  # whether no vector was sent yet
 
     def send(self, group: VectorGroup, at_once: int, keep_graph: bool) -> None:
@@ -265,7 +266,15 @@ class BackwardPasses:
             for recorded in calls:
                 recorded.set_gradients({id(s): grads.pop(id(s), None) for s in recorded.slots}, V, batched)
         layer = recorder.layers[index]
-        batch = LayerBatch(layer, [c.call for c in calls], recorder.num_examples, self._first, self.mask, self.weight)
+        batch = LayerBatch(
+            layer,
+            self._of_batch[layer],
+            recorder.num_examples,
+            self._first,
+            self.mask,
+            self.weight,
+            of_batch=self._of_batch,
+        )
         with recorder.disabled(), plain_mode(layer.device.type):
             self.consume(batch)
         for recorded in calls:

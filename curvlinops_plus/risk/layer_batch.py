@@ -6,7 +6,7 @@ parameters as one matrix; see `AffineRows` for more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, SparseRows
-from curvlinops_plus.layer.squares import rotate, row_products, squared_gradients
+from curvlinops_plus.layer.squares import Basis, multiplied, rotate, row_products, squared_gradients
 from curvlinops_plus.risk.affine_rows import AffineRows
 from curvlinops_plus.risk.call import Call
 from curvlinops_plus.risk.layers import Group, Layer, Role
@@ -45,6 +45,7 @@ class LayerBatch:
         example_weights: Weights of the examples [N], None for ones. Gradients carry their roots already.
         group: The parameters that the batch is restricted to, None for all of the layer's.
         role: The role that it is restricted to, None for all of the layer's.
+        of_batch: All layers' calls in the mini-batch, the same object for each of them; None if they are gone.
     """
 
     layer: Layer
@@ -56,6 +57,7 @@ class LayerBatch:
     group: Group | None = None
     role: Role | None = None
     _shared: dict[Any, Any] = field(default_factory=dict)
+    of_batch: Mapping[Layer, Sequence[Call]] | None = None
 
     def restrict(self, group: Group) -> LayerBatch:
         """The same batch with only the parameters of `group`; what was computed is shared."""
@@ -210,12 +212,12 @@ class LayerBatch:
             parts.append(row_products(piece.rows.grads, a, C, right))
         return torch.cat(parts, 1)
 
-    def squared_grads(self, QG: Tensor | None = None, QA: Tensor | None = None) -> Tensor:
+    def squared_grads(self, QG: Basis | None = None, QA: Basis | None = None) -> Tensor:
         """`Σ_{v,n} (Q_Gᵀ J Q_A)²`, entry by entry, [*b, rows, columns]: the diagonal of the exact block in a basis.
 
         Args:
-            QG: Basis of the rows [*b, rows, rows], None for the identity.
-            QA: Basis of the columns [*b, columns, columns], None for the identity.
+            QG: Basis of the rows [*b, rows, rows], None for the identity; a tuple of the matrices on its diagonal.
+            QA: Basis of the columns [*b, columns, columns], likewise.
 
         Cost: rows and gradients per example are formed in pieces, never all at once; gradients of sparse rows not at
         all, unless there is a basis of the columns.
@@ -224,7 +226,7 @@ class LayerBatch:
             rows = self.rows
             if not rows.weight:
                 g = rows.bias_grads()
-                g = g if QG is None else (g[..., None, :] @ QG)[..., 0, :]
+                g = g if QG is None else multiplied(g[..., None, :], QG)[..., 0, :]
                 return g.square().sum((0, 1))[..., None]
             if rows.sparse and QA is None:
                 assert isinstance(rows.inputs, SparseRows)
@@ -238,7 +240,7 @@ class LayerBatch:
         assert total is not None
         return total
 
-    def _squared_rows(self, QG: Tensor | None, QA: Tensor | None) -> Tensor:
+    def _squared_rows(self, QG: Basis | None, QA: Basis | None) -> Tensor:
         """The same from rows, in pieces of examples."""
         numbers = 0
         for call in self.calls:

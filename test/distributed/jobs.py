@@ -9,7 +9,7 @@ import pickle
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -247,6 +247,90 @@ def restored(processes: Processes, approximation: str, folder: str) -> dict[str,
     inverse = BlockDiagonal.from_state_dict(load(f"{folder}/inverse.safetensors"))
     found["inverse"] = away(inverse.to_dense(), whole.inverse(0.1).to_dense())
     return found
+
+
+class Shared(nn.Module):
+    """Three layers that read one tensor, in most batches."""
+
+    def __init__(self, sizes: Container[int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.a, self.b, self.c, self.d = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = x * 1.0 if len(x) in self.sizes else x
+        return self.c(self.a(x).tanh() * self.b(other) + self.d(x))
+
+
+def in_groups(processes: Processes, sizes: tuple[int, ...], examples: int) -> dict[str, float]:
+    """Layers in groups, split factors and shared input factors, beside one process."""
+    torch.manual_seed(0)
+    model = Shared(sizes).double()
+    X, y = torch.randn(examples, 4).double(), torch.randint(3, (examples,))
+    data = list(zip(X.split(6), y.split(6), strict=True))
+    shared = EmpiricalRisk(model, nn.CrossEntropyLoss(), processes.share(data), processes=processes)
+    found = {}
+    for kind in (KFAC, EKFAC.using(split=2)):
+        one = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), kind)
+        needs = one.memory()
+        limit = max(layer.computing for layer in needs.layers.values())
+        for max_bytes in (limit, needs.computing):
+            several = curvature(shared, kind, max_bytes=max_bytes, max_kept_bytes=0)
+            found[f"{kind} {max_bytes}"] = away(several.to_dense(), one.to_dense())
+    return found
+
+
+def apart(processes: Processes, sizes: tuple[int, ...], examples: int, folder: str) -> dict[str, float]:
+    """The same of blocks with owners, also offloaded and saved, beside one process whose layers share nothing."""
+    torch.manual_seed(0)
+    model, alone = Shared(sizes).double(), Shared(range(100)).double()
+    alone.load_state_dict(model.state_dict())
+    X, y = torch.randn(examples, 4).double(), torch.randint(3, (examples,))
+    data, loss, path = list(zip(X.split(6), y.split(6), strict=True)), nn.CrossEntropyLoss(), f"{folder}/K.safetensors"
+    shared = EmpiricalRisk(model, loss, processes.share(data), processes=processes)
+    read = partial(BlockwiseLinearOperator.from_state_dict, model=model, data=data, loss=loss, processes=processes)
+    found: dict[str, float] = {}
+    for kind in (KFAC, EKFAC, KFAC.using(split=2), EKFAC.using(kfac_approx="reduce", split=3)):
+        one = curvature(EmpiricalRisk(alone, loss, data), kind)
+        needs = one.memory()
+        limit = max(layer.computing for layer in needs.layers.values())
+        choices: list[dict[str, Any]] = [
+            {},
+            {"max_bytes": limit, "max_kept_bytes": 0, "offload": "disk:" + folder},
+            {"max_bytes": needs.computing, "offload": "cpu"},
+        ]
+        for number, options in enumerate(choices):
+            several, what = curvature(shared, kind, owned=True, **options), f"{kind} {number}"
+            assert several.memory() == needs
+            for name, K in {what: several, f"{what}, elsewhere": several.offload("disk:" + folder)}.items():
+                found[name] = away(K.to_dense(), one.to_dense())
+                found[f"{name}, inverse"] = away((2 * K).inverse(0.1).to_dense(), (2 * one).inverse(0.1).to_dense())
+                pairs = [A.inverse(HeuristicDamping(0.1)) for A in (K, one)]
+                found[f"{name}, damped factors"] = away(*(A.to_dense() for A in pairs))
+                found[f"{name}, logdet"] = away(K.shift(0.1).logdet, one.shift(0.1).logdet)
+            save(several, path, sharded=True)
+            loaded = [read(load(path), owned=owned) for owned in (False, True)]
+            save(loaded[1], path, sharded=True)  # over the files that its blocks are read from
+            found |= {f"{what}, loaded {k}": away(K.to_dense(), one.to_dense()) for k, K in enumerate(loaded)}
+            if kind is KFAC and number == 0 and not sizes and examples > processes.world:
+                here: dict[str, Any] = several.operator.here
+                assert len({id(here[name].A) for name in "abd" if name in here}) <= 1
+    return found
+
+
+def apart_refusals(processes: Processes) -> dict[str, str]:
+    """What does not fit, of blocks with owners: the same in all processes."""
+    p = problem("mlp")
+    risk = p.risk(processes.share(p.data), processes=processes)
+    K = curvature(risk, {"0": EKFAC}, default=KFAC, owned=True)
+    trace = K.offload(dtype=torch.bfloat16).trace  # only one of them has eigenvectors
+    return {
+        "few eigenvectors": f"{away(trace, K.trace):.1e}",
+        "no eigenvectors": raises(lambda: curvature(risk, KFAC, owned=True).offload(dtype=torch.bfloat16)),
+        "no place": raises(lambda: K.offload("disk:nowhere/at/all" if processes.rank == 0 else "cpu")),
+        "one layer": raises(lambda: curvature(risk, KFAC, owned=True, max_bytes=300)),
+        "afterwards": str(away(K.to_dense(), curvature(risk, {"0": EKFAC}, default=KFAC).to_dense()) < 1e-10),
+    }
 
 
 def shifted(batches: list[Any]) -> list[Any]:
@@ -682,7 +766,10 @@ def fully_sharded(processes: Processes, examples: int) -> dict[str, float]:
     for kind in (GGN, Hessian):
         found[kind.__name__] = away(kind(several) @ v, kind(one) @ v)
     for name in ("KFAC", "EKFAC", "FullBlock"):
-        for options in ({}, {"vectors": "mc"}, {"owned": True}):
+        needs = curvature(several, APPROXIMATIONS[name], compute=False).memory()
+        assert needs == curvature(one, APPROXIMATIONS[name], compute=False).memory()
+        limit = max(layer.computing for layer in needs.layers.values())
+        for options in ({}, {"vectors": "mc"}, {"owned": True}, {"owned": True, "max_bytes": limit, "offload": "cpu"}):
             K, L = (curvature(r, APPROXIMATIONS[name], **options) for r in (several, one))
             found[f"{name} {options}"] = away(K.to_dense(), L.to_dense())
     mine = mine or data[:1]  # of which each process looks at some by itself

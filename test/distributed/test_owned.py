@@ -42,6 +42,28 @@ def test_other_networks(workers: Any, name: str) -> None:
         assert not wrong, wrong
 
 
+@pytest.mark.parametrize(("world", "sizes", "examples"), [(2, (), 21), (2, (3, 1), 21), (3, (), 2)])
+def test_groups_of_layers(workers: Any, world: int, sizes: tuple[int, ...], examples: int, tmp_path: Path) -> None:
+    """With split factors, with such as layers of one process share, with blocks elsewhere."""
+    for found in workers.run(world, "apart", sizes, examples, str(tmp_path)):
+        wrong = {what: number for what, number in found.items() if not number < 1e-10}
+        assert not wrong, wrong
+
+
+def test_what_does_not_fit(workers: Any) -> None:
+    words = {
+        "few eigenvectors": r"e-1\d$|^0",
+        "no eigenvectors": r"dtype=torch.bfloat16 is for eigenvectors, and no block has some",
+        "no place": r"Process 0 of 2 failed in offloading blocks",
+        "one layer": r"layer '0': KFAC needs .* more than max_bytes=300",
+        "afterwards": "True",
+    }
+    for found in workers.run(2, "apart_refusals"):
+        assert found.keys() == words.keys()
+        for name, pattern in words.items():
+            assert re.search(pattern, found[name], re.DOTALL), (name, found[name])
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_is_said(workers: Any, world: int) -> None:
     words = {
@@ -51,7 +73,7 @@ def test_what_is_said(workers: Any, world: int) -> None:
         "singular": r"Process \d of \d failed in an inverse of OwnedBlock.*SingularMatrixError: block \"2\"",
         "derivative": r"Process 0 of \d failed in a product.*no derivatives, .* gather\(rank=None\)",
         "damping": r"Process 0 of \d failed in closed forms.*no derivatives",
-        "sweeps": r"layer '0': finish\(\) of Twice returns another accumulator.*needs_another_sweep",
+        "sweeps": r"layer '0': finish\(\) of Twice returns another accumulator.*`sweeps` has to be",
         "folder": r"Process \d of \d failed in saving all.*is in a folder that does not exist",
         "different": r"The processes are in different places",
         "block": r"UnsupportedError: a block .* has no `@` here: only process \d has its entries.*gather\(\)",

@@ -19,6 +19,13 @@ def test_blocks(workers: Any, world: int) -> None:
         assert max(found) < 1e-10, (approximation, found)
 
 
+@pytest.mark.parametrize(("world", "sizes", "examples"), [(2, (), 21), (2, (3, 1), 21), (3, (), 2)])
+def test_groups_of_layers(workers: Any, world: int, sizes: tuple[int, ...], examples: int) -> None:
+    """Also where layers share inputs in some processes, in some batches, or some processes have no examples."""
+    for found in workers.run(world, "in_groups", sizes, examples):
+        assert max(found.values()) < 1e-10, found
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_vectors(workers: Any, world: int) -> None:
     """Random ones are the same whatever the number of processes, and the batches."""

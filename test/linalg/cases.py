@@ -23,6 +23,7 @@ from curvlinops_plus.linalg import (
     Layout,
     LinearOperator,
     Space,
+    SplitFactor,
     Structure,
 )
 
@@ -150,6 +151,14 @@ def batched_kron(G: Tensor, A: Tensor) -> Tensor:
     return torch.block_diag(*(torch.kron(G_b, A_b) for G_b, A_b in zip(G, A, strict=True)))
 
 
+def split(*matrices: Tensor) -> SplitFactor:
+    return SplitFactor([Dense(M, Structure.PSD) for M in matrices])
+
+
+def batched_split(M: Tensor, N: Tensor) -> Tensor:
+    return torch.block_diag(*(torch.block_diag(M_b, N_b) for M_b, N_b in zip(M, N, strict=True)))
+
+
 def eye_like(M: Tensor) -> Tensor:
     return torch.eye(len(M), dtype=M.dtype)
 
@@ -200,6 +209,39 @@ CASES = [
             lambda g, A: batched_kron(torch.diag_embed(g), A),
             normal(2, 3).abs() + 0.1,
             psd(2, 2),
+        ),
+    ),
+    Case("split", of(split, torch.block_diag, psd(3, 3), psd(2, 2, seed=1))),
+    Case("split batched", of(split, batched_split, psd(2, 3, 3), psd(2, 1, 1, seed=1))),
+    Case(
+        "kronecker split",
+        of(
+            lambda G, H, A: Kronecker(split(G, H), A),
+            lambda G, H, A: torch.kron(torch.block_diag(G, H), A),
+            psd(3, 3),
+            psd(2, 2, seed=1),
+            psd(2, 2, seed=2),
+        ),
+    ),
+    Case(
+        "kronecker split batched",
+        of(
+            lambda G, A, B: Kronecker(G, split(A, B)),
+            lambda G, A, B: batched_kron(G, torch.stack([torch.block_diag(A, B)] * 2)),
+            psd(2, 2, 2),
+            psd(2, 2, seed=1),
+            psd(1, 1, seed=2),
+        ),
+    ),
+    Case(
+        "eigendecomposed split",
+        of(
+            lambda P, Q, A, d: Eigendecomposed(Kronecker(SplitFactor([Dense(P), Dense(Q)]), Dense(A)), d),
+            lambda P, Q, A, d: (M := torch.kron(torch.block_diag(P, Q), A.contiguous())) @ torch.diag(d) @ M.T,
+            orthogonal(3),
+            orthogonal(2),
+            orthogonal(2, 1),
+            normal(10).abs() + 0.1,
         ),
     ),
     Case(

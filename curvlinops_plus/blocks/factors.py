@@ -1,0 +1,185 @@
+"""How the Kronecker factors of a layer are kept: as matrices, as matrices on their diagonals, or as diagonals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from itertools import count, takewhile
+from math import prod
+
+import torch
+from torch import Tensor
+
+from curvlinops_plus.blocks.accumulator import Accumulator
+from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.linalg import Dense, Diagonal, SplitFactor, Structure
+from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.risk import Layer
+
+__all__ = [
+    "FactorForm",
+    "Parts",
+    "as_factor",
+    "check_factor_sizes",
+    "each_part",
+    "factor_forms",
+    "form_in_role",
+    "numbered",
+    "of_form",
+    "slices",
+    "stacked",
+    "unstacked",
+]
+
+# A factor: its matrix or matrices `[*b, d, d]`, its diagonal `[*b, d]`, or the matrices on the diagonal of a split one.
+Parts = Tensor | tuple[Tensor, ...]
+
+# Rows that wait before they are multiplied, see `GramSum`.
+_WAITING = 128
+
+
+@dataclass(frozen=True)
+class FactorForm:
+    """What is kept of a factor.
+
+    Attributes:
+        size: Its rows.
+        batch: Its batch axis, () or (b,).
+        bytes: Of what is kept, before `max_bytes` was asked.
+        diagonal: Whether only the diagonal is.
+        pieces: Rows of each matrix on its diagonal, if it is split; else of the only one.
+    """
+
+    size: int
+    batch: tuple[int, ...]
+    bytes: int
+    diagonal: bool
+    pieces: tuple[int, ...]
+
+    @property
+    def split(self) -> bool:
+        """Whether matrices on the diagonal are kept, and nothing between them."""
+        return len(self.pieces) > 1 and not self.diagonal
+
+    def needed(self, itemsize: int) -> int:
+        """Bytes of what is kept."""
+        numbers = self.size if self.diagonal else sum(piece**2 for piece in self.pieces)
+        return prod(self.batch) * numbers * itemsize
+
+    def waiting(self, itemsize: int) -> int:
+        """Bytes of rows that wait."""
+        return 0 if self.diagonal or self.batch else self.size * min(max(self.pieces), _WAITING) * itemsize
+
+
+def factor_forms(layer: Layer, max_bytes: int, split: int | None = None) -> dict[str, FactorForm]:
+    """The form of `G`, and of `A` if there is a weight.
+
+    Args:
+        layer: The layer.
+        max_bytes: What takes more is diagonal, and so is `A` of sparse rows.
+        split: Factors with more rows are split into as few matrices of equal size as possible, up to one row.
+    """
+    forms: dict[str, FactorForm] = {}
+    for group in layer.groups:
+        *batch, o, i = group.layout.matrix_shape
+        sides = {"G": o, "A": i} if layer.weight in group.keys else {"G": o}
+        for name, size in sides.items():
+            pieces = _pieces(size, split)
+            numbers = prod(batch) * sum(piece**2 for piece in pieces)
+            bytes_ = numbers * layer.accumulation_dtype.itemsize
+            sparse = name == "A" and layer.sparse
+            forms[name] = FactorForm(size, (*batch,), bytes_, sparse or bytes_ > max_bytes, pieces)
+    return forms
+
+
+def _pieces(size: int, split: int | None) -> tuple[int, ...]:
+    number = 1 if split is None else max(1, -(-size // split))
+    return tuple(size // number + (k < size % number) for k in range(number))
+
+
+def form_in_role(layer: Layer, role: int, forms: dict[str, FactorForm]) -> tuple[FactorForm | None, FactorForm]:
+    """The forms of the input and of the gradient factor of a role: in a transposed one they change sides."""
+    A, G = forms.get("A"), forms["G"]
+    if layer.roles[role].transposed:
+        assert A is not None
+        return G, A
+    return A, G
+
+
+def slices(form: FactorForm, columns: int) -> list[slice]:
+    """Where the columns of each part are, of rows that may lack some of the last columns."""
+    found, start = [], 0
+    for piece in form.pieces:
+        found.append(slice(min(start, columns), min(start + piece, columns)))
+        start += piece
+    return found
+
+
+def numbered(names: Container[str], name: str) -> list[str]:
+    """Names of the parts of a split factor among others, in their order."""
+    return list(takewhile(lambda part: part in names, (f"{name}.{k}" for k in count())))
+
+
+def of_form(factor: Parts, form: FactorForm) -> Parts:
+    """A factor of a role in the form that the layer's has; columns that the role does not have are zero."""
+    if form.diagonal:
+        assert isinstance(factor, Tensor)
+        return torch.nn.functional.pad(factor, (0, form.size - factor.shape[-1]))
+    if form.split:
+        parts = [torch.diag(factor[at]) for at in slices(form, len(factor))] if isinstance(factor, Tensor) else factor
+        return tuple(_padded(part, size) for part, size in zip(parts, form.pieces, strict=True))
+    assert isinstance(factor, Tensor)
+    return _padded(torch.diag(factor) if factor.ndim == 1 else factor, form.size)
+
+
+def _padded(M: Tensor, size: int) -> Tensor:
+    missing = size - len(M)
+    return torch.nn.functional.pad(M, (0, missing, 0, missing)) if missing else M
+
+
+def as_factor(factor: Parts, structure: Structure, axes: int = 2) -> Factor:
+    """A factor as an operator; the tensors are shared.
+
+    Args:
+        factor: The factor.
+        structure: Of its matrices.
+        axes: Of a matrix, with those of a batch: what has fewer is a diagonal.
+    """
+    if not isinstance(factor, Tensor):
+        return SplitFactor([Dense(part, structure) for part in factor])
+    return Dense(factor, structure) if factor.ndim == axes else Diagonal(factor)
+
+
+def each_part(factor: Parts | None, function: Callable[[Tensor], Tensor]) -> Parts | None:
+    """`function` of each tensor of a factor."""
+    if factor is None or isinstance(factor, Tensor):
+        return None if factor is None else function(factor)
+    return tuple(function(part) for part in factor)
+
+
+def check_factor_sizes(accumulator: Accumulator, limit: int, option: str) -> None:
+    """Refuse Kronecker factors that are larger than the option of that name allows.
+
+    Raises:
+        UnsupportedError: If a factor has more than `limit` bytes.
+    """
+    layer = accumulator.layer
+    for name, form in factor_forms(layer, limit).items():
+        if form.bytes > limit and not (name == "A" and layer.sparse):
+            raise UnsupportedError(
+                f"{layer.title}: its factor {name} is {form.size} x {form.size}, {form.bytes / 2**30:.1f} GiB, above "
+                f"{option}={limit}. Use KFAC or EKFAC, which take its diagonal, or DiagonalBlock for this layer, leave "
+                f"its parameters {list(layer.params)} out of `params`, or say "
+                f"{type(accumulator).__name__}.using({option}=...)."
+            )
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """All entries of a factor as one vector: for inner products."""
+    return torch.cat([part.flatten() for part in parts])
+
+
+def unstacked(vector: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Undoes `stacked`."""
+    found = vector.split([part.numel() for part in like])
+    return tuple(values.view_as(part) for values, part in zip(found, like, strict=True))
