@@ -35,7 +35,7 @@ def save_factors(K: Any, folder: str | PathLike[str], *, shards: int = 1) -> Non
 
     Raises:
         TypeError: If `K` is another operator.
-        ValueError: If `shards` is less than 1.
+        ValueError: If `shards` is less than 1, or `K` was loaded without data.
         UnsupportedError: If bergson has no such factors: layers of other types, shared and function-read parameters,
             modules that are called several times (of which its gradients keep one call), blocks that are no Kronecker
             products, a block for each parameter, only some of the biases, KFAC mixed with EKFAC, layers outside of

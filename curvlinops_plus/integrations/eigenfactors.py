@@ -97,7 +97,7 @@ def _problem(
     """Why a block is not what such packages know: rows and columns of the one matrix of one module."""
     first, (group, *others) = layer.uses[0], layer.groups
     if problem := why_not(first.owner):
-        return f"is {first.owner}: {problem} {_LEAVE_OUT}."
+        return f"is of type {type(first.owner).__name__}: {problem} {_LEAVE_OUT}."
     if any(use.functional or use.module is not use.owner for use in layer.uses):
         return f"is read by a function, which no hook of its module sees. {_LEAVE_OUT}."
     if len(layer.uses) > 1:

@@ -42,6 +42,7 @@ def save_factors(K: Any, folder: str | PathLike[str]) -> None:
             shared and function-read parameters, modules that are called several times (of which its scores keep one
             call), blocks that are no Kronecker products, a block for each parameter, a bias that is not tracked, KFAC
             mixed with EKFAC. The message names the layer.
+        ValueError: If `K` was loaded without data.
         FileExistsError: If there is something in the folder.
         ImportError: If the package safetensors is missing.
 

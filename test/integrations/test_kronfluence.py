@@ -222,6 +222,18 @@ def test_a_module_that_is_called_twice_is_refused(tmp_path: Path) -> None:
         save_factors(curvature(risk, EKFAC), tmp_path / "new")
 
 
+def test_an_operator_without_data_is_refused(tmp_path: Path) -> None:
+    """A forward pass counts positions and calls."""
+    model, _, risk = problem(mlp)
+    K = curvature(risk, EKFAC)
+    restored = type(K).from_state_dict(K.state_dict(), model, None, loss=nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match="Pass the data to from_state_dict"):
+        save_factors(restored, tmp_path / "new")
+    restored = type(K).from_state_dict(K.state_dict(), model, risk.data, loss=nn.CrossEntropyLoss())
+    save_factors(restored, tmp_path / "new")
+    close(read(tmp_path / "new", "lambda_matrix")["0"].flatten(), K.blocks["0"].eigenvalues())
+
+
 def test_nothing_of_the_model_changes(tmp_path: Path) -> None:
     model, _, risk = problem(cnn)
     before = {name: t.clone() for name, t in model.state_dict().items()}
@@ -262,7 +274,11 @@ def image(*layers: nn.Module) -> nn.Module:
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "diagonal": (lambda: nn.Sequential(nn.Linear(4, 4)), DiagonalBlock, r"layer '0' has a block of type Diagonal"),
-    "norm": (lambda: nn.Sequential(nn.LayerNorm(4)), DiagonalBlock, r"layer '0' is LayerNorm.*of Linear and Conv2d"),
+    "norm": (
+        lambda: nn.Sequential(nn.LayerNorm(4)),
+        DiagonalBlock,
+        r"layer '0' is of type LayerNorm",
+    ),
     "groups": (
         lambda: image(nn.Conv2d(1, 2, 1), nn.Conv2d(2, 2, 2, groups=2)),
         KFAC,
@@ -273,8 +289,12 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         KFAC,
         r"padding_mode='circular'",
     ),
-    "transposed": (lambda: image(nn.ConvTranspose2d(1, 2, 2)), DiagonalBlock, r"layer '1' is ConvTranspose2d"),
-    "conv1d": (lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 2, 1), nn.Flatten()), KFAC, r"is Conv1d"),
+    "transposed": (lambda: image(nn.ConvTranspose2d(1, 2, 2)), DiagonalBlock, r"layer '1' is of type ConvTranspose2d"),
+    "conv1d": (
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 2, 1), nn.Flatten()),
+        KFAC,
+        r"is of type Conv1d",
+    ),
     "tied": (Tied, KFAC, r"layer 'one' shares parameters between \['one', 'other'\]"),
     "function": (Outside, KFAC, r"layer 'inner.*' is read by a function"),
     "root": (lambda: nn.Linear(4, 4), KFAC, r"layer '' .* has no name there"),
