@@ -79,7 +79,7 @@ def eigenfactors(
     layers = [entry.layer for entry in K.plan]
     blocks = [K.unscaled.blocks[layer.groups[0].name] for layer in layers]
     for layer, block in zip(layers, blocks):
-        if problem := _problem(layer, block, why_not, needs_bias):
+        if problem := _problem_of_module(layer, why_not, needs_bias) or _problem_of_block(layer, block):
             raise UnsupportedError(f"{layer.title} {problem} ({package}.save_factors)")
         if type(block) is not type(blocks[0]):
             raise UnsupportedError(
@@ -91,11 +91,9 @@ def eigenfactors(
     return {layer.name: _decomposed(layer, block, scale, positions[layer]) for layer, block in zip(layers, blocks)}
 
 
-def _problem(
-    layer: Layer, block: LinearOperator, why_not: Callable[[nn.Module], str | None], needs_bias: bool
-) -> str | None:
-    """Why a block is not what such packages know: rows and columns of the one matrix of one module."""
-    first, (group, *others) = layer.uses[0], layer.groups
+def _problem_of_module(layer: Layer, why_not: Callable[[nn.Module], str | None], needs_bias: bool) -> str | None:
+    """Why such packages don't have gradients of a layer as those of one module with its bias."""
+    first = layer.uses[0]
     if problem := why_not(first.owner):
         return f"is of type {type(first.owner).__name__}: {problem} {_LEAVE_OUT}."
     if any(use.functional or use.module is not use.owner for use in layer.uses):
@@ -105,16 +103,22 @@ def _problem(
         return f"shares parameters between {names}, and factors there belong to one module. {_LEAVE_OUT}."
     if not layer.name:
         return "has no name there. Put it into nn.Sequential."
-    if others:
-        return (
-            "has a block for each of its parameters, and factors there have the bias as last column. Use "
-            "curvature(risk, …) with separate_weight_and_bias=False, its default."
-        )
     missing = {name for name, _ in first.owner.named_parameters(recurse=False)} - first.keys.keys()
     if missing - (set() if needs_bias else {"bias"}):
         return (
             f"has parameters {sorted(missing)} that are not in `params`, and factors there have all of them. Add them, "
             "or leave out all of the layer's."
+        )
+    return None
+
+
+def _problem_of_block(layer: Layer, block: LinearOperator) -> str | None:
+    """Why a block is no Kronecker product for one matrix with the bias as last column."""
+    group, *others = layer.groups
+    if others:
+        return (
+            "has a block for each of its parameters, and factors there have the bias as last column. Use "
+            "curvature(risk, …) with separate_weight_and_bias=False, its default."
         )
     if len(group.layout.matrix_shape) != 2 or (layer.bias is not None and group.keys[-1] != layer.bias):
         return f"has parameters {group.layout}, not one matrix with the bias as last column. {_LEAVE_OUT}."
