@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from curvlinops_plus.applications.networks import require_own_values
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.damping import Damping
@@ -58,7 +59,7 @@ def prune(
     Raises:
         TypeError: If `model` is no module, or `K` no operator.
         ValueError: If `sparsity` is not in [0, 1), there are no rounds, `K` or `candidates` name parameters that the
-            model doesn't have, or a module is pruned already.
+            model doesn't have, `K` was computed at other values than the model's, or a module is pruned already.
         NoClosedForm: If a part of `K` has no inverse with a diagonal in closed form; of a small network
             `K.materialize()` has.
         UnsupportedError: If a candidate is a parameter from which a weight is computed (weight norm and others).
@@ -110,9 +111,14 @@ def prune(
         model.get_parameter(key).copy_(value)
         for module, name in places[key] if key in chosen else ():
             torch_prune.custom_from_mask(module, name, masks[key])
-    if masks and _apply_masks not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_apply_masks, prepend=True)
+    if masks:
+        _watch(model)
     return masks
+
+
+def _watch(model: nn.Module) -> None:
+    if _apply_masks not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_apply_masks, prepend=True)
 
 
 def _apply_masks(model: nn.Module, inputs: Any) -> None:
@@ -135,6 +141,7 @@ def _places(model: nn.Module, K: LinearOperator) -> dict[str, list[tuple[nn.Modu
         raise TypeError(
             f"`K` is a {type(K).__name__}; expected the curvature of the model, such as curvature(risk, KFAC)."
         )
+    require_own_values(K, model, "K")
     own = dict(model.named_parameters(remove_duplicate=False))
     for key, shape in K.in_space.shapes.items():
         if key not in own or own[key].shape != shape:
@@ -171,8 +178,8 @@ def _check(
                 )
             if isinstance(module, ParametrizationList) or _computes_weight(module, name):
                 raise UnsupportedError(
-                    f"From {key!r} a weight is computed, and zeros of the one are no zeros of the other. Leave it out of "
-                    "`candidates`, or make the weight plain before K is computed: "
+                    f"From {key!r} a weight is computed, and zeros of the one are no zeros of the other. Leave it out "
+                    "of `candidates`, or make the weight plain before K is computed: "
                     "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm or remove_spectral_norm."
                 )
 

@@ -166,6 +166,9 @@ def test_refusals() -> None:
         pruned(nn.Sequential(nn.Conv2d(1, 3, 2)), K, 0.5)
     with pytest.raises(NoClosedForm, match=r"materialize"):
         pruned(model, GGN(risk), 0.5)
+    at = EmpiricalRisk(model, nn.CrossEntropyLoss(), risk.data, {k: p.detach() + 1 for k, p in risk.params.items()})
+    with pytest.raises(ValueError, match=r"K was computed at other values of .* than the network's own"):
+        pruned(model, curvature(at, KFAC), 0.5)
     pruned(model, K, 0.1, 1)
     with pytest.raises(ValueError, match=r"'0.weight' .*doesn't have"):
         pruned(model, K, 0.5)

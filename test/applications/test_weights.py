@@ -1,4 +1,4 @@
-"""Weights of examples in uses of curvature: weight 2 is two examples, 0 is none, and gradients of examples have none."""
+"""Weights of examples in uses of curvature: 2 is two examples, 0 is none, and gradients of examples have none."""
 
 from __future__ import annotations
 
