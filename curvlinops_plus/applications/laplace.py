@@ -55,8 +55,8 @@ class Laplace:
         TypeError: If `K` is not such a curvature.
         ValueError: If `K` is not that of the present parameters and of all data; if a precision or the noise is not
             positive and finite, or names don't fit.
-        UnsupportedError: If the loss has no likelihood, or there are several losses: their sum over the data is
-            unknown; or if different precisions within one Kronecker product have no closed form.
+        UnsupportedError: If the loss has no likelihood or a weight that is not 1, or there are several losses: their
+            sum over the data is unknown; or if different precisions within one Kronecker product have no closed form.
 
     Cost: a forward pass over the data. The first number takes eigendecompositions of the factors of `K`, others none.
 

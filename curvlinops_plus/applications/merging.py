@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.applications.networks import risks_of
+from curvlinops_plus.applications.networks import require_own_values, risks_of
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg import Diagonal, LinearOperator, RelativeDamping, Structure, cg
 from curvlinops_plus.risk.wrappers import inner_model
@@ -47,7 +47,8 @@ def merge(
     Raises:
         TypeError: If `curvatures` holds something else than operators.
         ValueError: If there are no models, not as many curvatures as models, a curvature is not symmetric or of another
-            network, spaces differ, or parameters or buffers that no curvature is of differ between the networks.
+            network or other values of its parameters, spaces differ, or parameters or buffers that no curvature is of
+            differ between the networks.
 
     Cost: of the inverse, or a product with all curvatures per iteration.
 
@@ -120,6 +121,7 @@ def _check(models: Sequence[nn.Module], curvatures: Sequence[LinearOperator]) ->
             raise ValueError(
                 f"curvatures[{k}] was computed from another network than models[{k}]; bring them in one order."
             )
+        require_own_values(K, model, f"curvatures[{k}]")
 
 
 def _names(model: nn.Module, K: LinearOperator, what: str) -> list[str]:

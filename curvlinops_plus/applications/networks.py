@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+from torch import nn
+
 from curvlinops_plus.exact.base import RiskOperator
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk
 
-__all__ = ["require_fixed", "risks_of"]
+__all__ = ["require_fixed", "require_own_values", "risks_of"]
 
 
 def risks_of(K: LinearOperator) -> list[EmpiricalRisk]:
@@ -30,6 +33,21 @@ def require_fixed(K: LinearOperator) -> None:
                 f"{part.label} is computed in each product from the parameters that the network has then, so it would "
                 "change in training. Take one that stays: curvature(risk, ...), A.materialize(), or the same of "
                 "EmpiricalRisk(model, loss, data, {name: p.detach().clone() for name, p in model.named_parameters()})."
+            )
+
+
+def require_own_values(K: LinearOperator, model: nn.Module, what: str) -> None:
+    """Refuse an operator that was computed from a network, but at other values of the parameters.
+
+    Raises:
+        ValueError: Naming some parameters.
+    """
+    for risk in risks_of(K):
+        own = risk.own_params if risk.model is model else {}
+        if other := [key for key, p in own.items() if not torch.equal(risk.params[key], p)]:
+            raise ValueError(
+                f"{what} was computed at other values of {other[:3]} than the network's own. Load them into it first, "
+                "or compute the curvature of a risk without `params` of other values."
             )
 
 

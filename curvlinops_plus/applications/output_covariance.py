@@ -100,7 +100,7 @@ class OutputCovariance:
             raise ValueError("There are no inputs to predict for.")
         start, step = 0, N
         while start < N:
-            batch = Batch(_examples(X, N, start, start + step), None, min(step, N - start), unpack, start)
+            batch = Batch(_examples(X, N, start, start + step), self._no_targets, min(step, N - start), unpack, start)
             part = self._plain(batch)
             numbers = part.mean[0].numel() * risk.space.dim * risk.dtype.itemsize  # of one example, at most
             if not start and step == N and N > 1 and N * numbers > self.max_bytes and _can_be_cut(X):
@@ -115,6 +115,11 @@ class OutputCovariance:
         mean, spread = (torch.cat([getattr(part, name) for part in found]) for name in ("mean", "spread"))
         shape = torch.Size([found[0].f_shape[0] * N // len(found[0].mean), *found[0].f_shape[1:]])
         return replace(found[0], mean=mean, spread=spread, f_shape=shape)
+
+    @property
+    def _no_targets(self) -> Any:
+        """In place of the targets, in the form of the losses."""
+        return self.risk.losses.joined([None])
 
     @property
     def _unpacks(self) -> bool:
@@ -296,7 +301,9 @@ class _Units(Vectors):
 def _without_targets(risk: EmpiricalRisk) -> EmpiricalRisk:
     """The same model, parameters and layers for inputs alone, in this process."""
     other = copy(risk)
-    other.losses = Losses(_Targetless(risk.losses[0].likelihood))
+    (one,) = risk.losses
+    loss = _Targetless(one.likelihood)
+    other.losses = Losses({"dict": {one.key: loss}, "tuple": (loss,)}.get(risk.losses.form, loss))
     other.checked, other.processes = Checked(), Alone()
     other.options = replace(risk.options, mask=None, shift_labels=False, example_ids=None, progressbar=False)
     return other

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+<<<<<<< HEAD
+=======
+from torch.nn.utils import prune as torch_prune
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+>>>>>>> hostile
 
+from curvlinops_plus.applications.networks import require_own_values
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.damping import Damping
@@ -34,7 +43,8 @@ def prune(
 
     As with the functions of `torch.nn.utils.prune`, the model is changed: a parameter `weight` becomes
     `weight_orig`, with a buffer `weight_mask` that keeps pruned entries at zero while the model is trained further;
-    `torch.nn.utils.prune.remove(module, "weight")` makes it plain again.
+    `torch.nn.utils.prune.remove(module, "weight")` makes it plain again. A hook of the model itself applies all masks
+    when it is called, also of parameters that are read without a call of the module that holds them.
 
     Args:
         model: The trained model.
@@ -52,10 +62,10 @@ def prune(
     Raises:
         TypeError: If `model` is no module, or `K` no operator.
         ValueError: If `sparsity` is not in [0, 1), there are no rounds, `K` or `candidates` name parameters that the
-            model doesn't have, or a module is pruned already.
+            model doesn't have, `K` was computed at other values than the model's, or a module is pruned already.
         NoClosedForm: If a part of `K` has no inverse with a diagonal in closed form; of a small network
             `K.materialize()` has.
-        UnsupportedError: If a candidate belongs to a module that is not called itself, so that a mask would not stay.
+        UnsupportedError: If a candidate is a parameter from which a weight is computed (weight norm and others).
 
     Cost: a decomposition of the part of each block that is left in each round: of a block of n parameters, memory for
     n² numbers, and about 2 n³ operations for all rounds. One round takes one of n (1 - sparsity) parameters alone.
@@ -105,8 +115,27 @@ def prune(
     for key, value in space.unflatten(found).items():
         model.get_parameter(key).copy_(value)
         for module, name in places[key] if key in chosen else ():
+<<<<<<< HEAD
             custom_from_mask(module, name, masks[key])
+=======
+            torch_prune.custom_from_mask(module, name, masks[key])
+    if masks:
+        _watch(model)
+>>>>>>> hostile
     return masks
+
+
+def _watch(model: nn.Module) -> None:
+    if _apply_masks not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_apply_masks, prepend=True)
+
+
+def _apply_masks(model: nn.Module, inputs: Any) -> None:
+    """Mask all pruned parameters: PyTorch's hooks do so for a module that is called, and only then."""
+    for module in model.modules():
+        for hook in [*module._forward_pre_hooks.values()]:
+            if isinstance(hook, torch_prune.BasePruningMethod):
+                hook(module, inputs)
 
 
 def _parameters(model: nn.Module, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -121,6 +150,7 @@ def _places(model: nn.Module, K: LinearOperator) -> dict[str, list[tuple[nn.Modu
         raise TypeError(
             f"`K` is a {type(K).__name__}; expected the curvature of the model, such as curvature(risk, KFAC)."
         )
+    require_own_values(K, model, "K")
     own = dict(model.named_parameters(remove_duplicate=False))
     for key, shape in K.in_space.shapes.items():
         if key not in own or own[key].shape != shape:
@@ -157,8 +187,15 @@ def _check(
                     f"{key!r} belongs to a {type(module).__name__} that is pruned already. Make the masks permanent "
                     "first, torch.nn.utils.prune.remove(module, name), and compute K again."
                 )
-            if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            if isinstance(module, ParametrizationList) or _computes_weight(module, name):
                 raise UnsupportedError(
-                    f"{key!r} belongs to the output projection of nn.MultiheadAttention, which is not called as a "
-                    f"module, so that a mask of its {name} would not stay. Leave it out of `candidates`."
+                    f"From {key!r} a weight is computed, and zeros of the one are no zeros of the other. Leave it out "
+                    "of `candidates`, or make the weight plain before K is computed: "
+                    "torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm or remove_spectral_norm."
                 )
+
+
+def _computes_weight(module: nn.Module, name: str) -> bool:
+    """Whether a hook of the old weight norm or spectral norm computes a weight from a parameter."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, (WeightNorm, SpectralNorm))]
+    return any(name in (f"{hook.name}_g", f"{hook.name}_v", f"{hook.name}_orig") for hook in hooks)

@@ -108,6 +108,12 @@ def sum_over_data(K: Any) -> SumOverData:
             "is. Take one loss with a likelihood, such as CrossEntropyLoss or MSELoss, or register one for yours "
             "(@register_likelihood)."
         )
+    (one,) = risk.losses
+    if one.weight != 1:
+        raise UnsupportedError(
+            f"Laplace: {one.title} has the weight {one.weight:g}, and {one.weight:g} times a negative log-likelihood "
+            "is none. Give it the weight 1; a prior_precision divided by the old weight has the same mode."
+        )
     if isinstance(K, BlockwiseLinearOperator):
         _ = K.operator  # computed now, if it was not yet
     totals = _totals(risk)

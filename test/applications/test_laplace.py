@@ -513,3 +513,35 @@ def test_an_evidence_without_maximum_is_refused() -> None:
     K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), [(normal(N, 2), CLASSES)], check=False), KFAC)
     with pytest.raises(NumericsError, match=r"precision of '0' .* all of its parameters have no curvature"):
         Laplace(K, {"0": 1.0, "2": 1.0}).fit_prior()
+
+
+class Named(nn.Module):
+    """One output, by name, by position or as it is."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.form = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, C)), form
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        f = self.net(x)
+        return {"dict": {"y": f}, "tuple": (f,)}.get(self.form, f)
+
+
+@pytest.mark.parametrize("make", [GGN, lambda risk: curvature(risk, KFAC)], ids=["GGN", "KFAC"])
+def test_one_loss_in_a_dict_or_tuple(make: Any) -> None:
+    X, y, ce = normal(N, 2), torch.arange(N) % C, nn.CrossEntropyLoss()
+    whole = Laplace(make(EmpiricalRisk(Named("alone"), ce, [(X, y)])))
+    for form, loss, target in ("dict", {"y": ce}, {"y": y}), ("tuple", (ce,), (y,)):
+        la = Laplace(make(EmpiricalRisk(Named(form), loss, [(X, target)])))
+        close(la.log_marginal_likelihood(), whole.log_marginal_likelihood())
+        close(la.predict(X, "bridge"), whole.predict(X, "bridge"))
+        close(la.outputs(X)[1], whole.outputs(X)[1])
+
+
+def test_a_weighted_loss_is_no_likelihood() -> None:
+    data = [(normal(N, 2), {"y": torch.arange(N) % C})]
+    K = GGN(EmpiricalRisk(Named("dict"), {"y": (nn.CrossEntropyLoss(), 0.25)}, data))
+    with pytest.raises(UnsupportedError, match=r"loss 'y' \(CrossEntropyLoss\) has the weight 0.25, and 0.25 times"):
+        Laplace(K)

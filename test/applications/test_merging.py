@@ -177,3 +177,16 @@ def test_what_is_refused() -> None:
     norms[1][1].running_mean.add_(1.0)
     with pytest.raises(ValueError, match=r"differ in \['1.running_mean'\], of which there is no curvature"):
         merge(norms, [curvature(risk, DiagonalBlock) for risk in risks_of(norms)])
+
+
+@pytest.mark.parametrize("make", [GGN, lambda risk: curvature(risk, KFAC)], ids=["GGN", "KFAC"])
+def test_curvatures_at_other_values_are_refused(make: Any) -> None:
+    """A curvature at averaged parameters is not that of the network's own."""
+    models = experts()
+    risks = risks_of(models)
+    other = {key: p.detach() + 0.1 for key, p in risks[1].params.items()}
+    same = {key: p.detach().clone() for key, p in risks[1].params.items()}
+    at = [EmpiricalRisk(models[1], nn.MSELoss(), risks[1].data, values) for values in (other, same)]
+    with pytest.raises(ValueError, match=r"curvatures\[1\] was computed at other values of \['0.weight', .* Load them"):
+        merge(models, [make(risks[0]), make(at[0])], damping=0.1)
+    merge(models, [make(risks[0]), make(at[1])], damping=0.1)

@@ -166,13 +166,71 @@ def test_refusals() -> None:
         pruned(nn.Sequential(nn.Conv2d(1, 3, 2)), K, 0.5)
     with pytest.raises(NoClosedForm, match=r"materialize"):
         pruned(model, GGN(risk), 0.5)
+    at = EmpiricalRisk(model, nn.CrossEntropyLoss(), risk.data, {k: p.detach() + 1 for k, p in risk.params.items()})
+    with pytest.raises(ValueError, match=r"K was computed at other values of .* than the network's own"):
+        pruned(model, curvature(at, KFAC), 0.5)
     pruned(model, K, 0.1, 1)
     with pytest.raises(ValueError, match=r"'0.weight' .*doesn't have"):
         pruned(model, K, 0.5)
-    attention = nn.MultiheadAttention(2, 1, batch_first=True)
-    space = EmpiricalRisk(attention, nn.MSELoss(), [], output=lambda o: o[0]).space
-    with pytest.raises(UnsupportedError, match=r"'out_proj.weight' belongs to the output projection.*`candidates`"):
-        pruned(attention, on(attention, torch.eye(space.dim)), 0.5)
+
+
+class Uncalled(nn.Module):
+    """Parameters of modules that are not called, or are called after somebody else has read them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.held = nn.Linear(4, 4)
+        self.several = nn.ParameterList([nn.Parameter(normal(4, 4))])
+        self.named = nn.ParameterDict({"a": nn.Parameter(normal(4, 4, seed=1))})
+        self.late = nn.Linear(4, 4, bias=False)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(nn.functional.linear(x, self.held.weight, self.held.bias))
+        x = torch.tanh(x @ self.several[0] @ self.named["a"])
+        x = self.late(torch.tanh(nn.functional.linear(x, self.late.weight)))
+        return self.attention(x, x, x, need_weights=False)[0].mean(1)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_masks_stay_where_modules_are_not_called(copied: bool) -> None:
+    model: Any = Uncalled().double()
+    X, y = normal(5, 3, 4), normal(5, 4, seed=1)
+    masks = pruned(model, curvature(EmpiricalRisk(model, nn.MSELoss(), [(X, y)]), KFAC), 0.5, 2)
+    model = copy.deepcopy(model) if copied else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(X), y).backward()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+    plain: Any = Uncalled().double()
+    state = model.state_dict()
+    plain.load_state_dict({name: state[f"{name}_orig"] * masks[name] for name in masks})
+    for mode in (True, False):
+        with torch.no_grad():
+            close(model.train(mode)(X), plain.train(mode)(X))
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (torch.nn.utils.parametrizations.weight_norm, "0.parametrizations.weight.original0"),
+        (torch.nn.utils.parametrizations.orthogonal, "0.parametrizations.weight.original"),
+        (torch.nn.utils.weight_norm, "0.weight_g"),
+        (torch.nn.utils.spectral_norm, "0.weight_orig"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_parameters_of_which_weights_are_computed(make: Any, key: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(make(nn.Linear(3, 3, dtype=torch.float64)), nn.Linear(3, 1, dtype=torch.float64)).eval()
+    space = EmpiricalRisk(model, nn.MSELoss(), []).space
+    K = on(model, torch.eye(space.dim))
+    with pytest.raises(UnsupportedError, match=f"From '{key}' a weight is computed"):
+        pruned(model, K, 0.5, candidates=[key])
+    assert pruned(model, K, 0.5, candidates=["0.bias", "1.weight"]).keys() == {"0.bias", "1.weight"}
 
 
 def test_pruned_modules_are_refused() -> None:

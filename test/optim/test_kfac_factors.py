@@ -115,3 +115,26 @@ def test_a_step_whose_loss_nobody_sees_after_losses_with_one_factor() -> None:
     (2.0 * F.cross_entropy(model(X), y)).backward()
     optimizer.step()
     assert optimizer.curvature.factor == 2.0
+
+
+def test_factors_reach_what_the_model_returned() -> None:
+    """`output=` makes a tensor of its own, at which the caller's gradients don't arrive."""
+    X, y = torch.randn(6, 3, 4, dtype=torch.float64), torch.arange(18).reshape(6, 3) % 2
+    found = []
+    for options in ({"output": lambda o: o.movedim(-1, 1)}, {}):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 2)] if options else [nn.Linear(4, 2), _ClassesFirst()]
+        model = nn.Sequential(*layers).double()
+        optimizer = KFACOptimizer(model, nn.CrossEntropyLoss(), lr=0.1, **options)
+        with optimizer.listen((X, y)):
+            f = model(X)
+        (3 * nn.functional.cross_entropy(f.movedim(-1, 1) if options else f, y)).backward()
+        optimizer.step()
+        found.append(model[0].weight.detach().clone())
+        assert optimizer.curvature.factor == pytest.approx(3)
+    torch.testing.assert_close(*found)
+
+
+class _ClassesFirst(nn.Module):
+    def forward(self, x):
+        return x.movedim(-1, 1)

@@ -74,18 +74,22 @@ def listening_factors(owner: StepBatches, risk: EmpiricalRisk, batch: Batch, out
     """What losses that nobody sees are multiplied with, from what arrives at the outputs that they read."""
     outputs, axes = risk.losses.select(output, risk.options.output)
     targets = risk.losses.targets(batch.y)
+    # What `output=` computes is computed again by the caller: gradients arrive at what the model returned.
+    select = risk.options.output if isinstance(output, Tensor) and len(outputs) == 1 else None
+    watched = outputs if select is None else (output,)
 
     def by_itself(index: int, f: Tensor, version: int) -> Tensor:
         if f._version != version:  # it was written to
             return torch.full_like(f, torch.nan)
         with torch.enable_grad():
             leaf, one = f.float() if torch.finfo(f.dtype).bits < 32 else f.clone(), risk.losses[index]
-            (read,), (y,) = risk.aligned([leaf.requires_grad_()], [targets[index]])
+            leaf.requires_grad_()
+            (read,), (y,) = risk.aligned([leaf if select is None else select(leaf)], [targets[index]])
             count, total = one.sums(*one.canonical(read, y, batch.num_examples, axes[index]), batch.num_examples)
             (found,) = torch.autograd.grad(total, leaf)
         return found / count if one.reduction == "mean" else found
 
-    return [Factor(owner, f, partial(by_itself, i, f.detach(), f._version)) for i, f in enumerate(outputs)]
+    return [Factor(owner, f, partial(by_itself, i, f.detach(), f._version)) for i, f in enumerate(watched)]
 
 
 @dataclass(frozen=True, eq=False)
