@@ -7,13 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-<<<<<<< HEAD
-=======
-from torch.nn.utils import prune as torch_prune
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
->>>>>>> hostile
 
 from curvlinops_plus.applications.networks import require_own_values
 from curvlinops_plus.errors import UnsupportedError
@@ -115,13 +111,9 @@ def prune(
     for key, value in space.unflatten(found).items():
         model.get_parameter(key).copy_(value)
         for module, name in places[key] if key in chosen else ():
-<<<<<<< HEAD
             custom_from_mask(module, name, masks[key])
-=======
-            torch_prune.custom_from_mask(module, name, masks[key])
     if masks:
         _watch(model)
->>>>>>> hostile
     return masks
 
 

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Weights of examples in uses of curvature: 2 is two examples, 0 is none; gradients of examples have no weights."""
-=======
-"""Weights of examples in uses of curvature: 2 is two examples, 0 is none, and gradients of examples have none."""
->>>>>>> hostile
 
 from __future__ import annotations
 
