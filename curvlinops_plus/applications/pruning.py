@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune as torch_prune
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -106,12 +107,10 @@ def prune(
         found[left] = H[left, left].inverse() @ Hx[left]
     mask = torch.zeros_like(may_go).index_fill_(0, left, True)
     masks = {key: m.clone() for key, m in space.unflatten(mask).items() if key in chosen}
-    from torch.nn.utils.prune import custom_from_mask  # rarely needed
-
     for key, value in space.unflatten(found).items():
         model.get_parameter(key).copy_(value)
         for module, name in places[key] if key in chosen else ():
-            custom_from_mask(module, name, masks[key])
+            torch_prune.custom_from_mask(module, name, masks[key])
     if masks:
         _watch(model)
     return masks
@@ -168,13 +167,11 @@ def _check(
         raise ValueError(f"rounds={rounds} must be at least 1.")
     if unknown := chosen - places.keys():
         raise ValueError(f"`candidates` names {sorted(unknown)}, which K doesn't know; it knows {[*places]}.")
-    from torch.nn.utils.prune import is_pruned  # rarely needed
-
     for key in places:
         if key not in chosen:
             continue
         for module, name in places[key]:
-            if is_pruned(module):
+            if torch_prune.is_pruned(module):
                 raise ValueError(
                     f"{key!r} belongs to a {type(module).__name__} that is pruned already. Make the masks permanent "
                     "first, torch.nn.utils.prune.remove(module, name), and compute K again."
