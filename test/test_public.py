@@ -163,7 +163,8 @@ def test_star_import_shadows_nothing() -> None:
 def test_import_leaves_parts_of_scipy_for_later() -> None:
     """What takes long to import, and is seldom needed, is imported at its first use."""
     code = (
-        "import sys, einops, numpy, scipy, torch, torch.nn.utils.prune, tqdm; before = set(sys.modules); import curvlinops_plus; "
+        "import sys, einops, numpy, scipy, torch, torch.nn.utils.prune, tqdm; before = set(sys.modules); "
+        "import curvlinops_plus; "
         "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
