@@ -159,12 +159,10 @@ class CurvatureEstimator:
     def listen(self, batch: Any, decay: float | None = None) -> Iterator[None]:
         """Add one batch from the forward pass that happens inside: call the model once, and go backward afterwards.
 
-        Vectors are sent through the model's own graph when the context ends, which keeps it for the loss's backward
-        pass. Nothing is added if the block raises. With `Empirical()`, `loss.backward()` may be called inside: then what
-        arrives at the layers is taken, and compared with another pass in the 1st, 2nd, 4th, ... batch. The loss has to
-        be the risk's, times any number, and read the model's output alone.
-
-        With batch norm in training mode another pass is made at the end, from the random state in which yours began.
+        Vectors are sent through the model's own graph when the context ends, which stays for your backward pass.
+        Nothing is added if the block raises. With `Empirical()`, `loss.backward()` may come inside: what arrives at the
+        layers is taken, and compared with another pass in the 1st, 2nd, 4th, ... batch. The loss has to be the risk's,
+        times any number. With batch norm in training mode another pass is made, from the random state of yours.
 
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
