@@ -159,13 +159,10 @@ class CurvatureEstimator:
     def listen(self, batch: Any, decay: float | None = None) -> Iterator[None]:
         """Add one batch from the forward pass that happens inside: call the model once, and go backward afterwards.
 
-        Vectors are sent through the model's own graph when the context ends, which keeps it for the loss's backward
-        pass. Nothing is added if the block raises. With `Empirical()`, `loss.backward()` may be called inside the
-        block: then what arrives at the layers is taken, without another pass, and compared with one in the 1st, 2nd,
-        4th, ... batch. The loss has to be the risk's, times any number, and read the model's output alone.
-
-        With batch norm in training mode vectors are sent through another pass at the end of the block, as by `update`,
-        from the random state in which yours began.
+        Vectors are sent through the model's own graph when the context ends, which stays for your backward pass.
+        Nothing is added if the block raises. With `Empirical()`, `loss.backward()` may come inside: what arrives at the
+        layers is taken, and compared with another pass in the 1st, 2nd, 4th, ... batch. The loss has to be the risk's,
+        times any number. With batch norm in training mode another pass is made, from the random state of yours.
 
         Args:
             batch: What the model is called with, and the targets: `(X, y)`, or a mapping with "labels".
@@ -176,18 +173,20 @@ class CurvatureEstimator:
             NumericsError: As for `update`.
             UnsupportedError: If a pass of its own has another output, or other gradients than `loss.backward()` inside.
 
-        Cost: a backward pass per vector to the layers' outputs, or memory for their gradients if yours is taken; with
-        batch norm in training mode a forward pass more.
+        Cost: a backward pass per vector, or memory for gradients if yours is taken; a forward pass for batch norm.
         """
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)
-        start = PassStart.now() if self.risk.whole else None
+        start, left = PassStart.now() if self.risk.whole else None, False
         try:
             with nullcontext() if start else listen(self._pass(found), add):
                 yield
+                left = True
             if start:  # the layers have other tensors in the user's pass, which come and go
                 self._update(found, start, add)
         except OutsideReads as error:  # functions read parameters: the first batch is added by a pass of its own
+            if not left:  # the user's own code was interrupted, which has to know
+                raise
             self._look(found, error)
             self._update(found, PassStart.now(), add)
 

@@ -735,3 +735,23 @@ def test_a_thousand_updates_need_no_more_memory() -> None:
             counts.append(tensors())
     assert counts[0] == counts[1]
     assert running.operator.trace.isfinite()
+
+
+class _Table(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = torch.nn.Embedding(3, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(x + self.table(torch.arange(3))))
+
+
+def test_an_error_inside_of_the_users_call_is_raised() -> None:
+    """The call was interrupted: what follows must not go on with another output."""
+    model, batch = _Table(), (torch.randn(5, 3, 4), torch.randn(5, 3, 2))
+    estimator = CurvatureEstimator(EmpiricalRisk(model, torch.nn.MSELoss(), []), DiagonalBlock)
+    words = "A table for all examples, as of positions, needs an axis of size 1"
+    with pytest.raises(UnsupportedError, match=words), estimator.listen(batch):
+        model(batch[0])
+    assert not estimator.updates
+    estimator.update(batch)
