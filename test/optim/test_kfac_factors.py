@@ -138,3 +138,27 @@ def test_factors_reach_what_the_model_returned() -> None:
 class _ClassesFirst(nn.Module):
     def forward(self, x):
         return x.movedim(-1, 1)
+
+
+def test_factors_that_cannot_be_seen_are_told() -> None:
+    """`output=` computes from one of several tensors."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 2)
+
+        def forward(self, x):
+            return {"logits": self.inner(x), "x": x}
+
+    torch.manual_seed(0)
+    X, y = torch.randn(6, 3, 4), torch.arange(18).reshape(6, 3) % 2
+    model = Two()
+    optimizer = KFACOptimizer(model, nn.CrossEntropyLoss(), lr=0.1, output=lambda o: o["logits"].movedim(-1, 1))
+    with pytest.warns(CurvatureWarning, match=r"`output=` computes what the loss reads"), optimizer.listen((X, y)):
+        model(X)
+    optimizer = KFACOptimizer(model, nn.MSELoss(), lr=0.1, output=lambda o: o["logits"])
+    with optimizer.listen((X, torch.randn(6, 3, 2))):
+        f = model(X)["logits"]
+    (3 * f.square().mean()).backward()
+    optimizer.close()

@@ -77,6 +77,15 @@ def listening_factors(owner: StepBatches, risk: EmpiricalRisk, batch: Batch, out
     # What `output=` computes is computed again by the caller: gradients arrive at what the model returned.
     select = risk.options.output if isinstance(output, Tensor) and len(outputs) == 1 else None
     watched = outputs if select is None else (output,)
+    again, _ = risk.losses.select(output, risk.options.output)
+    if select is None and any(f is not other for f, other in zip(outputs, again, strict=True)):
+        warn(
+            "`output=` computes what the loss reads from what the model returned, so after `listen` it is not seen what "
+            "the loss is multiplied with: 1 is taken. Let `output=` pick tensors that the model returned, or give the "
+            "loss as a module and call it.",
+            CurvatureWarning,
+            stacklevel=level_of_user(),
+        )
 
     def by_itself(index: int, f: Tensor, version: int) -> Tensor:
         if f._version != version:  # it was written to
