@@ -80,7 +80,7 @@ def listening_factors(owner: StepBatches, risk: EmpiricalRisk, batch: Batch, out
     again, _ = risk.losses.select(output, risk.options.output)
     if select is None and any(f is not other for f, other in zip(outputs, again, strict=True)):
         warn(
-            "`output=` computes what the loss reads from what the model returned, so after `listen` it is not seen what "
+            "`output=` computes what the loss reads from what the model returned, so after `listen` it isn't seen what "
             "the loss is multiplied with: 1 is taken. Let `output=` pick tensors that the model returned, or give the "
             "loss as a module and call it.",
             CurvatureWarning,
