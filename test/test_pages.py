@@ -71,13 +71,15 @@ def run(page: str, name: str = "page") -> None:
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """Pages register layers, and draw random numbers."""
+    """Pages register layers, draw random numbers, and begin process groups."""
     before = dict(RULES)
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore", CurvatureWarning)  # of layers without Kronecker factors
         yield
     RULES.clear()
     RULES.update(before)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def with_code() -> list[object]:

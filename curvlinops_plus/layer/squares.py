@@ -22,13 +22,13 @@ def rotate(J: Tensor, QG: Basis | None, QA: Basis | None) -> Tensor:  # [..., *b
 
 
 def multiplied(t: Tensor, Q: Basis | None) -> Tensor:  # [..., *b, m, k] -> [..., *b, m, l]
-    """`t Q`: of several matrices, one large product for each of them instead of one per example."""
+    """`t Q` in the precision of `t`: of several matrices, one large product for each instead of one per example."""
     if isinstance(Q, tuple):
         parts = t.split_with_sizes([part.shape[-2] for part in Q], -1)
         return torch.cat([multiplied(some, part) for some, part in zip(parts, Q, strict=True)], -1)
     if Q is None or Q.ndim == 2:
-        return t if Q is None else t @ Q
-    return torch.einsum("...bmk,bkl->...bml", t, Q)
+        return t if Q is None else t @ Q.to(t.dtype)
+    return torch.einsum("...bmk,bkl->...bml", t, Q.to(t.dtype))
 
 
 def squared_gradients(
