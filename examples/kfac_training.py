@@ -11,18 +11,13 @@ same start, with a cosine schedule of the learning rate; that of Adam is the bes
 
 import time
 from itertools import pairwise
-from pathlib import Path
 
-import matplotlib
 import torch
 from sklearn.datasets import load_digits
+from style import legend, panels, write
 from torch import nn
 
 from curvlinops_plus import EKFAC, KFACOptimizer
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-from matplotlib.ticker import NullLocator
 
 torch.set_num_threads(1)  # more threads gain nothing on tensors of this size
 digits = torch.tensor(load_digits().data / 16, dtype=torch.float32)
@@ -77,20 +72,13 @@ for name, (curve, _) in runs.items():
     step, seconds, _ = next(point for point in curve if point[2] <= target)
     print(f"{name:32} reaches Adam's last error, {target:.3f}, after {step} steps, {seconds:.1f} s")
 
-pyplot.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
-figure, axes = pyplot.subplots(1, 2, figsize=(6.4, 4), sharey=True)
-# Colours that the colour-blind tell apart, by Okabe and Ito.
-for (name, (curve, _)), color in zip(runs.items(), ("#0072b2", "#009e73", "#56b4e9", "#d55e00"), strict=True):
-    steps, seconds, errors = zip(*curve, strict=True)
-    style = {"color": color, "linewidth": 2, "linestyle": "--" if name.startswith("Adam") else "-"}
-    axes[0].semilogy(steps, errors, label=name, **style)
-    axes[1].semilogy(seconds, errors, **style)
-for at, label in zip(axes, ("steps", "CPU time, s"), strict=True):
-    at.set_xlabel(label)
-    at.set_ylim(0.6, 8)
-    at.set_yticks((0.7, 1, 2, 4, 8), ("0.7", "1", "2", "4", "8"), minor=False)
-    at.yaxis.set_minor_locator(NullLocator())
-axes[0].set_ylabel("squared error per image")
-figure.tight_layout(rect=(0, 0.14, 1, 1))
-figure.legend(loc="lower center", ncols=2, frameon=False)
-figure.savefig(Path(__file__).parents[1] / "docs" / "kfac_training.png", dpi=125)
+figure, axes = panels(2, height=2.9)
+for name, (curve, _) in runs.items():
+    *ticks, errors = zip(*curve, strict=True)
+    for ax, at, label in zip(axes, ticks, ("step", "CPU time (s)"), strict=True):
+        ax.semilogy(at, errors, label=name)
+        ax.set(xlabel=label, ylabel="squared error per image", ylim=(0.6, 8))
+        ax.set_yticks(marks := (0.7, 1, 2, 4, 8), map(str, marks), minor=False)
+        ax.minorticks_off()
+legend(axes[0], columnspacing=1.0)
+write(figure, "kfac_training")

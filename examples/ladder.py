@@ -4,14 +4,12 @@ A small network learns handwritten digits. The exact blocks of its GGN, one per 
 fraction of their memory: the diagonal, a trace-normalised Kronecker product, KFAC, EKFAC, and the Kronecker product
 nearest to the block. The distance is the Frobenius norm of the difference, relative to the exact block.
 
-    python examples/ladder.py [picture]      # needs scikit-learn; draws docs/ladder.png if matplotlib is there
+    python examples/ladder.py      # needs scikit-learn and matplotlib; writes docs/ladder.png
 """
-
-import sys
-from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
+from style import legend, panels, write
 from torch import nn
 
 from curvlinops_plus import EKFAC, KFAC, TNT, DiagonalBlock, EmpiricalRisk, FullBlock, NearestKronecker, curvature
@@ -56,24 +54,13 @@ total = {title: by_layer["all"] for title, by_layer in errors.items()}
 assert total["nearest Kronecker"] <= total["KFAC"], "no Kronecker product is nearer than the nearest"
 assert total["EKFAC"] <= total["KFAC"], "the corrected eigenvalues are the best ones in KFAC's basis"
 
-try:
-    from matplotlib.figure import Figure
-except ImportError:
-    print("no picture without matplotlib")
-    sys.exit()
-
-figure = Figure(figsize=(7, 3.2), layout="constrained")
-axes = figure.subplots()
+figure, ax = panels()
 width = 0.8 / len(LADDER)
 for k, (title, by_layer) in enumerate(errors.items()):
     places = [j + (k - len(LADDER) / 2 + 0.5) * width for j in range(len(columns))]
-    bars = axes.bar(places, by_layer.values(), width, label=title)
-    axes.bar_label(bars, fmt="%.2f", fontsize=6)
-axes.set_xticks(range(len(columns)), columns)
-axes.set_ylabel("‖approximation − exact‖ / ‖exact‖")
-axes.set_ylim(0, 1.15)
-axes.set_title("Distance to the exact blocks of the GGN, a network on handwritten digits", fontsize=9)
-axes.legend(ncols=5, fontsize=7, loc="upper center")
-path = Path(sys.argv[1] if sys.argv[1:] else Path(__file__).parent.parent / "docs" / "ladder.png")
-figure.savefig(path, dpi=150)
-print(f"saved {path.name}")
+    ax.bar(places, by_layer.values(), width, label=title)
+ax.set_xticks(range(len(columns)), columns)
+ax.set(ylabel="relative distance\nto the exact block", ylim=(0, 1))
+ax.grid(visible=False, axis="x")
+legend(ax, 3, columnspacing=1.0, handlelength=1.2)
+write(figure, "ladder")

@@ -8,11 +8,10 @@ Marquardt). Costs are counted in passes over the data: one per gradient, two per
 """
 
 import warnings
-from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
+from style import legend, panels, write
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -69,10 +68,10 @@ def newton(theta, passes):
 
 paths = {f"Adam, lr {lr}": adam(lr, STOP)[1] for lr in (0.003, 0.01, 0.03, 0.1)}
 paths[f"Newton-CG after {START} passes of Adam"] = newton(adam(0.03, START)[0], START)
-axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
+figure, ax = panels()
 for name, path in paths.items():
     print(f"{name}: smallest gradient norm {min(norm for _, norm in path):.1e}, after {path[-1][0]} passes in all")
-    axes.semilogy(*zip(*path), "o-" if name.startswith("Newton") else "-", label=name, linewidth=1, markersize=3)
-axes.set(xlabel="passes over the data", ylabel="norm of the gradient")
-axes.legend()
-figure.savefig(Path(__file__).parents[1] / "docs" / "newton.png", dpi=100)
+    ax.semilogy(*zip(*path), label=name, linewidth=3 if name.startswith("Newton") else 1.2)
+ax.set(xlabel="passes over the data", ylabel="norm of the gradient")
+legend(ax)
+write(figure, "newton")

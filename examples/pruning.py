@@ -8,17 +8,13 @@ the others can make up for (optimal brain surgeon), at once or in twenty rounds.
 """
 
 from copy import deepcopy
-from pathlib import Path
 
-import matplotlib
 import torch
 from sklearn.datasets import load_digits
+from style import legend, panels, write
 from torch import nn
 
 from curvlinops_plus import KFAC, DiagonalBlock, EmpiricalRisk, IdentityLinearOperator, curvature, prune
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # more threads gain nothing on tensors of this size
@@ -49,6 +45,7 @@ ways = {
     "KFAC, 20 rounds": (K, 20),
 }
 sparsities = (0.7, 0.8, 0.9, 0.95)
+figure, ax = panels()
 print(f"{K.shape[0]} parameters, accuracy {accuracy(model):.3f}; with so many of them zero:")
 print(" " * 16 + "".join(f"{s:8.0%}" for s in sparsities))
 for name, (curve, rounds) in ways.items():
@@ -58,11 +55,9 @@ for name, (curve, rounds) in ways.items():
         prune(pruned, curve, sparsity, rounds)
         found.append(accuracy(pruned))
     print(f"{name:16}" + "".join(f"{a:8.3f}" for a in found), flush=True)
-    pyplot.plot([100 * s for s in sparsities], found, "o-", label=name)
+    ax.plot([100 * s for s in sparsities], found, marker="o", label=name)
 
-pyplot.axhline(accuracy(model), color="gray", linestyle=":", label="all parameters")
-pyplot.xlabel("parameters that are zero, %")
-pyplot.ylabel("accuracy on test digits")
-pyplot.legend()
-pyplot.gcf().set_size_inches(6, 4)
-pyplot.savefig(Path(__file__).parents[1] / "docs" / "pruning.png", dpi=100, bbox_inches="tight")
+ax.axhline(accuracy(model), color="gray", linestyle=":", label="all parameters")
+ax.set(xlabel="parameters that are zero (%)", ylabel="accuracy on test digits", ylim=(0, 1))
+legend(ax)
+write(figure, "pruning")

@@ -6,20 +6,16 @@ configurations everything is known exactly: |ψ|² to draw from, the energy of a
 
 Each method takes the best of several learning rates, found on another start; Adam and SGD get four times the steps.
 
-    python examples/reconfiguration.py        # needs matplotlib; some thirty seconds; draws docs/reconfiguration.png
+    python examples/reconfiguration.py        # needs matplotlib; some thirty seconds; writes docs/reconfiguration.png
 """
 
 import time
-from pathlib import Path
 
-import matplotlib
 import torch
+from style import legend, panels, write
 from torch import nn
 
 from curvlinops_plus.optim import StochasticReconfiguration
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 torch.set_num_threads(1)  # more threads gain nothing on tensors of this size
 SPINS, SAMPLES, STARTS = 10, 256, (1, 2, 3)
@@ -73,6 +69,7 @@ def final(errors):
     return float(errors[-20:].mean())  # single steps are as noisy as the samples
 
 
+figure, ax = panels()
 print(f"{SPINS} spins, exact energy {exact:.5f}, {SAMPLES} samples per step")
 for method, (rates, steps) in METHODS.items():
     lr = min(rates, key=lambda lr: final(train(method, lr, steps, start=0)[0]))
@@ -89,12 +86,9 @@ for method, (rates, steps) in METHODS.items():
         flush=True,
     )
     curves = torch.stack(curves)
-    (line,) = plt.plot(curves.log().mean(0).exp(), label=f"{method}, learning rate {lr}")
-    plt.fill_between(range(steps), curves.amin(0), curves.amax(0), color=line.get_color(), alpha=0.2, linewidth=0)
+    (line,) = ax.semilogy(curves.log().mean(0).exp(), label=f"{method}, learning rate {lr}")
+    ax.fill_between(range(steps), curves.amin(0), curves.amax(0), color=line.get_color(), alpha=0.2, linewidth=0)
 
-plt.xlabel(f"steps of {SAMPLES} samples")
-plt.ylabel("relative error of the energy")
-plt.yscale("log")
-plt.title("Transverse-field Ising ring of 10 spins (mean and range of three starts)", fontsize=10)
-plt.legend()
-plt.savefig(Path(__file__).parents[1] / "docs" / "reconfiguration.png", dpi=120, bbox_inches="tight")
+ax.set(xlabel=f"steps of {SAMPLES} samples", ylabel="relative error of the energy")
+legend(ax)
+write(figure, "reconfiguration")

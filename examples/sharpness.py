@@ -15,7 +15,7 @@ from torch import Generator, nn
 from curvlinops_plus import EKFAC, EmpiricalRisk, Hessian, MonteCarlo, curvature, top_eigenpairs
 
 torch.set_num_threads(1)  # more threads gain nothing on tensors of this size
-STEPS, EVERY, RATES = 1000, 40, (0.1, 0.2)
+STEPS, EVERY, RATES = 1000, 50, (0.1, 0.2)
 
 digits = load_digits()
 X, y = torch.tensor(digits.data[:500] / 16 - 0.5), torch.eye(10)[digits.target[:500]].double()
@@ -30,6 +30,7 @@ for k, lr in enumerate(RATES):
         if step % EVERY == 0:
             top = top_eigenpairs(Hessian(risk), 1, tol=1e-2, generator=Generator().manual_seed(0))
             sharpness.append(float(top.eigenvalues))
+        if step % EVERY == 0 and lr == RATES[-1]:
             # of the mean over numbers, of which an example has ten
             K = curvature(EmpiricalRisk(model, loss, [(X, y)]), EKFAC, vectors=MonteCarlo(10))
             traces.append([10 * float(block.trace) for block in K.blocks.values()])
