@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Protocol
 
+from curvlinops_plus.blocks.ekfac import EKFAC, ekfac_blocks
 from curvlinops_plus.blocks.factors import Parts, factor_forms
-from curvlinops_plus.blocks.kfac import EKFAC, KFAC, MAX_BYTES, ekfac_blocks, kfac_blocks
+from curvlinops_plus.blocks.kfac import KFAC, MAX_BYTES, kfac_blocks
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.linalg import (
     BlockDiagonal,

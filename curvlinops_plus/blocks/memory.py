@@ -10,7 +10,8 @@ from warnings import warn
 import torch
 
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
-from curvlinops_plus.blocks.kfac import EKFAC, KFAC
+from curvlinops_plus.blocks.ekfac import EKFAC
+from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.risk import Layer

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.blocks.accumulator import Accumulator, Approximation
-from curvlinops_plus.blocks.kfac import EKFAC, KFAC
+from curvlinops_plus.blocks.ekfac import EKFAC
+from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.nearest import NearestKronecker
 from curvlinops_plus.blocks.per_example import DiagonalBlock, FullBlock, ScaledIdentity
 from curvlinops_plus.blocks.tnt import TNT

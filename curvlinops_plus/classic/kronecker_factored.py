@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.accumulation import Accumulation, run_accumulation
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator, restore
+from curvlinops_plus.blocks.ekfac import EKFAC, Correction
 from curvlinops_plus.blocks.factor_views import FactorView
 from curvlinops_plus.blocks.fingerprint import fingerprint
-from curvlinops_plus.blocks.kfac import EKFAC, KFAC, Correction
+from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
 from curvlinops_plus.classic.build_risk import build_layer_risk
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType

@@ -11,7 +11,7 @@ from cases import close
 from torch import Tensor, nn
 
 from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, EmpiricalRisk, curvature
-from curvlinops_plus.blocks import kfac
+from curvlinops_plus.blocks import ekfac
 from curvlinops_plus.blocks.shared_inputs import SharedInputs
 from curvlinops_plus.linalg import structured
 
@@ -83,9 +83,9 @@ def test_half_precision_shares_too() -> None:
 
 def test_one_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
     risk, sizes = made(), []
-    decompose, eigenvectors = structured.eigh, kfac.eigenbasis
+    decompose, eigenvectors = structured.eigh, ekfac.eigenbasis
     monkeypatch.setattr(structured, "eigh", lambda M, **o: (sizes.append(len(M)), decompose(M, **o))[1])
-    monkeypatch.setattr(kfac, "eigenbasis", lambda M, **o: (sizes.append(len(M)), eigenvectors(M, **o))[1])
+    monkeypatch.setattr(ekfac, "eigenbasis", lambda M, **o: (sizes.append(len(M)), eigenvectors(M, **o))[1])
     curvature(risk, KFAC).inverse(0.1)
     # Inputs of enter, q = k, v, gate = up, leave; and six gradient factors.
     assert sorted(sizes) == [3, 5, 5, 6, 7, 8, 8, 8, 8, 8, 8, 9]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from curvlinops_plus import EKFAC, CurvatureEstimator, EmpiricalRisk, curvature
-from curvlinops_plus.blocks import kfac
+from curvlinops_plus.blocks import ekfac
 from curvlinops_plus.errors import NumericsError
 
 
@@ -30,7 +30,7 @@ def problem() -> EmpiricalRisk:
 
 
 def test_ekfac_on_several_threads_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    risk, seen, eigenbasis = problem(), set(), kfac.eigenbasis
+    risk, seen, eigenbasis = problem(), set(), ekfac.eigenbasis
 
     def watched(M: torch.Tensor, rtol: float) -> torch.Tensor:
         seen.add(threading.get_ident())
@@ -42,7 +42,7 @@ def test_ekfac_on_several_threads_is_the_same(monkeypatch: pytest.MonkeyPatch) -
     _ = expected @ v  # computes it
     torch.set_num_threads(2)
     monkeypatch.setattr(
-        kfac, "eigenbasis", lambda *args, **options: seen.add(threading.get_ident()) or eigenbasis(*args, **options)
+        ekfac, "eigenbasis", lambda *args, **options: seen.add(threading.get_ident()) or eigenbasis(*args, **options)
     )
     found = curvature(risk, EKFAC)
     torch.testing.assert_close(found @ v, expected @ v)
