@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from curvlinops_plus.blocks import BlockwiseLinearOperator
+from curvlinops_plus.blocks.fingerprint import changed_parameters, fingerprint
 from curvlinops_plus.exact.base import RiskOperator
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk
 
-__all__ = ["require_fixed", "require_own_values", "risks_of"]
+__all__ = ["require_fixed", "require_own_values", "require_present", "risks_of"]
 
 
 def risks_of(K: LinearOperator) -> list[EmpiricalRisk]:
@@ -37,17 +39,36 @@ def require_fixed(K: LinearOperator) -> None:
 
 
 def require_own_values(K: LinearOperator, model: nn.Module, what: str) -> None:
-    """Refuse an operator that was computed from a network, but at other values of the parameters.
+    """Refuse an operator that was computed from a network, but at other values of the parameters than it has now.
 
     Raises:
         ValueError: Naming some parameters.
     """
+    require_present(K, what, model)
     for risk in risks_of(K):
         own = risk.own_params if risk.model is model else {}
         if other := [key for key, p in own.items() if not torch.equal(risk.params[key], p)]:
             raise ValueError(
                 f"{what} was computed at other values of {other[:3]} than the network's own. Load them into it first, "
                 "or compute the curvature of a risk without `params` of other values."
+            )
+
+
+def require_present(K: LinearOperator, what: str, model: nn.Module | None = None) -> None:
+    """Refuse an operator whose network (any, or the one given) was trained further since it was computed.
+
+    Raises:
+        ValueError: Naming some parameters.
+
+    Cost: one pass over the memory of the parameters.
+    """
+    for part in _parts(K, set()):
+        if not isinstance(part, BlockwiseLinearOperator) or (model is not None and part.risk.model is not model):
+            continue
+        if changed := changed_parameters(part.parameters, fingerprint(part.risk), 1e-12):
+            raise ValueError(
+                f"The parameters {changed[:3]} have changed since {what} was computed, so it is the curvature at "
+                "another point. Compute it anew from the parameters of now."
             )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from curvlinops_plus.applications.networks import require_fixed, risks_of
+from curvlinops_plus.applications.networks import require_fixed, require_present, risks_of
 from curvlinops_plus.linalg import Deferred, LinearOperator, Structure
 from curvlinops_plus.risk import EmpiricalRisk
 
@@ -59,8 +59,9 @@ class QuadraticPenalty(Penalty):
 
     Raises:
         TypeError: If `K` is no operator, or is computed anew from the present parameters in each product, as a `GGN`.
-        ValueError: If `K` is not symmetric, `strength` is negative or not finite, shapes do not fit, or `K` was
-            computed from no network, or from several, and there are no `params`.
+        ValueError: If `K` is not symmetric, `strength` is negative or not finite, shapes do not fit, `K` was computed
+            from no network, or from several, and there are no `params`, or parameters have changed since, and `at` is
+            not given.
 
     Cost: a call is a product with `K` and a few vectors; its derivative is another product.
 
@@ -105,6 +106,7 @@ class QuadraticPenalty(Penalty):
             shapes = {key: list(p.shape) for key, p in self.params.items()}
             raise ValueError(f"Expected parameters of the shapes of {K.in_space}, got {shapes}.")
         if at is None:
+            require_present(K, K.label)
             at = self._vector().detach().clone() if self._risk is None else self._risk.vector()
         point, container = K.in_space.read(at, K.dtype, K.device)
         if container.columns is not None:

@@ -190,3 +190,12 @@ def test_curvatures_at_other_values_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match=r"curvatures\[1\] was computed at other values of \['0.weight', .* Load them"):
         merge(models, [make(risks[0]), make(at[0])], damping=0.1)
     merge(models, [make(risks[0]), make(at[1])], damping=0.1)
+
+
+def test_curvatures_of_before_more_training_are_refused() -> None:
+    models = experts()
+    curvatures = [curvature(risk, KFAC) for risk in risks_of(models)]
+    with torch.no_grad():
+        next(models[1].parameters()).add_(0.1)
+    with pytest.raises(ValueError, match=r"\['0.weight'\] have changed since curvatures\[1\] was computed"):
+        merge(models, curvatures, damping=0.1)

@@ -197,6 +197,17 @@ def test_what_is_refused() -> None:
         penalty()
 
 
+@pytest.mark.parametrize("name", ["KFAC", "sum", "classic"])
+def test_a_matrix_of_before_more_training_needs_its_point(name: str) -> None:
+    model = network()
+    K, before = CURVATURES[name](risk_of(model)), risk_of(model).vector()
+    _ = K @ before  # the classic one is computed at its first use
+    step = moved(model)
+    with pytest.raises(ValueError, match=r"have changed since .* was computed, .* curvature at another point"):
+        QuadraticPenalty(K)
+    torch.testing.assert_close(QuadraticPenalty(K, before)(), 0.5 * K.quadratic_form(step))
+
+
 def test_a_sum_of_two_networks_with_the_parameters_named() -> None:
     model = network()
     K = curvature(risk_of(model), KFAC) + curvature(risk_of(network(1)), KFAC)

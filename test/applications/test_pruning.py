@@ -169,8 +169,14 @@ def test_refusals() -> None:
     at = EmpiricalRisk(model, nn.CrossEntropyLoss(), risk.data, {k: p.detach() + 1 for k, p in risk.params.items()})
     with pytest.raises(ValueError, match=r"K was computed at other values of .* than the network's own"):
         pruned(model, curvature(at, KFAC), 0.5)
+    trained = copy.deepcopy(model)
+    old = curvature(EmpiricalRisk(trained, nn.CrossEntropyLoss(), risk.data), KFAC)
+    with torch.no_grad():
+        next(trained.parameters()).mul_(1.1)
+    with pytest.raises(ValueError, match=r"\['0.weight'\] have changed since K was computed, .* another point"):
+        pruned(trained, 2 * old, 0.5)
     pruned(model, K, 0.1, 1)
-    with pytest.raises(ValueError, match=r"'0.weight' .*doesn't have"):
+    with pytest.raises(ValueError, match=r"have changed since K was computed"):
         pruned(model, K, 0.5)
 
 
