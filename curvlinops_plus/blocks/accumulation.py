@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch, finish_work
+from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch, finish_work, share_totals
 from curvlinops_plus.blocks.memory import groups_within, warn_of_memory
 from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
 from curvlinops_plus.blocks.ownership import Everyone
@@ -132,6 +132,7 @@ class Accumulation:
         self.sweeps += 1
         desc = f"{self.title} sweep {self.sweeps}{self._of_groups()}"
         self._inputs = SharedInputs(self.pending, self.keepers.owner)
+        self._share_totals()
         add, count = self._add, partial(count_batch, self.pending)
         kept = self._cache is not None and self._cache.can_replay(layers)
         if self.risk.processes.every("looking for what was kept", kept):
@@ -151,6 +152,10 @@ class Accumulation:
         totals = sweep(self.risk, self.layers, self.vectors, add, count, desc, self._weights, repeatable)
         self._check(totals)
         self.totals.append(totals)
+
+    def _share_totals(self) -> None:
+        """Let accumulators that begin now count their batches together."""
+        share_totals((a for own in self.pending.values() for a in own.values() if not a.totals.examples), Totals())
 
     def _of_groups(self) -> str:
         return f", group {self._groups - len(self._waiting)} of {self._groups}" if self._groups > 1 else ""

@@ -7,9 +7,8 @@ running averages, merging two data sets, resuming and saving are written here, o
 
 from __future__ import annotations
 
-import copy
 from abc import ABCMeta, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,7 +24,16 @@ from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Accumulator", "Approximation", "LossScale", "Needs", "add_batch", "count_batch", "finish_work"]
+__all__ = [
+    "Accumulator",
+    "Approximation",
+    "LossScale",
+    "Needs",
+    "add_batch",
+    "count_batch",
+    "finish_work",
+    "share_totals",
+]
 
 # Totals over all batches to the factor `c` in front of the sum of all loss terms.
 LossScale = Callable[[Totals], Tensor | float]
@@ -257,13 +265,16 @@ class Accumulator(metaclass=AccumulatorType):
 
     def decay(self, factor: float) -> None:
         """Multiply all sums and divisors: calling it before each batch makes values exponential moving averages."""
+        self.decay_sums(factor)
+        self.totals.decay(factor)
+
+    def decay_sums(self, factor: float) -> None:
+        """The same without the totals, which several accumulators may share."""
         for rows in self._rows.values():
             rows.decay(factor)
         for total in self._sums.values():
             total *= factor
         self.counts = {name: count * factor for name, count in self.counts.items()}
-        self.totals.loss_count = self.totals.loss_count * factor
-        self.totals.loss = self.totals.loss * factor
 
     def share_sums(self, other: Accumulator) -> None:
         """Add to the sums of another accumulator from now on."""
@@ -272,7 +283,8 @@ class Accumulator(metaclass=AccumulatorType):
 
     def empty(self) -> Self:
         """The same without anything added to it."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))  # as `copy.copy`, which takes several times as long
+        vars(other).update(vars(self))
         other.sums, other.counts, other.totals, other._short, other.decomposed = {}, {}, Totals(), False, {}
         return other
 
@@ -285,11 +297,9 @@ class Accumulator(metaclass=AccumulatorType):
         other._short = True
         return other
 
-    def traces(self) -> list[Tensor]:
-        """0-d tensors that are finite if all entries of sums are, unless they overflow."""
-        return [total.sum() for total in self._sums.values() if total.numel()] + [
-            rows.trace() for rows in self._rows.values()
-        ]
+    def witnesses(self) -> list[Tensor]:
+        """Tensors whose squares have a finite sum only if all entries of sums are finite."""
+        return [*self._sums.values(), *(t for rows in self._rows.values() for t in rows.witnesses())]
 
     def require_unchanged(self) -> None:
         """Refuse rows that were written to after they were added.
@@ -336,16 +346,18 @@ class Accumulator(metaclass=AccumulatorType):
         if mine[:2] != theirs[:2] or (mine[2] and theirs[2] and mine[2] != theirs[2]):
             raise ValueError(f"Can't merge accumulators of different kind: {_words(*mine)} and {_words(*theirs)}.")
         self.add_sums(other)
+        self.totals.add(other.totals)
 
     def add_sums(self, other: Accumulator) -> None:
-        """Add the sums of another accumulator that is known to be of the same kind, in `plain_mode`."""
+        """Add the sums of another accumulator that is known to be of the same kind, in `plain_mode`; not its totals,
+        which several accumulators may share.
+        """
         for name, rows in other._rows.items():
             self._row_sum(name, rows.ones).merge(rows)
         for name, total in other._sums.items():
             self.add(name, total)
         for name, count in other.counts.items():
             self.counts[name] = self.counts.get(name, 0.0) + count
-        self.totals.add(other.totals)
 
     def _kind(self) -> tuple[type, str, dict[str, torch.Size]]:
         """Class, name of the layer, and shapes of sums."""
@@ -429,10 +441,15 @@ def add_batch(pending: Mapping[Layer, Mapping[Any, Accumulator]], batch: LayerBa
 
 
 def count_batch(pending: Mapping[Layer, Mapping[Any, Accumulator]], batch_totals: Totals) -> None:
-    """Add the totals of a mini-batch to those of all accumulators."""
-    for accumulators in pending.values():
-        for accumulator in accumulators.values():
-            accumulator.count(batch_totals)
+    """Add the totals of a mini-batch to those of all accumulators, once to what several share."""
+    for totals in {id(a.totals): a.totals for own in pending.values() for a in own.values()}.values():
+        totals.add(batch_totals)
+
+
+def share_totals(accumulators: Iterable[Accumulator], totals: Totals) -> None:
+    """Let accumulators that have seen the same batches, and will see the same, have the same totals."""
+    for accumulator in accumulators:
+        accumulator.totals = totals
 
 
 def finish_work(layer: Layer, accumulators: Mapping[str, Accumulator]) -> float:

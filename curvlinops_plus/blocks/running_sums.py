@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 
-from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, add_batch, count_batch, finish_work
+from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, add_batch, finish_work, share_totals
 from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.distributed import Alone
@@ -33,10 +32,15 @@ class RunningSums:
 
     Args:
         stages: The stages of each layer.
+
+    Attributes:
+        totals: Of all batches: those of every accumulator.
     """
 
     def __init__(self, stages: Mapping[Layer, list[Stage]]) -> None:
         self.stages = dict(stages)
+        self.totals = next((accumulator.totals for accumulator in self._accumulators()), Totals())
+        share_totals(self._accumulators(), self.totals)
 
     @classmethod
     def of_plan(cls, plan: Sequence[LayerPlan], scale: LossScale) -> RunningSums:
@@ -63,7 +67,7 @@ class RunningSums:
         while new := RunningSums(new)._following(processes):
             RunningSums(new)._add(show)
             for layer, (stage,) in new.items():
-                fresh.stages[layer].append(stage)
+                fresh._append(layer, stage)
             new = RunningSums(new).over(processes).stages
         return fresh, totals
 
@@ -85,14 +89,22 @@ class RunningSums:
         sum_over_processes((a for stages in copies.values() for stage in stages for a in stage.values()), processes)
         return RunningSums(copies)
 
+    def _append(self, layer: Layer, stage: Stage) -> None:
+        """One more stage of a layer; all batches until now count for it, too."""
+        share_totals(stage.values(), self.totals)
+        self.stages[layer].append(stage)
+
+    def _accumulators(self) -> Iterator[Accumulator]:
+        return (a for stages in self.stages.values() for stage in stages for a in stage.values())
+
     def _add(self, show: Callable[[Callable[[LayerBatch], None]], Totals]) -> Totals:
         pending = {
             layer: {(k, name): a for k, stage in enumerate(stages) for name, a in stage.items()}
             for layer, stages in self.stages.items()
         }
         totals = show(lambda batch: add_batch(pending, batch) if batch.layer in pending else None)
-        count_batch(pending, totals)
-        for accumulator in chain.from_iterable(stage.values() for stage in pending.values()):
+        self.totals.add(totals)
+        for accumulator in self._accumulators():
             accumulator.require_unchanged()
         return totals
 
@@ -102,20 +114,21 @@ class RunningSums:
         Raises:
             ValueError: If several losses had other weights there; nothing has changed then.
         """
-        for layer, stages in batch.stages.items():
-            for name, accumulator in stages[0].items():
-                if problem := self.stages[layer][0][name].totals.mismatch(accumulator.totals):
-                    raise ValueError(problem)
+        if problem := self.totals.mismatch(batch.totals):
+            raise ValueError(problem)
         with self._plain_mode():
             for layer, stages in batch.stages.items():
                 mine = self.stages[layer]
                 for own, stage in zip(mine, stages):
                     for name, accumulator in stage.items():
                         if decay != 1:
-                            own[name].decay(decay)
+                            own[name].decay_sums(decay)
                         own[name].add_sums(accumulator)
-                for stage in stages[len(mine) :]:  # the first batch of this layer; all batches before it count, too
-                    mine.append(_with_totals(stage, mine))
+                for stage in stages[len(mine) :]:  # the first batch of this layer
+                    self._append(layer, stage)
+        if decay != 1:
+            self.totals.decay(decay)
+        self.totals.add(batch.totals)
 
     def merged(self, other: RunningSums) -> RunningSums:
         """The sums of both.
@@ -144,9 +157,7 @@ class RunningSums:
     @property
     def called(self) -> list[Layer]:
         """The layers that a batch has called, in the order of the plan."""
-        accumulators = [a for stages in self.stages.values() for a in stages[0].values()]
-        found = {index for a in accumulators for index in a.totals.called}
-        return [layer for index, layer in enumerate(self.stages) if index in found]
+        return [layer for index, layer in enumerate(self.stages) if index in self.totals.called]
 
     @property
     def need_bases(self) -> bool:
@@ -169,12 +180,11 @@ class RunningSums:
         Raises:
             NumericsError: Naming layer and statistic.
         """
-        accumulators = [a for stages in self.stages.values() for stage in stages for a in stage.values()]
-        traces = [trace for accumulator in accumulators for trace in accumulator.traces()]
-        # Totals are finite unless an entry is not, or they overflow: look at entries only then.
-        if not traces or bool(torch.stack(traces).isfinite().all()):
+        witnesses = [t for accumulator in self._accumulators() for t in accumulator.witnesses()]
+        # If they are finite, so are the sums; else look at entries, since they may have overflown by themselves.
+        if not witnesses or bool(torch.stack(torch._foreach_norm(witnesses)).square().isfinite().all()):
             return
-        for accumulator in accumulators:
+        for accumulator in self._accumulators():
             for name, total in accumulator.sums.items():
                 if not bool(total.isfinite().all()):
                     raise NumericsError(
@@ -219,7 +229,7 @@ class RunningSums:
             for number, theirs in enumerate(others[1:], 1):
                 stage = _map(theirs, Accumulator.empty)
                 mine = number < len(stages) and layer in called
-                changed[layer].append(_changed_basis(stage, stages[number]) if mine else _with_totals(stage, stages))
+                changed[layer].append(_changed_basis(stage, stages[number]) if mine else stage)
             changed[layer] += stages[len(changed[layer]) :]
         return RunningSums(changed)
 
@@ -260,7 +270,7 @@ class RunningSums:
         for stages in loaded.stages.values():
             for accumulator in chain.from_iterable(stage.values() for stage in stages):
                 accumulator.totals.called = set(called)
-        return loaded
+        return cls(loaded.stages)
 
 
 def _map(stage: Stage, function: Callable[[Accumulator], Accumulator]) -> Stage:
@@ -270,6 +280,7 @@ def _map(stage: Stage, function: Callable[[Accumulator], Accumulator]) -> Stage:
 def _copied(accumulator: Accumulator) -> Accumulator:
     copied = accumulator.empty()
     copied.add_sums(accumulator)
+    copied.totals = accumulator.totals
     return copied
 
 
@@ -280,15 +291,10 @@ def _used(stages: list[Stage]) -> bool:
 
 def _padded(stages: list[Stage], like: list[Stage]) -> list[Stage]:
     """At least as many stages as `like`: those of a layer that was not called yet have no sums."""
-    return [*stages, *(_with_totals(_map(stage, Accumulator.empty), stages) for stage in like[len(stages) :])]
-
-
-def _with_totals(stage: Stage, stages: list[Stage]) -> Stage:
-    """A new stage of the layer with these stages, after the same batches."""
+    missing = [_map(stage, Accumulator.empty) for stage in like[len(stages) :]]
     totals = next(iter(stages[0].values())).totals
-    for accumulator in stage.values():
-        accumulator.totals = replace(totals)
-    return stage
+    share_totals((a for stage in missing for a in stage.values()), totals)
+    return [*stages, *missing]
 
 
 def _changed_basis(stage: Stage, before: Stage) -> Stage:

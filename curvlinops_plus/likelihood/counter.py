@@ -11,7 +11,10 @@ from torch import Tensor
 __all__ = ["counter_key", "splitmix64", "uniforms"]
 
 _GAMMA = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_ROUNDS = [
+    (np.uint64(bits), np.uint64(factor)) for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+]
+_LAST = np.uint64(31)
 _PIECE = 2**16  # numbers that are made together: they and what they are made with fit the cache
 
 
@@ -25,11 +28,11 @@ def splitmix64(z: np.ndarray) -> np.ndarray:
         6457827717110365317
     """
     shifted = np.empty_like(z)
-    for bits, factor in ((30, _FIRST), (27, _SECOND)):
-        np.right_shift(z, np.uint64(bits), out=shifted)
+    for bits, factor in _ROUNDS:
+        np.right_shift(z, bits, out=shifted)
         np.bitwise_xor(z, shifted, out=z)
-        np.multiply(z, np.uint64(factor), out=z)
-    np.right_shift(z, np.uint64(31), out=shifted)
+        np.multiply(z, factor, out=z)
+    np.right_shift(z, _LAST, out=shifted)
     return np.bitwise_xor(z, shifted, out=z)
 
 

@@ -86,16 +86,18 @@ class GramSum:
     def merge(self, other: GramSum) -> None:
         """Add another sum, which stays as it is; in `plain_mode`."""
         if other._sum is not None:
-            self._add_ones(other._sum.clone(), other._count)
+            self._add_ones(other._sum.clone() if self._sum is None else other._sum, other._count)
         for rows, _ in other._pieces:
             self._add_piece(rows)
         if other._rows is not None:
             self._add_piece(other._rows[: other._number])
         if other._triangle is not None:
-            total = other._triangle * other._factor
-            if self._triangle is not None:
-                total.add_(self._triangle, alpha=self._factor)
-            self._triangle, self._factor = total, 1.0
+            if self._triangle is None:
+                self._triangle = other._triangle * other._factor
+            else:
+                total = other._triangle if other._factor == 1 else other._triangle * other._factor
+                _add_scaled(total, self._triangle, self._factor)
+            self._factor = 1.0
 
     def decay(self, factor: float) -> None:
         """Multiply what was added until now. Cost: that of the rows that wait; a triangle is multiplied when the next
@@ -114,13 +116,12 @@ class GramSum:
         """Whether rows were written to before they were multiplied."""
         return self._changed or any(rows._version != version for rows, version in self._pieces)
 
-    def trace(self) -> Tensor:
-        """The trace, 0-d, without that of the ones. If it is finite, so are all entries."""
-        waiting = [] if self._rows is None else [self._rows[: self._number]]
-        parts = [torch.linalg.vector_norm(rows).square() for rows in (*waiting, *(rows for rows, _ in self._pieces))]
-        if self._triangle is not None:
-            parts.append(self._triangle.diagonal().sum() * self._factor)
-        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    def witnesses(self) -> list[Tensor]:
+        """Tensors whose squares have a finite sum only if all entries of the sum are finite."""
+        found = [rows for rows, _ in self._pieces]
+        if self._rows is not None:
+            found.append(self._rows[: self._number])
+        return found if self._triangle is None else [*found, self._triangle.diagonal()]
 
     @property
     def shape(self) -> torch.Size:
@@ -245,11 +246,15 @@ def _half_pays(rows: Tensor) -> bool:
 def _add_triangle(rows: Tensor, total: Tensor, factor: float = 1.0) -> Tensor:
     """Add `rowsᵀ rows` to the lower triangle of `factor * total`, in place; above it may stand anything afterwards."""
     if not _half_pays(rows):
-        total = total if factor == 1 else total.mul_(factor)
-        return total.add_(rows.T @ rows)
+        return _add_scaled(rows.T @ rows, total, factor)
     if torch.get_num_threads() == 1 and _openblas() is not None:
         return _add_rank_k(rows, total, factor)
     return _add_quarters(rows, total, factor)
+
+
+def _add_scaled(new: Tensor, total: Tensor, factor: float) -> Tensor:
+    """`factor * total + new`, in the memory of `total`."""
+    return torch.add(new, total, alpha=factor, out=total)
 
 
 def _add_rank_k(rows: Tensor, total: Tensor, factor: float = 1.0) -> Tensor:

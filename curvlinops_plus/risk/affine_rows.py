@@ -233,7 +233,7 @@ class AffineRows:
         return call if plain else None
 
     def _upcast(self, t: Tensor) -> Tensor:
-        if not t.is_floating_point():
+        if t.dtype == self.layer.accumulation_dtype or not t.is_floating_point():
             return t
         return t.to(torch.promote_types(t.dtype, self.layer.accumulation_dtype))
 

@@ -126,7 +126,7 @@ class _LossVectors:
 def _share_draws(losses: Losses, vectors: Vectors, parts: Sequence[_LossVectors], draws: Draws) -> None:
     """Give each loss its random numbers from one stream."""
     own: Sequence[Draws] = [draws] * len(parts)
-    if vectors.seed is not None:
+    if vectors.seed is not None and len(parts) > 1:
         about = (repr(vectors), *(tuple(part.F.shape[1:]) for part in parts))
         own = losses.streams(about, draws, len(parts[0].F), [part.ask for part in parts])
     for part, stream in zip(parts, own, strict=True):

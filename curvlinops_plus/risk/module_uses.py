@@ -46,7 +46,7 @@ class ModuleUse:
 
     def holds(self, module: nn.Module, params: Mapping[str, Tensor]) -> bool:
         """Whether the module holds all of the parameters at the moment."""
-        return all(self.own(module, params).values())
+        return all(_slot(module, local) is params[key] for local, key in self.keys.items())
 
     @property
     def without_rule(self) -> bool:
@@ -56,8 +56,10 @@ class ModuleUse:
 
 def _slot(module: nn.Module, local: str) -> Tensor | None:
     """What a module holds under the name of a parameter, which may be that of a parametrization or of a child."""
+    if "." not in local:
+        return module._parameters.get(local)
     inside, _, name = local.rpartition(".")
-    return (module.get_submodule(inside) if inside else module)._parameters.get(name)
+    return module.get_submodule(inside)._parameters.get(name)
 
 
 def title(name: str) -> str:

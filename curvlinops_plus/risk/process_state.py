@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -48,11 +48,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)
 
 
-@contextmanager
-def exclusive() -> Iterator[None]:
+def exclusive() -> AbstractContextManager[Any]:
     """Context that one thread at a time is in, as often as it likes."""
-    with _lock:
-        yield
+    return _lock
 
 
 class _OwnPasses(threading.local):

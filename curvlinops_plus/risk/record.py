@@ -15,7 +15,7 @@ Two details without which results would be silently wrong:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -171,15 +171,17 @@ class Recorder:
         Raises:
             OutsideReads: If some of a module of unknown code are replaced.
         """
+        if use.holds(module, self._params):
+            return True
         own = use.own(module, self._params)
-        if not all(own.values()) and any(own.values()) and not isinstance(use.rule, AffineRule):
+        if any(own.values()) and not isinstance(use.rule, AffineRule):
             replaced = [key for key, same in own.items() if not same]
             raise OutsideReads(
                 f"{title(use.name)} ({type(use.owner).__name__}) was called with other tensors in place of its "
                 f"parameters {replaced} (by functional_call inside forward, or an assignment around the call). Leave "
                 f"its parameters {list(use.keys.values())} out of `params`."
             )
-        return all(own.values())  # what else reads them is found when readers are counted
+        return False  # what else reads them is found when readers are counted
 
     def _outputs(
         self,
@@ -282,14 +284,9 @@ class Recorder:
         if reads is not None:
             refuse_outside_readers(self.layers, self.calls, reads.counts, self._params)
 
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> AbstractContextManager[None]:
         """Modules that run in here are not recorded, and their outputs are not replaced."""
-        before, self._disabled = self._disabled, True
-        try:
-            yield
-        finally:
-            self._disabled = before
+        return _Disabled(self)
 
     @contextmanager
     def receiving(self, receive: Receive) -> Iterator[None]:
@@ -329,15 +326,32 @@ class Recorder:
         readers: dict[int, int] = {}
         consumers: dict[Any, int] = {}  # of recorded outputs
         for node, below in postorder([t.grad_fn for t in outputs]):
-            above[node] = any(child in marked or above[child] for child in below)
+            found = False
             for child in below:
-                if (leaf := getattr(child, "variable", None)) is not None:
-                    readers[id(leaf)] = readers.get(id(leaf), 0) + 1
-                elif child in marked:
+                if child in marked:
+                    found = True
                     consumers[child] = consumers.get(child, 0) + 1
+                elif above[child]:
+                    found = True
+                elif (leaf := getattr(child, "variable", None)) is not None:
+                    readers[id(leaf)] = readers.get(id(leaf), 0) + 1
+            above[node] = found
         refuse_outside_readers(self.layers, self.calls, readers, self._params)
         self._functions.check_sums(consumers)
         return [edge for edge in edges if above.get(edge.node) is False]
+
+
+class _Disabled:
+    """`Recorder.disabled`, which is entered for each layer of each batch: generators take several times as long."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._before = recorder, False
+
+    def __enter__(self) -> None:
+        self._before, self._recorder._disabled = self._recorder._disabled, True
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder._disabled = self._before
 
 
 def _float_tensors(leaves: Sequence[Any], out: Any, use: ModuleUse) -> list[int]:

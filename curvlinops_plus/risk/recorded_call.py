@@ -95,10 +95,7 @@ class RecordedCall:
     single: bool
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
     state: ModuleState | None = None
-    expanded: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.expanded = any(slot.expanded for slot in self.slots)
+    expanded: bool = False
 
     def set_gradients(self, grads: Mapping[int, Tensor | None], V: int, batched: bool) -> None:
         """Take the gradients of the slots (by identity) into `call.grads`; zeros where there are none."""
@@ -111,12 +108,13 @@ class RecordedCall:
         Raises:
             UnsupportedError: Naming the layer.
         """
-        if any(t._version != version for t, version in self.versions):
-            raise UnsupportedError(
-                f"the input of {title(self.call.use.name)} was modified in place after the layer read it, "
-                "so its curvature can't be computed from it. "
-                f"Replace the in-place operation (for instance `x += y` by `x = x + y`)."
-            )
+        for t, version in self.versions:
+            if t._version != version:
+                raise UnsupportedError(
+                    f"the input of {title(self.call.use.name)} was modified in place after the layer read it, "
+                    "so its curvature can't be computed from it. "
+                    f"Replace the in-place operation (for instance `x += y` by `x = x + y`)."
+                )
 
     def release(self) -> None:
         """Release the graph."""
@@ -160,21 +158,21 @@ def make_recorded_call(
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         axes = iter(use.rule.axes(use.module, axis, tensors, inputs=True))
-    recorded = RecordedCall(Call(use, (), {}), layer, slots, single)
+    versions: list[tuple[Tensor, int]] = []
     in_axes: list[int] = []
-    expand = num_examples if recorded.expanded else 0
+    expand = num_examples if any(slot.expanded for slot in slots) else 0
     for k, t in enumerate(leaves):
         if isinstance(t, Tensor):
             t = t.detach()
             if not t.is_inference():
-                recorded.versions.append((t, t._version))
+                versions.append((t, t._version))
             leaves[k], moved = _examples_first(t, next(axes), slots[0], use.functional, num_examples, expand)
             in_axes.append(moved)
     positional, named = ((leaves[0],), {}) if spec is None else tree_unflatten(leaves, spec)
-    recorded.call = Call(use, positional, named, None, in_axes, [slot.axis for slot in slots], slots[0].kept)
+    call = Call(use, positional, named, None, in_axes, [slot.axis for slot in slots], slots[0].kept)
     if affine is not None:
-        _check_rows(recorded.call, slots, num_examples)
-    return recorded
+        _check_rows(call, slots, num_examples)
+    return RecordedCall(call, layer, slots, single, versions, expanded=bool(expand))
 
 
 def _examples_first(

@@ -80,6 +80,7 @@ class Checked:
         batch_norm: Whether batch norm may be in the graphs of outputs.
         in_modules: Keys of parameters of which it is known that the model reads them in its modules.
         modes: Modes of all modules, training or not, in which two evaluations agreed.
+        fused: Whether the model has modules whose inference PyTorch fuses; None before it was recorded.
     """
 
     layers: set[Any] = field(default_factory=set)
@@ -92,6 +93,7 @@ class Checked:
     batch_norm: bool = True
     in_modules: set[str] = field(default_factory=set)
     modes: set[tuple[bool, ...]] = field(default_factory=set)
+    fused: bool | None = None
 
 
 class EmpiricalRisk(ModelParameters):

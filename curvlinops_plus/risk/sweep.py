@@ -111,13 +111,14 @@ class RecordedPasses:
         self.risk, self.vectors, self.weights, self.repeatable = risk, vectors, weights, repeatable
         # Fused inference of transformers calls no submodule, so that no hook would fire.
         fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-        intercept = any(isinstance(module, fused) for module in risk.model.modules())
+        if risk.checked.fused is None:
+            risk.checked.fused = any(isinstance(module, fused) for module in risk.model.modules())
         options = risk.options
         self.recorder = Recorder(
             layers,
             options.example_axis or {},
             vectors.backward,
-            intercept,
+            risk.checked.fused,
             example_of_row=options.example_of_row,
         )
         grad_mode = torch.enable_grad if vectors.backward else torch.no_grad

@@ -73,6 +73,10 @@ class Totals:
             self.counts = tuple(a + b for a, b in zip(self.counts or (0.0,) * len(other.counts), other.counts))
             self.losses = tuple(a + b for a, b in zip(self.losses or (0.0,) * len(other.losses), other.losses))
 
+    def decay(self, factor: float) -> None:
+        """Multiply what statistics are divided by."""
+        self.loss_count, self.loss = self.loss_count * factor, self.loss * factor
+
     def over(self, processes: Alone) -> Totals:
         """The totals of all processes. Collective.
 

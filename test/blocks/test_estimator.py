@@ -522,6 +522,20 @@ def test_a_batch_with_nan_is_refused_and_changes_nothing(approximation: str, lis
     assert torch.equal(running.inverse().to_dense(), other.inverse().to_dense())
 
 
+@pytest.mark.parametrize("approximation", ["KFAC", "diagonal", "full"])
+def test_a_batch_whose_products_overflow_is_refused(approximation: str) -> None:
+    model = network().float()
+    running = estimator(model, EVERY[approximation], vectors=MonteCarlo(1, 0))
+    X, y = batches(4)[0]
+    running.update((X.float(), y))
+    before = running.operator.to_dense()
+    with torch.no_grad():
+        model[0].weight.fill_(1e-30)
+    with pytest.raises(NumericsError, match="NaN or infinite"):
+        running.update((1e25 * X.float(), y))
+    assert torch.equal(running.operator.to_dense(), before)
+
+
 @pytest.mark.parametrize("decay", [0.9, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("approximation", ["KFAC", "diagonal", "full"])
