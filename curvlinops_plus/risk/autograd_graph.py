@@ -8,10 +8,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from curvlinops_plus.errors import UnsupportedError
 
-__all__ = ["REENTRANT", "postorder", "prepare_graph", "raise_unreached"]
+__all__ = ["REENTRANT", "gradients_of", "postorder", "prepare_graph", "raise_unreached"]
 
 REENTRANT = (
     "The model uses activation checkpointing with use_reentrant=True, which hides parameters from derivatives other "
@@ -42,6 +43,25 @@ def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
             below[node] = [child for child, _ in node.next_functions if child is not None]
             stack.append((node, True))
             stack += [(child, False) for child in below[node] if child not in below]
+
+
+def gradients_of(
+    outputs: Sequence[Tensor], inputs: Sequence[Any], vectors: Sequence[Tensor], retain_graph: bool
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad(outputs, inputs, vectors, allow_unused=True)`, without its comparison of symbolic shapes.
+
+    To compare shapes, that function loads SymPy, a third of a second in the first call of a process, and takes as long
+    in each as a layer of a small network.
+
+    Args:
+        outputs: What is differentiated.
+        inputs: Tensors, or edges of the graph.
+        vectors: One for each output, of its shape.
+        retain_graph: Whether somebody goes back through the graph once more.
+    """
+    return _engine_run_backward(
+        tuple(outputs), tuple(vectors), retain_graph, False, tuple(inputs), True, accumulate_grad=False
+    )
 
 
 def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
+from curvlinops_plus.risk.autograd_graph import gradients_of
 from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.float16_range import is_narrow, narrowest, send_in_range
 from curvlinops_plus.risk.layer_batch import LayerBatch
@@ -205,7 +206,7 @@ class BackwardPasses:
             with self.recorder.receiving(self._receive):
                 if sources:
                     retain = keep_graph or not last
-                    torch.autograd.grad(outputs, sources, vector, retain_graph=retain, allow_unused=True)
+                    gradients_of(outputs, sources, vector, retain)
             for index, left in self._waiting.items():
                 if left:  # some call, or all of them, does not reach the output: its gradient is zero
                     self._show(index, self._received)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.sampling import wide_dtype
+from curvlinops_plus.risk.autograd_graph import gradients_of
 from curvlinops_plus.risk.compare_rules import SentVectors, compare_rules
 from curvlinops_plus.risk.float16_range import is_narrow, send_in_range
 from curvlinops_plus.risk.layers import Layer
@@ -140,7 +141,7 @@ def _gradients(
 ) -> Sequence[Tensor | None]:
     """What vectors leave at some places, all times one number."""
     narrow = is_narrow([*outputs, *(slot.out for slot in slots)])
-    send = partial(torch.autograd.grad, outputs, inputs, retain_graph=retain_graph or narrow, allow_unused=True)
+    send = partial(gradients_of, outputs, inputs, retain_graph=retain_graph or narrow)
     return send_in_range(send, outputs, vectors, narrow).gradients
 
 

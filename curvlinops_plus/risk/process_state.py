@@ -7,11 +7,12 @@ seen by every thread. So one thread at a time evaluates risks; others wait, and 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -88,7 +89,7 @@ def eager() -> Iterator[None]:
     would leave everything eager for good.
     """
     with exclusive():
-        if _Eager.depth == 0:
+        if _Eager.depth == 0 and _is_compiler_loaded():
             _Eager.contexts.enter_context(torch.compiler.set_stance("force_eager"))
         _Eager.depth += 1
         try:
@@ -110,9 +111,20 @@ def quiet() -> Iterator[None]:
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
     """A function that `torch.compile` does not look into: around it, the graph of its caller is divided.
 
-    PyTorch's own `torch.compiler.disable`, without loading the compiler where nobody uses it.
+    PyTorch's own `torch.compiler.disable`, which loads the compiler: that takes a second, and is left out as long as
+    nobody has loaded it, so that nothing is compiled.
     """
-    return _disable_dynamo(function)
+    disabled = _disable_dynamo(function)
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        return (disabled if _is_compiler_loaded() else function)(*args, **kwargs)
+
+    return called
+
+
+def _is_compiler_loaded() -> bool:
+    return "torch._dynamo" in sys.modules
 
 
 def hookable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

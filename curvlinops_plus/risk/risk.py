@@ -134,8 +134,9 @@ class EmpiricalRisk(ModelParameters):
         reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
             examples, "sum" adds them up. Default: the loss's own attribute ("batchmean" is "mean"), else "mean".
         check: Whether three examples of a batch are looked at when its layers are called for the first time: that layer
-            rules agree with autograd, that examples don't depend on each other, that two evaluations agree. And whether
-            a loss that the model computes from `labels` is compared with this one.
+            rules agree with autograd, that examples don't depend on each other, that two evaluations agree; of
+            `nn.Sequential` of PyTorch's own modules their types say it. And whether a loss that the model computes from
+            `labels` is compared with this one.
         example_ids: `example_ids(X, y)` gives the numbers of the examples of a batch in the whole data set, N integers:
             random vectors depend on them. Default: examples are numbered in their order, through each pass.
         weight: `weight(X, y, ...)` gives the weights of the examples of a batch, N numbers of at least 0; it is called

@@ -67,6 +67,8 @@ def check_batch(
     * a vector for one example reaches no other example's rows in any layer;
     * the gradient that each layer's rule makes of its recorded calls is autograd's gradient of the parameters.
 
+    A chain of PyTorch's own modules needs no look, see `is_known_chain`.
+
     Where little is computed, vectors for halves of the examples and for one are sent back through the batch itself, and
     the few examples are run for their outputs only. The whole batch stands in for them where they can't be told apart
     in its input. The statistics of batch norm in training mode are constants in all of these passes.
@@ -109,8 +111,6 @@ def check_batch(
     pass over three examples, and up to five backward passes. In batches that are not looked at, a few microseconds per
     call of a layer.
     """
-    if not risk.options.check:
-        return
     N, checked = batch.num_examples, risk.checked
     rows = rows_per_example(recorder.calls, batch)
     kind = batch_kind(recorder.calls, outputs, rows) if recorder.backward else ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -36,6 +38,7 @@ from curvlinops_plus import (
     hutchinson_trace,
 )
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.risk.autograd_graph import gradients_of
 from curvlinops_plus.risk.process_state import eager
 
 CE = nn.CrossEntropyLoss()
@@ -505,3 +508,44 @@ def test_parameters_of_two_dtypes() -> None:
     for number in NUMBERS.values():
         close(number(EmpiricalRisk(model, CE, data)), number(EmpiricalRisk(twin, CE, data)), 1e-5)
     curvature(EmpiricalRisk(model, CE, data), EKFAC).verify()
+
+
+# -------------------------------------------------------------------------------------------------- of a new process
+FIRST_OPERATOR = """
+import sys
+import torch
+import torch.utils.checkpoint  # older versions of PyTorch load SymPy with it
+before = set(sys.modules)
+from curvlinops_plus import EKFACLinearOperator, KFACLinearOperator
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+if len(sys.argv) > 1:
+    model = torch.nn.ModuleList([model])
+    model.forward = model[0].forward  # nothing is known of it
+data = [(torch.rand(5, 3), torch.rand(5, 2))]
+for kind in (KFACLinearOperator, EKFACLinearOperator):
+    kind(model, torch.nn.MSELoss(), list(model.parameters()), data).trace
+print(*sorted({"torch._dynamo", "sympy"} & (set(sys.modules) - before)))
+"""
+
+
+@pytest.mark.parametrize("kind", ["known", "unknown"])
+def test_the_first_operator_loads_neither_compiler_nor_sympy(kind: str) -> None:
+    """Which take a second, of a process that has nothing else to do with them."""
+    command = [sys.executable, "-c", FIRST_OPERATOR, *(["unknown"] if kind == "unknown" else [])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_gradients_without_symbolic_shapes(retain: bool) -> None:
+    x, w = normal(3, 4, seed=1).requires_grad_(), normal(4, 2, seed=2).requires_grad_()
+    unread = normal(2, seed=3).requires_grad_()
+    h = x @ w
+    f, vectors = [h.sin(), h.square().sum(1)], [normal(3, 2, seed=4), normal(3, seed=5)]
+    expected = torch.autograd.grad(f, [x, w, unread, h], vectors, retain_graph=True, allow_unused=True)
+    found = gradients_of(f, [x, w, unread, h], vectors, retain)
+    assert found[2] is None is expected[2]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected) if a is not None and b is not None)
+    if not retain:
+        with pytest.raises(RuntimeError, match="second time"):
+            gradients_of(f, [x], vectors, retain)

@@ -315,8 +315,11 @@ def test_one_wrong_row_of_a_large_layer(dtype: torch.dtype, monkeypatch: pytest.
     """Combinations of rows are compared, which must tell as much as all numbers."""
     from curvlinops_plus.layer.linear import LinearRule
 
+    class Chain(nn.Sequential):
+        """Not a type that is known."""
+
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3)).to(dtype)
+    model = Chain(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3)).to(dtype)
     rows = LinearRule.grad_rows
 
     def wrong(self: LinearRule, module: nn.Module, g: Tensor) -> Tensor:

@@ -1,0 +1,165 @@
+"""Models of which types alone say that each example is computed by itself: chains of PyTorch's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.modules.module as module_code
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from curvlinops_plus.layer.rule_registry import RULES
+from curvlinops_plus.risk.process_state import Uncopied
+from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.record import Recorder
+from curvlinops_plus.risk.risk import EmpiricalRisk
+
+__all__ = ["is_known_chain"]
+
+
+def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> bool:
+    """Whether a recorded forward pass was one of PyTorch's own modules one after the other, with examples in front.
+
+    Nothing is left to compare with autograd then: no module mixes examples or draws numbers, each is called once, and
+    the rules of those with parameters are this package's. Nothing is remembered either: types, methods, hooks and
+    options of all modules are looked at in every batch. Any doubt is a no, as a module of another type, or an axis of
+    examples or an output that the user names.
+
+    Args:
+        risk: Model and options.
+        recorder: Which recorded the pass.
+        batch: The batch.
+    """
+    X, options = batch.X, risk.options
+    if type(X) is not Tensor or X.layout != torch.strided or not X.ndim or len(X) != batch.num_examples:
+        return False
+    if options.output or options.example_axis or options.example_of_row or _is_watched():
+        return False
+    chain, axes = [], X.ndim
+    for module in _in_order(risk.model):
+        follow = _AXES.get(type(module))
+        if follow is None or not _is_plain(module, recorder):
+            return False
+        axes = follow(module, axes)
+        if not axes:
+            return False
+        chain.append(module)
+    return _are_calls_of(chain, recorder)
+
+
+def _are_calls_of(chain: Sequence[Any], recorder: Recorder) -> bool:
+    """Whether the recorded calls are those of a chain's modules, one of each layer, which shares nothing then."""
+    uses = [recorded.call.use for recorded in recorder.calls]
+    tracked = {id(use.module) for use in uses}
+    called = [module for module in chain if id(module) in tracked]
+    return len(recorder.layers) == len(uses) == len(called) and all(
+        use.module is module and use.rule is _OWN_RULES.get(type(module)) for use, module in zip(uses, called)
+    )
+
+
+def _in_order(module: nn.Module | None) -> Iterator[nn.Module | None]:
+    """The modules of nested sequences in the order in which they run, each sequence before what it holds."""
+    yield module
+    if type(module) is nn.Sequential:
+        for child in module._modules.values():
+            yield from _in_order(child)
+
+
+def _is_watched() -> bool:
+    """Whether somebody else's code sees the calls of all modules or functions, and may change their results."""
+    return bool(
+        module_code._global_forward_hooks
+        or module_code._global_forward_pre_hooks
+        or module_code._global_backward_hooks
+        or module_code._global_backward_pre_hooks
+        or _get_current_function_mode()
+        or _get_current_dispatch_mode()
+    )
+
+
+def _is_plain(module: Any, recorder: Recorder) -> bool:
+    """Whether a module does what PyTorch's type does: no hooks but the recorder's, no methods or tensors of its own."""
+    kind, attributes = type(module), vars(module)
+    return not (
+        module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or module._compiled_call_impl
+        or not attributes.keys().isdisjoint(_names(kind))
+        or any(getattr(kind, name) is not method for name, method in _METHODS[kind])
+        or any(not _is_of(recorder, hook) for hook in module._forward_hooks.values())
+        or any(type(t) not in _TENSORS for held in (module._parameters, module._buffers) for t in held.values())
+    )
+
+
+def _is_of(recorder: Recorder, hook: Any) -> bool:
+    return type(hook) is Uncopied and getattr(hook.func, "__self__", None) is recorder
+
+
+@cache
+def _names(kind: type[nn.Module]) -> frozenset[str]:
+    """What attributes of a module would hide: methods, parameters and buffers."""
+    methods = (name for base in kind.__mro__ for name, value in vars(base).items() if callable(value))
+    return frozenset({*methods, "weight", "bias", "running_mean", "running_var"})
+
+
+def _same(module: Any, axes: int) -> int:
+    return axes
+
+
+def _linear(module: Any, axes: int) -> int:
+    return axes if axes > 1 and module.weight.ndim == 2 else 0
+
+
+def _on_places(number: int, module: Any, axes: int) -> int:
+    """Convolutions and pools; without an axis of examples the first one is that of channels."""
+    known = axes == number + 2 and not getattr(module, "return_indices", False)
+    weight = module._parameters.get("weight")
+    return axes if known and (weight is None or weight.ndim == axes) else 0
+
+
+def _norm_of_batch(module: Any, axes: int) -> int:
+    return axes if axes > 1 and not module.training and module.running_mean is not None else 0
+
+
+def _norm_of_example(module: Any, axes: int) -> int:
+    return axes if axes > len(getattr(module, "normalized_shape", (1,))) else 0
+
+
+def _dropout(module: Any, axes: int) -> int:
+    return 0 if module.training and module.p else axes
+
+
+def _flatten(module: Any, axes: int) -> int:
+    first, last = module.start_dim, module.end_dim % axes if -axes <= module.end_dim < axes else 0
+    return axes - (last - first) if 1 <= first <= last else 0
+
+
+#: Of each type how many axes come out of how many; 0 if examples may not be on the first one, or not by themselves.
+_AXES: dict[type, Callable[[Any, int], int]] = {
+    nn.Sequential: _same,
+    nn.Linear: _linear,
+    nn.Flatten: _flatten,
+    nn.Dropout: _dropout,
+    nn.LayerNorm: _norm_of_example,
+    nn.GroupNorm: _norm_of_example,
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _norm_of_batch),
+    **dict.fromkeys((nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU), _same),
+    **dict.fromkeys((nn.Mish, nn.Softplus, nn.Softsign, nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Tanhshrink), _same),
+    **dict.fromkeys((nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Hardshrink, nn.Softshrink, nn.Threshold), _same),
+}
+for _number, _kinds in {
+    1: (nn.Conv1d, nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
+    2: (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
+    3: (nn.Conv3d, nn.MaxPool3d, nn.AvgPool3d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d),
+}.items():
+    _AXES |= dict.fromkeys(_kinds, partial(_on_places, _number))
+
+_CALLED = ("forward", "__call__", "_call_impl", "__getattr__", "__iter__", "_conv_forward", "_check_input_dim")
+_METHODS = {kind: [(name, getattr(kind, name)) for name in _CALLED if hasattr(kind, name)] for kind in _AXES}
+_OWN_RULES = {kind: RULES[kind] for kind in _AXES if kind in RULES}
+_TENSORS = {type(None), Tensor, nn.Parameter}
