@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Container
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -502,27 +503,38 @@ def streams(processes: Processes, approximation: str, vectors: str, decay: float
     return found
 
 
-def train(processes: Processes, options: dict[str, Any], wrapper: dict[str, Any], steps: int = 12) -> dict[str, Any]:
-    """Training of a wrapped model on parts of batches, and of one that is alone on the whole batches."""
+def train(
+    processes: Processes, options: dict[str, Any], wrapper: dict[str, Any], more: int = 0, reduction: str = "mean"
+) -> dict[str, Any]:
+    """Training of a wrapped model on parts of batches, and of one that is alone on the whole batches.
+
+    The numbers of the losses make the mean of all gradients that of the whole, also where some parts have one example
+    `more`, and other numbers of micro-batches.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    alone, loss = copy.deepcopy(model), nn.CrossEntropyLoss()
+    alone, loss = copy.deepcopy(model), nn.CrossEntropyLoss(reduction=reduction)
     ddp = nn.parallel.DistributedDataParallel(model, process_group=processes.group, **wrapper)
-    X, y = (
-        torch.randn(steps, 6 * processes.world, 4, dtype=torch.float64),
-        torch.randint(3, (steps, 6 * processes.world)),
-    )
+    steps, N = 12, 6 * processes.world + more
+    X, y = torch.randn(steps, N, 4, dtype=torch.float64), torch.randint(3, (steps, N))
+    check = options.pop("check_loss", False)
     one, several = KFACOptimizer(alone, loss, **options), KFACOptimizer(ddp, loss, **options)
+    one.check_loss = several.check_loss = check
     for step in range(steps):
         one.zero_grad()
-        loss(alone(X[step]), y[step]).backward()
-        one.step()
+        value = loss(alone(X[step]), y[step])
+        value.backward()
+        one.step(lambda value=value: value)
         several.zero_grad()
         mine = X[step][processes.rank :: processes.world], y[step][processes.rank :: processes.world]
-        with ddp.no_sync():
-            (loss(ddp(mine[0][:4]), mine[1][:4]) * 4 / 6).backward()
-        (loss(ddp(mine[0][4:]), mine[1][4:]) * 2 / 6).backward()
-        several.step()
+        micro, value = [*zip(mine[0].split(4), mine[1].split(4), strict=True)], 0.0
+        micro = micro if processes.rank or not more else [mine]
+        for k, (x, t) in enumerate(micro):
+            with ddp.no_sync() if k < len(micro) - 1 else nullcontext():
+                part = loss(ddp(x), t) * processes.world * (len(x) / N if reduction == "mean" else 1)
+                part.backward()
+                value = value + part.detach()
+        several.step(lambda value=value: value)
     values = [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (model, alone)]
     names = sorted(several.curvature.estimator.operator.mapping)
     return {"away": away(*values), "values": values[0].tolist(), "names": names}

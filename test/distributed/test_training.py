@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from curvlinops_plus import LevenbergMarquardt
+
 PLAIN = {"lr": 0.1, "inverse_every": 3}
 
 
@@ -34,6 +36,18 @@ def test_optimizer(workers: Any, world: int, wrapper: dict[str, Any], inverse: s
     found = workers.run(world, "train", PLAIN | {"inverse": inverse}, wrapper)
     assert all(one["values"] == found[0]["values"] for one in found)
     assert found[0]["names"] == ["0", "2"]
+    assert max(one["away"] for one in found) < 1e-10, found
+
+
+ADAPTIVE = {"lr": "adaptive", "momentum": "adaptive", "damping": LevenbergMarquardt(0.1, interval=2)}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("options", [PLAIN, ADAPTIVE, {"lr": 0.1, "reject": 2.0, "check_loss": True}], ids=str)
+def test_unequal_parts(workers: Any, options: dict[str, Any], reduction: str) -> None:
+    """The number of a loss belongs to its part of the data; what it makes of the curvature is one number for all."""
+    found = workers.run(3, "train", options, {}, 1, reduction)
+    assert all(one["values"] == found[0]["values"] for one in found)
     assert max(one["away"] for one in found) < 1e-10, found
 
 
