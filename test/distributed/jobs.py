@@ -39,6 +39,7 @@ from curvlinops_plus import (
     HeuristicDamping,
     Jacobian,
     KFACOptimizer,
+    NumericsError,
     ProcessError,
     Processes,
     RelativeDamping,
@@ -536,8 +537,38 @@ def train(
                 value = value + part.detach()
         several.step(lambda value=value: value)
     values = [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (model, alone)]
-    names = sorted(several.curvature.estimator.operator.mapping)
-    return {"away": away(*values), "values": values[0].tolist(), "names": names}
+    operator = several.curvature.estimator.operator
+    names = [*operator.mapping, *operator.in_space.names]
+    # The state fits a model without a wrapper.
+    plain = copy.deepcopy(model)
+    resumed = KFACOptimizer(plain, loss, **options)
+    resumed.load_state_dict(several.state_dict())
+    for m, optimizer in ((plain, resumed), (alone, one)):
+        optimizer.zero_grad()
+        value = loss(m(X[0]), y[0])
+        value.backward()
+        optimizer.step(lambda value=value: value)
+    on = away(*(torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (plain, alone)))
+    return {"away": max(away(*values), on), "values": values[0].tolist(), "names": names}
+
+
+def diverging(processes: Processes, options: dict[str, Any]) -> tuple[list[Any], list[float]]:
+    """Training in which one process meets a batch with NaN: what was said of each step, and the parameters."""
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), nn.CrossEntropyLoss()
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=processes.group)
+    optimizer, said = KFACOptimizer(ddp, loss, **options), []
+    for step in range(8):
+        batch = torch.randn(12, 4, dtype=torch.float64), torch.randint(3, (12,))
+        X, y = processes.share([batch])[0]
+        optimizer.zero_grad()
+        loss(ddp(X * float("nan") if step == 3 and processes.rank == 1 else X), y).backward()
+        try:
+            optimizer.step()
+            said.append(optimizer.last_step.rejected)
+        except NumericsError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
 def heard(processes: Processes, wrapper: dict[str, Any]) -> dict[str, float]:

@@ -210,6 +210,8 @@ class RunningCurvature:
         error, self._error = self._error, None
         told = self.risk.processes.gather("a step", (error, self.batches, bool(self.seen), self.seen.numbers()))
         errors, batches, seen, numbers = zip(*told, strict=True)
+        if any(batches) and not self.batches:  # else the moving averages of the processes would weigh differently
+            self.estimator.add_nothing()
         for rank, found in enumerate(errors):
             if found is not None:
                 raise error or type(found)(f"Process {rank} of {len(told)}: {found}")
