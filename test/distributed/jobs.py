@@ -33,17 +33,20 @@ from curvlinops_plus import (
     CurvatureEstimator,
     CurvatureWarning,
     DiagonalBlock,
+    EKFACLinearOperator,
     EmpiricalRisk,
     GGNFactor,
     Hessian,
     HeuristicDamping,
     Jacobian,
+    KFACLinearOperator,
     KFACOptimizer,
     NumericsError,
     ProcessError,
     Processes,
     RelativeDamping,
     ScaledIdentity,
+    UnsupportedError,
     curvature,
     estimate,
     load,
@@ -182,6 +185,53 @@ class Twice(DiagonalBlock):
 
     def finish(self) -> Any:
         return DiagonalBlock(self.layer, self.group, self.scale)
+
+
+def classic(processes: Processes) -> tuple[dict[str, float], dict[str, str]]:
+    """Operators with the names of curvlinops: with blocks kept apart, in groups, elsewhere, split; by two sweeps."""
+    p, pieces = problem("mlp"), Processes(processes.group, shard="contiguous")
+    params, away_from, said = list(p.model.parameters()), {}, {}
+    v = torch.linspace(-1, 1, 43, dtype=torch.float64)
+    for kind in (KFACLinearOperator, EKFACLinearOperator):
+        for more in ({}, {"separate_weight_and_bias": False, "split": 3}):
+            one = kind(p.model, p.loss, params, p.data, **more)
+            needs = max(layer.computing for layer in one.memory().layers.values())
+            for options in ({}, {"owned": True}, {"owned": True, "max_bytes": needs, "offload": "cpu"}):
+                K = kind(p.model, p.loss, params, pieces.share(p.data), processes=pieces, **options, **more)
+                away_from[f"{kind.__name__} {more} {options}"] = away(K @ v, one @ v)
+            names = ["input_covariances", "gradient_covariances"]
+            if kind is EKFACLinearOperator:
+                names = [*(f"{name}_eigenvectors" for name in names), "corrected_eigenvalues"]
+            for name in names:
+                for layer, expected in getattr(one, name).items():
+                    try:
+                        found = getattr(K, name)[layer]
+                    except UnsupportedError as error:
+                        said[name] = str(error)
+                    else:  # the order of the eigenvectors of equal eigenvalues, and their signs, are any
+                        assert type(found) is type(expected)
+                        if name in KFAC_NAMES and isinstance(found, torch.Tensor):
+                            away_from[f"{name} {layer} {more}"] = away(found, expected)
+    one, K = (EKFACLinearOperator(p.model, p.loss, params, p.data) for _ in range(2))
+    K = EKFACLinearOperator(p.model, p.loss, params, pieces.share(p.data), processes=pieces)
+    K.compute_kronecker_factors()
+    away_from["at first use"] = away(K @ v, one @ v)
+    K.compute_eigenvalue_correction()
+    away_from["eigenvalues again"] = away(K @ v, one @ v)
+    apart = EKFACLinearOperator(p.model, p.loss, params, pieces.share(p.data), processes=pieces, owned=True)
+    groups = EKFACLinearOperator(p.model, p.loss, params, p.data, max_bytes=10000)
+    for name, work in {
+        "apart": apart.compute_eigenvalue_correction,
+        "groups": groups.compute_kronecker_factors,
+    }.items():
+        try:
+            work()
+        except UnsupportedError as error:
+            said[name] = str(error)
+    return away_from, said
+
+
+KFAC_NAMES = ("input_covariances", "gradient_covariances")
 
 
 def owned_failures(processes: Processes) -> dict[str, str]:
