@@ -141,11 +141,21 @@ class CurvatureEstimator:
                 micro-batches after the first one of a step count as one batch with it.
 
         Raises:
-            ValueError: If the batch has no examples, or can't be read.
+            ValueError: If the batch can't be read, or has no examples: of several processes some may have none, and
+                take the step with the others still.
             NumericsError: If one of its statistics is NaN or infinite; names layer and statistic. Nothing has changed
                 then.
         """
-        self._update(self._read(batch), PassStart.now(), partial(self._add, decay=decay))
+        found = self._read(batch)
+        if found.num_examples:
+            self._update(found, PassStart.now(), partial(self._add, decay=decay))
+        else:
+            self.add_nothing(decay)
+
+    def add_nothing(self, decay: float | None = None) -> None:
+        """Take a step to which this process has nothing to add, while others have."""
+        self.risk.whole.renew()
+        self._add(_show_nothing, decay)
 
     def _update(self, found: Batch, start: PassStart, add: Callable[[Show], None]) -> None:
         self.risk.whole.renew()
@@ -177,6 +187,9 @@ class CurvatureEstimator:
         """
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)
+        if not found.num_examples:
+            yield
+            return self.add_nothing(decay)
         start, left = PassStart.now() if self.risk.whole else None, False
         try:
             with nullcontext() if start else listen(self._pass(found), add):
@@ -224,9 +237,9 @@ class CurvatureEstimator:
 
     def _read(self, batch: Any) -> Batch:
         found = self.risk.read(batch, self.updates)
-        if not found.num_examples:
+        if not found.num_examples and self.risk.processes.world == 1:
             raise ValueError("The batch has no examples.")
-        if self._looks_first:
+        if found.num_examples and self._looks_first:
             self._look(found)
         return found
 
@@ -427,6 +440,11 @@ def _require_like(one: CurvatureEstimator, other: CurvatureEstimator) -> None:
         raise ValueError(
             f"Can't merge estimators that differ in layers, approximations, vectors or decay: {mine} and {theirs}."
         )
+
+
+def _show_nothing(consume: Consumer, draws: Draws) -> Totals:
+    """A pass over no examples."""
+    return Totals()
 
 
 def _check_decay(decay: Any) -> None:

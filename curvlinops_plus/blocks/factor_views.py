@@ -17,6 +17,7 @@ from curvlinops_plus.linalg import (
     Dense,
     Diagonal,
     Eigendecomposed,
+    Elsewhere,
     Kronecker,
     LinearOperator,
     Space,
@@ -69,25 +70,34 @@ def read_factor(layer: Layer, name: str, blocks: Mapping[str, LinearOperator], s
 
     Raises:
         KeyError: If the blocks have no such factor.
+        UnsupportedError: If another process keeps them.
     """
     if name == VALUES:
         values: dict[int, Any] = {}
         for group in layer.groups:
             *rows, columns = group.layout.matrix_shape
             shape = (*rows, columns) if layer.weight in group.keys else rows
-            block: Any = resident(blocks[group.name])
+            block: Any = _at_hand(blocks[group.name], name)
             values[space.names.index(group.keys[0])] = block.values.view(*shape)
         joint = len(layer.groups) == 1 and len(layer.params) > 1
         return next(iter(values.values())) if joint else values
     side = "A" if name.startswith("input") else "G"
     for group in sorted(layer.groups, key=lambda group: layer.weight not in group.keys):
-        block = resident(blocks[group.name])
+        block = _at_hand(blocks[group.name], name)
         operator = block.basis if isinstance(block, Eigendecomposed) else block
         if isinstance(operator, Kronecker):
             return _tensors(getattr(operator, side))
         if side == "G" and isinstance(operator, (Dense, Diagonal, SplitFactor)):
             return _tensors(operator)
     raise KeyError(layer.name)
+
+
+def _at_hand(block: LinearOperator, name: str) -> LinearOperator:
+    """A block with its tensors, of which the factor of that name is asked for."""
+    block = resident(block)
+    if isinstance(block, Elsewhere):
+        raise block.refused(name)
+    return block
 
 
 def _tensors(factor: Any) -> Any:

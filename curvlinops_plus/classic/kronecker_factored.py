@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulation import Accumulation, run_accumulation
@@ -18,6 +20,7 @@ from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
 from curvlinops_plus.classic.build_risk import build_layer_risk
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType
 from curvlinops_plus.distributed import Processes
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal
 from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
 
@@ -58,6 +61,10 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         shift_labels: Language models: position t predicts the label at t + 1.
         max_kept_bytes: Memory for what stays between two sweeps, as for `curvature`; KFAC alone keeps nothing.
         processes: Several processes, each with its part of the data, as for `EmpiricalRisk`.
+        owned: As for `curvature`: of several processes each keeps only some blocks, and has the factors of these.
+        max_bytes: As for `curvature`: layers in groups that fit, each with sweeps of its own.
+        offload: As for `curvature`: where finished blocks are put, "cpu" or "disk:folder".
+        split: Factors with more rows are split into matrices on their diagonal, as by `KFAC.using(split=...)`.
 
     Raises:
         ValueError: For an unknown loss, an unknown option value, a negative `max_kept_bytes`, or `mc_samples` with
@@ -109,6 +116,10 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         shift_labels: bool | None = None,
         max_kept_bytes: int = KEPT_BYTES,
         processes: Processes | None = None,
+        owned: bool = False,
+        max_bytes: int | None = None,
+        offload: str | torch.device | None = None,
+        split: int | None = None,
     ) -> None:
         supported = [FisherType(item).value for item in self._SUPPORTED_FISHER_TYPE]
         if fisher_type not in supported:
@@ -137,6 +148,8 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             processes=processes,
         )
         approximation, expand = self._APPROXIMATION, kfac_approx == KFACType.EXPAND
+        changed = {} if expand else {"kfac_approx": "reduce"}
+        changed |= {} if split is None else {"split": split}
         # KFAC-expand sums over positions independently: with R > 1 loss terms a random sign for each saves R times the
         # passes. Per-example gradients need every term by itself.
         exact = Exact(signs=approximation is KFAC and expand, seed=seed)
@@ -147,11 +160,14 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         }
         super().__init__(
             risk,
-            approximation if expand else approximation.using(kfac_approx="reduce"),
+            approximation.using(**changed) if changed else approximation,
             vectors=MonteCarlo(mc_samples, seed) if fisher_type == FisherType.MC else vectors[fisher_type],
             separate_weight_and_bias=separate_weight_and_bias,
             check_deterministic=check_deterministic,
             max_kept_bytes=max_kept_bytes,
+            owned=owned,
+            max_bytes=max_bytes,
+            offload=offload,
             compute=check_deterministic,
         )
 
@@ -268,7 +284,16 @@ class EKFACLinearOperator(KFACLinearOperator):
     _after_factors: Accumulation | None = None  # the sweep of the factors is done, that of the eigenvalues is not
 
     def compute_kronecker_factors(self) -> None:
-        """Compute the factors anew (first sweep); the eigenvalues follow at first use, at the same parameters."""
+        """Compute the factors anew (first sweep); the eigenvalues follow at first use, at the same parameters.
+
+        Raises:
+            UnsupportedError: With `max_bytes`, whose groups of layers are finished one after the other.
+        """
+        if self.max_bytes is not None:
+            raise UnsupportedError(
+                f"max_bytes={self.max_bytes}: layers are computed in groups, each to its end, and the factors of all "
+                "are never there together. Use compute(), which computes everything anew."
+            )
         accumulation = run_accumulation(self, max_sweeps=1, check_deterministic=self.check_deterministic)
         self._compute_later()
         self._after_factors = accumulation
@@ -280,7 +305,8 @@ class EKFACLinearOperator(KFACLinearOperator):
         # Reset first: after an exception in the sweep its sums are incomplete and must never be added to again.
         accumulation, self._after_factors = self._after_factors or self._in_current_basis(), None
         self.parameters = fingerprint(self.risk)
-        accumulation.run(max_sweeps=1, check_deterministic=self.check_deterministic)
+        again = partial(accumulation.run, max_sweeps=1, check_deterministic=self.check_deterministic)
+        self.risk.together(type(self).__name__, again)
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
 
     def _finish(self) -> None:
@@ -295,6 +321,11 @@ class EKFACLinearOperator(KFACLinearOperator):
 
     def _in_current_basis(self) -> Accumulation:
         """An accumulation whose only sweep corrects the eigenvalues of the present basis."""
+        if self.owned or self.max_bytes is not None:
+            raise UnsupportedError(
+                "The eigenvectors of all layers are needed at once, which owned=True and max_bytes= keep apart. Use "
+                "compute(), which computes everything anew."
+            )
         blocks = self.unscaled.blocks
         QA, QG = self.input_covariances_eigenvectors, self.gradient_covariances_eigenvectors
         accumulation = Accumulation(self.risk, self.plan, self.vectors, type(self).__name__)

@@ -211,7 +211,7 @@ class ClosedForms(Products):
         return self._power(p, damping)
 
     def _root_matmat(self, X: Tensor) -> Tensor:  # [n, K] -> [n, K]
-        """`L X` for any `L` with `L Lᵀ = A`."""
+        """`L X` with `L Lᵀ = A`, the symmetric `L` where it is known: no rounding of `A` changes it much."""
         raise self._no_closed_form("sample")
 
     def _entrywise_square(self) -> LinearOperator:

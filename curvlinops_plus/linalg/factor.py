@@ -63,10 +63,6 @@ class Factor(LinearOperator):
         """Eigenvalues, with zeros by the rule of `psd_clip`, and the orthogonal matrix of eigenvectors (columns)."""
 
     @abstractmethod
-    def root(self) -> Factor:
-        """Some `L` with `L Lᵀ` the matrix."""
-
-    @abstractmethod
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Factor: ...
 
     @abstractmethod
@@ -108,4 +104,5 @@ class Factor(LinearOperator):
         return sign.prod(), logarithm.sum()
 
     def _root_matmat(self, X: Tensor) -> Tensor:
-        return self.root()._matmat(X)
+        values, Q = self.eigh()
+        return Q._matmat(values.sqrt().reshape(-1, 1) * Q._rmatmat(X))

@@ -178,7 +178,8 @@ class Kronecker(LinearOperator):
             return Kronecker(G, self.A._power(p, _factor_damping(damping_A, self.A)))
 
     def _root_matmat(self, X: Tensor) -> Tensor:
-        return Kronecker(*self._factors(lambda factor: factor.root()))._matmat(X)
+        values, Q = self._eigh()
+        return Q._matmat(values.sqrt()[:, None] * Q._rmatmat(X))
 
     def _entrywise_square(self) -> Kronecker:
         return Kronecker(self.G._entrywise_square(), self.A._entrywise_square())
@@ -261,7 +262,7 @@ class Eigendecomposed(LinearOperator):
         return Eigendecomposed(self.basis, powers(values + damping, p, self), self.structure, rtol=0.0)
 
     def _root_matmat(self, X: Tensor) -> Tensor:
-        return self.basis._matmat(self.eigenvalues().sqrt()[:, None] * X)
+        return self.basis._matmat(self.eigenvalues().sqrt()[:, None] * self.basis._rmatmat(X))
 
     def _counted(self) -> Tensor:
         """The values, with 0 where they count as zero."""

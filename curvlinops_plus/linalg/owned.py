@@ -64,17 +64,18 @@ class Elsewhere(LinearOperator):
     def label(self) -> str:
         return f"a block {self.shape[0]}x{self.shape[1]} of process {self.owner}"
 
-    def _refused(self, member: str) -> UnsupportedError:
+    def refused(self, member: str) -> UnsupportedError:
+        """The error about what can't be had here."""
         return UnsupportedError(
             f"{self.label} has no `{member}` here: only process {self.owner} has its entries. Use the whole matrix, by "
             "all processes together, or its gather(), which brings all blocks to one of them."
         )
 
     def _no_closed_form(self, member: str) -> Any:
-        return self._refused(member)
+        return self.refused(member)
 
     def _matmat(self, X: Tensor) -> Tensor:
-        raise self._refused("@")
+        raise self.refused("@")
 
     def _like(self, structure: Structure) -> Elsewhere:
         return Elsewhere(self.shape[0], self.dtype, self.device, structure, self.owner)

@@ -108,9 +108,6 @@ class SplitFactor(Factor):
         values, bases = zip(*(piece.eigh() for piece in self.pieces), strict=True)
         return torch.cat(values, -1), SplitFactor(bases)
 
-    def root(self) -> SplitFactor:
-        return SplitFactor([piece.root() for piece in self.pieces])
-
     def _inverse(self, damping: Scalar, retry: bool) -> SplitFactor:
         return SplitFactor([piece._inverse(damping, retry) for piece in self.pieces])
 

@@ -179,10 +179,6 @@ class Dense(OneTensor):
         values, Q = eigh(self._tensor, semidefinite=semidefinite)
         return (psd_clip(values, self.rtol) if semidefinite else values), Dense(Q)
 
-    def root(self) -> Dense:
-        values, Q = self.eigh()
-        return Dense(Q.matrix * values.sqrt()[..., None, :])
-
     def _shift(self, delta: Scalar) -> LinearOperator:
         if self.structure >= Structure.SYMMETRIC:
             return super()._shift(delta)
@@ -288,9 +284,6 @@ class Diagonal(OneTensor):
             return self._tensor, Diagonal(self._tensor.new_ones(1, 1).expand(self._tensor.shape))
         return self._tensor, IdentityLinearOperator([(self.size,)], self.device, self.dtype)
 
-    def root(self) -> Diagonal:
-        return Diagonal(self._tensor.sqrt())
-
     def _inverse(self, damping: Scalar, retry: bool) -> Diagonal:
         damped = self._tensor + (damping[..., None] if isinstance(damping, Tensor) else damping)
         return Diagonal(powers(damped, -1.0, self))
@@ -374,9 +367,6 @@ class IdentityLinearOperator(Factor):
 
     def eigh(self) -> tuple[Tensor, Factor]:
         return self.diagonals(), self
-
-    def root(self) -> IdentityLinearOperator:
-        return self
 
     def _inverse(self, damping: Scalar, retry: bool) -> Factor:
         return self._power(-1.0, damping)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from curvlinops_plus.distributed import Processes
+from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import prepare_graph
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
@@ -243,6 +243,12 @@ class EmpiricalRisk(ModelParameters):
         check_data(data)
         other = copy(self)
         other.data, other.checked = data, Checked()
+        return other
+
+    def alone(self) -> EmpiricalRisk:
+        """The same of this process by itself, with its own part of the data."""
+        other = copy(self)
+        other.processes = Alone()
         return other
 
     # ------------------------------------------------------------------------------------------------- one batch

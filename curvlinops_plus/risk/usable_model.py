@@ -11,12 +11,13 @@ from torch.nn.parameter import is_lazy
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.sharded import give_up_gathered
+from curvlinops_plus.risk.wrappers import inner_model
 
 __all__ = ["refuse_parameters", "require_module"]
 
 
 def require_module(model: Any) -> dict[str, nn.Parameter]:
-    """The parameters of a model, by name; refuses what is no model, or not yet one.
+    """The parameters of a model, by their names inside of a wrapper; refuses what is no model, or not yet one.
 
     Raises:
         ValueError: If it is no module, or has parameters without shapes.
@@ -32,7 +33,7 @@ def require_module(model: Any) -> dict[str, nn.Parameter]:
             )
         raise ValueError(f"`model` is {what}; layers can only be recorded in a torch.nn.Module.{advice}")
     give_up_gathered(model)
-    owned = dict(model.named_parameters())
+    owned = dict(inner_model(model).named_parameters())
     if lazy := [name for name, p in [*owned.items(), *model.named_buffers()] if is_lazy(p)]:
         raise ValueError(
             f"{_some(lazy)} of the model have no shapes yet: their modules are lazy, such as nn.LazyLinear. Call the "

@@ -10,6 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Container
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,16 +33,20 @@ from curvlinops_plus import (
     CurvatureEstimator,
     CurvatureWarning,
     DiagonalBlock,
+    EKFACLinearOperator,
     EmpiricalRisk,
     GGNFactor,
     Hessian,
     HeuristicDamping,
     Jacobian,
+    KFACLinearOperator,
     KFACOptimizer,
+    NumericsError,
     ProcessError,
     Processes,
     RelativeDamping,
     ScaledIdentity,
+    UnsupportedError,
     curvature,
     estimate,
     load,
@@ -148,7 +153,7 @@ def owned(processes: Processes, name: str, approximation: str, options: dict[str
         for number in ("trace", "frobenius_norm"):
             found[f"{what} {number}"] = away(getattr(a, number), getattr(b, number))
         found[f"{what} diagonal"] = away(a.diagonal(), b.diagonal())
-        if what in ("K", "multiple"):  # roots of matrices with equal eigenvalues depend on rounding
+        if not isinstance(b, Sum):
             found[f"{what} sample"] = away(a.sample(seed(), 2), b.sample(seed(), 2))
         if not isinstance(b, Sum) and what != "inverse, pair":
             found[f"{what} eigenvalues"] = away(a.eigenvalues(), b.eigenvalues())
@@ -180,6 +185,53 @@ class Twice(DiagonalBlock):
 
     def finish(self) -> Any:
         return DiagonalBlock(self.layer, self.group, self.scale)
+
+
+def classic(processes: Processes) -> tuple[dict[str, float], dict[str, str]]:
+    """Operators with the names of curvlinops: with blocks kept apart, in groups, elsewhere, split; by two sweeps."""
+    p, pieces = problem("mlp"), Processes(processes.group, shard="contiguous")
+    params, away_from, said = list(p.model.parameters()), {}, {}
+    v = torch.linspace(-1, 1, 43, dtype=torch.float64)
+    for kind in (KFACLinearOperator, EKFACLinearOperator):
+        for more in ({}, {"separate_weight_and_bias": False, "split": 3}):
+            one = kind(p.model, p.loss, params, p.data, **more)
+            needs = max(layer.computing for layer in one.memory().layers.values())
+            for options in ({}, {"owned": True}, {"owned": True, "max_bytes": needs, "offload": "cpu"}):
+                K = kind(p.model, p.loss, params, pieces.share(p.data), processes=pieces, **options, **more)
+                away_from[f"{kind.__name__} {more} {options}"] = away(K @ v, one @ v)
+            names = ["input_covariances", "gradient_covariances"]
+            if kind is EKFACLinearOperator:
+                names = [*(f"{name}_eigenvectors" for name in names), "corrected_eigenvalues"]
+            for name in names:
+                for layer, expected in getattr(one, name).items():
+                    try:
+                        found = getattr(K, name)[layer]
+                    except UnsupportedError as error:
+                        said[name] = str(error)
+                    else:  # the order of the eigenvectors of equal eigenvalues, and their signs, are any
+                        assert type(found) is type(expected)
+                        if name in KFAC_NAMES and isinstance(found, torch.Tensor):
+                            away_from[f"{name} {layer} {more}"] = away(found, expected)
+    one, K = (EKFACLinearOperator(p.model, p.loss, params, p.data) for _ in range(2))
+    K = EKFACLinearOperator(p.model, p.loss, params, pieces.share(p.data), processes=pieces)
+    K.compute_kronecker_factors()
+    away_from["at first use"] = away(K @ v, one @ v)
+    K.compute_eigenvalue_correction()
+    away_from["eigenvalues again"] = away(K @ v, one @ v)
+    apart = EKFACLinearOperator(p.model, p.loss, params, pieces.share(p.data), processes=pieces, owned=True)
+    groups = EKFACLinearOperator(p.model, p.loss, params, p.data, max_bytes=10000)
+    for name, work in {
+        "apart": apart.compute_eigenvalue_correction,
+        "groups": groups.compute_kronecker_factors,
+    }.items():
+        try:
+            work()
+        except UnsupportedError as error:
+            said[name] = str(error)
+    return away_from, said
+
+
+KFAC_NAMES = ("input_covariances", "gradient_covariances")
 
 
 def owned_failures(processes: Processes) -> dict[str, str]:
@@ -502,30 +554,71 @@ def streams(processes: Processes, approximation: str, vectors: str, decay: float
     return found
 
 
-def train(processes: Processes, options: dict[str, Any], wrapper: dict[str, Any], steps: int = 12) -> dict[str, Any]:
-    """Training of a wrapped model on parts of batches, and of one that is alone on the whole batches."""
+def train(
+    processes: Processes, options: dict[str, Any], wrapper: dict[str, Any], more: int = 0, reduction: str = "mean"
+) -> dict[str, Any]:
+    """Training of a wrapped model on parts of batches, and of one that is alone on the whole batches.
+
+    The numbers of the losses make the mean of all gradients that of the whole, also where some parts have one example
+    `more`, and other numbers of micro-batches.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    alone, loss = copy.deepcopy(model), nn.CrossEntropyLoss()
+    alone, loss = copy.deepcopy(model), nn.CrossEntropyLoss(reduction=reduction)
     ddp = nn.parallel.DistributedDataParallel(model, process_group=processes.group, **wrapper)
-    X, y = (
-        torch.randn(steps, 6 * processes.world, 4, dtype=torch.float64),
-        torch.randint(3, (steps, 6 * processes.world)),
-    )
+    steps, N = 12, 6 * processes.world + more
+    X, y = torch.randn(steps, N, 4, dtype=torch.float64), torch.randint(3, (steps, N))
+    check = options.pop("check_loss", False)
     one, several = KFACOptimizer(alone, loss, **options), KFACOptimizer(ddp, loss, **options)
+    one.check_loss = several.check_loss = check
     for step in range(steps):
         one.zero_grad()
-        loss(alone(X[step]), y[step]).backward()
-        one.step()
+        value = loss(alone(X[step]), y[step])
+        value.backward()
+        one.step(lambda value=value: value)
         several.zero_grad()
         mine = X[step][processes.rank :: processes.world], y[step][processes.rank :: processes.world]
-        with ddp.no_sync():
-            (loss(ddp(mine[0][:4]), mine[1][:4]) * 4 / 6).backward()
-        (loss(ddp(mine[0][4:]), mine[1][4:]) * 2 / 6).backward()
-        several.step()
+        micro, value = [*zip(mine[0].split(4), mine[1].split(4), strict=True)], 0.0
+        micro = micro if processes.rank or not more else [mine]
+        for k, (x, t) in enumerate(micro):
+            with ddp.no_sync() if k < len(micro) - 1 else nullcontext():
+                part = loss(ddp(x), t) * processes.world * (len(x) / N if reduction == "mean" else 1)
+                part.backward()
+                value = value + part.detach()
+        several.step(lambda value=value: value)
     values = [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (model, alone)]
-    names = sorted(several.curvature.estimator.operator.mapping)
-    return {"away": away(*values), "values": values[0].tolist(), "names": names}
+    operator = several.curvature.estimator.operator
+    names = [*operator.mapping, *operator.in_space.names]
+    # The state fits a model without a wrapper.
+    plain = copy.deepcopy(model)
+    resumed = KFACOptimizer(plain, loss, **options)
+    resumed.load_state_dict(several.state_dict())
+    for m, optimizer in ((plain, resumed), (alone, one)):
+        optimizer.zero_grad()
+        value = loss(m(X[0]), y[0])
+        value.backward()
+        optimizer.step(lambda value=value: value)
+    on = away(*(torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (plain, alone)))
+    return {"away": max(away(*values), on), "values": values[0].tolist(), "names": names}
+
+
+def diverging(processes: Processes, options: dict[str, Any]) -> tuple[list[Any], list[float]]:
+    """Training in which one process meets a batch with NaN: what was said of each step, and the parameters."""
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), nn.CrossEntropyLoss()
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=processes.group)
+    optimizer, said = KFACOptimizer(ddp, loss, **options), []
+    for step in range(8):
+        batch = torch.randn(12, 4, dtype=torch.float64), torch.randint(3, (12,))
+        X, y = processes.share([batch])[0]
+        optimizer.zero_grad()
+        loss(ddp(X * float("nan") if step == 3 and processes.rank == 1 else X), y).backward()
+        try:
+            optimizer.step()
+            said.append(optimizer.last_step.rejected)
+        except NumericsError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
 def heard(processes: Processes, wrapper: dict[str, Any]) -> dict[str, float]:

@@ -98,3 +98,19 @@ def test_parts_of_different_states(workers: Any, tmp_path: Path) -> None:
     (tmp_path / "one" / part).replace(tmp_path / "two" / part)
     with pytest.raises(ValueError, match=r"its part parts-1-of-2\.safetensors were not saved together"):
         load(tmp_path / "two" / "parts.safetensors")
+
+
+def test_operators_of_curvlinops(workers: Any) -> None:
+    elsewhere = r"a block \d+x\d+ of process \d has no `{}` here: only process \d has its entries.*gather\(\)"
+    names = [f"{side}_covariances{kind}" for side in ("input", "gradient") for kind in ("", "_eigenvectors")]
+    words = {name: elsewhere.format(name) for name in (*names, "corrected_eigenvalues")} | {
+        "apart": r"The eigenvectors of all layers are needed at once.*Use compute\(\)",
+        "groups": r"max_bytes=10000: layers are computed in groups.*Use compute\(\)",
+    }
+    said: dict[str, str] = {}
+    for away_from, found in workers.run(2, "classic"):
+        assert max(away_from.values()) < 1e-10, away_from
+        said |= found
+    assert said.keys() == words.keys()
+    for name, pattern in words.items():
+        assert re.search(pattern, said[name], re.DOTALL), (name, said[name])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from curvlinops_plus import LevenbergMarquardt
+
 PLAIN = {"lr": 0.1, "inverse_every": 3}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize(
     ("approximation", "vectors", "decay"),
     [
@@ -22,6 +25,7 @@ PLAIN = {"lr": 0.1, "inverse_every": 3}
     ],
 )
 def test_estimator(workers: Any, world: int, approximation: str, vectors: str, decay: float) -> None:
+    """Of eight processes some have no examples in some steps."""
     for found in workers.run(world, "streams", approximation, vectors, decay):
         assert max(found.values()) < 1e-10, found
 
@@ -33,7 +37,19 @@ def test_optimizer(workers: Any, world: int, wrapper: dict[str, Any], inverse: s
     """Replicas are the same bit by bit."""
     found = workers.run(world, "train", PLAIN | {"inverse": inverse}, wrapper)
     assert all(one["values"] == found[0]["values"] for one in found)
-    assert found[0]["names"] == ["0", "2"]
+    assert found[0]["names"] == ["0", "2", "0.weight", "0.bias", "2.weight", "2.bias"]
+    assert max(one["away"] for one in found) < 1e-10, found
+
+
+ADAPTIVE = {"lr": "adaptive", "momentum": "adaptive", "damping": LevenbergMarquardt(0.1, interval=2)}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("options", [PLAIN, ADAPTIVE, {"lr": 0.1, "reject": 2.0, "check_loss": True}], ids=str)
+def test_unequal_parts(workers: Any, options: dict[str, Any], reduction: str) -> None:
+    """The number of a loss belongs to its part of the data; what it makes of the curvature is one number for all."""
+    found = workers.run(3, "train", options, {}, 1, reduction)
+    assert all(one["values"] == found[0]["values"] for one in found)
     assert max(one["away"] for one in found) < 1e-10, found
 
 
@@ -63,3 +79,15 @@ def test_decompositions_are_shared_out(workers: Any, approximation: str) -> None
     assert sum(count for count, _ in found) == alone == 4
     assert max(count for count, _ in found) == 2
     assert all(result == found[0][1] for _, result in found)
+
+
+@pytest.mark.parametrize("options", [{}, {"reject": 2.0}], ids=str)
+def test_a_batch_of_one_process_is_not_finite(workers: Any, options: dict[str, Any]) -> None:
+    """All refuse or reject that step, and go on together."""
+    found = workers.run(2, "diverging", PLAIN | options)
+    assert found[0] == found[1]
+    said, values = found[0]
+    bad = said.pop(3)
+    assert bad is True if options else re.search(r"^NumericsError: The gradient of .* is not finite", bad)
+    assert said == [False] * 7
+    assert all(value == value for value in values)

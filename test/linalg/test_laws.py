@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
-from curvlinops_plus.linalg import Dense, LinearOperator, Space, Structure
+from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Space, SplitFactor, Structure
 
 from .cases import CASES, F64, FORMS, Case, eye_like, normal
 
@@ -234,6 +234,26 @@ def test_sample_is_reproducible(case: Case) -> None:
     assert one.shape == (A.shape[0],)
     close(A.sample(torch.Generator().manual_seed(3), num=5)[:, 0], one)
     close(A32.sample(torch.Generator().manual_seed(3)), one.float())
+
+
+def test_sample_does_not_depend_on_the_choice_of_eigenvectors() -> None:
+    """Those of equal eigenvalues are any basis, another one for each rounding: the root that is drawn with is not."""
+    torch.manual_seed(0)
+    Q = torch.linalg.qr(torch.randn(6, 6, dtype=F64)).Q
+    values = torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 2.0], dtype=F64)
+    M = Q * values @ Q.T
+    other = M + 1e-15 * Q[:, 2:] @ torch.randn(4, 4, dtype=F64) @ Q[:, 2:].T
+
+    def draws(M: torch.Tensor) -> list[torch.Tensor]:
+        M = (M + M.T) / 2
+        one, batch = Dense(M, Structure.PSD), Dense(torch.stack([M, 2 * M]), Structure.PSD)
+        shifted = Kronecker(one, one).inverse(0.1)
+        split = Kronecker(SplitFactor([one, one]), one)
+        made = (one, batch, Kronecker(one, one), Kronecker(batch, one), shifted, split, one.power(2, 0.1))
+        return [A.sample(torch.Generator().manual_seed(1), 3) for A in made]
+
+    for a, b in zip(draws(M), draws(other), strict=True):
+        assert (a - b).abs().max() < 1e-7
 
 
 @each_case

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.optim.kfac.step_batches import mean_over
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.constant_statistics import batch_norms
 
@@ -74,7 +75,7 @@ def require_same_loss(risk: EmpiricalRisk, given: Any, find: Callable[[], float]
 
     Args:
         risk: Model and losses.
-        given: The user's, None if it is not known.
+        given: The user's, None if it is not known. Of several processes each has its own, whose mean is compared.
         find: Computes the other one.
 
     Raises:
@@ -82,7 +83,8 @@ def require_same_loss(risk: EmpiricalRisk, given: Any, find: Callable[[], float]
     """
     if given is None:
         raise ValueError("check_loss compares the loss that step's closure returns; write step(lambda: value).")
-    theirs, ours = float(torch.as_tensor(given).detach()), find()
+    own = torch.tensor(float(torch.as_tensor(given).detach()), dtype=torch.float64)
+    theirs, ours = float(mean_over(risk.processes, own)), find()
     if not abs(theirs - ours) <= 1e-3 * max(abs(theirs), abs(ours)):
         names = ", ".join(one.title for one in risk.losses)
         raise ValueError(

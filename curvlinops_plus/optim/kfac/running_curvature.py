@@ -24,6 +24,7 @@ from curvlinops_plus.optim.kfac.step_batches import (
     Factor,
     StepBatches,
     listening_factors,
+    mean_over,
     require_same_curvature,
     same_targets,
 )
@@ -84,6 +85,8 @@ class RunningCurvature:
                 decay=options.decay,
                 leave_out_uncalled=True,
             )
+        self._alone = risk.alone()  # of which each process evaluates its own batches
+        self._heard = self._seen = False  # whether any process has added a batch, or kept one, in this step
         self.steps = self.batches = 0
         self._before = 0  # examples before this step
         self._waiting: list[tuple[HeardBatch, Any]] = []  # for their backward pass
@@ -197,16 +200,23 @@ class RunningCurvature:
         self._before = self.estimator.examples
 
     def finish(self) -> None:
-        """Add the batches that wait for their backward pass.
+        """Add the batches that wait for their backward pass, and hear what other processes have seen. Collective.
 
         Raises:
-            NumericsError: If a batch since the last step could not be added.
+            NumericsError: If a batch since the last step could not be added, in any process.
             UnsupportedError: Likewise.
         """
         self._finish_waiting()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        error, self._error = self._error, None
+        told = self.risk.processes.gather("a step", (error, self.batches, bool(self.seen), self.seen.numbers()))
+        errors, batches, seen, numbers = zip(*told, strict=True)
+        if any(batches) and not self.batches:  # else the moving averages of the processes would weigh differently
+            self.estimator.add_nothing()
+        for rank, found in enumerate(errors):
+            if found is not None:
+                raise error or type(found)(f"Process {rank} of {len(told)}: {found}")
+        self._heard, self._seen = any(batches), any(seen)
+        self.seen.take_numbers(numbers)
 
     def _finish_waiting(self) -> None:
         while self._waiting:
@@ -233,7 +243,7 @@ class RunningCurvature:
             ValueError: If several losses were multiplied with other numbers than their weights.
         """
         self._take_factor(self.seen.factor(self.scale))
-        if (self.due and not self.batches and (statistics or not self.estimator.updates)) or (again and not self.seen):
+        if (self.due and not self._heard and (statistics or not self.estimator.updates)) or (again and not self._seen):
             raise no_batch(self.risk, self.called_inside)
 
     def _take_factor(self, found: float | None) -> None:
@@ -257,7 +267,9 @@ class RunningCurvature:
     # ----------------------------------------------------------------------------------- the batches of this step again
     def loss(self) -> float:
         """What the gradient of this step is that of, at the parameters of now: the losses, times their numbers."""
-        return sum(c * float(self.risk.with_data(data).loss()) for data, c in self.seen.parts(self.scale, self.factor))
+        parts = self.seen.parts(self.scale, self.factor)
+        own = sum(c * float(self._alone.with_data(data).loss()) for data, c in parts)
+        return float(mean_over(self.risk.processes, torch.tensor(own, dtype=torch.float64)))
 
     def compare(self, gradient: Mapping[str, Tensor]) -> None:
         """Warn if a gradient is not that of `loss`."""
@@ -266,7 +278,7 @@ class RunningCurvature:
     @cached_property
     def _exact(self) -> GGN:
         """The GGN of a part of this step's batches; how the model is differentiated is found out once."""
-        return GGN(self.risk.with_data(self._part), check_deterministic=False)
+        return GGN(self._alone.with_data(self._part), check_deterministic=False)
 
     def quadratic_form(self, rows: Mapping[str, Tensor], exact: bool) -> Tensor:
         """`V C Vᵀ` of several vectors, `[k, *shape]` of each parameter, `[k, k]`.
@@ -275,16 +287,16 @@ class RunningCurvature:
             rows: The vectors.
             exact: `C` is the exact GGN of `loss`; else the statistics of now, times `factor`.
         """
-        C = self._exact if exact else self.estimator.operator
-        V = complete(C, rows, self.risk.params, next(iter(rows.values())).shape[:1])
+        C, k = self._exact if exact else self.estimator.operator, next(iter(rows.values())).shape[:1]
+        V = complete(C, rows, self.risk.params, k)
         if not exact:
             return self.factor * C.quadratic_form(V)
-        forms = []
+        own = torch.zeros(*k, *k, dtype=C.dtype, device=C.device)
         for data, c in self.seen.parts(self.scale, self.factor, merged=True):
             self._part.data = data
-            forms.append(c * C.quadratic_form(V))
+            own = own + c * C.quadratic_form(V)
         self._part.data = ()
-        return torch.stack(forms).sum(0)
+        return mean_over(self.risk.processes, own)
 
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:

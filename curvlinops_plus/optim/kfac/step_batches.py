@@ -15,12 +15,21 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from curvlinops_plus.blocks.batch_pass import PassStart
+from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.risk import EmpiricalRisk, Vectors
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["Factor", "StepBatches", "listening_factors", "other_targets", "require_same_curvature", "same_targets"]
+__all__ = [
+    "Factor",
+    "StepBatches",
+    "listening_factors",
+    "mean_over",
+    "other_targets",
+    "require_same_curvature",
+    "same_targets",
+]
 
 _LIMIT = 1024
 _AWAY = 0.03  # more than rounding under autocast
@@ -130,6 +139,7 @@ class StepBatches:
         self._risk, self._calls, self._looks, self._said, self._asked = risk, list[_Call](), 0, False, False
         #: A number that a loss is hardly multiplied with but by a gradient scaler.
         self.large = 1024.0
+        self._told: Sequence[list[tuple[float, float]] | None] = ()
 
     def __bool__(self) -> bool:
         return bool(self._calls)
@@ -234,6 +244,22 @@ class StepBatches:
             self._ask_for_scale()
         return None if raw is None else self._without_scale(raw, scale)
 
+    def numbers(self) -> list[tuple[float, float]] | None:
+        """For each loss, the sum of what it was multiplied with in this process, and the number of examples.
+
+        Without any loss nothing; None if nobody saw it.
+        """
+        calls = [call for call in self._counted if call.differentiated]
+        if len(calls) < bool(self) or any(_unknown(call) for call in calls):
+            return None
+        if not calls:
+            return []
+        return [_of_loss(calls, index, one.reduction) for index, one in enumerate(self._risk.losses)]
+
+    def take_numbers(self, told: Sequence[list[tuple[float, float]] | None]) -> None:
+        """Take over what `numbers` has said in each process, whose gradients are averaged."""
+        self._told = told
+
     def parts(self, scale: float | None, otherwise: float, merged: bool = False) -> list[tuple[Iterable[Batch], float]]:
         """The sum that the gradient is that of: batches, and what their losses are multiplied with.
 
@@ -242,6 +268,8 @@ class StepBatches:
             otherwise: The number, if nobody saw it.
             merged: Make one part of several losses of the same outputs, whose curvature is the same.
         """
+        if not self:
+            return []
         raw = self._raw()
         if raw is None:
             return [(self, otherwise)]
@@ -265,12 +293,14 @@ class StepBatches:
             otherwise: As for `parts`.
         """
         self._looks += 1
-        if self._said or self._looks & (self._looks - 1) or not self or batch_norms(self._risk.model):
+        if self._said or self._looks & (self._looks - 1) or batch_norms(self._risk.model):
             return
-        theirs, ours = torch.cat([g.flatten() for g in gradient.values()]), torch.zeros((), device=self._risk.device)
+        theirs, alone = torch.cat([g.flatten() for g in gradient.values()]), self._risk.alone()
+        ours = torch.zeros_like(theirs)
         for data, c in self.parts(scale, otherwise):
-            found = self._risk.with_data(data).gradient()
+            found = alone.with_data(data).gradient()
             ours = ours + c * torch.cat([found[key].flatten() for key in gradient])
+        ours = mean_over(self._risk.processes, ours)
         away = float(torch.dist(ours, theirs) / theirs.norm().clamp(min=1e-30))
         if away > _AWAY:
             self._said = True
@@ -284,11 +314,14 @@ class StepBatches:
 
     def _raw(self) -> float | None:
         """The factor as it came, with the scale of a gradient scaler."""
-        calls = [call for call in self._counted if call.differentiated]
-        if not calls or any(_unknown(call) for call in calls):
+        told = [numbers for numbers in self._told if numbers]
+        if not told or None in self._told:
             return None
-        losses = self._risk.losses
-        found = [_of_loss(calls, index, one.reduction) / one.weight for index, one in enumerate(losses)]
+        losses, found = self._risk.losses, []
+        for one, each in zip(losses, zip(*told, strict=True), strict=True):
+            number, examples = map(sum, zip(*each, strict=True))
+            # Each batch is a part of a sum; gradients are averaged over all processes.
+            found.append(number / (examples if one.reduction == "sum" else 1.0) / len(self._told) / one.weight)
         for one, value in zip(losses, found, strict=True):
             if math.isfinite(value) and not abs(value - found[0]) <= 1e-2 * abs(found[0]):
                 raise ValueError(
@@ -346,12 +379,18 @@ def _one_of_each(calls: Iterable[_Call]) -> list[_Call]:
     return list({id(call.of): call for call in reversed(list(calls))}.values())[::-1]
 
 
-def _of_loss(calls: Sequence[_Call], index: int, reduction: str) -> float:
-    """How many times one loss, a mean or a sum over the batches of some calls, was differentiated."""
+def _of_loss(calls: Sequence[_Call], index: int, reduction: str) -> tuple[float, float]:
+    """What one loss of some calls was multiplied with, together; of a sum, weighed by examples. And these."""
+    examples = sum(call.batch.num_examples for call in _one_of_each(calls))
     if reduction != "sum":
-        return sum(_number(call, index) for call in calls)
-    whole = sum(call.batch.num_examples for call in _one_of_each(calls))
-    return sum(_number(call, index) * call.batch.num_examples for call in calls) / whole  # each batch is a part
+        return sum(_number(call, index) for call in calls), examples
+    return sum(_number(call, index) * call.batch.num_examples for call in calls), examples
+
+
+def mean_over(processes: Alone, own: Tensor) -> Tensor:
+    """The mean of what each process has, as of gradients. Collective."""
+    processes.sum_("a mean over processes", [own])
+    return own / processes.world
 
 
 def require_same_curvature(
