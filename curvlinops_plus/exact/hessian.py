@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,13 @@ from curvlinops_plus.exact.double_backward import (
 )
 from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
 from curvlinops_plus.linalg import Structure
+from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.autograd_graph import raise_unreached
 from curvlinops_plus.risk.determinism import coarsest_dtype
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
+from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.takes_risk import takes_risk
 
 __all__ = ["Hessian"]
@@ -104,23 +107,28 @@ class Hessian(ParameterCurvature):
         def read(model: nn.Module) -> None:
             nonlocal total
             for batch in self._batches():
-                watch = None if self._checked and not self._replaced else Operations(twice=True)
-                with watch or nullcontext():
-                    f, y, class_axis = risk.run(batch, model)
-                batch_totals = risk.terms(f, y, batch, class_axis).totals
-                if watch is not None:
-                    self._largest, self._replaced = max(self._largest, watch.largest), watch.replaced
-                loss, shape = weights.objective(batch_totals), kernel_shape(batch.num_examples, f)
+                run = partial(self._run, model, batch, weights)
+                loss, shape, batch_totals = run()
                 if loss.requires_grad:
                     reached.append(shape)
-                    total = self._product(loss, list(free.values()), X, shape, total)
-                totals.add(batch_totals.detached())
+                    total = self._product(loss, list(free.values()), X, shape, total, run)
+                totals.add(batch_totals)
             if not reached and totals.examples:
                 raise_unreached()
 
         with operation_context(), checkpoints_in_words():
             risk.at(free, loop)
         return (torch.zeros_like(X) if total is None else total.T), totals  # the examples may be in other processes
+
+    def _run(self, model: nn.Module, batch: Batch, weights: LossWeights) -> tuple[Tensor, Hashable, Totals]:
+        """The loss of a batch with its graph, what kernels choose their ways by, and totals without a graph."""
+        watch = None if self._checked and not self._replaced else Operations(twice=True)
+        with watch or nullcontext():
+            f, y, class_axis = self.risk.run(batch, model)
+        totals = self.risk.terms(f, y, batch, class_axis).totals
+        if watch is not None:
+            self._largest, self._replaced = max(self._largest, watch.largest), watch.replaced
+        return weights.objective(totals), kernel_shape(batch.num_examples, f), totals.detached()
 
     def _columns(self) -> int:
         """How many columns are computed together."""
@@ -130,20 +138,31 @@ class Hessian(ParameterCurvature):
         return min(size, max(1, CPU_NUMBERS // self._largest)) if alone else size
 
     def _product(
-        self, loss: Tensor, params: list[Tensor], X: Tensor, shape: Hashable, total: Tensor | None
+        self,
+        loss: Tensor,
+        params: list[Tensor],
+        X: Tensor,
+        shape: Hashable,
+        total: Tensor | None,
+        again: Callable[[], tuple[Tensor, Hashable, Totals]],
     ) -> Tensor:  # [K, n]
-        """Hessian of one batch's loss times `X` [n, K], added to `total` if there is one."""
+        """Hessian of one batch's loss times `X` [n, K], added to `total` if there is one; `again` makes the loss."""
         new = shape not in self._checked
         if new:
             refuse_once_differentiable(loss)
             refuse_outside_reads(loss, self.risk.params)
-        hessian = _BatchHessian(loss, params, self._blocks, self.dtype, self._columns())
+        of_loss = partial(_BatchHessian, params=params, blocks=self._blocks, dtype=self.dtype, columns=self._columns())
+        hessian = of_loss(loss)
         if not new:
             return hessian.products(X.T, total, last=True)
         HX = hessian.products(X.T)
         dtype, some = coarsest_dtype(self.risk), X.shape[1] and is_generic(X[:, 0], params)
-        if not some or not is_symmetric(hessian.products, X[:, 0], HX[0], dtype):
+        # The product that nearly always is the last one needs memory for a vector more, and frees the graph instead.
+        if not some or not is_symmetric(partial(hessian.products, last=True), X[:, 0], HX[0], dtype):
+            state = RandomState.now(self.device)
+            hessian = of_loss(again()[0]) if some else hessian
             refuse_asymmetry(hessian.products, X, float(loss.detach().abs()), dtype)
+            state.restore()
         self._checked.add(shape)
         return HX if total is None else total.add_(HX)
 

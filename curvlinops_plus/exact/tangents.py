@@ -112,6 +112,8 @@ class PassingTangents(TorchFunctionMode):
 
     # A graph that holds other tensors of the same memory lets those of the model's code end.
     def _pack(self, t: Tensor) -> tuple[Tensor, int]:
+        if self._active and t.numel() >= LEAST_NUMBERS:  # functions don't return what they only make on their way
+            self._watch(t)
         return t.detach(), t._version
 
     def _unpack(self, packed: tuple[Tensor, int]) -> Tensor:
