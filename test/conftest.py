@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,14 @@ def pytest_collection_finish() -> None:
     """Take what collection made, millions of objects, out of every later search for garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several processes each begins with tests that stand together: what they share is computed in one of them."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
 
 
 @pytest.fixture
