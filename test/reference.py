@@ -226,6 +226,8 @@ class Reference:
         mask: X, y to the positions [N, T] that count.
         example_axis: Module name to the axis of its examples.
         plain: Turns the copy of the model into one that `torch.func` can differentiate.
+
+    Matrices are computed once, since many laws ask for them: whoever changes one clones it.
     """
 
     def __init__(
@@ -303,14 +305,17 @@ class Reference:
         return Seen(X, N, f, J, grad(total)(f.flatten()), H, terms, divisor, None if mask is None else mask(item[0], y))
 
     # ------------------------------------------------------------------------------------------- matrices [P, P]
+    @cache  # noqa: B019 (twins of the problems live as long as the tests)
     def ggn(self) -> Tensor:
         """`c Σ Jᵀ H J`."""
         return self.c * sum(b.J.T @ b.H @ b.J for b in self.batches)
 
+    @cache  # noqa: B019
     def empirical_fisher(self, per_term: bool) -> Tensor:
         """`c Σ u uᵀ` over gradients `u` of examples, or of terms."""
         return self.c * sum(u.T @ u for u in (self.gradients(b, v).flatten(0, 1) for b, v in self.empirical(per_term)))
 
+    @cache  # noqa: B019
     def hessian(self) -> Tensor:
         """Hessian of the whole loss."""
         sizes = [v.numel() for v in self.values.values()]
@@ -337,7 +342,7 @@ class Reference:
         return self.c * sum(b.J.T @ b.g for b in self.batches)
 
     # -------------------------------------------------------------------------------------------- vectors [V, F]
-    @cache  # noqa: B019 (twins of the problems live as long as the tests)
+    @cache  # noqa: B019
     def exact(self) -> Vectors:
         """Columns of a root of every term's Hessian, one term of each example at a time."""
         result = []
@@ -374,6 +379,7 @@ class Reference:
             result.append((b, v))
         return tuple(result)
 
+    @cache  # noqa: B019
     def gradients(self, b: Seen, v: Tensor) -> Tensor:
         """Gradients [V, N, P] of each example by itself."""
         of_examples = []
@@ -665,8 +671,7 @@ class Reference:
                 for a, g in zip(a_n, g_n, strict=True):
                     A = A + torch.outer(a, a)
                     rows += 1
-                    for g_v in g:
-                        G = G + torch.outer(g_v, g_v)
+                    G = G + g.T @ g
         if all(use.sparse for use in uses):
             A = A.diagonal().diag()
         return A / rows, self.c * G
@@ -709,6 +714,7 @@ class Reference:
         weight = self.keys_of([self.layer_of(keys[0]).roles[0][0].weight])
         return any(key in weight for key in keys)
 
+    @cache  # noqa: B019
     def kfac(
         self, vectors: Vectors, reduce: bool = False, separate: bool = False, max_bytes: float = math.inf
     ) -> Tensor:

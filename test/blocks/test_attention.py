@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -172,6 +173,17 @@ def attention(form: str | Form, train: bool = False, **more: Any) -> Problem:
     return make(maker, seed="attention")
 
 
+@cache
+def both_ways(form: str) -> tuple[Problem, Problem]:
+    """Attention and the same with four linear layers, which compute the same; made once, so don't change them."""
+    p = attention(form)
+    q = written_out(p)
+    for (X, _), b in zip(p.data, p.exact.batches, strict=True):
+        close(p.model(X), q.model(X), 1e-12, "output")
+        close(p.model(X), b.f, 1e-12, "output of the twin")
+    return p, q
+
+
 def written_out(p: Problem) -> Problem:
     """The same model with four linear layers in the place of its attention."""
     model = copy.deepcopy(p.model)
@@ -187,11 +199,7 @@ def three(blocks: Mapping[str, Any], ending: str = "") -> Tensor:
 @every_form
 @pytest.mark.parametrize("approximation", APPROXIMATIONS)
 def test_blocks_are_those_of_four_linear_layers(form: str, approximation: str) -> None:
-    p = attention(form)
-    q = written_out(p)
-    for (X, _), b in zip(p.data, p.exact.batches, strict=True):
-        close(p.model(X), q.model(X), 1e-12, "output")
-        close(p.model(X), b.f, 1e-12, "output of the twin")
+    p, q = both_ways(form)
     kind = APPROXIMATIONS[approximation]
     joint, expected = p.curvature(kind).blocks, q.curvature(kind).blocks
     apart = p.curvature(kind, separate_weight_and_bias=True).blocks
@@ -225,7 +233,7 @@ def test_blocks_are_those_of_four_linear_layers(form: str, approximation: str) -
 
 @every_form
 def test_blocks_are_those_of_the_twin(form: str) -> None:
-    p = attention(form)
+    p, _ = both_ways(form)
     exact = p.exact.only_blocks(p.exact.ggn(), False)
     close(p.curvature(FullBlock).to_dense(), exact, what="FullBlock")
     close(p.curvature(DiagonalBlock).to_dense(), exact.diagonal().diag(), what="DiagonalBlock")

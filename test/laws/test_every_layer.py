@@ -422,7 +422,7 @@ def test_states_go_out_and_back(name: str, tmp_path: Any) -> None:
             ):
                 other = quietly(
                     lambda a=approximation, s=separate: curvature(
-                        p.risk(), APPROXIMATIONS[a], separate_weight_and_bias=s
+                        p.risk(), APPROXIMATIONS[a], separate_weight_and_bias=s, compute=False
                     )
                 )
                 with unchanged(p.model, p.data):

@@ -26,7 +26,7 @@ from curvlinops_plus import (
 )
 
 T, D = 4, 4  # as many positions as features: axes that are mixed up must show
-LENGTHS = [(4, 2, 3), (1, 4)]
+LENGTHS = [(4, 2), (3,)]
 
 
 class Tokens(nn.Module):

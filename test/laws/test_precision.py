@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, PROBLEMS, close, problem, unchanged
+from cases import APPROXIMATIONS, NETS, close, problem, unchanged
 
 from curvlinops_plus import (
     EKFACLinearOperator,
@@ -17,13 +17,15 @@ from curvlinops_plus import (
 )
 
 HALF = [torch.bfloat16, torch.float16]
-NETS = ["mlp", "in-place relu", "strided cnn", "attention", "called twice", "tied", "generic layers", "language model"]
+SOME = ["mlp", "in-place relu", "strided cnn", "attention", "called twice", "tied", "generic layers", "language model"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 
 
-@pytest.mark.parametrize("name", [n for n in PROBLEMS if "," not in n])
+@pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_laws_on_every_device_and_in_single_precision(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    if device.type == "cpu" and dtype == torch.float64:
+        pytest.skip("in test_laws.py")
     p = problem(name)
     q, rtol = p.to(device, dtype), TOLERANCE[dtype]
     exact = p.exact.only_blocks(p.exact.ggn(), False)
@@ -43,7 +45,7 @@ def test_laws_on_every_device_and_in_single_precision(name: str, dtype: torch.dt
         close(A.to_dense(), expected, rtol, kind.__name__)
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_half_precision_models_accumulate_in_single_precision(name: str, dtype: torch.dtype) -> None:
     p = problem(name)
