@@ -32,8 +32,9 @@ class BlockVectors:
     Attributes:
         keys: Of the parameters, in the order of their entries.
         params: Themselves.
-        of_params: The option group of each.
         at: The number of the vector that each is in.
+        groups_of: The identity of the option group of each.
+        distinct_groups: These groups by their identity.
         first_keys: Key of a parameter in each vector.
         groups: The option group of each vector.
     """
@@ -59,7 +60,9 @@ class BlockVectors:
                     self.keys.append(key)
                     self._places.append((k, t.shape, t.stride(), int(t.storage_offset())))
         self.params = [params[key] for key in self.keys]
-        self.of_params, self.at = [groups[key] for key in self.keys], [k for k, *_ in self._places]
+        self.at = [k for k, *_ in self._places]
+        self.groups_of = [id(groups[key]) for key in self.keys]
+        self.distinct_groups = {id(groups[key]): groups[key] for key in self.keys}
         self.first_keys = [next(iter(blocks.values())).names[0] for blocks in in_groups.values()]
         self.groups = [groups[key] for key in self.first_keys]
         #: Parameters with an axis that the matrix takes apart.

@@ -22,7 +22,7 @@ from curvlinops_plus.optim.kfac.refusals import require_same_loss
 from curvlinops_plus.optim.kfac.running_curvature import RunningCurvature
 from curvlinops_plus.optim.kfac.step_plan import StepPlan
 from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
-from curvlinops_plus.optim.kfac.tensor_lists import norms
+from curvlinops_plus.optim.kfac.tensor_lists import norm
 from curvlinops_plus.optim.kfac.watch import Watch
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.process_state import untraced
@@ -222,7 +222,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             self.curvature.risk.require_in_place()
-            self._check_groups()
+            self._plan.check(self.param_groups, self._check_groups)
             if scaler is not None:
                 self.curvature.scale = float(scaler.get_scale())
             if self._schedule is not None:
@@ -303,22 +303,21 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _report(self, move: Move, update: list[Tensor], report: StepReport) -> None:
         """Say how long an update is, before it is added."""
         report.scale = move.scale
-        report.update_norm = float(norms(update).norm())
+        report.update_norm = norm(update)
         if self.report_norms:
             columns = (move.vectors.params, *map(move.vectors.split, (move.gradient, move.direction, update)))
             table = torch.stack([torch.stack([t.double().norm() for t in column]) for column in columns], 1)
             report.norms = {key: Norms(*row) for key, row in zip(move.vectors.keys, table.tolist(), strict=True)}
 
-    def _listed(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    @property
+    def _listed(self) -> list[tuple[dict[str, Any], str, Tensor]]:
         """Group, key and tensor of every parameter."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                yield group, self._keys[p], p
+        return self._plan.listed(self.param_groups)
 
     def _gradient(self) -> dict[str, Tensor]:
         """Key of a parameter to its gradient, of those that have one; in the precision of the statistics."""
         dtype = self.curvature.risk.dtype
-        return {key: p.grad.to(dtype) for _, key, p in self._listed() if p.grad is not None}
+        return {key: g if g.dtype == dtype else g.to(dtype) for _, key, p in self._listed if (g := p.grad) is not None}
 
     def _check_groups(self) -> None:
         """Refuse options that are out of range."""
@@ -369,7 +368,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
 def first_nonfinite(gradient: Mapping[str, Tensor]) -> str | None:
     """Key of a gradient with NaN or infinite numbers."""
-    if gradient and not isfinite(float(norms(list(gradient.values())).sum())):
+    if gradient and not isfinite(norm(list(gradient.values()))):
         return next((key for key, g in gradient.items() if not bool(g.isfinite().all())), None)
     return None
 

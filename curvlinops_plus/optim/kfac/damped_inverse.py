@@ -100,7 +100,7 @@ def complete(
 
 def _multiplied(K: BlockDiagonal, parts: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
     """`factor` times the products of some blocks."""
-    found = {name: K.blocks[name] @ part for name, part in parts.items()}
+    found = K.multiply_parts(parts)
     return found if factor == 1 else {name: factor * t for name, t in found.items()}
 
 

@@ -268,7 +268,7 @@ class KFACOptimizer(CurvatureOptimizer):
         """The loss of this step's batches at the parameters of now, with weight decay that is part of it."""
         value = self.curvature.loss()
         value = -value if self._maximize else value
-        for group, _, p in self._listed():
+        for group, _, p in self._listed:
             if decay := as_weight_decay(group["weight_decay"]).curvature:
                 value += decay / 2 * float(p.square().sum())
         return value

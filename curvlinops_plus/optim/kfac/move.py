@@ -10,7 +10,7 @@ from torch import Tensor
 
 from curvlinops_plus.optim.kfac.block_vectors import BlockVectors
 from curvlinops_plus.optim.kfac.policies import NormConstraint, as_norm_constraint, as_weight_decay
-from curvlinops_plus.optim.kfac.tensor_lists import sum_of_products, times
+from curvlinops_plus.optim.kfac.tensor_lists import products, times, total
 
 __all__ = ["Move"]
 
@@ -93,7 +93,7 @@ class Move:
 
         def squares(norm: str) -> list[Tensor]:
             incomplete = self._moving != self._curved_moving
-            if norm != "euclidean" and (incomplete or not float(sum_of_products(self.update, self.curved)) > 0):
+            if norm != "euclidean" and (incomplete or not total(products(self.update, self.curved)) > 0):
                 curved = product()
                 self.curved = [c + λ * u for c, u, λ in zip(curved, self.update, self.dampings, strict=True)]
             return self._squares(norm, self.update, self.curved)
@@ -104,11 +104,11 @@ class Move:
 
     def with_decay(self) -> list[Tensor]:
         """The update, with decoupled weight decay."""
-        decays = [as_weight_decay(group["weight_decay"]) for group in self.vectors.of_params]
-        strengths = [decay.strength if decay.kind == "decoupled" else 0.0 for decay in decays]
-        if not any(strengths):
+        decays = {i: as_weight_decay(group["weight_decay"]) for i, group in self.vectors.distinct_groups.items()}
+        strengths = {i: decay.strength if decay.kind == "decoupled" else 0.0 for i, decay in decays.items()}
+        if not any(strengths.values()):
             return self.update
-        factors = [-self._lr[k] * strength for k, strength in zip(self.vectors.at, strengths, strict=True)]
+        factors = [-self._lr[k] * strengths[i] for k, i in zip(self.vectors.at, self.vectors.groups_of, strict=True)]
         dtype = self.update[0].dtype
         shrink = [factor * p.to(dtype) for p, factor in zip(self.vectors.params, factors, strict=True)]
         return [u + s for u, s in zip(self.update, self.vectors.join(shrink), strict=True)]
@@ -120,18 +120,18 @@ class Move:
         for name, found, kept in (("velocity", self.update, moving), ("curved_velocity", self.curved, curved)):
             there = [found[k] if keep else None for k, keep in enumerate(kept)]
             self.vectors.remember(self._state, name, there)
-        for group in self.vectors.of_params:
+        for group in self.vectors.distinct_groups.values():
             group["velocity_lr"] = group["lr"]
 
     # --------------------------------------------------------------------------------------------------------- norms
     def _squares(self, norm: str, one: list[Tensor], curved: list[Tensor]) -> list[Tensor]:
-        """The squared norm of each parameter's part; `curved` is `(C + λ)` times `one`."""
+        """The squared norm of each vector; `curved` is `(C + λ)` times `one`."""
         if norm == "euclidean":
-            return [t.dot(t) for t in one]
-        found = [a.dot(b) for a, b in zip(one, curved, strict=True)]
+            return products(one, one)
+        found = products(one, curved)
         if norm == "damped":
             return found
-        return [square - λ * t.dot(t) for square, t, λ in zip(found, one, self.dampings, strict=True)]
+        return [c - λ * e for c, e, λ in zip(found, products(one, one), self.dampings, strict=True)]
 
     def _factors(self, of: str, squares: Callable[[str], list[Tensor]]) -> list[float]:
         """What each part is multiplied with; empty if no constraint is active.
@@ -142,7 +142,7 @@ class Move:
         for c in {c for c in self._constraints if c is not None and c.of == of}:
             at = [i for i, other in enumerate(self._constraints) if other == c]
             found = squares(c.norm)
-            factor = c.factor(float(torch.stack([found[i] for i in at]).sum()))
+            factor = c.factor(total([found[i] for i in at]))
             self.scale = min(self.scale, factor)
             for i in at:
                 factors[i] = factor

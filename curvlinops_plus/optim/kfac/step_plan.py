@@ -1,8 +1,9 @@
-"""What the steps of an optimizer have in common, until somebody changes its groups or other parameters move."""
+"""What steps have in common until somebody changes the option groups, or other parameters have gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -15,11 +16,12 @@ from curvlinops_plus.optim.kfac.refusals import require_common
 
 __all__ = ["StepPlan"]
 
-Groups = Sequence[MutableMapping[str, Any]]
+Groups = Sequence[dict[str, Any]]
+Entry = tuple[dict[str, Any], str, Tensor]
 
 
 class StepPlan:
-    """Dampings and vectors of a step, which are made anew when what they follow from has changed.
+    """What a step finds out of option groups, found out anew when they have changed.
 
     Args:
         keys: Parameter to its key.
@@ -28,10 +30,32 @@ class StepPlan:
 
     def __init__(self, keys: Mapping[Tensor, str], dtype: torch.dtype) -> None:
         self._keys, self._dtype = keys, dtype
-        self._read: Any = None  # what the dampings belong to
-        self._moving: Any = None  # what the vectors belong to
-        self._dampings: dict[str, float] = {}
-        self._vectors: BlockVectors | None = None
+        self._listed: list[Entry] = []
+        self._options: list[Any] = []  # that were looked at
+        self._dampings: tuple[Any, dict[str, float]] = None, {}  # with what they belong to
+        self._vectors: tuple[Any, BlockVectors | None] = None, None  # likewise
+
+    def listed(self, groups: Groups) -> list[Entry]:
+        """Group, key and tensor of every parameter; the same list as long as there are no others."""
+        now = [(group, p) for group in groups for p in group["params"]]
+        same = len(now) == len(self._listed) and all(
+            group is of and p is known for (group, p), (of, _, known) in zip(now, self._listed, strict=True)
+        )
+        if not same:
+            self._listed = [(group, self._keys[p], p) for group, p in now]
+        return self._listed
+
+    def check(self, groups: Groups, look: Callable[[], None]) -> None:
+        """Have a look at the groups if an option is another object than when they were last looked at."""
+
+        def options() -> list[Any]:
+            return [group.get(name) for group in groups for name in _OPTIONS]
+
+        now = options()
+        if len(now) != len(self._options) or not all(map(is_, now, self._options)):
+            self._options = []
+            look()
+            self._options = options()
 
     def dampings(self, groups: Groups, blocks: Iterable[Iterable[str]]) -> dict[str, float]:
         """Key of a parameter to its damping, with the weight decay that is part of the curvature.
@@ -43,19 +67,16 @@ class StepPlan:
         Raises:
             ValueError: If options differ within a block.
         """
-        read = [[group.get(name) for name in _OPTIONS] + [self._keys[p] for p in group["params"]] for group in groups]
-        if read != self._read:
-            options: dict[str, dict[str, Any]] = {name: {} for name in ("lr", "momentum", "norm_constraint", _COUPLED)}
-            dampings: dict[str, float] = {}
-            for group in groups:
-                decay = as_weight_decay(group.get("weight_decay", 0.0)).curvature
-                for key in (self._keys[p] for p in group["params"]):
-                    dampings[key] = group["damping"] + decay
-                    for name, values in options.items():
-                        values[key] = decay if name == _COUPLED else group.get(name)
-            require_common(blocks, options, dampings)
-            self._read, self._dampings = read, dampings
-        return self._dampings
+        listed = self.listed(groups)
+        now = listed, [group.get(name) for group in groups for name in _OPTIONS]
+        if self._dampings[0] is None or listed is not self._dampings[0][0] or now[1] != self._dampings[0][1]:
+            coupled = {id(group): as_weight_decay(group.get("weight_decay", 0.0)).curvature for group in groups}
+            dampings = {key: group["damping"] + coupled[id(group)] for group, key, _ in listed}
+            common = {name: {key: group.get(name) for group, key, _ in listed} for name in _COMMON}
+            common["weight decay in the curvature"] = {key: coupled[id(group)] for group, key, _ in listed}
+            require_common(blocks, common, dampings)
+            self._dampings = now, dampings
+        return self._dampings[1]
 
     def vectors(
         self,
@@ -75,19 +96,20 @@ class StepPlan:
         Raises:
             ValueError: If some parameters of a block have a gradient, and others have none.
         """
-        of_keys = {self._keys[p]: group for group in groups for p in group["params"]}
-        moving = list(gradient), list(layouts.values()), list(map(id, of_keys.values()))
-        if self._vectors is None or moving != self._moving:
+        listed = self.listed(groups)
+        now, (before, vectors) = (list(gradient), list(layouts.values())), self._vectors
+        if vectors is None or listed is not before[0] or now != before[1]:
             found = {name: layout for name, layout in layouts.items() if _has_gradient(layout, gradient)}
-            params = {key: p for p, key in self._keys.items()}
-            self._vectors, self._moving = BlockVectors(found, params, of_keys, self._dtype), moving
-            for p in set(state) - set(self._vectors.params):  # what is kept of the others is a part of larger tensors
+            params, of_keys = {key: p for _, key, p in listed}, {key: group for group, key, _ in listed}
+            vectors = BlockVectors(found, params, of_keys, self._dtype)
+            for p in set(state) - set(vectors.params):  # what is kept of the others is a part of larger tensors
                 state[p] = {name: t.clone() for name, t in state[p].items()}
-        return self._vectors
+            self._vectors = (listed, now), vectors
+        return vectors
 
 
-_OPTIONS = ("damping", "lr", "momentum", "norm_constraint", "weight_decay")
-_COUPLED = "a weight decay in the curvature of"
+_COMMON = ("lr", "momentum", "norm_constraint")
+_OPTIONS = ("damping", *_COMMON, "weight_decay", "initial_lr")
 
 
 def _has_gradient(layout: Layout, gradient: Mapping[str, Tensor]) -> bool:

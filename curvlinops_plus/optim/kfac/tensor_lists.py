@@ -9,7 +9,7 @@ import torch
 # PyTorch's own optimizers are made of these; its type hints don't list them.
 from torch import Tensor, _foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
-__all__ = ["norms", "sum_of_products", "times"]
+__all__ = ["norm", "products", "times", "total"]
 
 Tensors = Sequence[Tensor]
 
@@ -19,11 +19,17 @@ def times(tensors: Tensors, factors: Sequence[float]) -> list[Tensor]:
     return [factor * t for t, factor in zip(tensors, factors, strict=True)]
 
 
-def norms(tensors: Tensors) -> Tensor:
-    """The Euclidean norm of each, `[number]`."""
-    return torch.stack(_foreach_norm(list(tensors)))
+def total(numbers: Tensors) -> float:
+    """The sum of 0-d tensors."""
+    return float(numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum())
 
 
-def sum_of_products(one: Tensors, two: Tensors) -> Tensor:
-    """`⟨one, two⟩` of vectors, a 0-d tensor."""
-    return torch.stack([a.dot(b) for a, b in zip(one, two, strict=True)]).sum()
+def norm(tensors: Tensors) -> float:
+    """The Euclidean norm of all of them."""
+    found = _foreach_norm(list(tensors))
+    return float(found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found)))
+
+
+def products(one: Tensors, two: Tensors) -> list[Tensor]:
+    """`⟨a, b⟩` of each pair of vectors, 0-d tensors."""
+    return [a.dot(b) for a, b in zip(one, two, strict=True)]
