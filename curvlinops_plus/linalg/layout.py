@@ -134,6 +134,20 @@ class Layout:
             t = t.reshape(steps.atoms).permute(steps.order)
         return t.reshape(steps.matrix)
 
+    def views(self, v: Tensor) -> dict[str, Tensor]:  # [dim] -> {name: [*shape]}
+        """The parameters of a row-major vector as views; axes that the matrix takes apart stay apart.
+
+        Example:
+            >>> layout = Layout({"w": "(g o) i -> g o i"}, {"w": (6, 2)}, {"g": 3})
+            >>> layout.views(torch.zeros(12))["w"].shape
+            torch.Size([3, 2, 2])
+        """
+        parts = v.view(self.matrix_shape).split_with_sizes(self._widths, -1)
+        return {
+            name: part.view(steps.ordered).permute(steps.back[:-1])
+            for (name, steps), part in zip(self._steps.items(), parts, strict=True)
+        }
+
     def width(self, name: str) -> int:
         """How many columns of the matrix one parameter fills."""
         return self._steps[name].matrix[-1]

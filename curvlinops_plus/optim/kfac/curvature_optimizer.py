@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,12 @@ from tqdm import tqdm
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.move import Move
-from curvlinops_plus.optim.kfac.policies import as_norm_constraint, as_weight_decay, number, plain_policy
-from curvlinops_plus.optim.kfac.refusals import require_common, require_same_loss
+from curvlinops_plus.optim.kfac.policies import as_norm_constraint, number, plain_policy
+from curvlinops_plus.optim.kfac.refusals import require_same_loss
 from curvlinops_plus.optim.kfac.running_curvature import RunningCurvature
+from curvlinops_plus.optim.kfac.step_plan import StepPlan
 from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
-from curvlinops_plus.optim.kfac.tensor_lists import norms
+from curvlinops_plus.optim.kfac.tensor_lists import norm
 from curvlinops_plus.optim.kfac.watch import Watch
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.process_state import untraced
@@ -74,6 +76,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         #: The statistics and their inverse.
         self.curvature = RunningCurvature(risk, curvature)
         self._keys = {p: key for key, p in risk.params.items()}
+        self._plan = StepPlan(self._keys, risk.dtype)
         self._schedule, self._strict = schedule, strict
         super().__init__(groups, options)
         self._check_groups()
@@ -219,7 +222,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 loss = closure()
         with torch.no_grad():
             self.curvature.risk.require_in_place()
-            self._check_groups()
+            self._plan.check(self.param_groups, self._check_groups)
             if scaler is not None:
                 self.curvature.scale = float(scaler.get_scale())
             if self._schedule is not None:
@@ -280,55 +283,41 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             gradient: Key of a parameter to its gradient.
             report: Of this step.
         """
-        dampings: dict[str, float] = {}
-        options: dict[str, dict[str, Any]] = {"lr": {}, "momentum": {}, "norm_constraint": {}}
-        for group in self.param_groups:
-            for name, values in options.items():
-                values |= dict.fromkeys((self._keys[p] for p in group["params"]), group.get(name))
-            damping = group["damping"] + as_weight_decay(group.get("weight_decay", 0.0)).curvature
-            dampings |= {self._keys[p]: damping for p in group["params"]}
-        blocks = [group.layout.names for layer in self.curvature.estimator.plan for group in layer.layer.groups]
-        require_common(blocks, options)
+        blocks = (group.layout.names for layer in self.curvature.estimator.plan for group in layer.layer.groups)
+        dampings = self._plan.dampings(self.param_groups, blocks)
         inverse, factor = self.curvature.inverse, self.curvature.factor
         report.refreshed = inverse.refresh_if_due(self.curvature.steps, dampings, factor)
-        direction = inverse.apply(gradient, dampings, factor)
-        report.left_alone = [key for key in self._keys.values() if key not in direction]
-        groups, keys, params = zip(*(entry for entry in self._listed() if entry[1] in direction), strict=True)
-        move = Move(
-            keys,
-            params,
-            groups,
-            self.state,
-            [gradient[key] for key in keys],
-            [direction[key] for key in keys],
-            [dampings[key] for key in keys],
-        )
+        vectors = self._plan.vectors(self.param_groups, gradient, inverse.layouts, self.state)
+        report.left_alone = [key for key in self._keys.values() if key not in vectors.keys]
+        g = vectors.join([gradient[key] for key in vectors.keys])
+        direction = vectors.join_parts(inverse.apply(vectors.parts(g), dampings, factor))
+        move = Move(vectors, self.state, g, direction, [dampings[key] for key in vectors.first_keys])
         move.bound_direction()
         return move
 
-    def _curved(self, vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The curvature of this step's loss times vectors."""
-        return self.curvature.inverse.product(vectors, self.curvature.factor)
+    def _curved(self, move: Move) -> list[Tensor]:
+        """The curvature of this step's loss times the update."""
+        parts = move.vectors.parts(move.update)
+        return move.vectors.join_parts(self.curvature.inverse.product(parts, self.curvature.factor))
 
     def _report(self, move: Move, update: list[Tensor], report: StepReport) -> None:
         """Say how long an update is, before it is added."""
         report.scale = move.scale
-        report.update_norm = float(norms(update).norm())
+        report.update_norm = norm(update)
         if self.report_norms:
-            columns = (move.params, move.gradient, move.direction, update)
+            columns = (move.vectors.params, *map(move.vectors.split, (move.gradient, move.direction, update)))
             table = torch.stack([torch.stack([t.double().norm() for t in column]) for column in columns], 1)
-            report.norms = {key: Norms(*row) for key, row in zip(move.keys, table.tolist(), strict=True)}
+            report.norms = {key: Norms(*row) for key, row in zip(move.vectors.keys, table.tolist(), strict=True)}
 
-    def _listed(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    @property
+    def _listed(self) -> list[tuple[dict[str, Any], str, Tensor]]:
         """Group, key and tensor of every parameter."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                yield group, self._keys[p], p
+        return self._plan.listed(self.param_groups)
 
     def _gradient(self) -> dict[str, Tensor]:
         """Key of a parameter to its gradient, of those that have one; in the precision of the statistics."""
         dtype = self.curvature.risk.dtype
-        return {key: p.grad.to(dtype) for _, key, p in self._listed() if p.grad is not None}
+        return {key: g if g.dtype == dtype else g.to(dtype) for _, key, p in self._listed if (g := p.grad) is not None}
 
     def _check_groups(self) -> None:
         """Refuse options that are out of range."""
@@ -346,7 +335,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Everything that going on bit for bit needs, in tensors and plain Python; statistics under "curvature"."""
         state = super().state_dict()
         groups = [{name: plain_policy(value) for name, value in group.items()} for group in state["param_groups"]]
-        return state | {"param_groups": groups, "curvature": self.curvature.state_dict()}
+        kept = {n: {name: t.clone() for name, t in entries.items()} for n, entries in state["state"].items()}
+        return state | {"state": kept, "param_groups": groups, "curvature": self.curvature.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where another optimizer with the same arguments stopped.
@@ -378,7 +368,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
 def first_nonfinite(gradient: Mapping[str, Tensor]) -> str | None:
     """Key of a gradient with NaN or infinite numbers."""
-    if gradient and not bool(norms(list(gradient.values())).isfinite().all()):
+    if gradient and not isfinite(norm(list(gradient.values()))):
         return next((key for key, g in gradient.items() if not bool(g.isfinite().all())), None)
     return None
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from curvlinops_plus.blocks import BlockwiseLinearOperator, CurvatureEstimator
-from curvlinops_plus.linalg import HeuristicDamping, LinearOperator
+from curvlinops_plus.linalg import BlockDiagonal, HeuristicDamping, Layout, LinearOperator
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.refusals import common_damping
 
@@ -29,7 +29,7 @@ class DampedInverse:
     def __init__(self, estimator: CurvatureEstimator, options: CurvatureOptions) -> None:
         self._estimator, self._options = estimator, options
         self.dampings: dict[str, float] | None = None
-        self._made: tuple[Any, LinearOperator] | None = None  # the inverse, with the dampings that it belongs to
+        self._made: tuple[Any, BlockDiagonal] | None = None  # the inverse, with the dampings that it belongs to
 
     def refresh_if_due(self, step: int, dampings: Mapping[str, float], factor: float) -> bool:
         """Renew the inverse if its time has come.
@@ -49,33 +49,26 @@ class DampedInverse:
         """Go on with the dampings of a refresh that the estimator remembers."""
         self.dampings, self._made = dampings, None
 
-    def apply(self, gradients: Mapping[str, Tensor], dampings: Mapping[str, float], factor: float) -> dict[str, Tensor]:
-        """`(c K + λI)ᵖ g` of the parameters that have gradient and curvature.
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Name of a block to its layout, of those that have a curvature."""
+        return self._estimator.refreshed.operator.layouts
+
+    def apply(self, parts: Mapping[str, Tensor], dampings: Mapping[str, float], factor: float) -> dict[str, Tensor]:
+        """`(c K + λI)ᵖ g` of some blocks.
 
         Args:
-            gradients: Key of a parameter to its gradient; where there is none, it counts as zero.
+            parts: Name of a block to its part of the gradient.
             dampings: As for `refresh_if_due`.
             factor: As there.
         """
-        P = self._damped(dampings, factor)
-        for layout in self._estimator.refreshed.operator.layouts.values():
-            with_gradient = [key for key in layout.names if key in gradients]
-            if 0 < len(with_gradient) < len(layout.names):
-                raise ValueError(
-                    f"Of the parameters {list(layout.names)}, which are one block of the curvature, only "
-                    f"{with_gradient} have a gradient. Freeze the others before the optimizer is made, or leave them "
-                    "out of its `params`."
-                )
-        found = P @ complete(P, gradients, self._estimator.risk.params)
-        return _multiplied({key: t for key, t in found.items() if key in gradients}, factor**self._options.power)
+        return _multiplied(self._damped(dampings, factor), parts, factor**self._options.power)
 
-    def product(self, vectors: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
-        """`c K v`, with the statistics of the last refresh; zero where there is no curvature."""
-        K = self._estimator.refreshed
-        found = K @ complete(K, vectors, self._estimator.risk.params)
-        return _multiplied({k: found[k] if k in found else v.new_zeros(v.shape) for k, v in vectors.items()}, factor)
+    def product(self, parts: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+        """`c K v` of some blocks, with the statistics of the last refresh."""
+        return _multiplied(self._estimator.refreshed.operator, parts, factor)
 
-    def _damped(self, dampings: Mapping[str, float], factor: float) -> LinearOperator:
+    def _damped(self, dampings: Mapping[str, float], factor: float) -> BlockDiagonal:
         """`(K + λI / c)ᵖ` with these dampings; a factored one keeps those of the refresh."""
         if self._options.inverse == "factored":
             assert self.dampings is not None
@@ -85,6 +78,7 @@ class DampedInverse:
             K, power = self._estimator.refreshed, self._options.power
             of_blocks = self._of_blocks(K, dampings)
             P = self._estimator.inverse(of_blocks) if power == -1 else K.power(power, of_blocks)
+            assert isinstance(P, BlockDiagonal)
             self._made = dict(dampings), P
         return self._made[1]
 
@@ -104,8 +98,10 @@ def complete(
     }
 
 
-def _multiplied(vectors: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    return vectors if factor == 1 else {key: factor * t for key, t in vectors.items()}
+def _multiplied(K: BlockDiagonal, parts: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+    """`factor` times the products of some blocks."""
+    found = K.multiply_parts(parts)
+    return found if factor == 1 else {name: factor * t for name, t in found.items()}
 
 
 def _divided(dampings: Mapping[str, float], factor: float) -> Mapping[str, float]:

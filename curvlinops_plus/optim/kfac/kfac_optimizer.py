@@ -24,7 +24,7 @@ from curvlinops_plus.optim.kfac.policies import (
 )
 from curvlinops_plus.optim.kfac.quadratic_model import QuadraticModel
 from curvlinops_plus.optim.kfac.step_report import StepReport
-from curvlinops_plus.optim.kfac.tensor_lists import add_to, times
+from curvlinops_plus.optim.kfac.tensor_lists import times
 from curvlinops_plus.risk import Vectors
 
 __all__ = ["KFACOptimizer"]
@@ -177,7 +177,7 @@ class KFACOptimizer(CurvatureOptimizer):
     def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
         move = self._move(gradient, report)
         known = self._combine(move, report)
-        move.bound_update(self._curved)
+        move.bound_update(lambda: self._curved(move))
         displacement = move.with_decay()
         self._report(move, displacement, report)
         if self._adapts or self._reject is not None:
@@ -185,7 +185,7 @@ class KFACOptimizer(CurvatureOptimizer):
                 known = self._model(move, [displacement]), [1.0]
             self._add_and_look(move, displacement, known, report)
         else:
-            add_to(move.params, displacement)
+            move.vectors.add_to_params(displacement)
         if not report.rejected:
             move.remember()
 
@@ -226,8 +226,9 @@ class KFACOptimizer(CurvatureOptimizer):
         """The quadratic model of this step's loss along some directions."""
 
         def form(vectors: Sequence[Sequence[Tensor]]) -> Tensor:
-            rows = {key: torch.stack(parts) for key, *parts in zip(move.keys, *vectors, strict=True)}
-            return self.curvature.quadratic_form(rows, self._exact_model)
+            rows = move.vectors.split([torch.stack(parts) for parts in zip(*vectors, strict=True)])
+            named = dict(zip(move.vectors.keys, rows, strict=True))
+            return self.curvature.quadratic_form(named, self._exact_model)
 
         decays = [as_weight_decay(group["weight_decay"]).curvature for group in move.groups]
         return QuadraticModel.along(directions, move.gradient, form, decays, move.option("damping"))
@@ -250,13 +251,13 @@ class KFACOptimizer(CurvatureOptimizer):
         include = self._levenberg is not None and self._levenberg.include_damping
         model, w = known
         report.quadratic_change = model.change(w, include)
-        before, report.loss = [p.clone() for p in move.params], self._objective()
-        add_to(move.params, displacement)
+        before, report.loss = [p.clone() for p in move.vectors.params], self._objective()
+        move.vectors.add_to_params(displacement)
         report.new_loss = self._objective()
         predicted = report.quadratic_change
         report.rho = (report.new_loss - report.loss) / predicted if predicted else float("nan")
         if self._reject is not None and not report.new_loss <= report.loss:
-            for p, old in zip(move.params, before, strict=True):
+            for p, old in zip(move.vectors.params, before, strict=True):
                 p.copy_(old)
             self._reject_step(report)
         elif self._adapts and self._levenberg is not None:
@@ -267,7 +268,7 @@ class KFACOptimizer(CurvatureOptimizer):
         """The loss of this step's batches at the parameters of now, with weight decay that is part of it."""
         value = self.curvature.loss()
         value = -value if self._maximize else value
-        for group, _, p in self._listed():
+        for group, _, p in self._listed:
             if decay := as_weight_decay(group["weight_decay"]).curvature:
                 value += decay / 2 * float(p.square().sum())
         return value

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from curvlinops_plus.optim.kfac.block_vectors import BlockVectors
 from curvlinops_plus.optim.kfac.policies import NormConstraint, as_norm_constraint, as_weight_decay
-from curvlinops_plus.optim.kfac.tensor_lists import difference, sum_of_products, times
+from curvlinops_plus.optim.kfac.tensor_lists import products, times, total
 
 __all__ = ["Move"]
 
 
 class Move:
-    """What moves in one step, in lists over the parameters that have gradient and curvature.
+    """What moves in one step, as vectors over the parameters that have gradient and curvature.
 
     Args:
-        keys: Their keys.
-        params: Themselves.
-        groups: The option group of each.
+        vectors: Which parameters these are, and where.
         state: The optimizer's, parameter to what is kept of it.
         gradient: `g`.
         direction: `P g`.
-        dampings: `λ` of each, with the weight decay that is part of the curvature.
+        dampings: `λ` of each vector, with the weight decay that is part of the curvature.
 
     Attributes:
         update: `δ`, without decoupled weight decay.
@@ -34,40 +33,32 @@ class Move:
 
     def __init__(
         self,
-        keys: Sequence[str],
-        params: Sequence[Tensor],
-        groups: Sequence[MutableMapping[str, Any]],
+        vectors: BlockVectors,
         state: MutableMapping[Any, dict[str, Any]],
         gradient: list[Tensor],
         direction: list[Tensor],
         dampings: list[float],
     ) -> None:
-        self.keys, self.params, self.groups, self._state = keys, params, groups, state
+        self.vectors, self.groups, self._state = vectors, vectors.groups, state
         self.gradient, self.direction, self.dampings = gradient, direction, dampings
-        self._different = {id(group): group for group in groups}
-        constraints = {index: as_norm_constraint(group["norm_constraint"]) for index, group in self._different.items()}
-        self._constraints = [constraints[id(group)] for group in groups]
+        self._constraints = [as_norm_constraint(group["norm_constraint"]) for group in self.groups]
         # A velocity was taken with another lr: without this it would go on as fast when a schedule ends.
-        self._ratios = [_ratio(group.get("lr"), group.get("velocity_lr")) for group in groups]
-        self.velocity = self._kept("velocity")
-        self._curved_velocity = self._kept("curved_velocity")
+        self._ratios = [_ratio(group.get("lr"), group.get("velocity_lr")) for group in self.groups]
+        self.velocity, self._moving = self._kept("velocity")
+        self._curved_velocity, self._curved_moving = self._kept("curved_velocity")
         self._sent = gradient  # what `direction` is `P` times
         self._lr: Sequence[float] = ()
         self.scale = 1.0
         self.update: list[Tensor] = []
         self.curved: list[Tensor] = []
 
-    def _kept(self, name: str) -> list[Tensor]:
-        """What the last step kept, as it would be with the lr of now; zero where it kept nothing."""
-        kept = [self._of(p).get(name) for p in self.params]
-        kept = [torch.zeros_like(g) if t is None else t for t, g in zip(kept, self.gradient, strict=True)]
-        return kept if all(ratio == 1 for ratio in self._ratios) else times(kept, self._ratios)
-
-    def _of(self, p: Tensor) -> dict[str, Any]:
-        return self._state.get(p, {})
+    def _kept(self, name: str) -> tuple[list[Tensor], list[bool]]:
+        """What the last step kept, as it would be with the lr of now; and of which parameters."""
+        kept, there = self.vectors.recall(self._state, name)
+        return kept if all(ratio == 1 for ratio in self._ratios) else times(kept, self._ratios), there
 
     def option(self, name: str) -> list[float]:
-        """An option of each parameter's group."""
+        """An option of each vector's group."""
         return [group[name] for group in self.groups]
 
     def bound_direction(self) -> None:
@@ -86,26 +77,25 @@ class Move:
         """`δ = -α P g + μ v`."""
 
         def combined(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-            return difference(times(old, momentum), times(new, lr))
+            return [torch.add(μ * v, d, alpha=-α) for v, d, μ, α in zip(old, new, momentum, lr, strict=True)]
 
         self._lr = lr
         self.update = combined(self.direction, self.velocity)
         if any(_reads_curved(c) for c in self._constraints):
             self.curved = combined(self._sent, self._curved_velocity)
 
-    def bound_update(self, product: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
+    def bound_update(self, product: Callable[[], list[Tensor]]) -> None:
         """Shorten the update where it is longer than its norm constraint allows.
 
         Args:
-            product: `C v`, for the case that the inverse was renewed, and `curved` is too far off to be used.
+            product: `C δ`, for the case that the inverse was renewed, and `curved` is too far off to be used.
         """
 
         def squares(norm: str) -> list[Tensor]:
-            incomplete = any(("velocity" in s) != ("curved_velocity" in s) for s in map(self._of, self.params))
-            if norm != "euclidean" and (incomplete or not float(sum_of_products(self.update, self.curved)) > 0):
-                found = product(dict(zip(self.keys, self.update, strict=True)))
-                damped = times(self.update, self.dampings)
-                self.curved = [found[key] + d for key, d in zip(self.keys, damped, strict=True)]
+            incomplete = self._moving != self._curved_moving
+            if norm != "euclidean" and (incomplete or not total(products(self.update, self.curved)) > 0):
+                curved = product()
+                self.curved = [c + λ * u for c, u, λ in zip(curved, self.update, self.dampings, strict=True)]
             return self._squares(norm, self.update, self.curved)
 
         if factors := self._factors("update", squares):
@@ -114,33 +104,34 @@ class Move:
 
     def with_decay(self) -> list[Tensor]:
         """The update, with decoupled weight decay."""
-        decays = {index: as_weight_decay(group["weight_decay"]) for index, group in self._different.items()}
-        strengths = {index: d.strength if d.kind == "decoupled" else 0.0 for index, d in decays.items()}
-        shrink = [-lr * strengths[id(group)] for lr, group in zip(self._lr, self.groups, strict=True)]
-        if not any(shrink):
+        decays = {i: as_weight_decay(group["weight_decay"]) for i, group in self.vectors.distinct_groups.items()}
+        strengths = {i: decay.strength if decay.kind == "decoupled" else 0.0 for i, decay in decays.items()}
+        if not any(strengths.values()):
             return self.update
-        return [u + factor * p.to(u.dtype) for u, p, factor in zip(self.update, self.params, shrink, strict=True)]
+        factors = [-self._lr[k] * strengths[i] for k, i in zip(self.vectors.at, self.vectors.groups_of, strict=True)]
+        dtype = self.update[0].dtype
+        shrink = [factor * p.to(dtype) for p, factor in zip(self.vectors.params, factors, strict=True)]
+        return [u + s for u, s in zip(self.update, self.vectors.join(shrink), strict=True)]
 
     def remember(self) -> None:
         """Keep what the next step needs: the update is its velocity."""
-        for i, (p, group) in enumerate(zip(self.params, self.groups, strict=True)):
-            self._of(p).pop("velocity", None)
-            self._of(p).pop("curved_velocity", None)
+        moving = [group["momentum"] != 0 for group in self.groups]
+        curved = [m and _reads_curved(c) for m, c in zip(moving, self._constraints, strict=True)]
+        for name, found, kept in (("velocity", self.update, moving), ("curved_velocity", self.curved, curved)):
+            there = [found[k] if keep else None for k, keep in enumerate(kept)]
+            self.vectors.remember(self._state, name, there)
+        for group in self.vectors.distinct_groups.values():
             group["velocity_lr"] = group["lr"]
-            if group["momentum"] != 0:
-                self._state[p]["velocity"] = self.update[i]
-                if _reads_curved(self._constraints[i]):
-                    self._state[p]["curved_velocity"] = self.curved[i]
 
     # --------------------------------------------------------------------------------------------------------- norms
     def _squares(self, norm: str, one: list[Tensor], curved: list[Tensor]) -> list[Tensor]:
-        """The squared norm of each parameter's part; `curved` is `(C + λ)` times `one`."""
+        """The squared norm of each vector; `curved` is `(C + λ)` times `one`."""
         if norm == "euclidean":
-            return [t.square().sum() for t in one]
-        found = [a.flatten().dot(b.flatten()) for a, b in zip(one, curved, strict=True)]
+            return products(one, one)
+        found = products(one, curved)
         if norm == "damped":
             return found
-        return [square - λ * t.square().sum() for square, t, λ in zip(found, one, self.dampings, strict=True)]
+        return [c - λ * e for c, e, λ in zip(found, products(one, one), self.dampings, strict=True)]
 
     def _factors(self, of: str, squares: Callable[[str], list[Tensor]]) -> list[float]:
         """What each part is multiplied with; empty if no constraint is active.
@@ -151,7 +142,7 @@ class Move:
         for c in {c for c in self._constraints if c is not None and c.of == of}:
             at = [i for i, other in enumerate(self._constraints) if other == c]
             found = squares(c.norm)
-            factor = c.factor(float(torch.stack([found[i] for i in at]).sum()))
+            factor = c.factor(total([found[i] for i in at]))
             self.scale = min(self.scale, factor)
             for i in at:
                 factors[i] = factor

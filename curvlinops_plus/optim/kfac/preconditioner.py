@@ -99,9 +99,9 @@ class KFACPreconditioner(CurvatureOptimizer):
 
     def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
         move = self._move(gradient, report)
-        move.combine([-1.0] * len(move.keys), [0.0] * len(move.keys))
-        move.bound_update(self._curved)
+        move.combine([-1.0] * len(move.groups), [0.0] * len(move.groups))
+        move.bound_update(lambda: self._curved(move))
         self._report(move, move.update, report)
-        for p, d in zip(move.params, move.update, strict=True):
+        for p, d in zip(move.vectors.params, move.vectors.split(move.update), strict=True):
             assert p.grad is not None
             p.grad.copy_(d)  # in place: it may be a view of another's buffer

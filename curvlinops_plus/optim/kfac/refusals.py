@@ -50,17 +50,21 @@ def common_damping(keys: Iterable[str], dampings: Mapping[str, float]) -> float:
     return found.pop()
 
 
-def require_common(blocks: Iterable[Iterable[str]], options: Mapping[str, Mapping[str, Any]]) -> None:
+def require_common(
+    blocks: Iterable[Iterable[str]], options: Mapping[str, Mapping[str, Any]], dampings: Mapping[str, float]
+) -> None:
     """Refuse options that differ within a block.
 
     Args:
         blocks: Keys of the parameters of each.
         options: Name of an option to its value for each parameter, by key.
+        dampings: The damping of each parameter, weight decay included.
 
     Raises:
         ValueError: Naming the parameters.
     """
     for keys in blocks:
+        common_damping(keys, dampings)
         for name, values in options.items():
             found = [values[key] for key in keys]
             if any(value != found[0] for value in found):

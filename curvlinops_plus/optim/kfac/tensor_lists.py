@@ -1,4 +1,4 @@
-"""Arithmetic of lists of tensors, such as one for each parameter, with one call for a whole list."""
+"""Arithmetic of lists of vectors."""
 
 from __future__ import annotations
 
@@ -7,33 +7,29 @@ from collections.abc import Sequence
 import torch
 
 # PyTorch's own optimizers are made of these; its type hints don't list them.
-from torch import Tensor, _foreach_add_, _foreach_mul, _foreach_norm, _foreach_sub  # pyright: ignore[reportPrivateImportUsage]
+from torch import Tensor, _foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
-__all__ = ["add_to", "difference", "norms", "sum_of_products", "times"]
+__all__ = ["norm", "products", "times", "total"]
 
 Tensors = Sequence[Tensor]
 
 
 def times(tensors: Tensors, factors: Sequence[float]) -> list[Tensor]:
     """Each tensor times its factor."""
-    return list(_foreach_mul(list(tensors), list(factors)))
+    return [factor * t for t, factor in zip(tensors, factors, strict=True)]
 
 
-def difference(one: Tensors, two: Tensors) -> list[Tensor]:
-    """`one - two`."""
-    return list(_foreach_sub(list(one), list(two)))
+def total(numbers: Tensors) -> float:
+    """The sum of 0-d tensors."""
+    return float(numbers[0] if len(numbers) == 1 else torch.stack(list(numbers)).sum())
 
 
-def add_to(targets: Tensors, tensors: Tensors) -> None:
-    """Add to tensors in place, in their own precision."""
-    _foreach_add_(list(targets), list(tensors))
+def norm(tensors: Tensors) -> float:
+    """The Euclidean norm of all of them."""
+    found = _foreach_norm(list(tensors))
+    return float(found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found)))
 
 
-def norms(tensors: Tensors) -> Tensor:
-    """The Euclidean norm of each, `[number]`."""
-    return torch.stack(_foreach_norm(list(tensors)))
-
-
-def sum_of_products(one: Tensors, two: Tensors) -> Tensor:
-    """`⟨one, two⟩`, a 0-d tensor."""
-    return torch.stack([a.flatten().dot(b.flatten()) for a, b in zip(one, two, strict=True)]).sum()
+def products(one: Tensors, two: Tensors) -> list[Tensor]:
+    """`⟨a, b⟩` of each pair of vectors, 0-d tensors."""
+    return [a.dot(b) for a, b in zip(one, two, strict=True)]

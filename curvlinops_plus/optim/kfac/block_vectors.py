@@ -1,0 +1,143 @@
+"""Parameters as the blocks of a curvature see them: one vector for each group of options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+# PyTorch's own optimizers are made of these; its type hints don't list them.
+from torch import Tensor, _foreach_add_, _foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+
+from curvlinops_plus.linalg import Layout
+
+__all__ = ["BlockVectors"]
+
+State = MutableMapping[Any, dict[str, Any]]  # an optimizer's, of its parameters
+
+
+class BlockVectors:
+    """Parameters that move together, as vectors: one for each option group, with its blocks one behind the other.
+
+    A block's part is the row-major vector of its matrix (`Layout`), which is what its curvature multiplies. So sums and
+    norms take one call for a whole group, and blocks are multiplied without copies.
+
+    Args:
+        layouts: Name of a block to its layout.
+        params: Key to parameter.
+        groups: Key to option group; a block is in that of its first parameter.
+        dtype: Of the vectors.
+
+    Attributes:
+        keys: Of the parameters, in the order of their entries.
+        params: Themselves.
+        at: The number of the vector that each is in.
+        groups_of: The identity of the option group of each.
+        distinct_groups: These groups by their identity.
+        first_keys: Key of a parameter in each vector.
+        groups: The option group of each vector.
+    """
+
+    def __init__(
+        self,
+        layouts: Mapping[str, Layout],
+        params: Mapping[str, Tensor],
+        groups: Mapping[str, MutableMapping[str, Any]],
+        dtype: torch.dtype,
+    ) -> None:
+        in_groups: dict[int, dict[str, Layout]] = {}
+        for name, layout in layouts.items():
+            in_groups.setdefault(id(groups[layout.names[0]]), {})[name] = layout
+        self._blocks = [list(blocks) for blocks in in_groups.values()]
+        self._sizes = [[layout.dim for layout in blocks.values()] for blocks in in_groups.values()]
+        self._dtype, self._device = dtype, next(iter(params.values())).device
+        self.keys: list[str] = []
+        self._places: list[tuple[int, torch.Size, tuple[int, ...], int]] = []  # vector, shape, strides, offset
+        for k, (blocks, sizes) in enumerate(zip(in_groups.values(), self._sizes, strict=True)):
+            for layout, part in zip(blocks.values(), torch.empty(sum(sizes), device="meta").split(sizes), strict=True):
+                for key, t in layout.views(part).items():
+                    self.keys.append(key)
+                    self._places.append((k, t.shape, t.stride(), int(t.storage_offset())))
+        self.params = [params[key] for key in self.keys]
+        self.at = [k for k, *_ in self._places]
+        self.groups_of = [id(groups[key]) for key in self.keys]
+        self.distinct_groups = {id(groups[key]): groups[key] for key in self.keys}
+        self.first_keys = [next(iter(blocks.values())).names[0] for blocks in in_groups.values()]
+        self.groups = [groups[key] for key in self.first_keys]
+        #: Parameters with an axis that the matrix takes apart.
+        self._apart = [i for i, p in enumerate(self.params) if p.shape != self._places[i][1]]
+        self._known: dict[str, tuple[list[Tensor], list[tuple[Tensor, int]]]] = {}
+
+    def zeros(self) -> list[Tensor]:
+        """Zero vectors."""
+        return [torch.zeros(sum(sizes), dtype=self._dtype, device=self._device) for sizes in self._sizes]
+
+    def join(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The vectors of tensors that are shaped as the parameters, in their order."""
+        vectors = [torch.empty(sum(sizes), dtype=self._dtype, device=self._device) for sizes in self._sizes]
+        _foreach_copy_(self._views(vectors), self._taken_apart(tensors))
+        return vectors
+
+    def split(self, vectors: Sequence[Tensor]) -> list[Tensor]:  # each [*lead, n]
+        """Tensors `[*lead, *shape]` in the order of the parameters, as views where strides allow."""
+        tensors, lead = self._views(vectors), vectors[0].shape[:-1]
+        for i in self._apart:
+            tensors[i] = tensors[i].reshape(*lead, *self.params[i].shape)
+        return tensors
+
+    def parts(self, vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Name of a block to its part, as a view."""
+        return {
+            name: part
+            for names, sizes, v in zip(self._blocks, self._sizes, vectors, strict=True)
+            for name, part in zip(names, v.split(sizes), strict=True)
+        }
+
+    def join_parts(self, parts: Mapping[str, Tensor]) -> list[Tensor]:
+        """The vectors of parts: undoes `parts`."""
+        return [torch.cat([parts[name] for name in names]) for names in self._blocks]
+
+    def add_to_params(self, vectors: Sequence[Tensor]) -> None:
+        """Add vectors to the parameters, in the precision of these."""
+        _foreach_add_(self._taken_apart(self.params), self._views(vectors))
+
+    def _views(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        if vectors[0].ndim == 1:
+            return [vectors[k].as_strided(shape, strides, at) for k, shape, strides, at in self._places]
+        lead, first = vectors[0].shape[:-1], [v.stride()[:-1] for v in vectors]
+        return [vectors[k].as_strided(lead + shape, first[k] + strides, at) for k, shape, strides, at in self._places]
+
+    def _taken_apart(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors that are shaped as the parameters, with axes that the matrix takes apart taken apart."""
+        tensors = list(tensors)
+        for i in self._apart:
+            tensors[i] = tensors[i].view(self._places[i][1])
+        return tensors
+
+    # --------------------------------------------------------------------------------------- what an optimizer keeps
+    def remember(self, state: State, name: str, vectors: Sequence[Tensor | None]) -> None:
+        """Keep vectors as an entry of each parameter's state; None removes it."""
+        self._known.pop(name, None)
+        empty = (torch.empty(sum(sizes), device="meta") for sizes in self._sizes)
+        tensors = self.split([nothing if v is None else v for v, nothing in zip(vectors, empty, strict=True)])
+        for p, t, k in zip(self.params, tensors, self.at, strict=True):
+            if vectors[k] is not None:
+                state[p][name] = t
+            elif p in state:
+                state[p].pop(name, None)
+        if all(v is not None for v in vectors):
+            self._known[name] = [v for v in vectors if v is not None], [(t, t._version) for t in tensors]
+
+    def recall(self, state: State, name: str) -> tuple[list[Tensor], list[bool]]:
+        """The vectors that are kept, zero where there is no entry; and which parameters have one."""
+        found = [state[p].get(name) if p in state else None for p in self.params]
+        there = [t is not None for t in found]
+        known, entries = self._known.get(name, ([], []))
+        if entries and all(t is e and e._version == version for t, (e, version) in zip(found, entries, strict=True)):
+            return known, there
+        if not any(there):
+            return self.zeros(), there
+        return self.join(
+            [torch.zeros_like(p) if t is None else t for p, t in zip(self.params, found, strict=True)]
+        ), there
