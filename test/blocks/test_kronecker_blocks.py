@@ -63,6 +63,12 @@ KINDS = {
 }
 
 
+@cache
+def nearest(name: str, kind: str, separate: bool = False) -> Any:
+    """One of `KINDS` of a problem; made once, so don't change it."""
+    return problem(name).curvature(KINDS[kind], separate_weight_and_bias=separate)
+
+
 def matrices(K: Any, dense: Any) -> Iterator[tuple[str, Any, tuple[int, int], list[Tensor]]]:
     """Name, layer, `(o, i)` of each block, and the matrices on its diagonal: one, or one for each group."""
     for entry in K.plan:
@@ -98,7 +104,7 @@ def best(F: Tensor, o: int, i: int, sparse: bool) -> tuple[Tensor, bool]:
 def test_nearest_kronecker_is_the_leading_singular_pair(name: str, separate: bool) -> None:
     p = problem(name)
     exact = p.curvature(FullBlock, separate_weight_and_bias=separate).blocks
-    K = p.curvature(NearestKronecker, separate_weight_and_bias=separate)
+    K = nearest(name, "formed", separate)
     for block, layer, (o, i), parts in matrices(K, exact):
         found = next(part for other, *_, part in matrices(K, K.blocks) if other == block)
         if not layer.affine:
@@ -117,20 +123,22 @@ def test_nearest_kronecker_is_never_further_than_kfac(name: str) -> None:
     for separate in (False, True) if name in FEW else (False,):
         exact = p.exact.only_blocks(p.exact.ggn(), separate)
 
-        def distance(kind: Any, exact: Tensor = exact, separate: bool = separate) -> float:
-            return float((p.curvature(kind, separate_weight_and_bias=separate).to_dense() - exact).norm())
+        def distance(K: Any, exact: Tensor = exact) -> float:
+            return float((K.to_dense() - exact).norm())
 
-        expand, reduce = distance(APPROXIMATIONS["KFAC"]), distance(APPROXIMATIONS["KFAC reduce"])
+        expand, reduce = (
+            distance(p.curvature(APPROXIMATIONS[kind], separate_weight_and_bias=separate))
+            for kind in ("KFAC", "KFAC reduce")
+        )
         rounding = 1e-12 * float(exact.norm())
-        assert distance(KINDS["by one sweep"]) <= expand * (1 + 1e-9) + rounding
-        assert distance(KINDS["formed"]) <= min(expand, reduce) * (1 + 1e-9) + rounding
+        assert distance(nearest(name, "by one sweep", separate)) <= expand * (1 + 1e-9) + rounding
+        assert distance(nearest(name, "formed", separate)) <= min(expand, reduce) * (1 + 1e-9) + rounding
 
 
 @every_net
 def test_factors_are_symmetric_and_positive(name: str) -> None:
-    p = problem(name)
-    for kind in (*KINDS.values(), TNT):
-        for block in p.curvature(kind).blocks.values():
+    for K in (*(nearest(name, kind) for kind in KINDS), problem(name).curvature(TNT)):
+        for block in K.blocks.values():
             if isinstance(block, Kronecker):
                 for factor in (block.G, block.A):
                     values, M = torch.linalg.eigvalsh(factor.to_dense()), factor.to_dense()
