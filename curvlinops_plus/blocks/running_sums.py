@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
+from math import isfinite
 from typing import Any
 
 import torch
@@ -102,7 +104,7 @@ class RunningSums:
             layer: {(k, name): a for k, stage in enumerate(stages) for name, a in stage.items()}
             for layer, stages in self.stages.items()
         }
-        totals = show(lambda batch: add_batch(pending, batch) if batch.layer in pending else None)
+        totals = show(partial(add_batch, pending))
         self.totals.add(totals)
         for accumulator in self._accumulators():
             accumulator.require_unchanged()
@@ -182,7 +184,7 @@ class RunningSums:
         """
         witnesses = [t for accumulator in self._accumulators() for t in accumulator.witnesses()]
         # If they are finite, so are the sums; else look at entries, since they may have overflown by themselves.
-        if not witnesses or bool(torch.stack(torch._foreach_norm(witnesses)).square().isfinite().all()):
+        if not witnesses or isfinite(torch.stack(torch._foreach_norm(witnesses)).square().sum()):
             return
         for accumulator in self._accumulators():
             for name, total in accumulator.sums.items():
