@@ -182,9 +182,11 @@ class RunningSums:
         Raises:
             NumericsError: Naming layer and statistic.
         """
-        witnesses = [t for accumulator in self._accumulators() for t in accumulator.witnesses()]
-        # If they are finite, so are the sums; else look at entries, since they may have overflown by themselves.
-        if not witnesses or isfinite(torch.stack(torch._foreach_norm(witnesses)).square().sum()):
+        if not (witnesses := [t for accumulator in self._accumulators() for t in accumulator.witnesses()]):
+            return  # no layer was called
+        norms = torch._foreach_norm(witnesses)  # pyright: ignore[reportPrivateImportUsage]
+        # If the sum of squares is finite, so are all entries; else look at them, since it may have overflown by itself.
+        if isfinite(torch.stack(norms).square().sum()):
             return
         for accumulator in self._accumulators():
             for name, total in accumulator.sums.items():
