@@ -299,7 +299,7 @@ class Accumulator(metaclass=AccumulatorType):
 
     def witnesses(self) -> list[Tensor]:
         """Tensors whose squares have a finite sum only if all entries of sums are finite."""
-        return [*self._sums.values(), *(t for rows in self._rows.values() for t in rows.witnesses())]
+        return [*self._sums.values(), *[t for rows in self._rows.values() for t in rows.witnesses()]]
 
     def require_unchanged(self) -> None:
         """Refuse rows that were written to after they were added.

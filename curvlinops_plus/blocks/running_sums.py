@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
+from math import isfinite
 from typing import Any
 
 import torch
@@ -102,7 +104,7 @@ class RunningSums:
             layer: {(k, name): a for k, stage in enumerate(stages) for name, a in stage.items()}
             for layer, stages in self.stages.items()
         }
-        totals = show(lambda batch: add_batch(pending, batch) if batch.layer in pending else None)
+        totals = show(partial(add_batch, pending))
         self.totals.add(totals)
         for accumulator in self._accumulators():
             accumulator.require_unchanged()
@@ -180,9 +182,11 @@ class RunningSums:
         Raises:
             NumericsError: Naming layer and statistic.
         """
-        witnesses = [t for accumulator in self._accumulators() for t in accumulator.witnesses()]
-        # If they are finite, so are the sums; else look at entries, since they may have overflown by themselves.
-        if not witnesses or bool(torch.stack(torch._foreach_norm(witnesses)).square().isfinite().all()):
+        if not (witnesses := [t for accumulator in self._accumulators() for t in accumulator.witnesses()]):
+            return  # no layer was called
+        norms = torch._foreach_norm(witnesses)  # pyright: ignore[reportPrivateImportUsage]
+        # If the sum of squares is finite, so are all entries; else look at them, since it may have overflown by itself.
+        if isfinite(torch.stack(norms).square().sum()):
             return
         for accumulator in self._accumulators():
             for name, total in accumulator.sums.items():

@@ -11,10 +11,7 @@ from torch import Tensor
 __all__ = ["counter_key", "splitmix64", "uniforms"]
 
 _GAMMA = 0x9E3779B97F4A7C15
-_ROUNDS = [
-    (np.uint64(bits), np.uint64(factor)) for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-]
-_LAST = np.uint64(31)
+_ROUNDS, _LAST = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)), 31
 _PIECE = 2**16  # numbers that are made together: they and what they are made with fit the cache
 
 
@@ -29,20 +26,22 @@ def splitmix64(z: np.ndarray) -> np.ndarray:
     """
     shifted = np.empty_like(z)
     for bits, factor in _ROUNDS:
-        np.right_shift(z, bits, out=shifted)
+        np.right_shift(z, np.uint64(bits), out=shifted)
         np.bitwise_xor(z, shifted, out=z)
-        np.multiply(z, factor, out=z)
-    np.right_shift(z, _LAST, out=shifted)
+        np.multiply(z, np.uint64(factor), out=z)
+    np.right_shift(z, np.uint64(_LAST), out=shifted)
     return np.bitwise_xor(z, shifted, out=z)
 
 
 def counter_key(*numbers: int) -> int:
     """One 64-bit number from several, such as a seed and the number of an update; their order matters."""
-    key = np.zeros(1, dtype=np.uint64)
-    for number in numbers:
-        key += np.uint64((number + _GAMMA) % 2**64)
-        splitmix64(key)
-    return int(key[0])
+    key = 0
+    for number in numbers:  # `splitmix64` in integers: for one number arrays take ten times as long
+        key = (key + number + _GAMMA) % 2**64
+        for bits, factor in _ROUNDS:
+            key = (key ^ key >> bits) * factor % 2**64
+        key ^= key >> _LAST
+    return key
 
 
 def uniforms(key: int, examples: Sequence[int] | Tensor, first: int, count: int) -> Tensor:  # -> [N, count]

@@ -179,12 +179,14 @@ class GramSum:
         self._number += M
 
     def _flush(self) -> None:
-        self._changed = self.changed
-        for rows, _ in self._pieces:
-            self._multiply(rows)
+        if self._pieces:
+            self._changed = self.changed
+            for rows, _ in self._pieces:
+                self._multiply(rows)
+            self._pieces = []
         if self._rows is not None and (self._number or self._triangle is None):
             self._multiply(self._rows[: self._number])
-        self._pieces, self._number = [], 0
+        self._number = 0
 
     def _multiply(self, rows: Tensor) -> None:
         rows = _single_at_least(rows)

@@ -117,14 +117,14 @@ class AffineRows:
         None if there is another way to the Gram matrix than the product of all rows.
         """
         call = self._only_call
-        if call is None or self.sparse or call.rule.direct_input_gram or not self.weight or self.weighted:
+        if call is None or self.sparse or (rule := call.rule).direct_input_gram or not self.weight or self.weighted:
             return None
         if self.bias and not self.adds_bias(call):
             return None
         if reduce:
             rows = self.mean_inputs()
             return rows if rows.ndim == 2 else None
-        a = call.rule.rows(call.use.module, self._upcast(call.input))
+        a = rule.rows(call.use.module, self._upcast(call.input))
         assert isinstance(a, Tensor)
         return a.flatten(0, 1) if a.ndim == 3 else None
 

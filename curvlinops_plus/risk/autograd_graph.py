@@ -40,9 +40,12 @@ def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
         if ready:
             yield node, below[node]
         elif node not in below:
-            below[node] = [child for child, _ in node.next_functions if child is not None]
+            children = below[node] = [child for child, _ in node.next_functions if child is not None]
+            if not children:
+                yield node, children
+                continue
             stack.append((node, True))
-            stack += [(child, False) for child in below[node] if child not in below]
+            stack += [(child, False) for child in children if child not in below]
 
 
 def gradients_of(

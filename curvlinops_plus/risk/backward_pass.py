@@ -265,7 +265,7 @@ class BackwardPasses:
         recorder, calls = self.recorder, self._calls[index]
         if grads is not None:
             for recorded in calls:
-                recorded.set_gradients({id(s): grads.pop(id(s), None) for s in recorded.slots}, V, batched)
+                recorded.set_gradients(grads, V, batched)
         layer = recorder.layers[index]
         batch = LayerBatch(
             layer,

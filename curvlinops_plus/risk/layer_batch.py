@@ -130,14 +130,17 @@ class LayerBatch:
                 f"{layer.title} ({owner}) {kind}, so it has no Kronecker factors. Use DiagonalBlock or FullBlock for "
                 f"it, or write an AffineRule and register it with @register_rule({owner})."
             )
-        if len(layer.roles) > 1 and self.role is None:
+        several = len(layer.roles) > 1  # else what is known of the role is known of the layer
+        if several and self.role is None:
             raise UnsupportedError(
                 f"{layer.title}: its parameter is multiplied with in {len(layer.roles)} roles by "
                 f"{[use.name for use in layer.uses]}; look at each of `batch.roles()` by itself."
             )
         keys, role = self.keys, self.role or next(iter(layer.roles))
         bias = layer.bias in keys and not (self.role is not None and self.role.transposed)
-        sparse = all(isinstance(use.rule, AffineRule) and use.rule.sparse for use in role.uses)
+        sparse = layer.sparse or (
+            several and all(isinstance(use.rule, AffineRule) and use.rule.sparse for use in role.uses)
+        )
         columns = (self.group or layer.groups[0]).layout.matrix_shape[-1]
         return AffineRows(
             layer,

@@ -97,9 +97,9 @@ class RecordedCall:
     state: ModuleState | None = None
     expanded: bool = False
 
-    def set_gradients(self, grads: Mapping[int, Tensor | None], V: int, batched: bool) -> None:
-        """Take the gradients of the slots (by identity) into `call.grads`; zeros where there are none."""
-        arranged = [slot.gradient(grads.get(id(slot)), V, batched) for slot in self.slots]
+    def set_gradients(self, grads: dict[int, Tensor], V: int, batched: bool) -> None:
+        """Move the gradients of the slots (by identity) into `call.grads`; zeros where there are none."""
+        arranged = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
         self.call.grads = arranged[0] if self.single else arranged
 
     def require_unchanged(self) -> None:
