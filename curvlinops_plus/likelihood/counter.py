@@ -35,11 +35,13 @@ def splitmix64(z: np.ndarray) -> np.ndarray:
 
 def counter_key(*numbers: int) -> int:
     """One 64-bit number from several, such as a seed and the number of an update; their order matters."""
-    key = np.zeros(1, dtype=np.uint64)
-    for number in numbers:
-        key += np.uint64((number + _GAMMA) % 2**64)
-        splitmix64(key)
-    return int(key[0])
+    key = 0
+    for number in numbers:  # `splitmix64` in Python's integers: for a single number that is ten times faster
+        key = (key + number + _GAMMA) % 2**64
+        key = (key ^ key >> 30) * _FIRST % 2**64
+        key = (key ^ key >> 27) * _SECOND % 2**64
+        key ^= key >> 31
+    return key
 
 
 def uniforms(key: int, examples: Sequence[int] | Tensor, first: int, count: int) -> Tensor:  # -> [N, count]
