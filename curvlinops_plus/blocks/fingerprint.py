@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Iterator, Mapping
+from functools import cache, cached_property, lru_cache
 from math import cos, sin
 
 import torch
@@ -13,12 +13,47 @@ from curvlinops_plus.risk import EmpiricalRisk
 
 __all__ = ["Fingerprint", "changed_parameters", "fingerprint", "require_unchanged"]
 
-Fingerprint = dict[str, list[float]]
+Fingerprint = Mapping[str, list[float]]
 
 # Waves of a longer parameter are those of one piece, shifted.
 _PIECE = 2**18
 # Shorter parameters are summed up together.
 _SHORT = 2**12
+
+
+class _Sums(Mapping[str, list[float]]):
+    """A fingerprint. Short parameters are copied, and summed up when somebody asks for a number.
+
+    Args:
+        params: The parameters, by key.
+        device: Where the numbers of all are gathered.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], device: torch.device) -> None:
+        short = {key: p.detach().reshape(-1) for key, p in params.items() if _is_short(p, device)}
+        with torch.no_grad():
+            self._copy = torch.cat([*short.values()]) if short else None
+            long = {key: torch.stack(_sums(p)).to(device) for key, p in params.items() if key not in short}
+        self._keys, self._long = list(params), long
+        self._lengths = {key: p.numel() for key, p in short.items()}
+
+    @cached_property
+    def _numbers(self) -> dict[str, list[float]]:
+        parts = [] if self._copy is None else [_short_sums(self._copy, tuple(self._lengths.values()))]
+        # Read together: every answer of a GPU is waited for.
+        read = torch.cat([sums.view(-1, 2) for sums in (*parts, *self._long.values())]).tolist()
+        found = dict(zip([*self._lengths, *self._long], read, strict=True))
+        self._copy = None
+        return {key: found[key] for key in self._keys}
+
+    def __getitem__(self, key: str) -> list[float]:
+        return self._numbers[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
 def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
@@ -33,14 +68,7 @@ def fingerprint(risk: EmpiricalRisk) -> Fingerprint:
     params, tracked = dict(risk.params), {id(p) for p in risk.params.values()}
     others = ((name, risk.whole.of(p)) for name, p in risk.model.named_parameters())
     params |= {f"model.{name}": p for name, p in others if id(p) not in tracked}
-    short = [key for key, p in params.items() if _is_short(p, risk.device)]
-    with torch.no_grad():
-        found = {key: torch.stack(_sums(p)).to(risk.device) for key, p in params.items() if key not in short}
-        parts = ([_short_sums([params[key] for key in short])] if short else []) + [*found.values()]
-        # Read together: every answer of a GPU is waited for.
-        read = torch.cat([sums.view(-1, 2) for sums in parts]).tolist()
-    sums = dict(zip([*short, *found], read, strict=True))
-    return {key: sums[key] for key in params}
+    return _Sums(params, risk.device)
 
 
 def changed_parameters(
@@ -75,11 +103,11 @@ def _is_short(p: Tensor, device: torch.device) -> bool:
     return plain and p.numel() <= _SHORT and p.device == device and device.type in ("cpu", "cuda")
 
 
-def _short_sums(params: Sequence[Tensor]) -> Tensor:  # -> [number of parameters, 2]
+def _short_sums(flat: Tensor, lengths: tuple[int, ...]) -> Tensor:  # -> [number of parameters, 2]
     """The same as `_sums`, of all parameters at once."""
-    waves, lengths = _short_waves(tuple(p.numel() for p in params), params[0].device)
-    flat = torch.cat([p.reshape(-1) for p in params]).double()
-    return torch.segment_reduce(torch.stack((flat.abs(), flat * waves), 1), "sum", lengths=lengths)
+    waves, ends = _short_waves(lengths, flat.device)
+    flat = flat.double()
+    return torch.segment_reduce(torch.stack((flat.abs(), flat * waves), 1), "sum", lengths=ends)
 
 
 @lru_cache(16)

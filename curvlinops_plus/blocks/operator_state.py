@@ -118,7 +118,7 @@ def describe(K: StateOwner) -> dict[str, Any]:
             for entry in K.plan
         },
         "reads": describe_reads(K.risk.reads),
-        "fingerprint": K.parameters,
+        "fingerprint": dict(K.parameters),
     }
 
 

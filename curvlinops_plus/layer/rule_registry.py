@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from torch import nn
@@ -100,7 +101,7 @@ GENERIC = LayerRule()
 def _find(module: nn.Module) -> LayerRule | str:
     """The registered rule that fits the module, or the reason why there is none."""
     kind = type(module)
-    keys = {key: t for t in kind.__mro__ for key in (t, f"{t.__module__}.{t.__qualname__}")}
+    keys = _keys(kind)
     key = next(filter(RULES.__contains__, keys), None)
     if key is None:
         return f"no rule is registered for {kind.__name__}: add one with @register_rule({kind.__name__})"
@@ -122,6 +123,12 @@ def _find(module: nn.Module) -> LayerRule | str:
             "computed from others, as by weight normalization?)"
         )
     return rule
+
+
+@lru_cache(1024)
+def _keys(kind: type[nn.Module]) -> dict[type | str, type]:
+    """Under what a rule may be registered that a type of module has, the nearest base type first."""
+    return {key: t for t in kind.__mro__ for key in (t, f"{t.__module__}.{t.__qualname__}")}
 
 
 def _is_full_name(t: Any) -> bool:

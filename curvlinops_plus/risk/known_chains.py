@@ -41,10 +41,10 @@ def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> boo
         return False
     chain, axes = [], X.ndim
     for module in _in_order(risk.model):
-        follow = _AXES.get(type(module))
-        if follow is None or not _is_plain(module, recorder):
+        kind = _kind(module)
+        if kind not in _AXES or not _is_plain(module, kind, recorder):
             return False
-        axes = follow(module, axes)
+        axes = _AXES[kind](module, axes)
         if not axes:
             return False
         chain.append(module)
@@ -64,9 +64,19 @@ def _are_calls_of(chain: Sequence[Any], recorder: Recorder) -> bool:
 def _in_order(module: nn.Module | None) -> Iterator[nn.Module | None]:
     """The modules of nested sequences in the order in which they run, each sequence before what it holds."""
     yield module
-    if type(module) is nn.Sequential:
+    if _kind(module) is nn.Sequential:
+        assert module is not None
         for child in module._modules.values():
             yield from _in_order(child)
+
+
+def _kind(module: Any) -> type:
+    """The type of a module: `nn.Sequential` also for a subclass that has nothing but a constructor of its own."""
+    kind = type(module)
+    if kind.__base__ is not nn.Sequential:
+        return kind
+    own = {name for name, value in vars(kind).items() if callable(value) or hasattr(value, "__get__")}
+    return nn.Sequential if own <= {"__init__"} else kind
 
 
 def _is_watched() -> bool:
@@ -81,16 +91,16 @@ def _is_watched() -> bool:
     )
 
 
-def _is_plain(module: Any, recorder: Recorder) -> bool:
+def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
     """Whether a module does what PyTorch's type does: no hooks but the recorder's, no methods or tensors of its own."""
-    kind, attributes = type(module), vars(module)
+    attributes = vars(module)
     return not (
         module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or module._compiled_call_impl
         or not attributes.keys().isdisjoint(_names(kind))
-        or any(getattr(kind, name) is not method for name, method in _METHODS[kind])
+        or any(getattr(type(module), name) is not method for name, method in _METHODS[kind])
         or any(not _is_of(recorder, hook) for hook in module._forward_hooks.values())
         or any(type(t) not in _TENSORS for held in (module._parameters, module._buffers) for t in held.values())
     )

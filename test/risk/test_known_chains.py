@@ -51,9 +51,22 @@ def sequences() -> nn.Sequential:
     return nn.Sequential(nn.Conv1d(3, 4, 2), nn.SiLU(), nn.Linear(4, 5), *head).double()
 
 
+class Subclass(nn.Sequential):
+    """As people write it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(nn.Linear(4, width), nn.Softplus(), nn.Linear(width, 3))
+
+
+def subclass() -> nn.Sequential:
+    torch.manual_seed(0)
+    return Subclass(5).double()
+
+
 CHAINS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "perceptron": (perceptron, (4,)),
     "one layer": (one_layer, (4,)),
+    "subclass": (subclass, (4,)),
     "convolutions": (convolutions, (2, 6, 6)),
     "sequences": (sequences, (3, 5)),
 }
@@ -211,6 +224,38 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 #: What has a curvature all the same.
 RIGHT = {"parametrization of rows", "a layer twice", "a weight twice"}
+
+
+class OtherForward(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return cumulated(super().forward(input))
+
+
+class OtherOrder(nn.Sequential):
+    @property
+    def _modules(self) -> Any:
+        held = super().__getattribute__("__dict__")["_modules"]
+        return {**held, "mixing": Cumulated()} if len(held) == 3 else held
+
+    @_modules.setter
+    def _modules(self, held: Any) -> None:
+        super().__getattribute__("__dict__")["_modules"] = held
+
+
+@pytest.mark.parametrize("kind", [OtherForward, OtherOrder])
+def test_subclasses_that_do_more(kind: type[nn.Sequential], looks: list[bool]) -> None:
+    model = kind(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        curvature(risk_of(model, 4), DiagonalBlock)
+    assert not any(looks)
+
+
+def test_a_subclass_that_gets_another_forward(looks: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    _ = curvature(risk_of(subclass(), 4), DiagonalBlock)
+    monkeypatch.setattr(Subclass, "forward", lambda self, x: cumulated(nn.Sequential.forward(self, x)))
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        curvature(risk_of(subclass(), 4), DiagonalBlock)
+    assert looks == [True, False]
 
 
 @pytest.mark.parametrize("name", CHANGES)
