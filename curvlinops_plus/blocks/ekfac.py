@@ -113,8 +113,13 @@ class EKFAC(KFAC):
         return Correction(self.layer, self.scale, basis("G"), basis("A"))
 
     def _bases(self) -> dict[str, Tensor]:
-        """Its decompositions, computed once if nothing is added any more."""
-        found = self.decomposed or {name: self.decompose(name, M) for name, M in self.decompositions().items()}
+        """Its decompositions, computed once if nothing is added any more; each factor ends with its own then."""
+        found = self.decomposed
+        if not found:
+            matrices = self.decompositions()
+            if self._for_good:
+                self.sums, self._scaled = {}, {}
+            found = {name: self.decompose(name, matrices.pop(name)) for name in list(matrices)}
         if self._for_good:
             self.decomposed = found
         return found

@@ -11,7 +11,7 @@ __all__ = ["Basis", "multiplied", "rotate", "row_products", "squared_gradients"]
 Basis = Tensor | tuple[Tensor, ...]
 
 # Products per example are formed in pieces of about this many bytes, which stay in a processor's cache.
-_CHUNK_BYTES = 2**23
+_CHUNK_BYTES = 2**22
 
 
 def rotate(J: Tensor, QG: Basis | None, QA: Basis | None) -> Tensor:  # [..., *b, o, i] -> [..., *b, o, i]
@@ -61,7 +61,7 @@ def squared_gradients(
         a, bias = _with_ones(a), False
         i += 1
     if S == 1:
-        g, a = (t[..., 0, :].square() for t in (multiplied(g, QG), multiplied(a, QA)))
+        g, a = _squares(g[..., 0, :], QG), _squares(a[..., 0, :], QA)
         return torch.einsum("n...o,n...i->...oi", g, a)
     rotate_first = S * (o * o + i * i) <= o * i * (o + i)
     if rotate_first:
@@ -105,6 +105,11 @@ def row_products(g: Tensor, a: Tensor, C: Tensor, right: Tensor | None = None) -
     if len(g) == 1 and g.shape[2] > a.shape[1]:
         return torch.einsum("kni,ni->nk", g[0] @ C, a)[None]
     return torch.einsum("vno,kno->vnk", g, a @ C.mT)
+
+
+def _squares(rows: Tensor, Q: Basis | None) -> Tensor:  # [N, *b, m] -> [N, *b, k]
+    """The squares of rows in a basis."""
+    return rows.square() if Q is None else multiplied(rows[..., None, :], Q)[..., 0, :].square_()
 
 
 def _with_ones(a: Tensor) -> Tensor:
