@@ -164,7 +164,8 @@ class Correction(Accumulator):
         for group in self.layer.groups:
             # A separate bias has a single column, whose basis is trivial.
             QA = self.QA if self.layer.weight in group.keys else None
-            self.add(group.name, batch.restrict(group).squared_grads(self.QG, QA))
+            total = self.sums.get(group.name)
+            self.sums[group.name] = batch.restrict(group).squared_grads(self.QG, QA, total)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         values = {group.name: self.value(group.name).contiguous() for group in self.layer.groups}

@@ -32,7 +32,12 @@ def multiplied(t: Tensor, Q: Basis | None) -> Tensor:  # [..., *b, m, k] -> [...
 
 
 def squared_gradients(
-    g: Tensor, a: Tensor, QG: Basis | None = None, QA: Basis | None = None, bias: bool = False
+    g: Tensor,
+    a: Tensor,
+    QG: Basis | None = None,
+    QA: Basis | None = None,
+    bias: bool = False,
+    total: Tensor | None = None,
 ) -> Tensor:
     """`Σ_n (Q_Gᵀ (Σ_s g_{n,s} a_{n,s}ᵀ) Q_A)²`, entry by entry.
 
@@ -42,6 +47,7 @@ def squared_gradients(
         QG: Basis of the rows [*b, o, o], None for the identity; a tuple of the matrices on its diagonal.
         QA: Basis of the columns [*b, i, i], likewise.
         bias: Whether inputs have one more entry, which is one and not stored; bases count it.
+        total: What it is added to, if it is not the first one; it is returned then.
 
     Returns:
         [*b, o, i], with one more column for a bias.
@@ -62,7 +68,10 @@ def squared_gradients(
         i += 1
     if S == 1:
         g, a = _squares(g[..., 0, :], QG), _squares(a[..., 0, :], QA)
-        return torch.einsum("n...o,n...i->...oi", g, a)
+        if total is None or batch or total.dtype != g.dtype:
+            found = torch.einsum("n...o,n...i->...oi", g, a)
+            return found if total is None else total.add_(found)
+        return total.addmm_(g.T, a)
     rotate_first = S * (o * o + i * i) <= o * i * (o + i)
     if rotate_first:
         g = multiplied(g, QG)
@@ -70,7 +79,7 @@ def squared_gradients(
             a, bias = multiplied(a, QA[..., :i, :]).add_(QA[..., i:, :]), False
         elif QA is not None:
             a = multiplied(a, QA)
-    total = g.new_zeros(*batch, o, a.shape[-1] + bias)
+    total = g.new_zeros(*batch, o, a.shape[-1] + bias) if total is None else total
     step = max(1, _CHUNK_BYTES // (total.numel() * g.element_size()))
     for g_n, a_n in zip(g.split(step), a.split(step), strict=True):
         J = g_n.mT @ a_n
