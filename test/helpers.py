@@ -1,16 +1,20 @@
-"""What tests of several folders use: seeded random numbers, matrices with known eigenvalues, a law of affine rules.
+"""What tests of several folders use: seeded random numbers, matrices with known eigenvalues, a law of affine rules,
+and the memory that something takes.
 
 Problems and their exact twin are in `cases.py` and `reference.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Generator, Tensor
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
 
 from curvlinops_plus import UnsupportedError
 
@@ -33,6 +37,26 @@ def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:
     Q = torch.linalg.qr(normal(len(values), len(values), seed=seed))[0]
     A = Q * values @ Q.T
     return (A + A.T) / 2
+
+
+def peak(run: Callable[[], object]) -> int:
+    """The largest number of bytes that are allocated at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+        run()
+    events, found = [*watch.profiler.kineto_results.experimental_event_tree()], []
+    while events:
+        event = events.pop()
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        events += event.children
+    alive: dict[int, int] = {}
+    now = most = 0
+    for _, pointer, size in sorted(found):
+        if size > 0:
+            alive[pointer] = size
+        now += size if size > 0 else -alive.pop(pointer, 0)
+        most = max(most, now)
+    return most
 
 
 def check_fast_paths(

@@ -113,8 +113,13 @@ class EKFAC(KFAC):
         return Correction(self.layer, self.scale, basis("G"), basis("A"))
 
     def _bases(self) -> dict[str, Tensor]:
-        """Its decompositions, computed once if nothing is added any more."""
-        found = self.decomposed or {name: self.decompose(name, M) for name, M in self.decompositions().items()}
+        """Its decompositions, computed once if nothing is added any more; each factor ends with its own then."""
+        found = self.decomposed
+        if not found:
+            matrices = self.decompositions()
+            if self._for_good:
+                self.sums, self._scaled = {}, {}
+            found = {name: self.decompose(name, matrices.pop(name)) for name in list(matrices)}
         if self._for_good:
             self.decomposed = found
         return found
@@ -159,7 +164,8 @@ class Correction(Accumulator):
         for group in self.layer.groups:
             # A separate bias has a single column, whose basis is trivial.
             QA = self.QA if self.layer.weight in group.keys else None
-            self.add(group.name, batch.restrict(group).squared_grads(self.QG, QA))
+            total = self.sums.get(group.name)
+            self.sums[group.name] = batch.restrict(group).squared_grads(self.QG, QA, total)
 
     def finish(self) -> LinearOperator | Mapping[str, LinearOperator] | Accumulator:
         values = {group.name: self.value(group.name).contiguous() for group in self.layer.groups}

@@ -18,8 +18,8 @@ from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
 __all__ = ["KEPT_BYTES", "SweepCache"]
 
-# The default memory for what stays between sweeps.
-KEPT_BYTES = 2**26
+# The default memory for what stays between sweeps: little beside what a sweep and eigendecompositions hold anyway.
+KEPT_BYTES = 2**21
 
 
 class SweepCache:

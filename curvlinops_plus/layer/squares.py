@@ -11,7 +11,7 @@ __all__ = ["Basis", "multiplied", "rotate", "row_products", "squared_gradients"]
 Basis = Tensor | tuple[Tensor, ...]
 
 # Products per example are formed in pieces of about this many bytes, which stay in a processor's cache.
-_CHUNK_BYTES = 2**23
+_CHUNK_BYTES = 2**22
 
 
 def rotate(J: Tensor, QG: Basis | None, QA: Basis | None) -> Tensor:  # [..., *b, o, i] -> [..., *b, o, i]
@@ -32,7 +32,12 @@ def multiplied(t: Tensor, Q: Basis | None) -> Tensor:  # [..., *b, m, k] -> [...
 
 
 def squared_gradients(
-    g: Tensor, a: Tensor, QG: Basis | None = None, QA: Basis | None = None, bias: bool = False
+    g: Tensor,
+    a: Tensor,
+    QG: Basis | None = None,
+    QA: Basis | None = None,
+    bias: bool = False,
+    total: Tensor | None = None,
 ) -> Tensor:
     """`Σ_n (Q_Gᵀ (Σ_s g_{n,s} a_{n,s}ᵀ) Q_A)²`, entry by entry.
 
@@ -42,6 +47,7 @@ def squared_gradients(
         QG: Basis of the rows [*b, o, o], None for the identity; a tuple of the matrices on its diagonal.
         QA: Basis of the columns [*b, i, i], likewise.
         bias: Whether inputs have one more entry, which is one and not stored; bases count it.
+        total: What it is added to, if it is not the first one; it is returned then.
 
     Returns:
         [*b, o, i], with one more column for a bias.
@@ -61,8 +67,11 @@ def squared_gradients(
         a, bias = _with_ones(a), False
         i += 1
     if S == 1:
-        g, a = (t[..., 0, :].square() for t in (multiplied(g, QG), multiplied(a, QA)))
-        return torch.einsum("n...o,n...i->...oi", g, a)
+        g, a = _squares(g[..., 0, :], QG), _squares(a[..., 0, :], QA)
+        if total is None or batch or total.dtype != g.dtype:
+            found = torch.einsum("n...o,n...i->...oi", g, a)
+            return found if total is None else total.add_(found)
+        return total.addmm_(g.T, a)
     rotate_first = S * (o * o + i * i) <= o * i * (o + i)
     if rotate_first:
         g = multiplied(g, QG)
@@ -70,7 +79,7 @@ def squared_gradients(
             a, bias = multiplied(a, QA[..., :i, :]).add_(QA[..., i:, :]), False
         elif QA is not None:
             a = multiplied(a, QA)
-    total = g.new_zeros(*batch, o, a.shape[-1] + bias)
+    total = g.new_zeros(*batch, o, a.shape[-1] + bias) if total is None else total
     step = max(1, _CHUNK_BYTES // (total.numel() * g.element_size()))
     for g_n, a_n in zip(g.split(step), a.split(step), strict=True):
         J = g_n.mT @ a_n
@@ -105,6 +114,11 @@ def row_products(g: Tensor, a: Tensor, C: Tensor, right: Tensor | None = None) -
     if len(g) == 1 and g.shape[2] > a.shape[1]:
         return torch.einsum("kni,ni->nk", g[0] @ C, a)[None]
     return torch.einsum("vno,kno->vnk", g, a @ C.mT)
+
+
+def _squares(rows: Tensor, Q: Basis | None) -> Tensor:  # [N, *b, m] -> [N, *b, k]
+    """The squares of rows in a basis."""
+    return rows.square() if Q is None else multiplied(rows[..., None, :], Q)[..., 0, :].square_()
 
 
 def _with_ones(a: Tensor) -> Tensor:

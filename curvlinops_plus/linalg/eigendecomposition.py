@@ -133,14 +133,17 @@ def _by_range(M: Tensor, what: str, rtol: float, refine: bool) -> tuple[Tensor, 
         return None
     r = L.shape[1]
     V, W, T = _householder(L)  # I - V W is orthogonal, and its first r columns times T are L
-    range_ = -V @ W[:, :r]
-    range_.diagonal().add_(1)
-    small = range_.T @ (M @ range_) if refine else T @ T.T
-    values, U = _eigh(small, what)
+    del L  # everything here is as large as half of M, or a quarter
     Q = torch.empty_like(M, memory_format=torch.contiguous_format)
-    complement = torch.mm(-V, W[:, r:], out=Q[:, : d - r])
-    complement[r:].diagonal().add_(1)
-    torch.mm(range_, U, out=Q[:, d - r :])
+    complement, range_ = Q[:, : d - r], Q[:, d - r :]
+    for part, columns in ((complement, slice(r, d)), (range_, slice(r))):
+        torch.mm(V, W[:, columns], out=part).neg_()
+        part[columns].diagonal().add_(1)
+    del V, W
+    small = range_.T @ (M @ range_) if refine else T @ T.T
+    del T
+    values, U = _eigh(small, what)
+    range_.copy_(range_ @ U)
     values = torch.cat([values.new_zeros(d - r), values.clamp(min=0)])
     # A look from a random direction, as the caller may be wrong about M.
     x = torch.randn(d, 1, generator=torch.Generator().manual_seed(0), dtype=M.dtype)
@@ -170,9 +173,12 @@ def _pstrf(dtype: torch.dtype) -> Any:
 
 
 def _householder(L: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [d, r] -> [d, r], [r, d], [r, r]
-    """`V`, `W` and `T` with `I - V W` orthogonal and `L = (I - V W)[:, :r] T`: QR in products of matrices."""
+    """`V`, `W` and `T` with `I - V W` orthogonal and `L = (I - V W)[:, :r] T`: QR in products of matrices.
+
+    `V` is made in the memory of `L`, which is stored by columns.
+    """
     r = L.shape[1]
-    V, tau = torch.geqrf(L)
+    V, tau = torch.geqrf(L, out=(L, L.new_empty(r)))
     T = V[:r].triu()
     V = V.tril_(-1)
     V.diagonal().fill_(1)

@@ -215,12 +215,13 @@ class LayerBatch:
             parts.append(row_products(piece.rows.grads, a, C, right))
         return torch.cat(parts, 1)
 
-    def squared_grads(self, QG: Basis | None = None, QA: Basis | None = None) -> Tensor:
+    def squared_grads(self, QG: Basis | None = None, QA: Basis | None = None, total: Tensor | None = None) -> Tensor:
         """`Σ_{v,n} (Q_Gᵀ J Q_A)²`, entry by entry, [*b, rows, columns]: the diagonal of the exact block in a basis.
 
         Args:
             QG: Basis of the rows [*b, rows, rows], None for the identity; a tuple of the matrices on its diagonal.
             QA: Basis of the columns [*b, columns, columns], likewise.
+            total: What it is added to, if it is not the first one; it is returned then.
 
         Cost: rows and gradients per example are formed in pieces, never all at once; gradients of sparse rows not at
         all, unless there is a basis of the columns.
@@ -230,35 +231,34 @@ class LayerBatch:
             if not rows.weight:
                 g = rows.bias_grads()
                 g = g if QG is None else multiplied(g[..., None, :], QG)[..., 0, :]
-                return g.square().sum((0, 1))[..., None]
+                found = g.square().sum((0, 1))[..., None]
+                return found if total is None else total.add_(found)
             if rows.sparse and QA is None:
                 assert isinstance(rows.inputs, SparseRows)
-                return rows.inputs.squared(rows.grads, QG)
+                found = rows.inputs.squared(rows.grads, QG)
+                return found if total is None else total.add_(found)
             if not (rows.sparse or rows.direct_grads):
-                return self._squared_rows(QG, QA)
-        total = None
+                return self._squared_rows(QG, QA, total)
         for piece in self.pieces():
             part = rotate(piece.per_example_grads, QG, QA).square().sum((0, 1))
             total = part if total is None else total.add_(part)
         assert total is not None
         return total
 
-    def _squared_rows(self, QG: Basis | None, QA: Basis | None) -> Tensor:
+    def _squared_rows(self, QG: Basis | None, QA: Basis | None, total: Tensor | None) -> Tensor:
         """The same from rows, in pieces of examples."""
         numbers = 0
         for call in self.calls:
             outputs = call.grads.shape[1:].numel() // self.num_examples  # positions · b · o
             height, columns = self.layer.groups[0].layout.matrix_shape[-2:]
             numbers += outputs * columns // height
-        total = None
         for piece in self._cut(_ROW_BYTES, numbers):
             rows = piece.rows
             ones = rows.bias and all(map(rows.adds_bias, piece.calls))  # else they are stored as a column
             a = rows.plain_inputs() if ones or not rows.bias else rows.inputs
             assert isinstance(a, Tensor)
             for g in rows.grads:
-                part = squared_gradients(g, a, QG, QA, ones)
-                total = part if total is None else total.add_(part)
+                total = squared_gradients(g, a, QG, QA, ones, total)
         assert total is not None
         return total
 

@@ -260,3 +260,19 @@ def test_sums_of_a_layer_end_when_its_block_is_made(monkeypatch: pytest.MonkeyPa
     problem("mlp").curvature(KFAC)
     assert len(alive) > 1
     assert not any(alive)
+
+
+def test_a_factor_ends_with_its_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    decompose = EKFAC.decompose
+
+    def look(self: EKFAC, name: str, M: Tensor) -> Tensor:
+        alive.append(sum(ref() is not None for ref in seen))
+        seen.append(weakref.ref(M))
+        return decompose(self, name, M)
+
+    monkeypatch.setattr(EKFAC, "decompose", look)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
+    curvature(EmpiricalRisk(model, nn.MSELoss(), [(torch.randn(16, 8), torch.randn(16, 3))]), EKFAC)
+    assert alive == [0] * 4

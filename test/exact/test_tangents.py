@@ -7,35 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import peak
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
 from torch.autograd import forward_ad
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from curvlinops_plus import GGN, EmpiricalRisk, Hessian
 from curvlinops_plus.exact import model_passes, tangents
 from curvlinops_plus.exact.tangents import PassingTangents
-
-
-def peak(run: Callable[[], object]) -> int:
-    """The largest number of bytes that are allocated at a time."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
-        run()
-    events, found = [*watch.profiler.kineto_results.experimental_event_tree()], []
-    while events:
-        event = events.pop()
-        if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-        events += event.children
-    alive: dict[int, int] = {}
-    now = most = 0
-    for _, pointer, size in sorted(found):
-        if size > 0:
-            alive[pointer] = size
-        now += size if size > 0 else -alive.pop(pointer, 0)
-        most = max(most, now)
-    return most
 
 
 class Residual(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import peak
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
@@ -100,6 +101,14 @@ def test_a_low_rank_leaves_a_small_problem(monkeypatch: pytest.MonkeyPatch) -> N
         eigh(X.T @ X)
         assert seen.pop() == D
         seen.clear()
+
+
+def test_a_low_rank_takes_less_memory_than_lapack() -> None:
+    """Beside the matrix: the result, and twice a half of it."""
+    X = rows("normal", 120).to(F32)
+    M, size = X.T @ X, 4 * D * D
+    assert peak(lambda: eigenbasis(M)) < 2 * size
+    assert peak(lambda: torch.linalg.eigh(M)) > 2.9 * size
 
 
 def test_what_is_no_semidefinite_matrix_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
