@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import os
-import pickle
 import time
 import traceback
 import warnings
@@ -687,12 +686,12 @@ def second_half(processes: Processes, approximation: str, folder: str, state: by
 def traffic(processes: Processes, approximation: str, apart: bool = False) -> tuple[int, int, int, int]:
     """Bytes of sums, of decompositions, of sums for one, and of all else; and whether all have the same bits."""
     sent = {"sums": 0, "decompositions": 0, "to one": 0, "else": 0}
-    reduce, broadcast, gather, to_one = dist.all_reduce, dist.broadcast, dist.all_gather_object, dist.reduce
+    reduce, broadcast, gather, to_one = dist.all_reduce, dist.broadcast, dist.all_gather, dist.reduce
 
     def counted(name: str, function: Any) -> Any:
         def call(t: Any, *args: Any, **options: Any) -> Any:
             kind = name if isinstance(t, torch.Tensor) and t.is_floating_point() else "else"
-            sent[kind] += t.nbytes if isinstance(t, torch.Tensor) else len(pickle.dumps(args[0]))
+            sent[kind] += t.nbytes if isinstance(t, torch.Tensor) else args[0].nbytes
             return function(t, *args, **options)
 
         return call
@@ -702,11 +701,11 @@ def traffic(processes: Processes, approximation: str, apart: bool = False) -> tu
     data = [(torch.randn(50, 20), torch.randint(10, (50,))) for _ in range(2)]
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), processes.share(data), processes=processes)
     dist.all_reduce, dist.broadcast = counted("sums", reduce), counted("decompositions", broadcast)
-    dist.all_gather_object, dist.reduce = counted("else", gather), counted("to one", to_one)
+    dist.all_gather, dist.reduce = counted("else", gather), counted("to one", to_one)
     try:
         K = curvature(risk, APPROXIMATIONS[approximation], vectors="mc", owned=apart)
     finally:
-        dist.all_reduce, dist.broadcast, dist.all_gather_object, dist.reduce = reduce, broadcast, gather, to_one
+        dist.all_reduce, dist.broadcast, dist.all_gather, dist.reduce = reduce, broadcast, gather, to_one
     processes.same("bits", lambda: {"numbers": str((K @ torch.ones(K.shape[1])).tolist())})
     return sent["sums"], sent["decompositions"], sent["to one"], sent["else"]
 
