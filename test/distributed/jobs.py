@@ -100,16 +100,28 @@ def away(found: Any, expected: Any) -> float:
     return float((found - expected).norm() / max(float(expected.norm()), 1e-12))
 
 
+def by_one(processes: Processes, work: Callable[[], Any]) -> Any:
+    """What the first process computes by itself, told to all."""
+    found = [work() if processes.rank == 0 else None]
+    dist.broadcast_object_list(found, 0, processes.group)
+    return found[0]
+
+
 def blocks(processes: Processes, name: str, approximation: str, vectors: str) -> float:
     """How far the matrix of several processes is from that of one."""
     p = problem(name)
     kind, sent = APPROXIMATIONS[approximation], VECTORS[vectors]
     shared = p.risk(processes.share(p.data), processes=processes)
-    one, found = curvature(p.risk(), kind, vectors=sent), 0.0
+
+    def alone() -> Any:
+        K = curvature(p.risk(), kind, vectors=sent)
+        return K.examples, K.to_dense().detach()
+
+    (examples, one), found = by_one(processes, alone), 0.0
     for kept in (0, 2**26):  # of what layers receive in one sweep for the next
         several = curvature(shared, kind, vectors=sent, max_kept_bytes=kept)
-        assert one.examples == several.examples
-        found = max(found, away(several.to_dense(), one.to_dense()))
+        assert examples == several.examples
+        found = max(found, away(several.to_dense(), one))
     return found
 
 
@@ -439,7 +451,8 @@ def vectors(processes: Processes, name: str) -> dict[str, float]:
         if sent != "forward only":
             found[f"EKFAC {sent}"] = blocks(processes, name, "EKFAC", sent)
             shared = p.risk(processes.share(shifted(p.data)), processes=processes)
-            found[f"GGN {sent}"] = away(GGN(shared, VECTORS[sent]).to_dense(), GGN(p.risk(), VECTORS[sent]).to_dense())
+            one = by_one(processes, lambda sent=sent: GGN(p.risk(), VECTORS[sent]).to_dense())
+            found[f"GGN {sent}"] = away(GGN(shared, VECTORS[sent]).to_dense(), one)
     return found
 
 
@@ -448,12 +461,14 @@ def exact(processes: Processes, name: str) -> dict[str, float]:
     p = problem(name)
     one, several = p.risk(), p.risk(processes.share(p.data), processes=processes)
     v = torch.linspace(-1, 1, one.space.dim, dtype=torch.float64)
-    found = {"loss": away(several.loss(), one.loss())}
-    g, expected = (torch.cat([t.flatten() for t in risk.gradient().values()]) for risk in (several, one))
+    alone = by_one(processes, lambda: (one.loss(), one.gradient(), [kind(one) @ v for kind in (GGN, Hessian)]))
+    loss, gradient, products = alone
+    found = {"loss": away(several.loss(), loss)}
+    g, expected = (torch.cat([t.flatten() for t in each.values()]) for each in (several.gradient(), gradient))
     found["gradient"] = away(g, expected)
-    for kind in (GGN, Hessian):
+    for kind, product in zip((GGN, Hessian), products, strict=True):
         for check in (None, True):
-            found[f"{kind.__name__} {check}"] = away(kind(several, check_deterministic=check) @ v, kind(one) @ v)
+            found[f"{kind.__name__} {check}"] = away(kind(several, check_deterministic=check) @ v, product)
     return found
 
 
