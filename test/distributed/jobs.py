@@ -976,6 +976,14 @@ def sharded_refusals(processes: Processes) -> dict[str, str]:
         "optimizer": lambda: KFACOptimizer(model, loss, lr=0.1),
         "begin": lambda: estimator.begin(p.data[0][0]),
         "tensor parallel": lambda: EmpiricalRisk(tensor_parallel, loss, p.data, processes=processes),
+        "tensor parallel, alone": lambda: curvature(EmpiricalRisk(tensor_parallel, loss, p.data), KFAC),
+        "tensor parallel, optimizer": lambda: KFACOptimizer(tensor_parallel, loss, lr=0.1),
+        "tensor parallel, classic": lambda: KFACLinearOperator(
+            tensor_parallel, loss, list(tensor_parallel.parameters()), p.data
+        ),
+        "tensor parallel, one bias": lambda: GGN(
+            EmpiricalRisk(tensor_parallel, loss, p.data, [tensor_parallel[2].bias])
+        ),
     }.items():
         try:
             work()
