@@ -134,9 +134,7 @@ class Accumulation:
         self._inputs = SharedInputs(self.pending, self.keepers.owner)
         self._share_totals()
         add, count = self._add, partial(count_batch, self.pending)
-        kept = self._cache is not None and self._cache.can_replay(layers)
-        if self.risk.processes.every("looking for what was kept", kept):
-            assert self._cache is not None
+        if self._cache is not None and self.risk.processes.every("kept", self._cache.can_replay(layers)):
             self._cache.replay(add, count, f"{desc} (kept)" if self.risk.options.progressbar else None)
             return
         again = [layer for layer in layers if any(a.needs_another_sweep for a in self.pending[layer].values())]

@@ -79,6 +79,8 @@ class BatchPass:
         with preserve_state(self.risk.model, self.risk.data), passes:
 
             def show(consume: Consumer, draws: Draws) -> Totals:
+                if not self.batch.num_examples:  # a step of other processes
+                    return Totals()
                 start.restore()  # a batch that is shown twice has the same dropout
                 with passes.recording(self.batch):
                     read = self.risk.run(self.batch)

@@ -141,21 +141,11 @@ class CurvatureEstimator:
                 micro-batches after the first one of a step count as one batch with it.
 
         Raises:
-            ValueError: If the batch can't be read, or has no examples: of several processes some may have none, and
-                take the step with the others still.
+            ValueError: If the batch can't be read, or has no examples, which some of several processes may lack.
             NumericsError: If one of its statistics is NaN or infinite; names layer and statistic. Nothing has changed
                 then.
         """
-        found = self._read(batch)
-        if found.num_examples:
-            self._update(found, PassStart.now(), partial(self._add, decay=decay))
-        else:
-            self.add_nothing(decay)
-
-    def add_nothing(self, decay: float | None = None) -> None:
-        """Take a step to which this process has nothing to add, while others have."""
-        self.risk.whole.renew()
-        self._add(_show_nothing, decay)
+        self._update(self._read(batch), PassStart.now(), partial(self._add, decay=decay))
 
     def _update(self, found: Batch, start: PassStart, add: Callable[[Show], None]) -> None:
         self.risk.whole.renew()
@@ -187,10 +177,7 @@ class CurvatureEstimator:
         """
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)
-        if not found.num_examples:
-            yield
-            return self.add_nothing(decay)
-        start, left = PassStart.now() if self.risk.whole else None, False
+        start, left = PassStart.now() if self.risk.whole or not found.num_examples else None, False
         try:
             with nullcontext() if start else listen(self._pass(found), add):
                 yield
@@ -440,11 +427,6 @@ def _require_like(one: CurvatureEstimator, other: CurvatureEstimator) -> None:
         raise ValueError(
             f"Can't merge estimators that differ in layers, approximations, vectors or decay: {mine} and {theirs}."
         )
-
-
-def _show_nothing(consume: Consumer, draws: Draws) -> Totals:
-    """A pass over no examples."""
-    return Totals()
 
 
 def _check_decay(decay: Any) -> None:

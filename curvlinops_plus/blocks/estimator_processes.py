@@ -10,8 +10,9 @@ from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import ProcessError, UnsupportedError
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.backward_pass import Consumer
+from curvlinops_plus.risk.draws import Draws
 
-__all__ = ["sums_of_batch", "together"]
+__all__ = ["add_nothing", "sums_of_batch", "together"]
 
 T = TypeVar("T")
 
@@ -23,6 +24,8 @@ class Streaming(Protocol):
     updates: int
     begun: float
     _sums: RunningSums
+
+    def _add(self, show: Callable[[Consumer, Draws], Totals], decay: float | None) -> None: ...
 
 
 def together(estimator: Streaming, what: str, work: Callable[[], T]) -> T:
@@ -48,6 +51,11 @@ def together(estimator: Streaming, what: str, work: Callable[[], T]) -> T:
         return work()
 
     return estimator.risk.processes.together(what, agreed)
+
+
+def add_nothing(estimator: Streaming) -> None:
+    """Take a step to which this process has nothing to add, while others have."""
+    estimator._add(lambda consume, draws: Totals(), None)
 
 
 def sums_of_batch(estimator: Streaming, show: Callable[[Consumer], Totals]) -> tuple[RunningSums, Totals]:

@@ -32,8 +32,8 @@ def pack_triangle(M: Tensor) -> Tensor:  # [*b, d, d] -> [*b, d (d + 1) / 2 numb
     return packed
 
 
-def unpack_triangle(packed: Tensor, d: int) -> Tensor:  # -> [*b, d, d]
-    """Undo `pack_triangle` for matrices of size `d`.
+def unpack_triangle(packed: Tensor, d: int, out: Tensor | None = None) -> Tensor:  # -> [*b, d, d]
+    """Undo `pack_triangle` for matrices of size `d`; into `out`, if it is given.
 
     Example:
         >>> M = torch.tensor([[1.0, 2.0, 4.0], [2.0, 3.0, 5.0], [4.0, 5.0, 6.0]])
@@ -42,7 +42,7 @@ def unpack_triangle(packed: Tensor, d: int) -> Tensor:  # -> [*b, d, d]
     """
     m, odd = d // 2, d % 2
     k = m + odd
-    M = packed.new_empty(*packed.shape[:-2], d, d)
+    M = packed.new_empty(*packed.shape[:-2], d, d) if out is None else out
     M[..., :k] = packed[..., 1 - odd :, :]
     M[..., k:, k:] = packed[..., :m, odd:].mT
     M[..., :k, k:] = M[..., k:, :k].mT
@@ -74,10 +74,10 @@ class Bucket:
             part, flat = flat[: _size(t, half)], flat[_size(t, half) :]
             if half:
                 d = t.shape[-1]
-                part = unpack_triangle(
-                    part.view(*t.shape[:-2], *((d + 1, d // 2) if d % 2 == 0 else (d, d // 2 + 1))), d
-                )
-            t.copy_(part.view(t.shape))
+                shape = (d + 1, d // 2) if d % 2 == 0 else (d, d // 2 + 1)
+                unpack_triangle(part.view(*t.shape[:-2], *shape), d, out=t)
+            else:
+                t.copy_(part.view(t.shape))
 
 
 def buckets(tensors: Sequence[Tensor], symmetric: Sequence[bool], most: int) -> Iterator[Bucket]:

@@ -1,12 +1,13 @@
 """Several processes that work on one thing, and one process that works alone, with the same verbs.
 
 Each process runs the same program on its own part of the data. Those verbs that communicate say so: all processes have
-to call them in the same order. Each begins with an agreement, a reduction of three integers, by which all learn whether
+to call them in the same order. Each begins with an agreement, a reduction of four integers, by which all learn whether
 one of them has failed or is somewhere else; so nobody waits for one that will not come.
 """
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -205,8 +206,11 @@ class Processes(Alone):
         finally:
             self._inside = ""
 
-    def _agree(self, what: str, error: Exception | None = None) -> None:
+    def _agree(self, what: str, error: Exception | None = None, size: int = 0) -> int:
         """Find out whether a process has failed, or is somewhere else.
+
+        Returns:
+            The largest `size` of all.
 
         Raises:
             ProcessError: In all processes.
@@ -214,11 +218,11 @@ class Processes(Alone):
         what = what if what == self._inside or not self._inside else f"{self._inside}, {what}"
         code = crc32(what.encode())
         with _in_contact(self, what):
-            flags = torch.tensor([error is not None, code, -code], device=self._device)
+            flags = torch.tensor([error is not None, code, -code, size], device=self._device)
             dist.all_reduce(flags, dist.ReduceOp.MAX, self.group)
-            failed, most, least = flags.tolist()
+            failed, most, least, largest = flags.tolist()
             if not failed and most == -least:
-                return
+                return largest
             told: list[Any] = [None] * self.world
             words = None if error is None else (type(error).__name__, str(error), _traceback(error))
             dist.all_gather_object(told, (what, words), self.group)
@@ -237,11 +241,13 @@ class Processes(Alone):
 
     # ------------------------------------------------------------------------------------------------------------ verbs
     def gather(self, what: str, part: T) -> list[T]:
-        self._agree(what)
-        parts: list[Any] = [None] * self.world
+        own = pickle.dumps(part)  # the agreement tells how much room all need; behind its end nothing is read
+        own = own.ljust(self._agree(what, size=len(own)))
         with _in_contact(self, what):
-            dist.all_gather_object(parts, part, self.group)
-        return parts
+            sent = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self._device)
+            found = [torch.empty_like(sent) for _ in range(self.world)]
+            dist.all_gather(found, sent, self.group)
+        return [pickle.loads(t.cpu().numpy().tobytes()) for t in found]
 
     def sum_(
         self,
@@ -402,6 +408,8 @@ def _in_contact(processes: Processes, what: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, ProcessError):
             raise
+        inside = processes._inside
+        what = what if what == inside or not inside or what.startswith(f"{inside}, ") else f"{inside}, {what}"
         raise ProcessError(
             f"Process {processes.rank} of {processes.world} has lost contact with others in {what}: one of them has "
             f"ended, or did not come within the timeout of the group. {type(error).__name__}: {error}"

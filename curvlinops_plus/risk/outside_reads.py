@@ -8,11 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.module_uses import ModuleUse
 
-__all__ = ["OutsideReads", "not_by_example", "raise_for_all"]
+__all__ = ["OutsideReads", "not_by_example"]
 
 
 class OutsideReads(UnsupportedError):
@@ -26,13 +25,6 @@ class OutsideReads(UnsupportedError):
     def __init__(self, message: str, keys: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.keys = tuple(keys)
-
-
-def raise_for_all(processes: Alone, error: OutsideReads | None) -> None:
-    """Raise what was noticed in any process, in all of them. Collective."""
-    found = [each for each in processes.gather("looking for outside reads", error) if each is not None]
-    if found:
-        raise error or found[0]
 
 
 def not_by_example(use: ModuleUse, inputs: Any, N: int, message: str) -> UnsupportedError:

@@ -20,7 +20,7 @@ from curvlinops_plus.risk.known_chains import is_known_chain
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms
-from curvlinops_plus.risk.outside_reads import OutsideReads, raise_for_all
+from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
@@ -77,8 +77,7 @@ def sweep(
                     after_batch(batch_totals)
         except OutsideReads as error:
             outside = error
-    raise_for_all(risk.processes, outside)
-    totals = totals.over(risk.processes)
+    totals = totals.over(risk.processes, outside)
     if vectors.backward and not weights.agree(totals):
         raise ValueError(weights.changing())
     return totals

@@ -77,15 +77,24 @@ class Totals:
         """Multiply what statistics are divided by."""
         self.loss_count, self.loss = self.loss_count * factor, self.loss * factor
 
-    def over(self, processes: Alone) -> Totals:
+    def over(self, processes: Alone, error: Exception | None = None) -> Totals:
         """The totals of all processes. Collective.
+
+        Args:
+            processes: The processes.
+            error: What this process has noticed, which is raised in all.
 
         Raises:
             ValueError: If there are no examples, or several losses have other weights in other processes.
         """
         if processes.world == 1:
+            if error is not None:
+                raise error
             return self
-        whole = Totals.union(processes.gather("adding totals", self.plain()))
+        told = processes.gather("adding totals", (self.plain(), error))
+        if noticed := [each for _, each in told if each is not None]:
+            raise error or noticed[0]
+        whole = Totals.union(totals for totals, _ in told)
         if not whole.examples:
             raise ValueError(f"`data` has no examples in any of the {processes.world} processes.")
         return whole

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import os
-import pickle
 import time
 import traceback
 import warnings
@@ -101,16 +100,28 @@ def away(found: Any, expected: Any) -> float:
     return float((found - expected).norm() / max(float(expected.norm()), 1e-12))
 
 
+def by_one(processes: Processes, work: Callable[[], Any]) -> Any:
+    """What the first process computes by itself, told to all."""
+    found = [work() if processes.rank == 0 else None]
+    dist.broadcast_object_list(found, 0, processes.group)
+    return found[0]
+
+
 def blocks(processes: Processes, name: str, approximation: str, vectors: str) -> float:
     """How far the matrix of several processes is from that of one."""
     p = problem(name)
     kind, sent = APPROXIMATIONS[approximation], VECTORS[vectors]
     shared = p.risk(processes.share(p.data), processes=processes)
-    one, found = curvature(p.risk(), kind, vectors=sent), 0.0
+
+    def alone() -> Any:
+        K = curvature(p.risk(), kind, vectors=sent)
+        return K.examples, K.to_dense().detach()
+
+    (examples, one), found = by_one(processes, alone), 0.0
     for kept in (0, 2**26):  # of what layers receive in one sweep for the next
         several = curvature(shared, kind, vectors=sent, max_kept_bytes=kept)
-        assert one.examples == several.examples
-        found = max(found, away(several.to_dense(), one.to_dense()))
+        assert examples == several.examples
+        found = max(found, away(several.to_dense(), one))
     return found
 
 
@@ -440,7 +451,8 @@ def vectors(processes: Processes, name: str) -> dict[str, float]:
         if sent != "forward only":
             found[f"EKFAC {sent}"] = blocks(processes, name, "EKFAC", sent)
             shared = p.risk(processes.share(shifted(p.data)), processes=processes)
-            found[f"GGN {sent}"] = away(GGN(shared, VECTORS[sent]).to_dense(), GGN(p.risk(), VECTORS[sent]).to_dense())
+            one = by_one(processes, lambda sent=sent: GGN(p.risk(), VECTORS[sent]).to_dense())
+            found[f"GGN {sent}"] = away(GGN(shared, VECTORS[sent]).to_dense(), one)
     return found
 
 
@@ -449,12 +461,14 @@ def exact(processes: Processes, name: str) -> dict[str, float]:
     p = problem(name)
     one, several = p.risk(), p.risk(processes.share(p.data), processes=processes)
     v = torch.linspace(-1, 1, one.space.dim, dtype=torch.float64)
-    found = {"loss": away(several.loss(), one.loss())}
-    g, expected = (torch.cat([t.flatten() for t in risk.gradient().values()]) for risk in (several, one))
+    alone = by_one(processes, lambda: (one.loss(), one.gradient(), [kind(one) @ v for kind in (GGN, Hessian)]))
+    loss, gradient, products = alone
+    found = {"loss": away(several.loss(), loss)}
+    g, expected = (torch.cat([t.flatten() for t in each.values()]) for each in (several.gradient(), gradient))
     found["gradient"] = away(g, expected)
-    for kind in (GGN, Hessian):
+    for kind, product in zip((GGN, Hessian), products, strict=True):
         for check in (None, True):
-            found[f"{kind.__name__} {check}"] = away(kind(several, check_deterministic=check) @ v, kind(one) @ v)
+            found[f"{kind.__name__} {check}"] = away(kind(several, check_deterministic=check) @ v, product)
     return found
 
 
@@ -687,12 +701,12 @@ def second_half(processes: Processes, approximation: str, folder: str, state: by
 def traffic(processes: Processes, approximation: str, apart: bool = False) -> tuple[int, int, int, int]:
     """Bytes of sums, of decompositions, of sums for one, and of all else; and whether all have the same bits."""
     sent = {"sums": 0, "decompositions": 0, "to one": 0, "else": 0}
-    reduce, broadcast, gather, to_one = dist.all_reduce, dist.broadcast, dist.all_gather_object, dist.reduce
+    reduce, broadcast, gather, to_one = dist.all_reduce, dist.broadcast, dist.all_gather, dist.reduce
 
     def counted(name: str, function: Any) -> Any:
         def call(t: Any, *args: Any, **options: Any) -> Any:
             kind = name if isinstance(t, torch.Tensor) and t.is_floating_point() else "else"
-            sent[kind] += t.nbytes if isinstance(t, torch.Tensor) else len(pickle.dumps(args[0]))
+            sent[kind] += t.nbytes if isinstance(t, torch.Tensor) else args[0].nbytes
             return function(t, *args, **options)
 
         return call
@@ -702,11 +716,11 @@ def traffic(processes: Processes, approximation: str, apart: bool = False) -> tu
     data = [(torch.randn(50, 20), torch.randint(10, (50,))) for _ in range(2)]
     risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), processes.share(data), processes=processes)
     dist.all_reduce, dist.broadcast = counted("sums", reduce), counted("decompositions", broadcast)
-    dist.all_gather_object, dist.reduce = counted("else", gather), counted("to one", to_one)
+    dist.all_gather, dist.reduce = counted("else", gather), counted("to one", to_one)
     try:
         K = curvature(risk, APPROXIMATIONS[approximation], vectors="mc", owned=apart)
     finally:
-        dist.all_reduce, dist.broadcast, dist.all_gather_object, dist.reduce = reduce, broadcast, gather, to_one
+        dist.all_reduce, dist.broadcast, dist.all_gather, dist.reduce = reduce, broadcast, gather, to_one
     processes.same("bits", lambda: {"numbers": str((K @ torch.ones(K.shape[1])).tolist())})
     return sent["sums"], sent["decompositions"], sent["to one"], sent["else"]
 
@@ -962,6 +976,14 @@ def sharded_refusals(processes: Processes) -> dict[str, str]:
         "optimizer": lambda: KFACOptimizer(model, loss, lr=0.1),
         "begin": lambda: estimator.begin(p.data[0][0]),
         "tensor parallel": lambda: EmpiricalRisk(tensor_parallel, loss, p.data, processes=processes),
+        "tensor parallel, alone": lambda: curvature(EmpiricalRisk(tensor_parallel, loss, p.data), KFAC),
+        "tensor parallel, optimizer": lambda: KFACOptimizer(tensor_parallel, loss, lr=0.1),
+        "tensor parallel, classic": lambda: KFACLinearOperator(
+            tensor_parallel, loss, list(tensor_parallel.parameters()), p.data
+        ),
+        "tensor parallel, one bias": lambda: GGN(
+            EmpiricalRisk(tensor_parallel, loss, p.data, [tensor_parallel[2].bias])
+        ),
     }.items():
         try:
             work()

@@ -36,12 +36,14 @@ def test_vectors_in_parts(workers: Any, world: int) -> None:
 
 
 def test_refused(workers: Any) -> None:
-    words = {
+    parallel = (
+        r"UnsupportedError: layer '0' \(Linear\): its parameter 'weight' is .* parallelize_module.*full_state_dict=True"
+    )
+    doors = ("", ", alone", ", optimizer", ", classic", ", one bias")
+    words = {f"tensor parallel{door}": parallel for door in doors} | {
         "alone": r"UnsupportedError: The parameters are spread over the processes \[0, 1\].*processes=Processes\(\)",
         "optimizer": r"UnsupportedError: The parameters .* sharded by fully_shard.*DistributedDataParallel.*listen",
         "begin": r"UnsupportedError: `begin` can't watch .* fully_shard. Use `listen` or `update`",
-        "tensor parallel": r"UnsupportedError: layer '0' \(Linear\): its parameter 'weight' is .* parallelize_module.*"
-        r"full_state_dict=True",
     }
     for found in workers.run(2, "sharded_refusals"):
         assert found.keys() == words.keys()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.blocks import CurvatureEstimator
 from curvlinops_plus.blocks.batch_pass import PassStart
+from curvlinops_plus.blocks.estimator_processes import add_nothing
 from curvlinops_plus.blocks.heard_pass import HeardBatch
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedError, level_of_user
 from curvlinops_plus.exact import GGN
@@ -211,7 +212,7 @@ class RunningCurvature:
         told = self.risk.processes.gather("a step", (error, self.batches, bool(self.seen), self.seen.numbers()))
         errors, batches, seen, numbers = zip(*told, strict=True)
         if any(batches) and not self.batches:  # else the moving averages of the processes would weigh differently
-            self.estimator.add_nothing()
+            add_nothing(self.estimator)
         for rank, found in enumerate(errors):
             if found is not None:
                 raise error or type(found)(f"Process {rank} of {len(told)}: {found}")
