@@ -67,7 +67,9 @@ class BlockVectors:
         self.groups = [groups[key] for key in self.first_keys]
         #: Parameters with an axis that the matrix takes apart.
         self._apart = [i for i, p in enumerate(self.params) if p.shape != self._places[i][1]]
-        self._known: dict[str, tuple[list[Tensor], list[tuple[Tensor, int]]]] = {}
+        #: Of these, those whose entries can't be views of a vector.
+        self._copied = [i for i in self._apart if not self._is_view(i)]
+        self._known: dict[str, tuple[list[Tensor], list[Tensor], list[int]]] = {}  # vectors, entries, their versions
 
     def zeros(self) -> list[Tensor]:
         """Zero vectors."""
@@ -108,6 +110,14 @@ class BlockVectors:
         lead, first = vectors[0].shape[:-1], [v.stride()[:-1] for v in vectors]
         return [vectors[k].as_strided(lead + shape, first[k] + strides, at) for k, shape, strides, at in self._places]
 
+    def _is_view(self, i: int) -> bool:
+        _, shape, strides, _ = self._places[i]
+        try:
+            torch.empty_strided(shape, strides, device="meta").view(self.params[i].shape)
+        except RuntimeError:
+            return False
+        return True
+
     def _taken_apart(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors that are shaped as the parameters, with axes that the matrix takes apart taken apart."""
         tensors = list(tensors)
@@ -117,27 +127,34 @@ class BlockVectors:
 
     # --------------------------------------------------------------------------------------- what an optimizer keeps
     def remember(self, state: State, name: str, vectors: Sequence[Tensor | None]) -> None:
-        """Keep vectors as an entry of each parameter's state; None removes it."""
-        self._known.pop(name, None)
-        empty = (torch.empty(sum(sizes), device="meta") for sizes in self._sizes)
-        tensors = self.split([nothing if v is None else v for v, nothing in zip(vectors, empty, strict=True)])
-        for p, t, k in zip(self.params, tensors, self.at, strict=True):
-            if vectors[k] is not None:
-                state[p][name] = t
-            elif p in state:
-                state[p].pop(name, None)
+        """Keep vectors as an entry of each parameter's state; None removes it.
+
+        They may be written to until they are recalled: entries are views where strides allow.
+        """
+        known, entries, _ = self._known.pop(name, ([], [], []))
+        if known and all(v is k for v, k in zip(vectors, known, strict=True)):
+            for i in self._copied:
+                state[self.params[i]][name] = entries[i] = self.split(known)[i]
+        else:
+            empty = (torch.empty(sum(sizes), device="meta") for sizes in self._sizes)
+            entries = self.split([nothing if v is None else v for v, nothing in zip(vectors, empty, strict=True)])
+            for p, t, k in zip(self.params, entries, self.at, strict=True):
+                if vectors[k] is not None:
+                    state[p][name] = t
+                elif p in state:
+                    state[p].pop(name, None)
         if all(v is not None for v in vectors):
-            self._known[name] = [v for v in vectors if v is not None], [(t, t._version) for t in tensors]
+            self._known[name] = [v for v in vectors if v is not None], entries, [t._version for t in entries]
 
     def recall(self, state: State, name: str) -> tuple[list[Tensor], list[bool]]:
         """The vectors that are kept, zero where there is no entry; and which parameters have one."""
         found = [state[p].get(name) if p in state else None for p in self.params]
         there = [t is not None for t in found]
-        known, entries = self._known.get(name, ([], []))
-        if entries and all(t is e and e._version == version for t, (e, version) in zip(found, entries, strict=True)):
+        known, entries, versions = self._known.get(name, ([], [], []))
+        if entries and all(t is e and e._version == at for t, e, at in zip(found, entries, versions, strict=True)):
             return known, there
+        self._known.pop(name, None)
         if not any(there):
             return self.zeros(), there
-        return self.join(
-            [torch.zeros_like(p) if t is None else t for p, t in zip(self.params, found, strict=True)]
-        ), there
+        filled = [torch.zeros_like(p) if t is None else t for p, t in zip(self.params, found, strict=True)]
+        return self.join(filled), there
