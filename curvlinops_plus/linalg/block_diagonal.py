@@ -22,7 +22,7 @@ from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense
 
-__all__ = ["BlockDiagonal"]
+__all__ = ["BlockDiagonal", "multiply_parts"]
 
 T = TypeVar("T")
 
@@ -127,15 +127,6 @@ class BlockDiagonal(LinearOperator):
             for place, part in zip(places, layout.scatter(y.T)):
                 results[place] = part
         return torch.cat(results, 1).T
-
-    def multiply_parts(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:  # {name: [dim]} -> {name: [dim]}
-        """`blocks[name] @ parts[name]` of some blocks, in the operator's dtype: what is fastest for small ones."""
-        products: dict[str, Tensor] = {}
-        with outside_autocast(self.device):
-            for name, block in in_turn({name: self.blocks[name] for name in parts}):
-                with error_context(f'block "{name}"'):
-                    products[name] = block._matmat(parts[name][:, None])[:, 0]
-        return products
 
     def split(self, v: Any) -> dict[str, Tensor]:
         """A vector's parts, block by block: what each block is multiplied with.
@@ -388,6 +379,16 @@ class BlockDiagonal(LinearOperator):
                 )
             return dict(zip(self.blocks, damping.unbind(), strict=True))
         return dict.fromkeys(self.blocks, damping)
+
+
+def multiply_parts(K: BlockDiagonal, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:  # [dim] each
+    """`K.blocks[name] @ part` of some blocks, whose dtype and device the parts have: fast where blocks are small."""
+    products: dict[str, Tensor] = {}
+    with outside_autocast(K.device):
+        for name, block in in_turn({name: K.blocks[name] for name in parts}):
+            with error_context(f'block "{name}"'):
+                products[name] = block._matmat(parts[name][:, None])[:, 0]
+    return products
 
 
 def decomposition_work(block: LinearOperator) -> float:

@@ -252,7 +252,12 @@ class _Check:
                 f"{said} would be left out. Call model.eval() first, or leave it out with "
                 "EmpiricalRisk(..., check=False)."
             )
-        warn(f"{said} is left out. Call model.eval() first.", CurvatureWarning, stacklevel=2)
+        warn(
+            f"{said} is left out. While training, K-FAC does without; parameters of the batch norms themselves are "
+            "left to another optimizer, out of `params`. The curvature of a trained model is that in evaluation mode.",
+            CurvatureWarning,
+            stacklevel=2,
+        )
 
     def _look(self, few: Batch, examples: list[int], backward: bool, every: bool = False) -> set[int] | None:
         """Run `few`, which are these examples of the batch, and compare.

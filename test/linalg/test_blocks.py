@@ -21,6 +21,7 @@ from curvlinops_plus.linalg import (
     Structure,
     Sum,
 )
+from curvlinops_plus.linalg.block_diagonal import multiply_parts
 
 from .cases import F64, block_diagonal, eye_like, normal, psd
 from .test_laws import close
@@ -153,6 +154,18 @@ def test_split_gives_what_blocks_multiply(columns: int | None) -> None:
     assert list(parts) == list(K.blocks)
     assert torch.equal(K.merge(parts), v)
     close(K.merge({name: block @ parts[name] for name, block in K.blocks.items()}), dense @ v)
+
+
+def test_some_parts_are_multiplied_by_themselves() -> None:
+    K, dense = block_diagonal(F64)
+    assert isinstance(K, BlockDiagonal)
+    v = normal(K.shape[1])
+    parts, expected = K.split(v), K.split(dense @ v)
+    left_out = next(iter(parts))
+    found = multiply_parts(K, {name: part for name, part in parts.items() if name != left_out})
+    assert found.keys() == parts.keys() - {left_out}
+    for name, product in found.items():
+        close(product, expected[name])
 
 
 def test_merge_refuses_what_is_not_split() -> None:

@@ -50,6 +50,10 @@ def test_random_patterns_against_einops(shape: list[int], random, K: int, with_b
         columns = [layout.columns(name, t[..., k]) for name, t in tree.items()]
         assert [c.shape[-1] for c in columns] == [layout.width(name) for name in tree]
         assert torch.equal(torch.cat(columns, -1), expected[..., k])
+        vector = expected[..., k].flatten()
+        views = layout.views(vector)
+        assert all(torch.equal(views[name].reshape(t.shape[:-1]), t[..., k]) for name, t in tree.items())
+        assert all(t.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr() for t in views.values())
     assert torch.equal(v, expected.reshape(layout.dim, K))
     for memory in (v, v.contiguous(), v.T.contiguous().T):
         back = layout.split(memory)

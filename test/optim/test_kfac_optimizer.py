@@ -604,6 +604,14 @@ def test_batch_norm_that_is_trained() -> None:
         KFACOptimizer(model, nn.CrossEntropyLoss())
 
 
+def test_batch_norm_between_layers_is_told_of_without_asking_for_evaluation_mode() -> None:
+    model, loss = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double(), nn.MSELoss()
+    optimizer = KFACOptimizer(model, loss, params=[*model[0].parameters(), *model[3].parameters()])
+    with pytest.warns(CurvatureWarning, match="is left out. While training, K-FAC does without.*another optimizer"):
+        loss(model(torch.randn(20, 4).double()), torch.randn(20, 3).double()).backward()
+    optimizer.step()
+
+
 def test_a_loss_inside_of_the_model() -> None:
     class WithLoss(nn.Module):
         def __init__(self) -> None:

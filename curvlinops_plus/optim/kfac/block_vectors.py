@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from curvlinops_plus.linalg import Layout
 
 __all__ = ["BlockVectors"]
 
+Place = tuple[int, torch.Size, tuple[int, ...], int]  # number of the vector, shape, strides, offset
 State = MutableMapping[Any, dict[str, Any]]  # an optimizer's, of its parameters
 
 
@@ -49,25 +51,24 @@ class BlockVectors:
         in_groups: dict[int, dict[str, Layout]] = {}
         for name, layout in layouts.items():
             in_groups.setdefault(id(groups[layout.names[0]]), {})[name] = layout
-        self._blocks = [list(blocks) for blocks in in_groups.values()]
-        self._sizes = [[layout.dim for layout in blocks.values()] for blocks in in_groups.values()]
+        found = list(in_groups.values())
+        self._blocks = [list(blocks) for blocks in found]
+        self._sizes = [[layout.dim for layout in blocks.values()] for blocks in found]
+        self.first_keys = [next(iter(blocks.values())).names[0] for blocks in found]
+        self.groups = list(map(groups.__getitem__, self.first_keys))
         self._dtype, self._device = dtype, next(iter(params.values())).device
-        self.keys: list[str] = []
-        self._places: list[tuple[int, torch.Size, tuple[int, ...], int]] = []  # vector, shape, strides, offset
-        for k, (blocks, sizes) in enumerate(zip(in_groups.values(), self._sizes, strict=True)):
-            for layout, part in zip(blocks.values(), torch.empty(sum(sizes), device="meta").split(sizes), strict=True):
-                for key, t in layout.views(part).items():
-                    self.keys.append(key)
-                    self._places.append((k, t.shape, t.stride(), int(t.storage_offset())))
-        self.params = [params[key] for key in self.keys]
+        places = _places(found)
+        self.keys, self._places = list(places), list(places.values())
+        self.params = list(map(params.__getitem__, self.keys))
+        of_params = list(map(groups.__getitem__, self.keys))
         self.at = [k for k, *_ in self._places]
-        self.groups_of = [id(groups[key]) for key in self.keys]
-        self.distinct_groups = {id(groups[key]): groups[key] for key in self.keys}
-        self.first_keys = [next(iter(blocks.values())).names[0] for blocks in in_groups.values()]
-        self.groups = [groups[key] for key in self.first_keys]
+        self.groups_of = list(map(id, of_params))
+        self.distinct_groups = dict(zip(self.groups_of, of_params, strict=True))
         #: Parameters with an axis that the matrix takes apart.
         self._apart = [i for i, p in enumerate(self.params) if p.shape != self._places[i][1]]
-        self._known: dict[str, tuple[list[Tensor], list[tuple[Tensor, int]]]] = {}
+        #: Of these, those whose entries can't be views of a vector.
+        self._copied = list(filterfalse(self._is_view, self._apart))
+        self._known: dict[str, tuple[list[Tensor], list[Tensor], list[int]]] = {}  # vectors, entries, their versions
 
     def zeros(self) -> list[Tensor]:
         """Zero vectors."""
@@ -108,6 +109,14 @@ class BlockVectors:
         lead, first = vectors[0].shape[:-1], [v.stride()[:-1] for v in vectors]
         return [vectors[k].as_strided(lead + shape, first[k] + strides, at) for k, shape, strides, at in self._places]
 
+    def _is_view(self, i: int) -> bool:
+        _, shape, strides, _ = self._places[i]
+        try:
+            torch.empty_strided(shape, strides, device="meta").view(self.params[i].shape)
+        except RuntimeError:
+            return False
+        return True
+
     def _taken_apart(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors that are shaped as the parameters, with axes that the matrix takes apart taken apart."""
         tensors = list(tensors)
@@ -117,27 +126,50 @@ class BlockVectors:
 
     # --------------------------------------------------------------------------------------- what an optimizer keeps
     def remember(self, state: State, name: str, vectors: Sequence[Tensor | None]) -> None:
-        """Keep vectors as an entry of each parameter's state; None removes it."""
-        self._known.pop(name, None)
+        """Keep vectors as an entry of each parameter's state; None removes it.
+
+        They may be written to until they are recalled: entries are views where strides allow.
+        """
+        known, entries, _ = self._known.pop(name, ([], [], []))
+        if known and all(v is k for v, k in zip(vectors, known, strict=True)):
+            for i in self._copied:
+                state[self.params[i]][name] = entries[i] = self.split(known)[i]
+        else:
+            entries = self._put(state, name, vectors)
+        if all(v is not None for v in vectors):
+            self._known[name] = [v for v in vectors if v is not None], entries, [t._version for t in entries]
+
+    def _put(self, state: State, name: str, vectors: Sequence[Tensor | None]) -> list[Tensor]:
+        """Put entries of vectors into the state; where a vector is None, those that are returned are without memory."""
         empty = (torch.empty(sum(sizes), device="meta") for sizes in self._sizes)
-        tensors = self.split([nothing if v is None else v for v, nothing in zip(vectors, empty, strict=True)])
-        for p, t, k in zip(self.params, tensors, self.at, strict=True):
+        entries = self.split([nothing if v is None else v for v, nothing in zip(vectors, empty, strict=True)])
+        for p, t, k in zip(self.params, entries, self.at, strict=True):
             if vectors[k] is not None:
                 state[p][name] = t
             elif p in state:
                 state[p].pop(name, None)
-        if all(v is not None for v in vectors):
-            self._known[name] = [v for v in vectors if v is not None], [(t, t._version) for t in tensors]
+        return entries
 
     def recall(self, state: State, name: str) -> tuple[list[Tensor], list[bool]]:
         """The vectors that are kept, zero where there is no entry; and which parameters have one."""
         found = [state[p].get(name) if p in state else None for p in self.params]
         there = [t is not None for t in found]
-        known, entries = self._known.get(name, ([], []))
-        if entries and all(t is e and e._version == version for t, (e, version) in zip(found, entries, strict=True)):
+        known, entries, versions = self._known.get(name, ([], [], []))
+        if entries and all(t is e and e._version == at for t, e, at in zip(found, entries, versions, strict=True)):
             return known, there
+        self._known.pop(name, None)
         if not any(there):
             return self.zeros(), there
-        return self.join(
-            [torch.zeros_like(p) if t is None else t for p, t in zip(self.params, found, strict=True)]
-        ), there
+        filled = [torch.zeros_like(p) if t is None else t for p, t in zip(self.params, found, strict=True)]
+        return self.join(filled), there
+
+
+def _places(blocks: Iterable[Mapping[str, Layout]]) -> dict[str, Place]:
+    """Key of a parameter to where its entries are in the vectors of some blocks."""
+    places: dict[str, Place] = {}
+    for k, layouts in enumerate(blocks):
+        sizes = [layout.dim for layout in layouts.values()]
+        for layout, part in zip(layouts.values(), torch.empty(sum(sizes), device="meta").split(sizes), strict=True):
+            for key, t in layout.views(part).items():
+                places[key] = k, t.shape, t.stride(), int(t.storage_offset())
+    return places

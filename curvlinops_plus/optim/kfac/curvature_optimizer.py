@@ -194,6 +194,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Whether this step runs the model on its batches once more."""
         return self.check_loss
 
+    @property
+    def _undoes(self) -> bool:
+        """Whether this step may be undone."""
+        return False
+
     # --------------------------------------------------------------------------------------------------------- steps
     @untraced
     def step(self, closure: Callable[[], Any] | None = None, scaler: Any = None) -> Any:  # type: ignore[override]
@@ -291,7 +296,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         report.left_alone = [key for key in self._keys.values() if key not in vectors.keys]
         g = vectors.join([gradient[key] for key in vectors.keys])
         direction = vectors.join_parts(inverse.apply(vectors.parts(g), dampings, factor))
-        move = Move(vectors, self.state, g, direction, [dampings[key] for key in vectors.first_keys])
+        move = Move(vectors, self.state, g, direction, [dampings[key] for key in vectors.first_keys], self._undoes)
         move.bound_direction()
         return move
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvlinops_plus.blocks import BlockwiseLinearOperator, CurvatureEstimator
 from curvlinops_plus.linalg import BlockDiagonal, HeuristicDamping, Layout, LinearOperator
+from curvlinops_plus.linalg.block_diagonal import multiply_parts
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.refusals import common_damping
 
@@ -100,7 +101,7 @@ def complete(
 
 def _multiplied(K: BlockDiagonal, parts: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
     """`factor` times the products of some blocks."""
-    found = K.multiply_parts(parts)
+    found = multiply_parts(K, parts)
     return found if factor == 1 else {name: factor * t for name, t in found.items()}
 
 

@@ -173,6 +173,10 @@ class KFACOptimizer(CurvatureOptimizer):
         adaptive = self._adaptive and self._exact_model
         return super()._looks_again or self._adapts or self._reject is not None or adaptive
 
+    @property
+    def _undoes(self) -> bool:
+        return self._reject is not None
+
     # --------------------------------------------------------------------------------------------------------- a step
     def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
         move = self._move(gradient, report)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from curvlinops_plus.optim.kfac.block_vectors import BlockVectors
@@ -24,6 +23,7 @@ class Move:
         gradient: `g`.
         direction: `P g`.
         dampings: `λ` of each vector, with the weight decay that is part of the curvature.
+        undoable: Keep the velocity of before until `remember`.
 
     Attributes:
         update: `δ`, without decoupled weight decay.
@@ -38,8 +38,9 @@ class Move:
         gradient: list[Tensor],
         direction: list[Tensor],
         dampings: list[float],
+        undoable: bool = False,
     ) -> None:
-        self.vectors, self.groups, self._state = vectors, vectors.groups, state
+        self.vectors, self.groups, self._state, self._undoable = vectors, vectors.groups, state, undoable
         self.gradient, self.direction, self.dampings = gradient, direction, dampings
         self._constraints = [as_norm_constraint(group["norm_constraint"]) for group in self.groups]
         # A velocity was taken with another lr: without this it would go on as fast when a schedule ends.
@@ -77,7 +78,8 @@ class Move:
         """`δ = -α P g + μ v`."""
 
         def combined(new: list[Tensor], old: list[Tensor]) -> list[Tensor]:
-            return [torch.add(μ * v, d, alpha=-α) for v, d, μ, α in zip(old, new, momentum, lr, strict=True)]
+            old = [v.clone() for v in old] if self._undoable else old  # else in place: it is not needed any more
+            return [v.mul_(μ).add_(d, alpha=-α) for v, d, μ, α in zip(old, new, momentum, lr, strict=True)]
 
         self._lr = lr
         self.update = combined(self.direction, self.velocity)
@@ -92,15 +94,19 @@ class Move:
         """
 
         def squares(norm: str) -> list[Tensor]:
-            incomplete = self._moving != self._curved_moving
-            if norm != "euclidean" and (incomplete or not total(products(self.update, self.curved)) > 0):
+            if norm == "euclidean":
+                return self._squares(norm, self.update, self.curved)
+            found = products(self.update, self.curved)
+            if self._moving != self._curved_moving or not total(found) > 0:
                 curved = product()
                 self.curved = [c + λ * u for c, u, λ in zip(curved, self.update, self.dampings, strict=True)]
-            return self._squares(norm, self.update, self.curved)
+                found = products(self.update, self.curved)
+            return found if norm == "damped" else self._without_damping(found, self.update)
 
-        if factors := self._factors("update", squares):
-            self.update = times(self.update, factors)
-            self.curved = times(self.curved, factors) if self.curved else []
+        factors = self._factors("update", squares)
+        for vectors in (self.update, self.curved):
+            for v, factor in zip(vectors, factors):  # none if nothing is shortened, or curved
+                v.mul_(factor)
 
     def with_decay(self) -> list[Tensor]:
         """The update, with decoupled weight decay."""
@@ -129,9 +135,10 @@ class Move:
         if norm == "euclidean":
             return products(one, one)
         found = products(one, curved)
-        if norm == "damped":
-            return found
-        return [c - λ * e for c, e, λ in zip(found, products(one, one), self.dampings, strict=True)]
+        return found if norm == "damped" else self._without_damping(found, one)
+
+    def _without_damping(self, squares: list[Tensor], one: list[Tensor]) -> list[Tensor]:
+        return [c - λ * e for c, e, λ in zip(squares, products(one, one), self.dampings, strict=True)]
 
     def _factors(self, of: str, squares: Callable[[str], list[Tensor]]) -> list[float]:
         """What each part is multiplied with; empty if no constraint is active.
