@@ -67,11 +67,7 @@ def squared_gradients(
         a, bias = _with_ones(a), False
         i += 1
     if S == 1:
-        g, a = _squares(g[..., 0, :], QG), _squares(a[..., 0, :], QA)
-        if total is None or batch or total.dtype != g.dtype:
-            found = torch.einsum("n...o,n...i->...oi", g, a)
-            return found if total is None else total.add_(found)
-        return total.addmm_(g.T, a)
+        return _unshared(_squares(g[..., 0, :], QG), _squares(a[..., 0, :], QA), total)
     rotate_first = S * (o * o + i * i) <= o * i * (o + i)
     if rotate_first:
         g = multiplied(g, QG)
@@ -114,6 +110,14 @@ def row_products(g: Tensor, a: Tensor, C: Tensor, right: Tensor | None = None) -
     if len(g) == 1 and g.shape[2] > a.shape[1]:
         return torch.einsum("kni,ni->nk", g[0] @ C, a)[None]
     return torch.einsum("vno,kno->vnk", g, a @ C.mT)
+
+
+def _unshared(g: Tensor, a: Tensor, total: Tensor | None) -> Tensor:  # [N, *b, o], [N, *b, i] -> [*b, o, i]
+    """`Σ_n g aᵀ`, added to `total`."""
+    if total is None or g.ndim > 2 or total.dtype != g.dtype:
+        found = torch.einsum("n...o,n...i->...oi", g, a)
+        return found if total is None else total.add_(found)
+    return total.addmm_(g.T, a)
 
 
 def _squares(rows: Tensor, Q: Basis | None) -> Tensor:  # [N, *b, m] -> [N, *b, k]
