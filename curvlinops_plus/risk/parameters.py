@@ -41,14 +41,13 @@ def named_params(
                     "in this order."
                 )
             raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
-    names: dict[Any, str] = {id(p): name for name, p in owned.items()}
+    names = {id(p): name for name, p in owned.items()}
+    names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
     own: dict[str, Tensor] = {}
     labels: dict[str, str] = {}
     for position, (key, p) in enumerate(_items(params)):
         label = f"params[{position if key is None else key!r}]"
-        if (name := names.get(id(p))) is None:
-            names |= {(t.data_ptr(), t.shape, t.stride()): n for n, t in owned.items() if t.numel() > 0}
-            name = _own_name(model, names, p, label, key)
+        name = _own_name(model, names, p, label, key)
         if name in labels:
             raise ValueError(
                 f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
@@ -83,7 +82,7 @@ def _items(params: Any) -> Iterable[tuple[str | None, Any]]:
 
 
 def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, key: str | None) -> str:
-    """The model's name of a parameter, found by its memory, or else the key if that is one of its names."""
+    """The model's name of a parameter, found by identity or memory, or else the key if that is one of its names."""
     if not isinstance(p, Tensor):
         hints = {
             tuple: " Of pairs (name, parameter) make a dict: params=dict(model.named_parameters()).",
@@ -93,7 +92,8 @@ def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, ke
         }
         hint = next((text for kind, text in hints.items() if isinstance(p, kind)), "")
         raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.{hint}")
-    if (name := names.get((p.data_ptr(), p.shape, p.stride()))) is not None:
+    name = names.get(id(p)) or names.get((p.data_ptr(), p.shape, p.stride()))
+    if name is not None:
         return name
     own = dict(model.named_parameters()).get(key or "")
     if key is None or own is None or p.shape != own.shape:
