@@ -164,3 +164,18 @@ def test_what_is_kept_of_parameters_at_rest_is_not_a_part_of_larger_tensors() ->
         optimizer.step()
     kept = optimizer.state[model.get_parameter("heads.0.weight")]["velocity"]
     assert kept.untyped_storage().nbytes() == 4 * kept.numel()
+
+
+def test_a_step_in_which_nothing_has_a_curvature_yet_moves_nothing() -> None:
+    torch.manual_seed(0)
+    model, loss = Twisted(), nn.MSELoss()
+    optimizer = KFACOptimizer(model, loss, params=model.heads.parameters(), statistics_every=10)
+    for step in range(2):  # no statistics are due when the second head is called for the first time
+        model.head = step
+        optimizer.zero_grad()
+        loss(model(torch.randn(6, 4, 5)), torch.randn(6, 3)).backward()
+        before = [p.clone() for p in model.parameters()]
+        optimizer.step()
+        moved = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+        assert any(moved) == (step == 0)
+    assert optimizer.last_step.left_alone == [f"heads.{k}.{name}" for k in range(2) for name in ("weight", "bias")]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.optim.kfac.block_vectors import BlockVectors
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, number, plain_policy
@@ -269,7 +270,13 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         elif gradient:
             if self._looks_again:
                 self.curvature.compare(CurvatureOptimizer._gradient(self))
-            self._step(gradient, report)
+            report.refreshed = self.curvature.inverse.refresh_if_due(
+                self.curvature.steps, self._dampings, self.curvature.factor
+            )
+            moving = self._vectors(gradient).keys
+            report.left_alone = [key for key in self._keys.values() if key not in moving]
+            if moving:
+                self._step(gradient, report)
         else:
             report.left_alone = list(self._keys.values())
 
@@ -281,6 +288,16 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
         """Do what the optimizer does with a gradient that is finite, and say what it was."""
 
+    @property
+    def _dampings(self) -> dict[str, float]:
+        """Key of a parameter to its damping, weight decay included."""
+        blocks = (group.layout.names for layer in self.curvature.estimator.plan for group in layer.layer.groups)
+        return self._plan.dampings(self.param_groups, blocks)
+
+    def _vectors(self, gradient: dict[str, Tensor]) -> BlockVectors:
+        """The parameters that have gradient and curvature."""
+        return self._plan.vectors(self.param_groups, gradient, self.curvature.inverse.layouts, self.state)
+
     def _move(self, gradient: dict[str, Tensor], report: StepReport) -> Move:
         """Precondition a gradient.
 
@@ -288,14 +305,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             gradient: Key of a parameter to its gradient.
             report: Of this step.
         """
-        blocks = (group.layout.names for layer in self.curvature.estimator.plan for group in layer.layer.groups)
-        dampings = self._plan.dampings(self.param_groups, blocks)
-        inverse, factor = self.curvature.inverse, self.curvature.factor
-        report.refreshed = inverse.refresh_if_due(self.curvature.steps, dampings, factor)
-        vectors = self._plan.vectors(self.param_groups, gradient, inverse.layouts, self.state)
-        report.left_alone = [key for key in self._keys.values() if key not in vectors.keys]
+        vectors, dampings = self._vectors(gradient), self._dampings
         g = vectors.join([gradient[key] for key in vectors.keys])
-        direction = vectors.join_parts(inverse.apply(vectors.parts(g), dampings, factor))
+        direction = vectors.join_parts(self.curvature.inverse.apply(vectors.parts(g), dampings, self.curvature.factor))
         move = Move(vectors, self.state, g, direction, [dampings[key] for key in vectors.first_keys], self._undoes)
         move.bound_direction()
         return move
