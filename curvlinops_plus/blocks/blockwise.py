@@ -427,7 +427,7 @@ def curvature(
             examples have to agree. False: not even these, nor are outputs of a few examples compared with the batch's.
         max_kept_bytes: Memory for the inputs and output gradients that layers receive in one sweep over the data, if
             an approximation needs another one (EKFAC, `NearestKronecker` by sweeps): it does without model and data
-            then. If those of all data take more than this, 2 MiB by default, none are kept; 0 never keeps any.
+            then. If those of all data take more than this, 16 MiB by default, none are kept; 0 never keeps any.
         owned: Of several processes each keeps only some of the blocks, of about the same memory: at most that of all
             over the number of processes, and of the largest one, as `memory()` tells it. They multiply and so on
             together, see `OwnedBlockDiagonal`. Without several processes there is no difference.

@@ -18,8 +18,9 @@ from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
 __all__ = ["KEPT_BYTES", "SweepCache"]
 
-# The default memory for what stays between sweeps: little beside what a sweep and eigendecompositions hold anyway.
-KEPT_BYTES = 2**21
+# The default memory for what stays between sweeps. On small networks the second sweep is what costs time, on large ones
+# eigendecompositions and memory count.
+KEPT_BYTES = 2**24
 
 
 class SweepCache:
