@@ -32,14 +32,14 @@ class DampedInverse:
         self._made: tuple[Any, BlockDiagonal] | None = None  # the inverse, with the dampings that it belongs to
 
     def refresh_if_due(self, step: int, dampings: Mapping[str, float], factor: float) -> bool:
-        """Renew the inverse if its time has come.
+        """Renew the inverse if its time has come, or a layer was called that it lacks.
 
         Args:
             step: The number of the step.
             dampings: Key of a parameter to the damping `λ` of its block.
             factor: `c`.
         """
-        due = self.dampings is None or step % self._options.inverse_every == 0
+        due = self.dampings is None or step % self._options.inverse_every == 0 or self._estimator.lacks_layers
         if due:
             self._estimator.refresh_by(lambda K: self._of_blocks(K, _divided(dampings, factor)))
             self.dampings, self._made = dict(dampings), None
