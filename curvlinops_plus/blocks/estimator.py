@@ -279,8 +279,8 @@ class CurvatureEstimator:
         """Of several processes: finish a step of which each has added its own batches. Collective.
 
         What a layer's sums are divided by has to count the batches of processes that have not called it, too, and a
-        step decays it in all of them. Needed after each step whose batches call other layers in other processes. Reading
-        does it as well.
+        step decays it in all of them. Needed after each step whose batches call other layers in other processes;
+        reading does it as well.
 
         Args:
             told: `untold` of all processes, if these have exchanged it.

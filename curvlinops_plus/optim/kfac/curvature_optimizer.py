@@ -264,7 +264,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         elif gradient:
             if self._looks_again:
                 self.curvature.compare(CurvatureOptimizer._gradient(self))
-            self._step(gradient, report)
+            if (move := self._move(gradient, report)) is not None:
+                self._step(move, report)
         else:
             report.left_alone = list(self._keys.values())
 
@@ -273,11 +274,11 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         raise error from None
 
     @abstractmethod
-    def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
-        """Do what the optimizer does with a gradient that is finite, and say what it was."""
+    def _step(self, move: Move, report: StepReport) -> None:
+        """Do what the optimizer does with a preconditioned gradient, and say what it was."""
 
-    def _move(self, gradient: dict[str, Tensor], report: StepReport) -> Move:
-        """Precondition a gradient.
+    def _move(self, gradient: dict[str, Tensor], report: StepReport) -> Move | None:
+        """Precondition a gradient; None if none of its parameters has a curvature yet.
 
         Args:
             gradient: Key of a parameter to its gradient.
@@ -289,6 +290,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         report.refreshed = inverse.refresh_if_due(self.curvature.steps, dampings, factor)
         vectors = self._plan.vectors(self.param_groups, gradient, inverse.layouts, self.state)
         report.left_alone = [key for key in self._keys.values() if key not in vectors.keys]
+        if not vectors.keys:
+            return None
         g = vectors.join([gradient[key] for key in vectors.keys])
         direction = vectors.join_parts(inverse.apply(vectors.parts(g), dampings, factor))
         move = Move(vectors, self.state, g, direction, [dampings[key] for key in vectors.first_keys])

@@ -174,8 +174,7 @@ class KFACOptimizer(CurvatureOptimizer):
         return super()._looks_again or self._adapts or self._reject is not None or adaptive
 
     # --------------------------------------------------------------------------------------------------------- a step
-    def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
-        move = self._move(gradient, report)
+    def _step(self, move: Move, report: StepReport) -> None:
         known = self._combine(move, report)
         move.bound_update(lambda: self._curved(move))
         displacement = move.with_decay()
