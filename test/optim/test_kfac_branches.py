@@ -46,7 +46,13 @@ def step(optimizer: Any, model: Branches, branch: int, loss: Any) -> list[str]:
 def test_a_branch_that_is_called_later_has_a_curvature_of_its_own(kind: Any, before: int) -> None:
     """That of its first batch, at once: it moves as in a first step, although the inverse is not due."""
     model, loss = made(trunk=False), nn.CrossEntropyLoss()
-    options: dict[str, Any] = {"default": kind, "approximation": kind, "momentum": 0.0, "norm_constraint": None, **EXACT}
+    options: dict[str, Any] = {
+        "default": kind,
+        "approximation": kind,
+        "momentum": 0.0,
+        "norm_constraint": None,
+        **EXACT,
+    }
     optimizer = KFACOptimizer(model, loss, inverse_every=100, **options)
     for _ in range(before):
         step(optimizer, model, 0, loss)
@@ -100,3 +106,27 @@ def test_a_state_in_between_goes_on_bit_for_bit(kind: Any) -> None:
             torch.manual_seed(seed)
             step(each, net, turn, loss)
         assert torch.equal(flat(model), flat(twin))
+
+
+def test_velocities_of_branches_that_rested_follow_the_learning_rate() -> None:
+    """Each is multiplied by the learning rate of now over that of the step that it comes from."""
+    model, loss = made(), nn.CrossEntropyLoss()
+    optimizer = KFACOptimizer(model, loss, lr=0.2, momentum=0.5, norm_constraint=None, damping=1.0, **EXACT)
+    group = optimizer.param_groups[0]
+    step(optimizer, model, 0, loss)
+    kept = {p: optimizer.state[p]["velocity"].clone() for p in model.branches[0].parameters()}
+    for lr, turn in ((0.1, 1), (0.05, 1), (0.004, 2)):
+        group["lr"] = lr
+        step(optimizer, model, turn, loss)
+    before = {p: p.detach().clone() for p in model.branches[0].parameters()}
+    optimizer.zero_grad()
+    loss(model(torch.randn(7, 4).double(), branch=0), torch.randint(3, (7,))).backward()
+    for p in before:
+        p.grad.zero_()
+    trunk = optimizer.state[model.trunk[0].weight]["velocity"].clone()
+    weight = model.trunk[0].weight.detach().clone()
+    optimizer.step()
+    for p, old in before.items():
+        torch.testing.assert_close(p.detach() - old, 0.5 * 0.004 / 0.2 * kept[p], rtol=1e-12, atol=0)
+    assert float((model.trunk[0].weight.detach() - weight - 0.5 * trunk).norm()) > 0  # it has not rested
+    assert {entry["velocity_lr"] for entry in optimizer.state.values() if entry} == {0.1 * 0.5, 0.004}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.optim.kfac.block_vectors import copied
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, number, plain_policy
@@ -253,9 +254,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._not_finite(found, report)
             return
         self.curvature.require_batches(self._strict, self._looks_again)
-        if self.curvature.new_factor:  # what was kept of a norm constraint belongs to another curvature
-            for kept in self.state.values():
-                kept.pop("curved_velocity", None)
         if self.check_loss:
             require_same_loss(self.curvature.risk, loss, self.curvature.loss)
         report.examples = self.curvature.examples
@@ -288,13 +286,17 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         dampings = self._plan.dampings(self.param_groups, blocks)
         inverse, factor = self.curvature.inverse, self.curvature.factor
         report.refreshed = inverse.refresh_if_due(self.curvature.steps, dampings, factor)
+        if report.refreshed or self.curvature.new_factor:
+            for kept in self.state.values():  # it belongs to another curvature
+                kept.pop("curved_velocity", None)
         vectors = self._plan.vectors(self.param_groups, gradient, inverse.layouts, self.state)
         report.left_alone = [key for key in self._keys.values() if key not in vectors.keys]
         if not vectors.keys:
             return None
         g = vectors.join([gradient[key] for key in vectors.keys])
         direction = vectors.join_parts(inverse.apply(vectors.parts(g), dampings, factor))
-        move = Move(vectors, self.state, g, direction, [dampings[key] for key in vectors.first_keys])
+        now, inverted = ([of[key] for key in vectors.first_keys] for of in (dampings, inverse.inverted(dampings)))
+        move = Move(vectors, self.state, g, direction, now, inverted)
         move.bound_direction()
         return move
 
@@ -338,7 +340,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Everything that going on bit for bit needs, in tensors and plain Python; statistics under "curvature"."""
         state = super().state_dict()
         groups = [{name: plain_policy(value) for name, value in group.items()} for group in state["param_groups"]]
-        kept = {n: {name: t.clone() for name, t in entries.items()} for n, entries in state["state"].items()}
+        kept = {n: copied(entries) for n, entries in state["state"].items()}
         return state | {"state": kept, "param_groups": groups, "curvature": self.curvature.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -366,7 +368,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for p, index in zip(listed, numbers, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                self.state[p][name] = value.to(p.device, copy=True)
+                self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
 
 
 def first_nonfinite(gradient: Mapping[str, Tensor]) -> str | None:

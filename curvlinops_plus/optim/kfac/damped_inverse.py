@@ -68,12 +68,16 @@ class DampedInverse:
         """`c K v` of some blocks, with the statistics of the last refresh."""
         return _multiplied(self._estimator.refreshed.operator, parts, factor)
 
-    def _damped(self, dampings: Mapping[str, float], factor: float) -> BlockDiagonal:
-        """`(K + λI / c)ᵖ` with these dampings; a factored one keeps those of the refresh."""
+    def inverted(self, dampings: Mapping[str, float]) -> Mapping[str, float]:
+        """The damping in the inverse for each parameter, of those that are wanted now."""
         if self._options.inverse == "factored":
             assert self.dampings is not None
-            dampings = self.dampings
-        dampings = _divided(dampings, factor)
+            return self.dampings
+        return dampings
+
+    def _damped(self, dampings: Mapping[str, float], factor: float) -> BlockDiagonal:
+        """`(K + λI / c)ᵖ` with these dampings; a factored one keeps those of the refresh."""
+        dampings = _divided(self.inverted(dampings), factor)
         if self._made is None or self._made[0] != dampings:
             K, power = self._estimator.refreshed, self._options.power
             of_blocks = self._of_blocks(K, dampings)

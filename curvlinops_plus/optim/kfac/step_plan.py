@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg import Layout
-from curvlinops_plus.optim.kfac.block_vectors import BlockVectors
+from curvlinops_plus.optim.kfac.block_vectors import BlockVectors, copied
 from curvlinops_plus.optim.kfac.policies import as_weight_decay
 from curvlinops_plus.optim.kfac.refusals import require_common
 
@@ -103,7 +103,7 @@ class StepPlan:
             params, of_keys = {key: p for _, key, p in listed}, {key: group for group, key, _ in listed}
             vectors = BlockVectors(found, params, of_keys, self._dtype)
             for p in set(state) - set(vectors.params):  # what is kept of the others is a part of larger tensors
-                state[p] = {name: t.clone() for name, t in state[p].items()}
+                state[p] = copied(state[p])
             self._vectors = (listed, now), vectors
         return vectors
 
