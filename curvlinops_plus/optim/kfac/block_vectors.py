@@ -123,9 +123,9 @@ class BlockVectors:
 
     def times(self, vectors: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor]:
         """Vectors of which the entries of each parameter are multiplied with its factor."""
-        of_vectors = [
-            {factor for factor, at in zip(factors, self.at, strict=True) if at == k} for k in range(len(vectors))
-        ]
+        of_vectors: list[set[float]] = [set() for _ in vectors]
+        for factor, k in zip(factors, self.at, strict=True):
+            of_vectors[k].add(factor)
         if all(len(found) == 1 for found in of_vectors):
             return times(vectors, [found.pop() for found in of_vectors])
         return self.join(times(self.split(vectors), factors))

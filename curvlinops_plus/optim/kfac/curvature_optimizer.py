@@ -235,7 +235,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self.last_step.damping = [group["damping"] for group in self.param_groups]
             try:
                 self._finish_and_step(self.last_step, loss)
-            except NumericsError:
+            except Exception:
                 self.curvature.forget()  # the next step has batches of its own
                 raise
             self.curvature.advance()
@@ -260,8 +260,9 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         if (key := first_nonfinite(gradient)) is not None:
             self._not_finite(refusal_of_nonfinite(key), report)
         elif gradient:
+            self.curvature.seen.warn_of_other_losses()
             if self._looks_again:
-                self.curvature.compare(CurvatureOptimizer._gradient(self))
+                self.curvature.compare(self._gradient_of_losses())
             if (move := self._move(gradient, report)) is not None:
                 self._step(move, report)
         else:
@@ -323,6 +324,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Key of a parameter to its gradient, of those that have one; in the precision of the statistics."""
         dtype = self.curvature.risk.dtype
         return {key: g if g.dtype == dtype else g.to(dtype) for _, key, p in self._listed if (g := p.grad) is not None}
+
+    def _gradient_of_losses(self) -> dict[str, Tensor]:
+        """What is in `.grad`, without terms besides the losses that are known."""
+        return CurvatureOptimizer._gradient(self)
 
     def _check_groups(self) -> None:
         """Refuse options that are out of range."""

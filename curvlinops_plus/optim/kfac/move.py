@@ -45,7 +45,7 @@ class Move:
         self.gradient, self.direction, self.dampings = gradient, direction, dampings
         self._constraints = [as_norm_constraint(group["norm_constraint"]) for group in self.groups]
         # A velocity was taken with another lr: without this it would go on as fast when a schedule ends.
-        rates, before = [group.get("lr") for group in self.groups], vectors.recall_numbers(state, "velocity_lr")
+        rates, before = self.option("lr"), vectors.recall_numbers(state, "velocity_lr")
         self._ratios = [_ratio(rates[k], rate) for k, rate in zip(vectors.at, before, strict=True)]
         self.velocity, self._moving = self._kept("velocity")
         self._curved_velocity, self._curved_moving = self._kept("curved_velocity")
@@ -73,17 +73,17 @@ class Move:
             added = self.vectors.times(self.velocity, more)
             self._curved_velocity = [c + a for c, a in zip(self._curved_velocity, added, strict=True)]
 
-    def option(self, name: str) -> list[float]:
-        """An option of each vector's group."""
-        return [group[name] for group in self.groups]
+    def option(self, name: str, default: Any = None) -> list[Any]:
+        """An option of each vector's group; tensors are numbers."""
+        values = [group.get(name, default) for group in self.groups]
+        return [float(value) if isinstance(value, Tensor) else value for value in values]
 
     def bound_direction(self) -> None:
         """Shorten the preconditioned gradient where `α P g` is longer than its norm constraint allows."""
 
         def squares(norm: str) -> list[Tensor]:
             found = self._squares(norm, self.direction, self._sent)
-            rates = [group.get("lr", 1.0) for group in self.groups]
-            return [lr**2 * square for lr, square in zip(rates, found, strict=True)]
+            return [lr**2 * square for lr, square in zip(self.option("lr", 1.0), found, strict=True)]
 
         if factors := self._factors("step", squares):
             self.direction = times(self.direction, factors)
@@ -131,7 +131,7 @@ class Move:
 
     def remember(self) -> None:
         """Keep what the next step needs: the update is its velocity."""
-        moving = [group["momentum"] != 0 for group in self.groups]
+        moving = [momentum != 0 for momentum in self.option("momentum")]
         curved = [m and _reads_curved(c) for m, c in zip(moving, self._constraints, strict=True)]
         for name, found, kept in (("velocity", self.update, moving), ("curved_velocity", self.curved, curved)):
             there = [found[k] if keep else None for k, keep in enumerate(kept)]

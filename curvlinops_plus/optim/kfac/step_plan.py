@@ -46,13 +46,14 @@ class StepPlan:
         return self._listed
 
     def check(self, groups: Groups, look: Callable[[], None]) -> None:
-        """Have a look at the groups if an option is another object than when they were last looked at."""
+        """Have a look at the groups if an option may have changed since they were last looked at."""
 
         def options() -> list[Any]:
             return [group.get(name) for group in groups for name in _OPTIONS]
 
         now = options()
-        if len(now) != len(self._options) or not all(map(is_, now, self._options)):
+        same = len(now) == len(self._options) and all(map(is_, now, self._options))
+        if not same or any(isinstance(value, Tensor) for value in now):
             self._options = []
             look()
             self._options = options()
