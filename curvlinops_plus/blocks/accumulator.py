@@ -377,6 +377,7 @@ class Accumulator(metaclass=AccumulatorType):
             "loss_count": float(self.totals.loss_count),
             "loss": float(self.totals.loss),
             "shares": list(self.totals.weights),
+            "steps": self.totals.steps,
             "constants": {
                 name: _each(t, lambda t: t.detach().clone())
                 for name in self.constants
@@ -399,7 +400,12 @@ class Accumulator(metaclass=AccumulatorType):
             for name, count in state["counts"].items()
         }
         self.totals = Totals(
-            state["examples"], state["terms"], state["loss_count"], state["loss"], weights=tuple(state["shares"])
+            state["examples"],
+            state["terms"],
+            state["loss_count"],
+            state["loss"],
+            weights=tuple(state["shares"]),
+            steps=state.get("steps", 0.0),
         )
         for name in self.constants:
             t = state["constants"].get(name)

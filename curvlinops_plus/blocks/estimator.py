@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Real
@@ -13,7 +13,7 @@ from torch import Tensor
 from curvlinops_plus.blocks.accumulation import refuse_unread
 from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
-from curvlinops_plus.blocks.estimator_processes import sums_of_batch, together
+from curvlinops_plus.blocks.estimator_processes import add_to_step, agree, sums_of_batch, together
 from curvlinops_plus.blocks.estimator_state import read_estimator, with_layers, write_estimator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.heard_pass import HeardBatch, HeardPass, listen
@@ -21,6 +21,7 @@ from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.over_processes import decompose_factors
 from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.running_sums import RunningSums
+from curvlinops_plus.blocks.step import Step
 from curvlinops_plus.blocks.stored_options import plain, same_data
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
@@ -38,8 +39,9 @@ class CurvatureEstimator:
 
     Statistics are sums, so batches add up to the data set that they make: after a pass over the data, `operator` is
     what `curvature(risk, ...)` computes from it (at fixed parameters; and except for EKFAC, see below). With `decay`
-    ρ < 1 they are exponential moving averages with normalised weights, `Σ_k ρ^{t-k} x_k / Σ_k ρ^{t-k}`: the first
-    update returns the statistic itself, and no bias needs correcting.
+    ρ < 1 they are exponential moving averages with normalised weights, `Σ_k ρ^{t-k} n_k x_k / Σ_k ρ^{t-k} n_k`, where
+    `x_k` is the mean over the `n_k` examples (or loss terms) of batch k: the first update returns the statistic itself,
+    and no bias needs correcting. A layer's average is over the steps that have called it; others leave it as it is.
 
     EKFAC needs eigenvectors before it can sum eigenvalues. It takes those of its first batch, which is sent twice;
     later eigenvalues are summed in this basis until `refresh`, which computes the eigenvectors of the current factors
@@ -117,6 +119,8 @@ class CurvatureEstimator:
         self._sums = RunningSums.of_plan(self.plan, self._scale)
         #: The number of the step, and of examples of this process in it, which random numbers depend on.
         self._drawn: tuple[int, int] = 0, 0
+        #: The step that batches are added to, and which layers were called.
+        self._step = Step()
         #: Relative weights of several losses, which each batch of a stream has to tell.
         self._weights = LossWeights(self.risk.losses, self.risk.options.num_data)
         self._snapshot: BlockwiseLinearOperator | None = None
@@ -128,7 +132,7 @@ class CurvatureEstimator:
 
     def _scale(self, totals: Totals) -> Tensor | float:
         c = self.risk.scale(totals)
-        return c / self.begun if self.risk.losses.reduction == "sum" and self.begun else c
+        return c / totals.steps if self.risk.losses.reduction == "sum" and totals.steps else c
 
     # ------------------------------------------------------------------------------------------------------ updating
     def update(self, batch: Any, decay: float | None = None) -> None:
@@ -251,12 +255,34 @@ class CurvatureEstimator:
 
         batch, totals = sums_of_batch(self, show_again)
         batch.require_finite()
-        self._sums.add(batch, decay)
+        add_to_step(self, batch, totals, decay)
         self._drawn = step, before + totals.examples
         self.updates, self.examples = self.updates + 1, self.examples + totals.examples
         self.weight = decay * self.weight + 1
         self.begun = max(1.0, self.begun) if decay == 1 else decay * self.begun + 1
         self._blank.confirm_plan()
+
+    def settle(self, told: Sequence[Any] | None = None) -> None:
+        """Of several processes: finish a step of which each has added its own batches. Collective.
+
+        What a layer's sums are divided by has to count the batches of processes that have not called it, too, and a
+        step decays it in all of them. Needed after each step whose batches call other layers in other processes;
+        reading does it as well.
+
+        Args:
+            told: `untold` of all processes, if these have exchanged it.
+
+        Raises:
+            ProcessError: If several steps were taken since, which have called other layers in other processes.
+        """
+        if told is None:
+            return together(self, "the end of a step", lambda: None)
+        agree(self, told)
+
+    @property
+    def untold(self) -> Any:
+        """What other processes have to know for `settle`, in plain Python."""
+        return self._step.untold
 
     # ------------------------------------------------------------------------------------------------------- reading
     @property
@@ -274,6 +300,13 @@ class CurvatureEstimator:
     def uncalled(self) -> list[str]:
         """Names of the layers that no batch has called yet."""
         return [layer.name for layer in self._layers if layer not in self._sums.called]
+
+    @property
+    def lacks_layers(self) -> bool:
+        """Whether a layer was called that the last `refresh` has not seen."""
+        known = None if self._snapshot is None else {entry.layer.name for entry in self._snapshot.plan}
+        layers = self._layers
+        return known is not None and any(layers[index].name not in known for index in self._step.ever)
 
     def refresh(self, damping: Any = None) -> None:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now. Collective.
@@ -338,7 +371,9 @@ class CurvatureEstimator:
         if not other.updates:
             return
         _require_like(self, other)
-        self._sums = self._sums.merged(other._sums)
+        # A layer that one of them has called in the step that they are in was called by both.
+        mine, theirs = (e._sums.entered(self._step.called | other._step.called, e._step) for e in (self, other))
+        self._sums, self._step = mine.merged(theirs), self._step.merged(other._step)
         self.updates, self.examples = self.updates + other.updates, self.examples + other.examples
         self.weight += other.weight
         self.begun = max(self.begun, other.begun)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.running_sums import RunningSums
+from curvlinops_plus.blocks.step import Step
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import ProcessError, UnsupportedError
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.draws import Draws
 
-__all__ = ["add_nothing", "sums_of_batch", "together"]
+__all__ = ["add_nothing", "add_to_step", "agree", "sums_of_batch", "together"]
 
 T = TypeVar("T")
 
@@ -24,6 +26,10 @@ class Streaming(Protocol):
     updates: int
     begun: float
     _sums: RunningSums
+    _step: Step
+
+    @property
+    def plan(self) -> Sequence[LayerPlan]: ...
 
     def _add(self, show: Callable[[Consumer, Draws], Totals], decay: float | None) -> None: ...
 
@@ -38,16 +44,18 @@ def together(estimator: Streaming, what: str, work: Callable[[], T]) -> T:
     """
 
     def agreed() -> T:
-        told = estimator.risk.processes.gather("comparing numbers of updates", (estimator.updates, estimator.begun))
-        forgets = any(begun > 1 for _, begun in told)
-        weights = [begun for _, begun in told if begun or forgets]
+        own = estimator.updates, estimator.begun, estimator._step.untold
+        told = estimator.risk.processes.gather("comparing numbers of updates", own)
+        forgets = any(begun > 1 for _, begun, _ in told)
+        weights = [begun for _, begun, _ in told if begun or forgets]
         if len(set(weights)) > 1:
-            updates = {f"process {rank}": number for rank, (number, _) in enumerate(told)}
+            updates = {f"process {rank}": number for rank, (number, _, _) in enumerate(told)}
             raise ProcessError(
                 f"The estimators have made other numbers of steps, so that batches weigh {weights} in their moving "
                 f"averages; updates until now: {updates}. All have to make the same number of steps; further "
                 "micro-batches of a step are added with decay=1."
             )
+        agree(estimator, [untold for _, _, untold in told])
         return work()
 
     return estimator.risk.processes.together(what, agreed)
@@ -56,6 +64,51 @@ def together(estimator: Streaming, what: str, work: Callable[[], T]) -> T:
 def add_nothing(estimator: Streaming) -> None:
     """Take a step to which this process has nothing to add, while others have."""
     estimator._add(lambda consume, draws: Totals(), None)
+
+
+def add_to_step(estimator: Streaming, batch: RunningSums, totals: Totals, decay: float) -> None:
+    """Add the sums of one batch to the step that an estimator is in, or to the next one if `decay` is not 1.
+
+    Raises:
+        ValueError: If several losses had other weights before; nothing has changed then.
+    """
+    sums, step, alone = estimator._sums, estimator._step, estimator.risk.processes.world == 1
+    sums.require_fitting(totals)
+    if decay != 1:
+        if step.untold and not step.untold[-1][1]:  # this process has added nothing, and others call what they did
+            sums.enter(set(step.ever), step)
+            step.untold[-1] = set(step.called), False
+        estimator._step = step = step.following(decay)
+    late = totals.called - step.called
+    sums.add(batch, totals, step)
+    if not alone and (decay != 1 or (late and not step.untold)):
+        step.untold.append((set(), False))
+    if step.untold:
+        called, adds = step.untold[-1]
+        step.untold[-1] = called | late, adds or totals.examples > 0
+
+
+def agree(estimator: Streaming, told: Sequence[Sequence[tuple[set[int], bool]]]) -> None:
+    """Let the step call all layers that it has called in any process.
+
+    Args:
+        estimator: Of this process.
+        told: What the steps have called, in each of them.
+
+    Raises:
+        ProcessError: If an earlier step has called other layers in other processes, which is too late to know.
+    """
+    told = [steps for steps in told if steps]
+    for each in zip(*[steps[:-1] for steps in told]):
+        called = set[int]().union(*[here for here, adds in each if adds])
+        if away := {index for here, adds in each for index in (here ^ called if adds else here - called)}:
+            raise ProcessError(
+                f"{estimator.plan[min(away)].layer.title} was called by some of the processes only, and further steps "
+                "were taken since, so its batches weigh differently in the moving averages of others. Call "
+                "estimator.settle() in all processes after each step."
+            )
+    estimator._sums.enter(set[int]().union(*[steps[-1][0] for steps in told]), estimator._step)
+    estimator._step.untold = []
 
 
 def sums_of_batch(estimator: Streaming, show: Callable[[Consumer], Totals]) -> tuple[RunningSums, Totals]:

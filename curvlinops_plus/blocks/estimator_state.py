@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.running_sums import RunningSums
+from curvlinops_plus.blocks.step import Step
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk, Totals, Vectors
@@ -34,6 +36,7 @@ class Streaming(Protocol):
     _blank: BlockwiseLinearOperator
     _sums: RunningSums
     _drawn: tuple[int, int]
+    _step: Step
     _snapshot: BlockwiseLinearOperator | None
     _inverse: LinearOperator | None
 
@@ -44,8 +47,9 @@ def write_estimator(estimator: Streaming) -> dict[str, Any]:
     """The state; see `CurvatureEstimator.state_dict`."""
     damping, snapshot, processes = estimator.damping, estimator._snapshot, estimator.risk.processes
     step, drawn = estimator._drawn
-    told = processes.gather("counting updates and examples", (estimator.updates, estimator.examples, drawn))
-    updates, examples, drawn = (tuple(numbers) for numbers in zip(*told))
+    own = estimator.updates, estimator.examples, drawn, estimator._step.totals.plain()
+    told = processes.gather("counting updates and examples", own)
+    updates, examples, drawn, totals = (tuple(numbers) for numbers in zip(*told))
     return {
         "format": FORMAT,
         "about": estimator._blank.state_dict(),
@@ -57,6 +61,7 @@ def write_estimator(estimator: Streaming) -> dict[str, Any]:
         "draws": [step, sum(drawn)],
         "damping": damping if isinstance(damping, (int, float, Tensor)) else None,
         "sums": estimator._sums.over(processes).state_dict(),
+        "step": replace(estimator._step, totals=Totals.union(totals)).state_dict(),
         "refreshed": None if snapshot is None else snapshot.state_dict(),
     }
 
@@ -79,16 +84,20 @@ def read_estimator(estimator: Streaming, state: Mapping[str, Any]) -> None:
             snapshot.load_state_dict(state["refreshed"])
     own = estimator._blank
     estimator.risk.reads, own.plan, own._reads = blank.risk.reads, blank.plan, blank._reads
-    sums = RunningSums.from_state_dict(state["sums"], own.plan, estimator._scale)
+    # States before it was there.
+    begun = state.get("begun", estimator.weight if estimator.decay < 1 else 1.0)
+    sums = RunningSums.from_state_dict(state["sums"], own.plan, estimator._scale, begun)
     first = estimator.risk.processes.rank == 0  # what was summed before belongs to it; others go on from zero
     estimator._sums = sums if first else sums.emptied()
+    estimator._step = Step.from_state_dict(state["step"]) if "step" in state else sums.whole_step()
+    if not first:
+        estimator._step.totals = Totals()
     estimator._snapshot, estimator._inverse = snapshot, None
     step, drawn = (state["updates"], 0) if isinstance(state["draws"], Tensor) else state["draws"]
     estimator._drawn = step, -(-drawn // estimator.risk.processes.world)
     estimator.updates, estimator.weight = state["updates"], state["weight"]
     estimator.examples = state["examples"] if first else 0
-    # States before it was there.
-    estimator.begun = state.get("begun", estimator.weight if estimator.decay < 1 else 1.0)
+    estimator.begun = begun
     estimator.damping = estimator.damping if state["damping"] is None else state["damping"]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from math import isfinite
@@ -14,6 +15,7 @@ import torch
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, add_batch, finish_work, share_totals
 from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
 from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.blocks.step import Step
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator
@@ -35,19 +37,18 @@ class RunningSums:
     Args:
         stages: The stages of each layer.
 
-    Attributes:
-        totals: Of all batches: those of every accumulator.
+    The totals of a layer are those of the steps that have called it; layers with the same past share them.
     """
 
     def __init__(self, stages: Mapping[Layer, list[Stage]]) -> None:
         self.stages = dict(stages)
-        self.totals = next((accumulator.totals for accumulator in self._accumulators()), Totals())
-        share_totals(self._accumulators(), self.totals)
+        for own in self.stages.values():
+            share_totals(_all_of(own), _totals(own))
 
     @classmethod
     def of_plan(cls, plan: Sequence[LayerPlan], scale: LossScale) -> RunningSums:
         """No sums yet."""
-        return cls({entry.layer: [entry.accumulators(scale)] for entry in plan})
+        return cls({entry.layer: [entry.accumulators(scale)] for entry in plan})._sharing(Totals())
 
     # --------------------------------------------------------------------------------------------------------- adding
     def of_batch(
@@ -86,51 +87,101 @@ class RunningSums:
         """
         if processes.world == 1:
             return self
-        with self._plain_mode():
-            copies = {layer: [_map(stage, _copied) for stage in stages] for layer, stages in self.stages.items()}
-        sum_over_processes((a for stages in copies.values() for stage in stages for a in stage.values()), processes)
-        return RunningSums(copies)
+        copies = self._copied()
+        sum_over_processes(copies._accumulators(), processes)
+        return RunningSums(copies.stages)
 
     def _append(self, layer: Layer, stage: Stage) -> None:
-        """One more stage of a layer; all batches until now count for it, too."""
-        share_totals(stage.values(), self.totals)
+        """One more stage of a layer; all its batches until now count for it, too."""
+        share_totals(stage.values(), _totals(self.stages[layer]))
         self.stages[layer].append(stage)
 
+    def _sharing(self, totals: Totals) -> RunningSums:
+        """The same, of which all layers have these totals."""
+        share_totals(self._accumulators(), totals)
+        return self
+
     def _accumulators(self) -> Iterator[Accumulator]:
-        return (a for stages in self.stages.values() for stage in stages for a in stage.values())
+        return chain.from_iterable(map(_all_of, self.stages.values()))
 
     def _add(self, show: Callable[[Callable[[LayerBatch], None]], Totals]) -> Totals:
+        """Add the first batch."""
         pending = {
             layer: {(k, name): a for k, stage in enumerate(stages) for name, a in stage.items()}
             for layer, stages in self.stages.items()
         }
         totals = show(partial(add_batch, pending))
-        self.totals.add(totals)
+        self._sharing(totals)
         for accumulator in self._accumulators():
             accumulator.require_unchanged()
         return totals
 
-    def add(self, batch: RunningSums, decay: float) -> None:
-        """Add the sums of one batch, after multiplying these by `decay`.
+    def add(self, batch: RunningSums, totals: Totals, step: Step) -> None:
+        """Add the sums of one batch.
 
-        Raises:
-            ValueError: If several losses had other weights there; nothing has changed then.
+        Args:
+            batch: These sums.
+            totals: Of the batch.
+            step: That it belongs to.
         """
-        if problem := self.totals.mismatch(batch.totals):
-            raise ValueError(problem)
+        self.enter(totals.called, step)
+        step.totals.add(totals)
+        layers = list(self.stages)
+        for own in _distinct(self.stages[layers[index]] for index in step.called):
+            own.add(totals)
         with self._plain_mode():
             for layer, stages in batch.stages.items():
                 mine = self.stages[layer]
                 for own, stage in zip(mine, stages):
                     for name, accumulator in stage.items():
-                        if decay != 1:
-                            own[name].decay_sums(decay)
                         own[name].add_sums(accumulator)
                 for stage in stages[len(mine) :]:  # the first batch of this layer
                     self._append(layer, stage)
-        if decay != 1:
-            self.totals.decay(decay)
-        self.totals.add(batch.totals)
+
+    def enter(self, called: Iterable[int], step: Step) -> None:
+        """Note that a step calls layers: what was before it is decayed, and its batches until now count for them.
+
+        Args:
+            called: Their indices.
+            step: The step.
+        """
+        layers, changed = list(self.stages), dict[int, tuple[Totals, Totals]]()
+        with self._plain_mode():
+            for index in step.call(called):
+                stages = self.stages[layers[index]]
+                before = _totals(stages)
+                if id(before) not in changed:
+                    after = replace(before, called=set(before.called), reached=set(before.reached))
+                    after.decay(step.decay)
+                    after.steps += 1
+                    after.add(step.totals)
+                    changed[id(before)] = before, after
+                share_totals(_all_of(stages), changed[id(before)][1])
+                if step.decay != 1:
+                    for accumulator in _all_of(stages):
+                        accumulator.decay_sums(step.decay)
+
+    def require_fitting(self, totals: Totals) -> None:
+        """Refuse a batch with other totals.
+
+        Raises:
+            ValueError: If several losses had other weights there.
+        """
+        for own in _distinct(self.stages.values()):
+            if problem := own.mismatch(totals):
+                raise ValueError(problem)
+
+    def entered(self, called: Iterable[int], step: Step) -> RunningSums:
+        """A copy, in which a step has called these layers, too."""
+        copied = self._copied()
+        copied.enter(called, step.copy())
+        return copied
+
+    def _copied(self) -> RunningSums:
+        with self._plain_mode():
+            return RunningSums(
+                {layer: [_map(stage, _copied) for stage in stages] for layer, stages in self.stages.items()}
+            )
 
     def merged(self, other: RunningSums) -> RunningSums:
         """The sums of both.
@@ -150,7 +201,15 @@ class RunningSums:
             for (layer, stages), others in zip(self.stages.items(), other.stages.values(), strict=True):
                 pairs = zip(_padded(stages, others), _padded(others, stages), strict=True)
                 merged[layer] = [{name: total(a, theirs[name]) for name, a in mine.items()} for mine, theirs in pairs]
-        return RunningSums(merged)
+        return RunningSums(merged)._sharing_equal()
+
+    def _sharing_equal(self) -> RunningSums:
+        """The same, of which layers with equal totals share them."""
+        known: dict[str, Totals] = {}
+        for stages in self.stages.values():
+            totals = _totals(stages)
+            share_totals(_all_of(stages), known.setdefault(repr(totals.plain()), totals))
+        return self
 
     def _plain_mode(self) -> AbstractContextManager[None]:
         return plain_mode(next(iter(self.stages)).device.type)
@@ -159,7 +218,7 @@ class RunningSums:
     @property
     def called(self) -> list[Layer]:
         """The layers that a batch has called, in the order of the plan."""
-        return [layer for index, layer in enumerate(self.stages) if index in self.totals.called]
+        return [layer for index, (layer, own) in enumerate(self.stages.items()) if index in _totals(own).called]
 
     @property
     def need_bases(self) -> bool:
@@ -240,7 +299,13 @@ class RunningSums:
     def emptied(self) -> RunningSums:
         """No sums, in the same bases."""
         empty = {layer: [_map(stage, Accumulator.empty) for stage in stages] for layer, stages in self.stages.items()}
-        return RunningSums(empty)
+        return RunningSums(empty)._sharing(Totals())
+
+    def whole_step(self) -> Step:
+        """All batches as one step, of states that don't tell their last one."""
+        called = [index for index, own in enumerate(self.stages.values()) if index in _totals(own).called]
+        totals = Totals.union(_distinct(list(self.stages.values())[index] for index in called[:1]))
+        return Step(1.0, totals, set(called), set(called))
 
     # --------------------------------------------------------------------------------------------------------- saving
     def state_dict(self) -> dict[str, Any]:
@@ -256,8 +321,16 @@ class RunningSums:
         return {**state, "called": [k for k, layer in enumerate(self.stages) if layer in called]}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], plan: Sequence[LayerPlan], scale: LossScale) -> RunningSums:
+    def from_state_dict(
+        cls, state: Mapping[str, Any], plan: Sequence[LayerPlan], scale: LossScale, steps: float
+    ) -> RunningSums:
         """The sums that `state_dict` returned.
+
+        Args:
+            state: The state.
+            plan: What they are sums of.
+            scale: As for `of_plan`.
+            steps: The sum of the weights of all steps, for states that don't tell it for each layer.
 
         Raises:
             ValueError: If some are missing.
@@ -271,14 +344,29 @@ class RunningSums:
                     accumulator.load_state_dict(state[f"{index}"][f"{number}"][name])
         # States of earlier versions don't tell; their layers have sums.
         called = state.get("called", [k for k, stages in enumerate(loaded.stages.values()) if _used(stages)])
-        for stages in loaded.stages.values():
-            for accumulator in chain.from_iterable(stage.values() for stage in stages):
-                accumulator.totals.called = set(called)
-        return cls(loaded.stages)
+        for index, stages in enumerate(loaded.stages.values()):
+            totals = replace(_totals(stages), called=set(called)) if index in called else Totals()
+            totals.steps = totals.steps or (steps if index in called else 0.0)
+            share_totals(_all_of(stages), totals)
+        return loaded._sharing_equal()
 
 
 def _map(stage: Stage, function: Callable[[Accumulator], Accumulator]) -> Stage:
     return {name: function(accumulator) for name, accumulator in stage.items()}
+
+
+def _all_of(stages: Iterable[Stage]) -> Iterator[Accumulator]:
+    return (accumulator for stage in stages for accumulator in stage.values())
+
+
+def _totals(stages: Sequence[Stage]) -> Totals:
+    """What the accumulators of a layer share."""
+    return next(iter(stages[0].values())).totals
+
+
+def _distinct(layers: Iterable[Sequence[Stage]]) -> Iterable[Totals]:
+    """The totals of some layers, each once."""
+    return {id(totals): totals for totals in map(_totals, layers)}.values()
 
 
 def _copied(accumulator: Accumulator) -> Accumulator:
@@ -296,8 +384,7 @@ def _used(stages: list[Stage]) -> bool:
 def _padded(stages: list[Stage], like: list[Stage]) -> list[Stage]:
     """At least as many stages as `like`: those of a layer that was not called yet have no sums."""
     missing = [_map(stage, Accumulator.empty) for stage in like[len(stages) :]]
-    totals = next(iter(stages[0].values())).totals
-    share_totals((a for stage in missing for a in stage.values()), totals)
+    share_totals(_all_of(missing), _totals(stages))
     return [*stages, *missing]
 
 

@@ -29,6 +29,7 @@ class Totals:
         counts: For each loss, what its mean divides by.
         losses: For each loss, its un-reduced sum.
         weights: For each loss, the relative weight in what was sent back (see `LossWeights`); empty if nothing was.
+        steps: Of a stream, the sum of the weights of its steps: what totals that are added are parts of, too.
     """
 
     examples: int = 0
@@ -40,6 +41,7 @@ class Totals:
     counts: tuple[Number, ...] = ()
     losses: tuple[Number, ...] = ()
     weights: tuple[float, ...] = ()
+    steps: float = 0.0
 
     def mismatch(self, other: Totals) -> str | None:
         """Why statistics of these and other totals must not be added, None if they may."""
@@ -69,6 +71,7 @@ class Totals:
         self.called |= other.called
         self.reached |= other.reached
         self.weights = self.weights or other.weights
+        self.steps = max(self.steps, other.steps)
         if other.counts:
             self.counts = tuple(a + b for a, b in zip(self.counts or (0.0,) * len(other.counts), other.counts))
             self.losses = tuple(a + b for a, b in zip(self.losses or (0.0,) * len(other.losses), other.losses))
@@ -76,6 +79,7 @@ class Totals:
     def decay(self, factor: float) -> None:
         """Multiply what statistics are divided by."""
         self.loss_count, self.loss = self.loss_count * factor, self.loss * factor
+        self.steps *= factor
 
     def over(self, processes: Alone, error: Exception | None = None) -> Totals:
         """The totals of all processes. Collective.

@@ -568,6 +568,85 @@ def streams(processes: Processes, approximation: str, vectors: str, decay: float
     return found
 
 
+class Routed(nn.Module):
+    """A trunk, and one head for each batch, which its first entry names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(3, 4), nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.heads[int(x[0, 0])](self.trunk(x).tanh())
+
+
+def routed(heads: list[int | None]) -> list[Any]:
+    """A batch for each head; one without examples for None."""
+    found = []
+    for k, head in enumerate(heads):
+        X = torch.randn(0 if head is None else 2 + k, 3, dtype=torch.float64)
+        X[:, 0] = head or 0
+        found.append((X, torch.randn(len(X), 2, dtype=torch.float64)))
+    return found
+
+
+def routes(processes: Processes, approximation: str, decay: float, settled: bool) -> dict[str, Any]:
+    """An estimator whose processes call other layers in the same step, and one that is alone."""
+    torch.manual_seed(0)
+    model, loss, rank = Routed().double(), nn.MSELoss(), processes.rank
+    options = {"decay": decay, "vectors": VECTORS["exact"], "leave_out_uncalled": True}
+    kind = APPROXIMATIONS[approximation]
+    one = CurvatureEstimator(EmpiricalRisk(model, loss, ()), kind, **options)
+    several = CurvatureEstimator(EmpiricalRisk(model, loss, (), processes=processes), kind, **options)
+    for heads in ([0, 1], [0, 0], [2, 1], [None, 0], [1, 2], [1, None]):
+        parts = routed(heads)
+        first = None
+        for X, y in parts:
+            if len(X):
+                one.update((X, y), decay=first)
+                first = 1.0
+        several.update(parts[rank])
+        if settled:
+            several.settle()
+    if not settled and decay < 1:
+        return {"said": raises(lambda: several.operator)}
+    found = {"operator": away(several.operator.to_dense(), one.operator.to_dense())}
+    state = several.state_dict()
+    several = CurvatureEstimator(EmpiricalRisk(model, loss, (), processes=processes), kind, **options)
+    several.load_state_dict(state)
+    for heads in ([0, 2], [1, 1]):
+        for k, (X, y) in enumerate(parts := routed(heads)):
+            one.update((X, y), decay=1.0 if k else None)
+        several.update(parts[rank])
+        several.settle()
+    return found | {"going on": away(several.operator.to_dense(), one.operator.to_dense())}
+
+
+def routed_training(processes: Processes) -> dict[str, float]:
+    """Training of a model whose processes call other layers."""
+    torch.manual_seed(0)
+    model, loss, rank = Routed().double(), nn.MSELoss(), processes.rank
+    alone = copy.deepcopy(model)
+    options: dict[str, Any] = {"lr": 0.1, "inverse_every": 3, "vectors": VECTORS["exact"]}
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=processes.group, find_unused_parameters=True)
+    one, several = KFACOptimizer(alone, loss, **options), KFACOptimizer(ddp, loss, **options)
+    for heads in ([0, 1], [0, 0], [2, 1], [1, 0], [1, 1], [1, 2], [0, 0]):
+        parts, count = routed(heads), 5
+        one.zero_grad()
+        for X, y in parts:
+            (loss(alone(X), y) * len(X) / count).backward()
+        one.step()
+        several.zero_grad()
+        X, y = parts[rank]
+        (loss(ddp(X), y) * len(X) / count * 2).backward()
+        for k, head in enumerate(model.heads):  # parameters that are used nowhere have no gradient, as with one process
+            if k not in heads:
+                head.zero_grad()
+        several.step()
+    values = [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (model, alone)]
+    operators = [each.curvature.estimator.operator.to_dense() for each in (several, one)]
+    return {"values": away(*values), "curvature": away(*operators)}
+
+
 def train(
     processes: Processes, options: dict[str, Any], wrapper: dict[str, Any], more: int = 0, reduction: str = "mean"
 ) -> dict[str, Any]:

@@ -30,6 +30,24 @@ def test_estimator(workers: Any, world: int, approximation: str, vectors: str, d
         assert max(found.values()) < 1e-10, found
 
 
+@pytest.mark.parametrize("decay", [0.8, 1.0])
+@pytest.mark.parametrize("approximation", ["KFAC", "FullBlock"])
+def test_processes_that_call_other_layers(workers: Any, approximation: str, decay: float) -> None:
+    """A layer that some processes call in a step is decayed, and divided by the examples of all of them."""
+    for found in workers.run(2, "routes", approximation, decay, True):
+        assert max(found.values()) < 1e-10, found
+    for found in workers.run(2, "routes", approximation, decay, False):
+        if decay == 1:
+            assert max(found.values()) < 1e-10, found
+        else:
+            assert re.search(r"(?s)layer 'heads.*by some of the processes only.*estimator.settle\(\)", found["said"])
+
+
+def test_training_of_processes_that_call_other_layers(workers: Any) -> None:
+    for found in workers.run(2, "routed_training"):
+        assert max(found.values()) < 1e-10, found
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("wrapper", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
 @pytest.mark.parametrize("inverse", ["exact", "factored"])

@@ -318,7 +318,7 @@ def test_gradients_that_are_not_finite_change_nothing() -> None:
             assert optimizer.param_groups[0]["damping"] == pytest.approx(2e-3)
         assert torch.equal(flat(model), before)
         for number, entries in optimizer.state_dict()["state"].items():
-            assert all(torch.equal(t, state[number][name]) for name, t in entries.items())
+            assert all(torch.equal(*map(torch.as_tensor, (t, state[number][name]))) for name, t in entries.items())
 
 
 @pytest.mark.parametrize("constraint", [None, NormConstraint(1e-3), NormConstraint(1e-3, of="step")])

@@ -12,11 +12,17 @@ import torch
 from torch import Tensor, _foreach_add_, _foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 from curvlinops_plus.linalg import Layout
+from curvlinops_plus.optim.kfac.tensor_lists import times
 
-__all__ = ["BlockVectors"]
+__all__ = ["BlockVectors", "copied"]
 
 Place = tuple[int, torch.Size, tuple[int, ...], int]  # number of the vector, shape, strides, offset
 State = MutableMapping[Any, dict[str, Any]]  # an optimizer's, of its parameters
+
+
+def copied(kept: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what is kept of a parameter, tensors and numbers."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
 
 
 class BlockVectors:
@@ -124,7 +130,28 @@ class BlockVectors:
             tensors[i] = tensors[i].view(self._places[i][1])
         return tensors
 
+    def times(self, vectors: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor]:
+        """Vectors of which the entries of each parameter are multiplied with its factor."""
+        of_vectors: list[set[float]] = [set() for _ in vectors]
+        for factor, k in zip(factors, self.at, strict=True):
+            of_vectors[k].add(factor)
+        if all(len(found) == 1 for found in of_vectors):
+            return times(vectors, [found.pop() for found in of_vectors])
+        return self.join(times(self.split(vectors), factors))
+
     # --------------------------------------------------------------------------------------- what an optimizer keeps
+    def remember_numbers(self, state: State, name: str, numbers: Sequence[float | None]) -> None:
+        """Keep a number of each vector as an entry of its parameters' state; None removes it."""
+        for p, k in zip(self.params, self.at, strict=True):
+            if (number := numbers[k]) is not None:
+                state[p][name] = number
+            elif p in state:
+                state[p].pop(name, None)
+
+    def recall_numbers(self, state: State, name: str) -> list[float | None]:
+        """The number that is kept of each parameter, None where there is no entry."""
+        return [state[p].get(name) if p in state else None for p in self.params]
+
     def remember(self, state: State, name: str, vectors: Sequence[Tensor | None]) -> None:
         """Keep vectors as an entry of each parameter's state; None removes it.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.optim.kfac.block_vectors import BlockVectors
+from curvlinops_plus.optim.kfac.block_vectors import copied
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, number, plain_policy
@@ -240,7 +240,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self.last_step.damping = [group["damping"] for group in self.param_groups]
             try:
                 self._finish_and_step(self.last_step, loss)
-            except NumericsError:
+            except Exception:
                 self.curvature.forget()  # the next step has batches of its own
                 raise
             self.curvature.advance()
@@ -259,24 +259,17 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             self._not_finite(found, report)
             return
         self.curvature.require_batches(self._strict, self._looks_again)
-        if self.curvature.new_factor:  # what was kept of a norm constraint belongs to another curvature
-            for kept in self.state.values():
-                kept.pop("curved_velocity", None)
         if self.check_loss:
             require_same_loss(self.curvature.risk, loss, self.curvature.loss)
         report.examples = self.curvature.examples
         if (key := first_nonfinite(gradient)) is not None:
             self._not_finite(refusal_of_nonfinite(key), report)
         elif gradient:
+            self.curvature.seen.warn_of_other_losses()
             if self._looks_again:
-                self.curvature.compare(CurvatureOptimizer._gradient(self))
-            report.refreshed = self.curvature.inverse.refresh_if_due(
-                self.curvature.steps, self._dampings, self.curvature.factor
-            )
-            moving = self._vectors(gradient).keys
-            report.left_alone = [key for key in self._keys.values() if key not in moving]
-            if moving:
-                self._step(gradient, report)
+                self.curvature.compare(self._gradient_of_losses())
+            if (move := self._move(gradient, report)) is not None:
+                self._step(move, report)
         else:
             report.left_alone = list(self._keys.values())
 
@@ -285,30 +278,31 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         raise error from None
 
     @abstractmethod
-    def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
-        """Do what the optimizer does with a gradient that is finite, and say what it was."""
+    def _step(self, move: Move, report: StepReport) -> None:
+        """Do what the optimizer does with a preconditioned gradient, and say what it was."""
 
-    @property
-    def _dampings(self) -> dict[str, float]:
-        """Key of a parameter to its damping, weight decay included."""
-        blocks = (group.layout.names for layer in self.curvature.estimator.plan for group in layer.layer.groups)
-        return self._plan.dampings(self.param_groups, blocks)
-
-    def _vectors(self, gradient: dict[str, Tensor]) -> BlockVectors:
-        """The parameters that have gradient and curvature."""
-        return self._plan.vectors(self.param_groups, gradient, self.curvature.inverse.layouts, self.state)
-
-    def _move(self, gradient: dict[str, Tensor], report: StepReport) -> Move:
-        """Precondition a gradient.
+    def _move(self, gradient: dict[str, Tensor], report: StepReport) -> Move | None:
+        """Precondition a gradient; None if none of its parameters has a curvature yet.
 
         Args:
             gradient: Key of a parameter to its gradient.
             report: Of this step.
         """
-        vectors, dampings = self._vectors(gradient), self._dampings
+        blocks = (group.layout.names for layer in self.curvature.estimator.plan for group in layer.layer.groups)
+        dampings = self._plan.dampings(self.param_groups, blocks)
+        inverse, factor = self.curvature.inverse, self.curvature.factor
+        report.refreshed = inverse.refresh_if_due(self.curvature.steps, dampings, factor)
+        if report.refreshed or self.curvature.new_factor:
+            for kept in self.state.values():  # it belongs to another curvature
+                kept.pop("curved_velocity", None)
+        vectors = self._plan.vectors(self.param_groups, gradient, inverse.layouts, self.state)
+        report.left_alone = [key for key in self._keys.values() if key not in vectors.keys]
+        if not vectors.keys:
+            return None
         g = vectors.join([gradient[key] for key in vectors.keys])
-        direction = vectors.join_parts(self.curvature.inverse.apply(vectors.parts(g), dampings, self.curvature.factor))
-        move = Move(vectors, self.state, g, direction, [dampings[key] for key in vectors.first_keys], self._undoes)
+        direction = vectors.join_parts(inverse.apply(vectors.parts(g), dampings, factor))
+        now, inverted = ([of[key] for key in vectors.first_keys] for of in (dampings, inverse.inverted(dampings)))
+        move = Move(vectors, self.state, g, direction, now, inverted, self._undoes)
         move.bound_direction()
         return move
 
@@ -336,6 +330,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         dtype = self.curvature.risk.dtype
         return {key: g if g.dtype == dtype else g.to(dtype) for _, key, p in self._listed if (g := p.grad) is not None}
 
+    def _gradient_of_losses(self) -> dict[str, Tensor]:
+        """What is in `.grad`, without terms besides the losses that are known."""
+        return CurvatureOptimizer._gradient(self)
+
     def _check_groups(self) -> None:
         """Refuse options that are out of range."""
         for group in self.param_groups:
@@ -352,7 +350,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         """Everything that going on bit for bit needs, in tensors and plain Python; statistics under "curvature"."""
         state = super().state_dict()
         groups = [{name: plain_policy(value) for name, value in group.items()} for group in state["param_groups"]]
-        kept = {n: {name: t.clone() for name, t in entries.items()} for n, entries in state["state"].items()}
+        kept = {n: copied(entries) for n, entries in state["state"].items()}
         return state | {"state": kept, "param_groups": groups, "curvature": self.curvature.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -380,7 +378,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for p, index in zip(listed, numbers, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                self.state[p][name] = value.to(p.device, copy=True)
+                self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
 
 
 def first_nonfinite(gradient: Mapping[str, Tensor]) -> str | None:

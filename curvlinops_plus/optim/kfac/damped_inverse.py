@@ -33,14 +33,14 @@ class DampedInverse:
         self._made: tuple[Any, BlockDiagonal] | None = None  # the inverse, with the dampings that it belongs to
 
     def refresh_if_due(self, step: int, dampings: Mapping[str, float], factor: float) -> bool:
-        """Renew the inverse if its time has come.
+        """Renew the inverse if its time has come, or a layer was called that it lacks.
 
         Args:
             step: The number of the step.
             dampings: Key of a parameter to the damping `λ` of its block.
             factor: `c`.
         """
-        due = self.dampings is None or step % self._options.inverse_every == 0
+        due = self.dampings is None or step % self._options.inverse_every == 0 or self._estimator.lacks_layers
         if due:
             self._estimator.refresh_by(lambda K: self._of_blocks(K, _divided(dampings, factor)))
             self.dampings, self._made = dict(dampings), None
@@ -69,12 +69,16 @@ class DampedInverse:
         """`c K v` of some blocks, with the statistics of the last refresh."""
         return _multiplied(self._estimator.refreshed.operator, parts, factor)
 
-    def _damped(self, dampings: Mapping[str, float], factor: float) -> BlockDiagonal:
-        """`(K + λI / c)ᵖ` with these dampings; a factored one keeps those of the refresh."""
+    def inverted(self, dampings: Mapping[str, float]) -> Mapping[str, float]:
+        """The damping in the inverse for each parameter, of those that are wanted now."""
         if self._options.inverse == "factored":
             assert self.dampings is not None
-            dampings = self.dampings
-        dampings = _divided(dampings, factor)
+            return self.dampings
+        return dampings
+
+    def _damped(self, dampings: Mapping[str, float], factor: float) -> BlockDiagonal:
+        """`(K + λI / c)ᵖ` with these dampings; a factored one keeps those of the refresh."""
+        dampings = _divided(self.inverted(dampings), factor)
         if self._made is None or self._made[0] != dampings:
             K, power = self._estimator.refreshed, self._options.power
             of_blocks = self._of_blocks(K, dampings)

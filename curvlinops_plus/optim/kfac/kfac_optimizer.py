@@ -166,7 +166,7 @@ class KFACOptimizer(CurvatureOptimizer):
     @property
     def _adaptive(self) -> bool:
         """Whether the quadratic model gives a coefficient."""
-        return any("adaptive" in (group["lr"], group["momentum"]) for group in self.param_groups)
+        return any(isinstance(group[name], str) for group in self.param_groups for name in ("lr", "momentum"))
 
     @property
     def _looks_again(self) -> bool:
@@ -178,8 +178,7 @@ class KFACOptimizer(CurvatureOptimizer):
         return self._reject is not None
 
     # --------------------------------------------------------------------------------------------------------- a step
-    def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
-        move = self._move(gradient, report)
+    def _step(self, move: Move, report: StepReport) -> None:
         known = self._combine(move, report)
         move.bound_update(lambda: self._curved(move))
         displacement = move.with_decay()
@@ -204,6 +203,14 @@ class KFACOptimizer(CurvatureOptimizer):
                 for p in group["params"]:
                     if (g := found.get(key := self._keys[p])) is not None:
                         found[key] = g + decay.strength * p.to(g.dtype)
+        return found
+
+    def _gradient_of_losses(self) -> dict[str, Tensor]:
+        found = super()._gradient_of_losses()
+        for group, key, p in self._listed:
+            decay = as_weight_decay(group["weight_decay"])
+            if decay.kind == "in_loss" and decay.strength and key in found:
+                found[key] = found[key] + (decay.strength if self._maximize else -decay.strength) * p.to(found[key])
         return found
 
     def _combine(self, move: Move, report: StepReport) -> tuple[QuadraticModel, list[float]] | None:
@@ -264,7 +271,7 @@ class KFACOptimizer(CurvatureOptimizer):
             for p, old in zip(move.vectors.params, before, strict=True):
                 p.copy_(old)
             self._reject_step(report)
-        elif self._adapts and self._levenberg is not None:
+        elif self._adapts and self._levenberg is not None and (report.update_norm or report.scale < 1):
             for group in self.param_groups:
                 group["damping"] = self._levenberg.adapted(group["damping"], report.rho)
 
@@ -308,8 +315,9 @@ class KFACOptimizer(CurvatureOptimizer):
         """The learning rate or the momentum of a group: a number, or "adaptive", which no scheduler drives."""
         value, were = group[name], self._were_adaptive
         adaptive = isinstance(value, str) and value == "adaptive"
-        group[name] = Adaptive(value) if adaptive else number(name, value)
+        found = Adaptive(value) if adaptive else number(name, value)
+        group[name] = value if isinstance(value, Tensor) else found  # which others may write to, as schedulers do
         if name in were and "initial_lr" in group and (name == "lr" or not adaptive):
             raise scheduled(name)
         (were.add if adaptive else were.discard)(name)
-        return group[name]
+        return found

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from curvlinops_plus.optim.kfac.block_vectors import BlockVectors
-from curvlinops_plus.optim.kfac.policies import NormConstraint, as_norm_constraint, as_weight_decay
+from curvlinops_plus.optim.kfac.policies import Adaptive, NormConstraint, as_norm_constraint, as_weight_decay
 from curvlinops_plus.optim.kfac.tensor_lists import products, times, total
 
 __all__ = ["Move"]
@@ -23,11 +23,12 @@ class Move:
         gradient: `g`.
         direction: `P g`.
         dampings: `λ` of each vector, with the weight decay that is part of the curvature.
+        inverted: `λ` in `P`, another one if that keeps the damping of its refresh.
         undoable: Keep the velocity of before until `remember`.
 
     Attributes:
         update: `δ`, without decoupled weight decay.
-        curved: `(C + λ) δ`, where a norm constraint reads it: exact while `P` stays the same, since `(C + λ) P g = g`.
+        curved: `(C + λ) δ`, where a norm constraint reads it: while `C` stays the same, `(C + λ) P g = g` gives it.
         scale: The least factor of a norm constraint.
     """
 
@@ -38,16 +39,23 @@ class Move:
         gradient: list[Tensor],
         direction: list[Tensor],
         dampings: list[float],
+        inverted: list[float],
         undoable: bool = False,
     ) -> None:
         self.vectors, self.groups, self._state, self._undoable = vectors, vectors.groups, state, undoable
         self.gradient, self.direction, self.dampings = gradient, direction, dampings
         self._constraints = [as_norm_constraint(group["norm_constraint"]) for group in self.groups]
         # A velocity was taken with another lr: without this it would go on as fast when a schedule ends.
-        self._ratios = [_ratio(group.get("lr"), group.get("velocity_lr")) for group in self.groups]
+        rates, before = self.option("lr"), vectors.recall_numbers(state, "velocity_lr")
+        self._ratios = [_ratio(rates[k], rate) for k, rate in zip(vectors.at, before, strict=True)]
         self.velocity, self._moving = self._kept("velocity")
         self._curved_velocity, self._curved_moving = self._kept("curved_velocity")
-        self._sent = gradient  # what `direction` is `P` times
+        if any(self._curved_moving):
+            self._follow_damping()
+        self._sent = gradient  # `(C + λ)` times `direction`
+        if inverted != dampings:
+            more = times(direction, [λ - other for λ, other in zip(dampings, inverted, strict=True)])
+            self._sent = [g + m for g, m in zip(gradient, more, strict=True)]
         self._lr: Sequence[float] = ()
         self.scale = 1.0
         self.update: list[Tensor] = []
@@ -56,23 +64,31 @@ class Move:
     def _kept(self, name: str) -> tuple[list[Tensor], list[bool]]:
         """What the last step kept, as it would be with the lr of now; and of which parameters."""
         kept, there = self.vectors.recall(self._state, name)
-        return kept if all(ratio == 1 for ratio in self._ratios) else times(kept, self._ratios), there
+        return kept if all(ratio == 1 for ratio in self._ratios) else self.vectors.times(kept, self._ratios), there
 
-    def option(self, name: str) -> list[float]:
-        """An option of each vector's group."""
-        return [group[name] for group in self.groups]
+    def _follow_damping(self) -> None:
+        """Make what is kept of `(C + λ) v` that of the damping of now."""
+        before = self.vectors.recall_numbers(self._state, "velocity_damping")
+        more = [0.0 if λ is None else self.dampings[k] - λ for k, λ in zip(self.vectors.at, before, strict=True)]
+        if any(more):
+            added = self.vectors.times(self.velocity, more)
+            self._curved_velocity = [c + a for c, a in zip(self._curved_velocity, added, strict=True)]
+
+    def option(self, name: str, default: Any = None) -> list[Any]:
+        """An option of each vector's group; tensors are numbers."""
+        values = [group.get(name, default) for group in self.groups]
+        return [float(value) if isinstance(value, Tensor) else value for value in values]
 
     def bound_direction(self) -> None:
         """Shorten the preconditioned gradient where `α P g` is longer than its norm constraint allows."""
 
         def squares(norm: str) -> list[Tensor]:
-            found = self._squares(norm, self.direction, self.gradient)
-            rates = [group.get("lr", 1.0) for group in self.groups]
-            return [lr**2 * square for lr, square in zip(rates, found, strict=True)]
+            found = self._squares(norm, self.direction, self._sent)
+            return [lr**2 * square for lr, square in zip(self.option("lr", 1.0), found, strict=True)]
 
         if factors := self._factors("step", squares):
             self.direction = times(self.direction, factors)
-            self._sent = times(self.gradient, factors)
+            self._sent = times(self._sent, factors)
 
     def combine(self, lr: Sequence[float], momentum: Sequence[float]) -> None:
         """`δ = -α P g + μ v`."""
@@ -90,7 +106,7 @@ class Move:
         """Shorten the update where it is longer than its norm constraint allows.
 
         Args:
-            product: `C δ`, for the case that the inverse was renewed, and `curved` is too far off to be used.
+            product: `C δ`, for steps in which `curved` is not known, as after `C` was renewed.
         """
 
         def squares(norm: str) -> list[Tensor]:
@@ -121,13 +137,15 @@ class Move:
 
     def remember(self) -> None:
         """Keep what the next step needs: the update is its velocity."""
-        moving = [group["momentum"] != 0 for group in self.groups]
+        moving = [momentum != 0 for momentum in self.option("momentum")]
         curved = [m and _reads_curved(c) for m, c in zip(moving, self._constraints, strict=True)]
         for name, found, kept in (("velocity", self.update, moving), ("curved_velocity", self.curved, curved)):
             there = [found[k] if keep else None for k, keep in enumerate(kept)]
             self.vectors.remember(self._state, name, there)
-        for group in self.vectors.distinct_groups.values():
-            group["velocity_lr"] = group["lr"]
+        rates = [None if isinstance(lr, Adaptive) else lr for lr in self.option("lr")]
+        for name, found, kept in (("lr", rates, moving), ("damping", self.dampings, curved)):
+            there = [found[k] if keep else None for k, keep in enumerate(kept)]
+            self.vectors.remember_numbers(self._state, f"velocity_{name}", there)
 
     # --------------------------------------------------------------------------------------------------------- norms
     def _squares(self, norm: str, one: list[Tensor], curved: list[Tensor]) -> list[Tensor]:
@@ -156,11 +174,9 @@ class Move:
         return factors if min(factors, default=1.0) < 1 else []
 
 
-def _ratio(lr: Any, before: Any) -> float:
+def _ratio(lr: Any, before: float | None) -> float:
     """What a velocity is multiplied with; adaptive coefficients have their own measure of it."""
-    if not before or lr is None or "adaptive" in (lr, before):
-        return 1.0
-    return float(lr) / float(before)
+    return float(lr) / before if before and lr is not None and not isinstance(lr, Adaptive) else 1.0
 
 
 def _reads_curved(c: NormConstraint | None) -> bool:

@@ -189,6 +189,8 @@ def plain_policy(value: Any) -> Any:
     """An option of a group in plain Python, from which `as_weight_decay` and `as_norm_constraint` make it again."""
     if isinstance(value, Adaptive):
         return str(value)
+    if isinstance(value, Tensor):
+        return value.clone()
     return asdict(value) if isinstance(value, (NormConstraint, WeightDecay)) else value
 
 

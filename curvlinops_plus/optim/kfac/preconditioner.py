@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from curvlinops_plus.blocks import KFAC
 from curvlinops_plus.optim.kfac.curvature_optimizer import CurvatureOptimizer
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions, Inverse
+from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import NormConstraint
 from curvlinops_plus.optim.kfac.step_report import StepReport
 from curvlinops_plus.risk import Vectors
@@ -97,8 +98,7 @@ class KFACPreconditioner(CurvatureOptimizer):
         )
         self.curvature.seen.large = 64.0  # no scaler takes its steps, and would be heard of
 
-    def _step(self, gradient: dict[str, Tensor], report: StepReport) -> None:
-        move = self._move(gradient, report)
+    def _step(self, move: Move, report: StepReport) -> None:
         move.combine([-1.0] * len(move.groups), [0.0] * len(move.groups))
         move.bound_update(lambda: self._curved(move))
         self._report(move, move.update, report)

@@ -209,10 +209,12 @@ class RunningCurvature:
         """
         self._finish_waiting()
         error, self._error = self._error, None
-        told = self.risk.processes.gather("a step", (error, self.batches, bool(self.seen), self.seen.numbers()))
-        errors, batches, seen, numbers = zip(*told, strict=True)
+        own = error, self.batches, bool(self.seen), self.seen.numbers(), self.estimator.untold
+        told = self.risk.processes.gather("a step", own)
+        errors, batches, seen, numbers, untold = zip(*told, strict=True)
         if any(batches) and not self.batches:  # else the moving averages of the processes would weigh differently
             add_nothing(self.estimator)
+        self.estimator.settle(untold)
         for rank, found in enumerate(errors):
             if found is not None:
                 raise error or type(found)(f"Process {rank} of {len(told)}: {found}")

@@ -47,6 +47,7 @@ class Factor:
         number: 0-d; None before it is differentiated, NaN if what arrives is no multiple of the loss's gradient.
         task: The backward pass that came through here to the parameters, of several the last one; None before.
         paused: Whether what arrives is not the user's.
+        differs: Whether what has arrived is that of another loss, 0-d; None before.
     """
 
     def __init__(self, owner: StepBatches, value: Tensor, by_itself: Callable[[], Tensor] | None = None) -> None:
@@ -54,6 +55,7 @@ class Factor:
         self.number: Tensor | None = None
         self.task: int | None = None
         self.paused = False
+        self.differs: Tensor | None = None
         self.watch(value, by_itself)
 
     def watch(self, value: Tensor, by_itself: Callable[[], Tensor] | None = None) -> None:
@@ -67,16 +69,21 @@ class Factor:
             return
         owner.begin(task)
         self.task = task
-        number = g.detach().sum() if by_itself is None else _multiple(g.detach(), by_itself())
+        if by_itself is None:
+            number = g.detach().sum()
+        else:
+            number, differs = _multiple(g.detach(), by_itself())
+            self.differs = differs if self.differs is None else self.differs | differs
         self.number = number if self.number is None else self.number + number
 
 
-def _multiple(g: Tensor, one: Tensor) -> Tensor:
-    """`c` with `g = c * one`; NaN if there is none."""
+def _multiple(g: Tensor, one: Tensor) -> tuple[Tensor, Tensor]:
+    """`c` with `g = c * one`, NaN if it is not known; and whether there is none."""
     tolerance = _AWAY if torch.finfo(g.dtype).bits < 32 else 1e-3
     g, one = g.to(one.dtype).flatten(), one.flatten()
     c = g.dot(one) / one.dot(one)
-    return torch.where(torch.dist(g, c * one) <= tolerance * g.norm(), c, torch.nan)
+    away, near = torch.dist(g, c.nan_to_num() * one), tolerance * g.norm()
+    return torch.where(away <= near, c, torch.nan), away > near  # not so if one of them is not finite
 
 
 def listening_factors(owner: StepBatches, risk: EmpiricalRisk, batch: Batch, output: Any) -> list[Factor]:
@@ -96,8 +103,10 @@ def listening_factors(owner: StepBatches, risk: EmpiricalRisk, batch: Batch, out
             stacklevel=level_of_user(),
         )
 
+    shared = [sum(f is other for other in watched) > 1 for f in watched]
+
     def by_itself(index: int, f: Tensor, version: int) -> Tensor:
-        if f._version != version:  # it was written to
+        if f._version != version or shared[index]:  # it was written to, or gradients of several losses arrive
             return torch.full_like(f, torch.nan)
         with torch.enable_grad():
             leaf, one = f.float() if torch.finfo(f.dtype).bits < 32 else f.clone(), risk.losses[index]
@@ -128,7 +137,7 @@ class StepBatches:
     """What the losses were called on since the last step. Iterating reads the batches that the gradient comes from,
     each from the random state and buffers in which it was first seen.
 
-    A backward pass that finds parameters without gradients begins anew: losses that were differentiated before count no
+    A backward pass that finds no gradients, or zeros, begins anew: losses that were differentiated before count no
     more, as after a step that a gradient scaler has skipped, or where somebody else was trained through the model.
 
     Args:
@@ -137,6 +146,7 @@ class StepBatches:
 
     def __init__(self, risk: EmpiricalRisk) -> None:
         self._risk, self._calls, self._looks, self._said, self._asked = risk, list[_Call](), 0, False, False
+        self._said_other = False
         #: A number that a loss is hardly multiplied with but by a gradient scaler.
         self.large = 1024.0
         self._told: Sequence[list[tuple[float, float]] | None] = ()
@@ -196,11 +206,10 @@ class StepBatches:
         return False
 
     def begin(self, task: int) -> None:
-        """A backward pass begins; those before it count no more if it finds no gradients."""
-        if all(p.grad is None for p in self._risk.params.values()):
-            self._calls = [
-                call for call in self._calls if all(f is None or f.task in (None, task) for f in call.factors)
-            ]
+        """A backward pass begins; those before it count no more if it finds no gradients, or zeros."""
+        new = [call for call in self._calls if all(f is None or f.task in (None, task) for f in call.factors)]
+        if len(new) < len(self._calls) and not any(_is_nonzero(p.grad) for p in self._risk.params.values()):
+            self._calls = new
 
     # --------------------------------------------------------------------------------------------------- their losses
     @property
@@ -312,6 +321,22 @@ class StepBatches:
                 stacklevel=level_of_user(),
             )
 
+    def warn_of_other_losses(self) -> None:
+        """Warn if what has arrived at outputs is not the gradient of the losses that were given."""
+        factors = [f for call in self._calls for f in call.factors if f is not None and f.differs is not None]
+        if self._said_other or not factors or not any(bool(f.differs) for f in factors):
+            return
+        self._said_other = True
+        names = ", ".join(one.title for one in self._risk.losses)
+        warn(
+            f"What arrived at the model's output is no multiple of the gradient of {names}: another loss is minimised "
+            "than that of the statistics (another one, or other targets, weights or axis of classes), or there are "
+            "further terms that read the output. The curvature is that of the loss that the optimizer was given, times "
+            "1. Give it the loss that is minimised.",
+            CurvatureWarning,
+            stacklevel=level_of_user(),
+        )
+
     def _raw(self) -> float | None:
         """The factor as it came, with the scale of a gradient scaler."""
         told = [numbers for numbers in self._told if numbers]
@@ -349,6 +374,10 @@ class StepBatches:
                 stacklevel=level_of_user(),
             )
         return 1.0
+
+
+def _is_nonzero(g: Tensor | None) -> bool:
+    return g is not None and (g.layout != torch.strided or bool(g.any()))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg import Layout
-from curvlinops_plus.optim.kfac.block_vectors import BlockVectors
+from curvlinops_plus.optim.kfac.block_vectors import BlockVectors, copied
 from curvlinops_plus.optim.kfac.policies import as_weight_decay
 from curvlinops_plus.optim.kfac.refusals import require_common
 
@@ -46,13 +46,14 @@ class StepPlan:
         return self._listed
 
     def check(self, groups: Groups, look: Callable[[], None]) -> None:
-        """Have a look at the groups if an option is another object than when they were last looked at."""
+        """Have a look at the groups if an option may have changed since they were last looked at."""
 
         def options() -> list[Any]:
             return [group.get(name) for group in groups for name in _OPTIONS]
 
         now = options()
-        if len(now) != len(self._options) or not all(map(is_, now, self._options)):
+        same = len(now) == len(self._options) and all(map(is_, now, self._options))
+        if not same or any(isinstance(value, Tensor) for value in now):
             self._options = []
             look()
             self._options = options()
@@ -103,7 +104,7 @@ class StepPlan:
             params, of_keys = {key: p for _, key, p in listed}, {key: group for group, key, _ in listed}
             vectors = BlockVectors(found, params, of_keys, self._dtype)
             for p in set(state) - set(vectors.params):  # what is kept of the others is a part of larger tensors
-                state[p] = {name: t.clone() for name, t in state[p].items()}
+                state[p] = copied(state[p])
             self._vectors = (listed, now), vectors
         return vectors
 
