@@ -70,7 +70,7 @@ def by_parts(running: CurvatureEstimator, given: tuple[Tensor, Tensor]) -> Tenso
 @pytest.mark.parametrize("axis", [True, False])
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_for_all_examples(name: str, axis: bool, check: bool, door: Any) -> None:
-    """The outputs are those of the plain model, bit by bit, and its code sees its own shapes; what is added is right."""
+    """The outputs are those of the plain model, bit by bit, whose code sees its own shapes; what is added is right."""
     torch.manual_seed(0)
     model = Table(TABLES[name], axis).double()
     listening = CurvatureEstimator(
@@ -82,7 +82,8 @@ def test_tables_for_all_examples(name: str, axis: bool, check: bool, door: Any) 
         plain, shapes = model(given[0]), list(model.seen)
         model.seen.clear()
         out = door(listening, given)
-        assert torch.equal(out, plain) and model.seen[:2] == shapes[:2]
+        assert torch.equal(out, plain)
+        assert model.seen[:2] == shapes[:2]
         expected = torch.autograd.grad(nn.functional.cross_entropy(plain, Y), list(model.parameters()))
         found = torch.autograd.grad(nn.functional.cross_entropy(out, Y), list(model.parameters()))
         assert all(torch.equal(g, h) for g, h in zip(found, expected, strict=True))
@@ -91,7 +92,8 @@ def test_tables_for_all_examples(name: str, axis: bool, check: bool, door: Any) 
     if not check and name in ("without its axis", "mean"):
         return  # the output alone does not show that examples share what they read
     K, L = listening.operator.to_dense(), running.operator.to_dense()
-    assert K.shape == L.shape and float((K - L).norm()) <= 1e-12 * float(L.norm())
+    assert K.shape == L.shape
+    assert float((K - L).norm()) <= 1e-12 * float(L.norm())
 
 
 @pytest.mark.parametrize("vectors", [Exact(), Empirical()])
@@ -107,10 +109,11 @@ def test_a_table_that_is_read_in_some_batches_only(vectors: Any) -> None:
     out = model(batch(1)[0])
     heard.end(out)
     assert torch.equal(out, plain)
-    with pytest.raises(UnsupportedError, match="picks a row, or reduces over the first axis.*In earlier batches") as e:
+    with pytest.raises(UnsupportedError, match=r"picks a row, or reduces over the first axis.*In earlier batches") as e:
         heard.add(Y)
     assert type(e.value) is UnsupportedError
-    assert running.updates == 1 and not model.table._forward_hooks
+    assert running.updates == 1
+    assert not model.table._forward_hooks
     model.use = TABLES["broadcast"]
     by_parts(running, batch(2))
 
@@ -214,5 +217,6 @@ def test_a_pass_of_its_own_begins_as_the_users(door: Any) -> None:
         torch.manual_seed(seed)
         model.count -= 1
         model(batch(seed)[0])
-        assert torch.equal(after, torch.get_rng_state()) and float(model.count) == seed + 1
+        assert torch.equal(after, torch.get_rng_state())
+        assert float(model.count) == seed + 1
     torch.testing.assert_close(listening.operator.to_dense(), running.operator.to_dense())
