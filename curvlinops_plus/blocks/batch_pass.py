@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST
 from curvlinops_plus.risk.sweep import RecordedPasses
 
 __all__ = ["BatchPass", "PassStart", "Show"]
@@ -85,7 +87,12 @@ class BatchPass:
                 with passes.recording(self.batch):
                     read = self.risk.run(self.batch)
                 if check is not None:
-                    check(read[0])
+                    try:
+                        check(read[0])
+                    except UnsupportedError as error:
+                        if refusal := passes.recorder.refusal_of_one_row(f"{MORE_THAN_BROADCAST}. {error}"):
+                            raise refusal from error
+                        raise
                 return passes.send_back(self.batch, read, draws, consume)
 
             add(show)

@@ -23,6 +23,7 @@ from curvlinops_plus.blocks.plan import plan_table
 from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.blocks.step import Step
 from curvlinops_plus.blocks.stored_options import plain, same_data
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
@@ -151,13 +152,23 @@ class CurvatureEstimator:
         """
         self._update(self._read(batch), PassStart.now(), partial(self._add, decay=decay))
 
-    def _update(self, found: Batch, start: PassStart, add: Callable[[Show], None]) -> None:
+    def _update(
+        self,
+        found: Batch,
+        start: PassStart,
+        add: Callable[[Show], None],
+        check: Callable[[Sequence[Tensor]], None] | None = None,
+        error: OutsideReads | None = None,
+    ) -> None:
+        """Add a batch by a pass of its own; arguments as for `BatchPass.run`, and what is known to be unread."""
         self.risk.whole.renew()
         while True:
-            try:
-                return self._pass(found).run(start, add)
-            except OutsideReads as error:
+            if error is not None:
                 self._look(found, error)  # raises it again if it finds no more than was known
+            try:
+                return self._pass(found).run(start, add, check)
+            except OutsideReads as another:
+                error = another
 
     @contextmanager
     def listen(self, batch: Any, decay: float | None = None) -> Iterator[None]:
@@ -181,18 +192,11 @@ class CurvatureEstimator:
         """
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)
-        start, left = PassStart.now() if self.risk.whole or not found.num_examples else None, False
-        try:
-            with nullcontext() if start else listen(self._pass(found), add):
-                yield
-                left = True
-            if start:  # the layers have other tensors in the user's pass, which come and go
-                self._update(found, start, add)
-        except OutsideReads as error:  # functions read parameters: the first batch is added by a pass of its own
-            if not left:  # the user's own code was interrupted, which has to know
-                raise
-            self._look(found, error)
-            self._update(found, PassStart.now(), add)
+        start = PassStart.now() if self.risk.whole or not found.num_examples else None
+        with nullcontext() if start else listen(self._pass(found), add, self._update):
+            yield
+        if start:  # the layers have other tensors in the user's pass, which come and go; or there are no examples
+            self._update(found, start, add)
 
     def begin(self, X: Any, unpack: bool = False) -> HeardBatch:
         """Begin to watch a call of the model whose targets come later: what `listen` does in one block.
@@ -207,18 +211,15 @@ class CurvatureEstimator:
         self.risk.whole.refuse("`begin` can't watch a model", "Use `listen` or `update`.")
         batch = self.risk.read_input(X, unpack)
         # Where it is not known yet how functions read parameters, a pass of its own has to find out.
-        heard = None if self._looks_first else HeardPass(self._pass(batch))
+        heard = None if self._looks_first else HeardPass(self._pass(batch), self._update)
         return HeardBatch(batch, heard, self._add_heard)
 
     def _add_heard(self, batch: Batch, heard: HeardPass | None, decay: float | None) -> None:
         add = partial(self._add, decay=decay)
-        try:
-            if heard is not None:
-                return heard.add(batch, add)
-            if self._looks_first:
-                self._look(batch)
-        except OutsideReads as error:
-            self._look(batch, error)
+        if heard is not None:
+            return heard.add(batch, add)
+        if self._looks_first:
+            self._look(batch)
         self._update(batch, PassStart.now(), add)
 
     def _pass(self, batch: Batch) -> BatchPass:
@@ -240,7 +241,9 @@ class CurvatureEstimator:
     def _look(self, batch: Batch, error: OutsideReads | None = None) -> None:
         """Look which functions read parameters, which changes the layers."""
         if error is not None and self.updates:
-            raise error
+            raise UnsupportedError(
+                f"{error} In earlier batches it was not so: their statistics are of other layers."
+            ) from error
         self._blank.learn_reads(batch, error)
         self._sums = RunningSums.of_plan(self.plan, self._scale)
 

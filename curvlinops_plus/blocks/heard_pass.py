@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk import Draws, LayerBatch, Totals
+from curvlinops_plus.risk import Draws, Totals
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.compare_rules import TOLERANCE
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.model_calls import tensors_of
+from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.process_state import eager, exclusive, own_calls, own_passes
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.repeatable import relative_difference
@@ -26,20 +27,27 @@ from curvlinops_plus.risk.user_backward import UserBackward
 
 __all__ = ["HeardBatch", "HeardPass", "listen"]
 
+_INSIDE = "`loss.backward()` inside the block"
+
+
+# Shows a batch by passes of our own; see `CurvatureEstimator.update`.
+Update = Callable[..., None]
+
 
 @contextmanager
-def listen(batch_pass: BatchPass, add: Callable[[Show], None]) -> Iterator[None]:
+def listen(batch_pass: BatchPass, add: Callable[[Show], None], update: Update) -> Iterator[None]:
     """The user calls the model once in here; at the end `add` is called, and vectors go through the model's graph.
 
     Args:
         batch_pass: The batch.
         add: Called once, unless the block raises.
+        update: As for `HeardPass`.
 
     Raises:
         ValueError: If the model was not called exactly once, or its graph is gone.
         UnsupportedError: If a pass of its own is needed, and does something else.
     """
-    model, heard, calls = batch_pass.risk.model, HeardPass(batch_pass), []
+    model, heard, calls = batch_pass.risk.model, HeardPass(batch_pass, update), []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         calls.append(module)
@@ -70,25 +78,24 @@ def listen(batch_pass: BatchPass, add: Callable[[Show], None]) -> Iterator[None]
         heard.add(batch_pass.batch, add)
 
 
-class _GraphGone(ValueError):
-    """The user went back through the graph already."""
-
-
 class HeardPass:
     """A call of the model by the user, which is recorded, and through whose graph vectors are sent afterwards.
 
-    If the model has batch norm in training mode, which has other derivatives there, vectors go through a pass of its
-    own that begins as the user's did.
+    The user's pass goes on as it would without that. Where it can't be recorded as it is, and if the model has batch
+    norm in training mode, which has other derivatives there, vectors go through a pass of its own that begins as the
+    user's did.
 
     Args:
         owner: The batch, whose targets need not be known before `add`.
+        update: Called with a batch, what its pass begins with, `add`, a check of outputs, and what may be wrong with
+            the layers, if a pass of our own is needed.
 
     Attributes:
         output: What the model returned.
     """
 
-    def __init__(self, owner: BatchPass) -> None:
-        self._owner, self.output = owner, None
+    def __init__(self, owner: BatchPass, update: Update) -> None:
+        self._owner, self._update, self.output = owner, update, None
         # What arrives of the user's backward pass has the weights of examples, and not their roots.
         self._of_loss = owner.vectors.of_loss and owner.vectors.together and owner.risk.options.weight is None
         self._contexts = ExitStack()
@@ -100,10 +107,9 @@ class HeardPass:
         self._idle = self._contexts.enter_context(ExitStack())  # until vectors are sent, nothing is recorded any more
         self._versions: list[int] = []  # those of the parameters in the call
         self._autocast = False  # whether it was under autocast
-        self._start: PassStart | None = None  # what it began with, if it may have to be run again
+        self._start: PassStart | None = None  # what it began with
         self._again = ""  # why it has to be run again
         self._backward: UserBackward | None = None  # what arrives of the user's backward pass, if that is of use
-        self._error: Exception | None = None  # of recording; the user's code goes on, and it is raised by `add`
 
     def __enter__(self) -> HeardPass:
         return self
@@ -131,7 +137,7 @@ class HeardPass:
         self._require_input(called)
         self._versions, self._autocast = self._versions_now(), torch.is_autocast_enabled(risk.device.type)
         norms = batch_norms(risk.model)
-        self._start = PassStart.now(risk.model) if norms or self._of_loss else None
+        self._start = PassStart.now(risk.model)
         if norms:  # only the pass of our own counts
             self._again = "batch norm in training mode"
             self._recording.enter_context(self._passes.recorder.disabled())
@@ -140,18 +146,22 @@ class HeardPass:
 
     def end(self, output: Any) -> None:
         """The call has returned."""
-        self.output, risk = output, self._owner.risk
+        self.output, risk, recorder = output, self._owner.risk, self._passes.recorder
         try:
             self._recording.close()
-            self._idle.enter_context(self._passes.recorder.disabled())
-            if self._of_loss and not self._again:
+            doubt = recorder.doubt
+        except Exception as error:
+            doubt = error
+        self._idle.enter_context(recorder.disabled())
+        if doubt is not None:  # a pass of our own finds the same, or takes it
+            self._again = f"a pass that can't be recorded as it is ({doubt})"
+        if self._of_loss and not self._again:
+            with suppress(Exception):  # of an output that the losses can't read, which `add` raises
                 fs, _ = risk.losses.select(output, risk.options.output)
                 returned = {id(t) for t in tensors_of(output)}
                 if all(id(f) in returned for f in fs):
-                    self._backward = UserBackward(self._passes.recorder, fs)
+                    self._backward = UserBackward(recorder, fs)
                     self._contexts.callback(self._backward.close)
-        except Exception as error:
-            self._error = error
 
     def add(self, batch: Batch, add: Callable[[Show], None]) -> None:
         """Call `add`, which is shown the batch.
@@ -164,77 +174,81 @@ class HeardPass:
             ValueError: If the graph is gone.
             UnsupportedError: If a pass of its own is needed, and does something else.
         """
-        if self._error is not None:
-            raise self._error
         self._idle.close()
         read = self._read_output(batch)
-        if not self._again:
-            self._send_through(batch, read, add)
-        if self._again:
-            self.close()
-            self._run_again(batch, [f.detach() for f in read[0]], add)
-
-    def _send_through(self, batch: Batch, read: tuple[Any, Any, Any], add: Callable[[Show], None]) -> None:
-        """Call `add` with vectors that go through the graph of the user's pass, or with those that went through it.
-
-        In the 1st, 2nd, 4th, ... batch, and where a check needs the graph, these are compared with a pass of our own.
-        """
         user = self._backward if self._backward is not None and self._backward.happened else None
-        risk = self._owner.risk
-        number = risk.checked.batches + 1
+        if user is not None and user.below_range:  # digits are lost, in a pass of our own they are not
+            self._again = _INSIDE
+        error: OutsideReads | None = None
+        if not self._again:
+            try:
+                return self._send_through(batch, read, user, add)
+            except OutsideReads as found:
+                error, self._again = found, "functions that read parameters"
+        self.close()  # else our hooks see the passes that look for these
+        self._require_unwritten(self._again)
+        self._update(batch, self._start, add, self._check(read[0]), error)
+
+    def _send_through(
+        self, batch: Batch, read: tuple[Any, Any, Any], user: UserBackward | None, add: Callable[[Show], None]
+    ) -> None:
+        """Call `add` with vectors that go through the graph of the user's pass, or with what the user has sent there.
+
+        In the 1st, 2nd, 4th, ... batch, and where a check needs a graph, the latter is compared with a pass of our own.
+        What is added is the user's there, too: it does not depend on which batches are looked at.
+        """
+        look = user is not None and self._looks(batch, read)
         if user is not None:
-            self._again = "`loss.backward()` inside the block"
-            if user.below_range:  # digits are lost, in ours they are not
-                self._backward = None
-                return
-            if number & (number - 1) == 0 and risk.options.check:
-                return
-            self._require_unwritten("`loss.backward()` inside the block")
+            self._require_unwritten(_INSIDE)
 
         def show(consume: Consumer, draws: Draws) -> Totals:
+            if user is not None and look:
+                self._compare(user, batch, read[0], draws)
             try:
                 return self._passes.send_back(batch, read, draws, consume, keep_graph=True, user=user)
             except RuntimeError as error:
                 if "backward through the graph a second time" not in str(error):
                     raise
-                raise _GraphGone(
+                raise ValueError(
                     "The graph of the model's output is gone. Call `loss.backward()` after the block, not inside."
                 ) from error
 
-        self._again = ""
         kept = [(f, f.grad) for f in read[0] if f.retains_grad]  # by the user, for gradients that are the user's
         try:
             with exclusive(), own_passes(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes
                 add(show)
-        except _GraphGone:
-            if user is None:
-                raise
-            self._again = "`loss.backward()` inside the block"
         finally:
             for f, grad in kept:
                 f.grad = grad
 
-    def _run_again(self, batch: Batch, outputs: Sequence[Tensor], add: Callable[[Show], None]) -> None:
-        """Call `add` with vectors that go through a pass that begins as the user's did."""
+    def _looks(self, batch: Batch, read: tuple[Any, Any, Any]) -> bool:
+        """Whether what the user has sent back is compared with a pass of our own."""
+        risk = self._owner.risk
+        checked = risk.checked
+        checked.taken += 1
+        return risk.options.check and (
+            checked.taken & (checked.taken - 1) == 0 or self._passes.is_unchecked(batch, read[0])
+        )
+
+    def _compare(self, user: UserBackward, batch: Batch, outputs: Sequence[Tensor], draws: Draws) -> None:
+        """Compare what the user has sent back with a pass of our own, which checks the layers."""
+        self._passes.recorder.unhook()
+        itemsize = self._itemsize(outputs)
+
+        def compare(show: Show) -> None:
+            show(lambda own: user.compare(own, itemsize), draws)
+
         assert self._start is not None
-        self._require_unwritten(self._again)
-        user, itemsize = self._backward, 2 if self._autocast else min(f.element_size() for f in outputs)
-        if user is not None:
-            user.require_once()
+        replace(self._owner, batch=batch).run(self._start, compare, self._check(outputs))
 
-        def add_compared(show: Show) -> None:
-            def show_compared(consume: Consumer, draws: Draws) -> Totals:
-                def compared(layer_batch: LayerBatch) -> None:
-                    if user is not None:
-                        user.compare(layer_batch, itemsize)
-                    consume(layer_batch)
+    def _check(self, outputs: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+        """Refuses outputs of a pass of our own that are not the user's."""
+        outputs, itemsize, why = [f.detach() for f in outputs], self._itemsize(outputs), self._again or _INSIDE
+        return lambda own: _require_same(outputs, own, itemsize, why)
 
-                return show(compared, draws)
-
-            add(show_compared)
-
-        whole, why = replace(self._owner, batch=batch), self._again
-        whole.run(self._start, add_compared, lambda own: _require_same(outputs, own, itemsize, why))
+    def _itemsize(self, outputs: Sequence[Tensor]) -> int:
+        """Bytes of the coarsest numbers in the user's pass."""
+        return 2 if self._autocast else min(f.element_size() for f in outputs)
 
     def _require_unwritten(self, why: str) -> None:
         """Refuse parameters that are no longer those of the user's pass."""
@@ -265,6 +279,8 @@ class HeardPass:
         read = risk.read_output(self.output, batch)
         trained = any(p.requires_grad for p in risk.params.values())
         if self._owner.vectors.backward and trained and not any(f.requires_grad for f in read[0]):
+            if (doubt := self._passes.recorder.doubt) is not None:
+                raise doubt
             raise ValueError(
                 "The output of the model has no graph, so no gradient can be sent back from it. Is there a `.detach()` "
                 "in the model?"

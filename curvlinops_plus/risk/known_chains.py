@@ -101,7 +101,7 @@ def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
         or module._compiled_call_impl
         or not attributes.keys().isdisjoint(_names(kind))
         or any(getattr(type(module), name) is not method for name, method in _METHODS[kind])
-        or any(not _is_of(recorder, hook) for hook in module._forward_hooks.values())
+        or any(not _is_of(recorder, hook) for hook in [*module._forward_hooks.values()])
         or any(type(t) not in _TENSORS for held in (module._parameters, module._buffers) for t in held.values())
     )
 

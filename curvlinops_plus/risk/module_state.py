@@ -62,7 +62,8 @@ class ModuleState:
 
 def _options(module: nn.Module) -> tuple[Any, ...]:
     attributes = vars(module)
-    found: list[Any] = [tuple(map(_code, attributes[name].values())) for name in _HOOKS if attributes.get(name)]
+    # Lists, since finalizers of what is collected meanwhile remove hooks.
+    found: list[Any] = [tuple(map(_code, [*attributes[name].values()])) for name in _HOOKS if attributes.get(name)]
     for name, value in attributes.items():
         if name not in _INTERNAL:
             found += name, value if type(value) in _PLAIN else _value(value)

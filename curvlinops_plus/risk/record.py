@@ -56,10 +56,13 @@ class Recorder:
         values: Key to the tensor that stands in for a parameter while the model runs, as inside `EmpiricalRisk.at`;
             default: the layers' own.
         example_of_row: Module name to the function of a batch that says which rows of its output are whose.
+        own_pass: Whether the passes are made for recording. In those of others nothing is changed that shows: where
+            recording would raise, or expand one row for all examples to one for each, the rest is left alone.
 
     Attributes:
         calls: What was recorded in the last forward pass.
         num_examples: N of that batch.
+        doubt: Why a pass of others was not recorded to its end.
         receive: Called with call, slot and gradient whenever autograd delivers one; None ignores them.
 
     Use: inside the context, the model runs under `recording`; then `BackwardPasses` shows what was recorded to a
@@ -74,10 +77,13 @@ class Recorder:
         intercept: bool = False,
         values: Mapping[str, Tensor] | None = None,
         example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
+        own_pass: bool = True,
     ) -> None:
         self.layers, self.backward, self.intercept = layers, backward, intercept
         self.calls: list[RecordedCall] = []
         self.num_examples = 0
+        self.doubt: Exception | None = None
+        self._own_pass = own_pass
         self.receive: Receive | None = None
         self._axes, self._example_of_row = example_axis, example_of_row or {}
         self._data: tuple[Any, Any] = (None, None)
@@ -102,10 +108,14 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.unhook()
+        self._release()
+
+    def unhook(self) -> None:
+        """Remove the hooks from the modules; what was recorded stays."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._release()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -124,14 +134,25 @@ class Recorder:
         out: Any = None,
     ) -> Any:
         """The forward hook of one module; if it was removed while the module ran, PyTorch calls it without kwargs."""
-        if self._disabled or not self._handles or not self._ours() or not self._reads_own(use, module):
+        if self._disabled or self.doubt is not None or not self._handles or not self._ours():
             return None
-        if (order := packed_order(use, out, self.num_examples)) is None:
-            return self._output(index, use, args, kwargs, out)
-        packed, *states = out
-        inputs = order.without_packed(args), order.without_packed(kwargs)
-        made = self._output(index, use, *inputs, (packed.data, *states), order)
-        return made and (PackedSequence(made[0], *packed[1:]), *made[1:])
+        try:
+            if not self._reads_own(use, module):
+                return None
+            if (order := packed_order(use, out, self.num_examples)) is None:
+                return self._output(index, use, args, kwargs, out)
+            packed, *states = out
+            inputs = order.without_packed(args), order.without_packed(kwargs)
+            made = self._output(index, use, *inputs, (packed.data, *states), order)
+            return made and (PackedSequence(made[0], *packed[1:]), *made[1:])
+        except Exception as error:
+            return self._doubted(error)
+
+    def _doubted(self, error: Exception) -> None:
+        """Leave the rest of a pass of others alone."""
+        if self._own_pass:
+            raise error
+        self.doubt = error.with_traceback(None)  # whose frames hold what the user's pass has computed
 
     def _output(
         self,
@@ -199,6 +220,8 @@ class Recorder:
             order = packed if packed is not None and not slots else self._order(use, t, axis)
             # One row for all examples (position embeddings): each example gets a gradient of its own.
             one_row = self.num_examples > 1 and t.ndim > axis and t.shape[axis] == 1 and fold is None and order is None
+            if one_row and not self._own_pass:
+                raise refusal_of_one_row(use, self.num_examples, "this is not done in passes of others")
             if one_row:
                 t = t.expand(*t.shape[:axis], self.num_examples, *t.shape[axis + 1 :])
             found.append(t)
@@ -216,13 +239,16 @@ class Recorder:
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, examples: int | None
     ) -> Any:
         """A torch function: note products with weights for the layers whose parameters they read."""
-        if self._disabled or not self._functions:
+        if self._disabled or self.doubt is not None or not self._functions:
             return out
-        for h, b in added_bias(function, args, kwargs):
-            self._functions.add_bias(h, b, out)
-        for product in products(function, args, kwargs):
-            if found := self._functions.of(product):
-                return self._product(product, found, out, examples)
+        try:
+            for h, b in added_bias(function, args, kwargs):
+                self._functions.add_bias(h, b, out)
+            for product in products(function, args, kwargs):
+                if found := self._functions.of(product):
+                    return self._product(product, found, out, examples)
+        except Exception as error:
+            self._doubted(error)
         return out
 
     def _product(
@@ -265,7 +291,7 @@ class Recorder:
         """One forward pass of the model on the data (X, y) happens in here; the batch before is forgotten."""
         self._release()
         self._functions.start()
-        self.num_examples, self._data, self._recording = num_examples, data, True
+        self.num_examples, self._data, self._recording, self.doubt = num_examples, data, True, None
         self._ours = OwnThread()
         frozen = [p for p in self._params.values() if not p.requires_grad]
         # Frozen parameters leave no trace in the graph that tells which operations read them.
@@ -274,15 +300,20 @@ class Recorder:
             with reads or nullcontext():
                 yield
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            expanded = [c.call.use for c in self.calls if c.expanded]
-            if not expanded or isinstance(error, UnsupportedError):
+            refusal = self.refusal_of_one_row(f"then the model failed: {error}")
+            if refusal is None or isinstance(error, UnsupportedError):
                 raise
-            raise refusal_of_one_row(expanded[0], num_examples, f"then the model failed: {error}") from error
+            raise refusal from error
         finally:
             self._recording = False
             self._functions.end()
         if reads is not None:
             refuse_outside_readers(self.layers, self.calls, reads.counts, self._params)
+
+    def refusal_of_one_row(self, why: str) -> OutsideReads | None:
+        """What to raise if this could come from one row for all examples, which was expanded; None if none was."""
+        expanded = [recorded.call.use for recorded in self.calls if recorded.expanded]
+        return refusal_of_one_row(expanded[0], self.num_examples, why) if expanded else None
 
     def disabled(self) -> AbstractContextManager[None]:
         """Modules that run in here are not recorded, and their outputs are not replaced."""

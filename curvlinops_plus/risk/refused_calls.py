@@ -47,7 +47,8 @@ def refusal_of_one_row(use: ModuleUse, num_examples: int, why: str) -> OutsideRe
         f"{title(use.name)} ({type(use.owner).__name__}) returned one row for all {num_examples} examples, which was "
         f"expanded to one row for each, so that each has a gradient of its own; {why}. If the layer makes weights or a "
         f"table for all examples, leave its parameters {list(use.keys.values())} out of `params`; if a row, expand it "
-        "to the batch in the model.",
+        "to the batch in the model; if it is the row of one example, as of an expert that got one, say whose: "
+        f"example_of_row={{{use.name!r}: lambda X, y: model.rows}} if forward keeps that in self.rows.",
         use.keys.values(),
     )
 

@@ -73,6 +73,7 @@ class Checked:
         layers: Modules whose rules agreed with autograd on a gradient that is not zero.
         tried: Modules that were looked at, also where all gradients were zero.
         batches: How many batches were seen since then.
+        taken: How many backward passes of the user were seen, of which some are looked at.
         kinds: What batches that were looked at look like.
         shapes: Shapes of batches whose outputs were compared.
         said: Messages that were given.
@@ -86,6 +87,7 @@ class Checked:
     layers: set[Any] = field(default_factory=set)
     tried: set[Any] = field(default_factory=set)
     batches: int = 0
+    taken: int = 0
     kinds: set[Any] = field(default_factory=set)
     shapes: set[Any] = field(default_factory=set)
     said: set[str] = field(default_factory=set)

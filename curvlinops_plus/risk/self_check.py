@@ -6,6 +6,7 @@ Nobody has to ask for it: the first batch in which a layer is called is looked a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from warnings import warn
 
@@ -44,7 +45,7 @@ from curvlinops_plus.risk.repeatable import (
 from curvlinops_plus.risk.replaced_parameters import copied_buffers
 from curvlinops_plus.risk.risk import Checked, EmpiricalRisk
 
-__all__ = ["check_batch"]
+__all__ = ["check_batch", "is_unchecked"]
 
 # How many examples are looked at.
 _FEW = 3
@@ -111,24 +112,79 @@ def check_batch(
     pass over three examples, and up to five backward passes. In batches that are not looked at, a few microseconds per
     call of a layer.
     """
-    N, checked = batch.num_examples, risk.checked
-    rows = rows_per_example(recorder.calls, batch)
-    kind = batch_kind(recorder.calls, outputs, rows) if recorder.backward else ()
-    unchecked = _unchecked(checked, recorder, kind)
-    shape, is_new = _shape(checked, batch, repeatable)
-    new_outputs = is_new and _tell_outputs(checked, N, repeatable, recorder.backward)
-    # Where outputs differ, random modules being allowed, all rows are compared, for each number of examples.
-    unclear = are_rows_unclear(rows, batch)
-    all_rows = recorder.backward and ((is_new and not repeatable) or unclear)
-    if not (unchecked or new_outputs or all_rows):
+    new = _New.of(risk.checked, recorder, batch, outputs, repeatable)
+    risk.checked.batches += recorder.backward
+    if not new:
         return
     check = _Check(risk, recorder, batch, outputs, repeatable)
     with torch.random.fork_rng(check.devices), eager(), kept_attributes(risk.model):
-        reached = check.run(bool(unchecked)) if unchecked or new_outputs else set()
-        if all_rows and (unclear or not check.apart):
-            compare_all_rows(recorder, outputs, random_halves(N))
-    _looked_at(checked, recorder, kind, unchecked, reached)
-    checked.shapes.add(shape)
+        reached = check.run(bool(new.called)) if new.called or new.outputs else set()
+        if new.rows and (new.unclear or not check.apart):
+            compare_all_rows(recorder, outputs, random_halves(batch.num_examples))
+    new.note(risk.checked, recorder, reached)
+
+
+def is_unchecked(
+    risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
+) -> bool:
+    """Whether `check_batch` would look at a batch whose graph is gone; it has to be done in another pass then.
+
+    Otherwise the batch counts as seen.
+    """
+    new = _New.of(risk.checked, recorder, batch, outputs, repeatable)
+    risk.checked.batches += recorder.backward and not new
+    return bool(new)
+
+
+@dataclass(frozen=True)
+class _New:
+    """What is new in a batch.
+
+    Attributes:
+        called: What is called, if its layers have to be looked at.
+        outputs: Whether its outputs have to be compared.
+        rows: Whether all rows have to be compared.
+        unclear: Whether that is because they may belong to other examples in every batch.
+        kind: What its layers look like.
+        shape: Of its data.
+    """
+
+    called: set[Any]
+    outputs: bool
+    rows: bool
+    unclear: bool
+    kind: Any
+    shape: Any
+
+    @classmethod
+    def of(
+        cls, checked: Checked, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
+    ) -> _New:
+        """Arguments as for `check_batch`."""
+        backward, rows = recorder.backward, rows_per_example(recorder.calls, batch)
+        kind = batch_kind(recorder.calls, outputs, rows) if backward else ()
+        shape, is_new = _shape(checked, batch, repeatable)
+        # Where outputs differ, random modules being allowed, all rows are compared, for each number of examples.
+        unclear = are_rows_unclear(rows, batch)
+        return cls(
+            called=_unchecked(checked, recorder, kind),
+            outputs=is_new and _tell_outputs(checked, batch.num_examples, repeatable, backward),
+            rows=backward and ((is_new and not repeatable) or unclear),
+            unclear=unclear,
+            kind=kind,
+            shape=shape,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.called) or self.outputs or self.rows
+
+    def note(self, checked: Checked, recorder: Recorder, reached: set[int]) -> None:
+        """Note what need not be looked at again, where a gradient reached these layers."""
+        checked.shapes.add(self.shape)
+        if self.called:
+            checked.kinds.add(self.kind)
+            checked.tried |= self.called
+            checked.layers |= {_name(c, recorder.num_examples) for c in recorder.calls if c.layer in reached}
 
 
 def _tell_outputs(checked: Checked, N: int, repeatable: bool, backward: bool) -> bool:
@@ -144,23 +200,14 @@ def _shape(checked: Checked, batch: Batch, repeatable: bool) -> tuple[Any, bool]
     return shape, shape not in checked.shapes and len(checked.shapes) < _SHAPES
 
 
-def _looked_at(checked: Checked, recorder: Recorder, kind: Any, unchecked: set[Any], reached: set[int]) -> None:
-    """Note what need not be looked at again."""
-    if unchecked:
-        checked.kinds.add(kind)
-        checked.tried |= unchecked
-        checked.layers |= {_name(c, recorder.num_examples) for c in recorder.calls if c.layer in reached}
-
-
 def _unchecked(checked: Checked, recorder: Recorder, kind: Any) -> set[Any]:
     """What is called in a batch, if the batch has to be looked at."""
     if not recorder.backward:
         return set()
     called = {_name(recorded, recorder.num_examples) for recorded in recorder.calls}
     found = called - checked.layers
-    checked.batches += 1
     # Where gradients were zero, and where every batch is of a kind of its own, in ever fewer batches.
-    again = checked.batches & (checked.batches - 1) == 0
+    again = checked.batches & (checked.batches + 1) == 0
     if kind not in checked.kinds and (again or len(checked.kinds) < _KINDS):
         return called
     return found if again or not found <= checked.tried else set()

@@ -24,9 +24,8 @@ from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
-from curvlinops_plus.risk.refused_calls import refusal_of_one_row
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.self_check import check_batch
+from curvlinops_plus.risk.self_check import check_batch, is_unchecked
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.user_backward import UserBackward
 from curvlinops_plus.risk.vectors import Exact, Vectors
@@ -120,6 +119,7 @@ class RecordedPasses:
             vectors.backward,
             risk.checked.fused,
             example_of_row=options.example_of_row,
+            own_pass=own_pass,
         )
         grad_mode = torch.enable_grad if vectors.backward else torch.no_grad
         statistics = partial(constant_statistics, risk.model)
@@ -170,7 +170,7 @@ class RecordedPasses:
             draws: Random numbers for the vectors.
             consume: Called with a `LayerBatch`, once per layer and piece of vectors.
             keep_graph: Keep the graph: somebody else goes back through it afterwards.
-            user: Take gradients from here instead of sending anything.
+            user: Take gradients from here instead of sending anything; nothing is checked then, see `is_unchecked`.
 
         Returns:
             The totals of the batch.
@@ -180,7 +180,7 @@ class RecordedPasses:
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():
-            if risk.options.check and not is_known_chain(risk, recorder, batch):
+            if user is None and risk.options.check and not is_known_chain(risk, recorder, batch):
                 check_batch(risk, recorder, batch, fs, self.repeatable)
             passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight)
             batch_totals.called = passes.called
@@ -199,6 +199,11 @@ class RecordedPasses:
         batch_totals.reached = passes.reached
         return batch_totals
 
+    def is_unchecked(self, batch: Batch, outputs: Sequence[Tensor]) -> bool:
+        """Whether a recorded pass, through whose graph nothing can be sent, has to be checked in another pass."""
+        known = is_known_chain(self.risk, self.recorder, batch)
+        return not known and is_unchecked(self.risk, self.recorder, batch, outputs, self.repeatable)
+
     def _terms(self, batch: Batch, outputs: tuple[Any, Any, Any]) -> Terms:
         """What the losses make of the outputs."""
         fs, ys, class_axes = outputs
@@ -206,9 +211,8 @@ class RecordedPasses:
             try:
                 return self.risk.terms([f.detach() for f in fs], ys, batch, class_axes)
             except (ValueError, TypeError, RuntimeError) as error:
-                if expanded := [recorded.call.use for recorded in self.recorder.calls if recorded.expanded]:
-                    N, why = batch.num_examples, f"then the loss could not read the output: {error}"
-                    raise refusal_of_one_row(expanded[0], N, why) from error
+                if refusal := self.recorder.refusal_of_one_row(f"then the loss could not read the output: {error}"):
+                    raise refusal from error
                 raise
 
 

@@ -129,7 +129,7 @@ class UserBackward:
             if self._scale is None and bool(ours.any()):
                 self._scale = scale
             elif self._scale is not None:
-                away = float(torch.dist(theirs, self._scale * ours) / (self._scale * ours).norm().clamp(min=1e-300))
+                away = _distance(theirs, self._scale * ours, relative_to=self._scale * ours)
             if not away <= TOLERANCE[coarsest]:
                 raise UnsupportedError(
                     f"The gradient that the backward pass inside `listen` brought to {where} is not that of the risk's "
@@ -150,8 +150,13 @@ def _multiple(g: Tensor, v: Tensor) -> tuple[Tensor, float]:
     """The number times which `v` is closest to `g`, and how far it is from it, relative to `g`."""
     square = (v * v).sum()
     factor = torch.where(square > 0, (g * v).sum() / square, torch.ones_like(square))
-    size = g.norm()
-    return factor, float(torch.where(size > 0, torch.dist(g, factor * v) / size, size))
+    return factor, _distance(g, factor * v, relative_to=g)
+
+
+def _distance(a: Tensor, b: Tensor, relative_to: Tensor) -> float:
+    """Distance over the norm of one of them; 0 of zeros."""
+    away = torch.dist(a, b)
+    return float(torch.where(away == 0, away, away / relative_to.norm()))
 
 
 def _wide(t: Tensor) -> Tensor:

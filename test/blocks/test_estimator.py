@@ -760,12 +760,16 @@ class _Table(torch.nn.Module):
         return self.head(torch.tanh(x + self.table(torch.arange(3))))
 
 
-def test_an_error_inside_of_the_users_call_is_raised() -> None:
-    """The call was interrupted: what follows must not go on with another output."""
+def test_what_can_not_be_recorded_does_not_interrupt_the_users_call() -> None:
+    """The batch is added by a pass of its own; an error of the user's own code is raised as it is."""
     model, batch = _Table(), (torch.randn(5, 3, 4), torch.randn(5, 3, 2))
-    estimator = CurvatureEstimator(EmpiricalRisk(model, torch.nn.MSELoss(), []), DiagonalBlock)
-    words = "A table for all examples, as of positions, needs an axis of size 1"
-    with pytest.raises(UnsupportedError, match=words), estimator.listen(batch):
+    listening, running = (
+        CurvatureEstimator(EmpiricalRisk(model, torch.nn.MSELoss(), []), DiagonalBlock, vectors=Exact()) for _ in (0, 1)
+    )
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"), listening.listen(batch):
+        model.head(model(batch[0]))
+    assert not listening.updates
+    with listening.listen(batch):
         model(batch[0])
-    assert not estimator.updates
-    estimator.update(batch)
+    running.update(batch)
+    torch.testing.assert_close(listening.operator.to_dense(), running.operator.to_dense())

@@ -245,3 +245,87 @@ def test_losses_that_read_something_else_need_a_pass_of_their_own() -> None:
         listen(running, batch(), lambda out: nn.functional.cross_entropy(2 * out, Y).backward())
     running.update(batch())
     assert running.updates == 1
+
+
+class Mixed(nn.Module):
+    """No chain of known modules: a convolution, a sequence whose last state nobody reads, dropout, a zero head."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.conv, self.steps = nn.Conv1d(3, 4, 2), kind(4, 4, batch_first=True)
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(4, 3)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, 3, L]
+        return self.head(self.drop(self.steps(torch.tanh(self.conv(x)).mT)[0][:, -1]))
+
+
+def sequences(seed: int, N: int, L: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(N, 3, L, dtype=dtype, generator=generator), torch.randint(3, (N,), generator=generator)
+
+
+# Numbers of examples, and lengths, of the batches: two epochs, of which the last batch is smaller.
+BATCHES = [(8, 5), (8, 5), (8, 6), (8, 5), (8, 5), (3, 5)] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.* layers get their exact diagonal")
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_batches_that_are_looked_at_in_a_pass_of_our_own(kind: Any, dtype: torch.dtype, retain: bool) -> None:
+    """The graph of the user's may be gone, and gradients may be exactly zero: in the first step those behind the head,
+    and always those of the state that nobody reads.
+    """
+    torch.manual_seed(0)
+    model = Mixed(kind).to(dtype)
+    running, listening = estimator(model, kind=DiagonalBlock), estimator(model, kind=DiagonalBlock)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for seed, shape in enumerate(BATCHES):
+        given = X, y = sequences(seed, *shape, dtype)
+        torch.manual_seed(seed)
+        running.update(given)
+        torch.manual_seed(seed)
+        optimizer.zero_grad()
+        with listening.listen(given):
+            CE(model(X), y).backward(retain_graph=retain)
+        optimizer.step()
+    close(listening, running, 1e-4 if dtype == torch.float32 else 1e-9)
+    assert listening.updates == len(BATCHES)
+
+
+@pytest.mark.filterwarnings("ignore:.* layers get their exact diagonal")
+def test_another_gradient_in_a_batch_that_is_looked_at_is_refused() -> None:
+    torch.manual_seed(0)
+    model = Mixed(nn.GRU).double()
+    nn.init.normal_(model.head.weight)
+    running, hidden = estimator(model, kind=DiagonalBlock), list[Tensor]()
+    model.conv.register_forward_hook(lambda m, a, out: hidden.append(out))
+    for seed, shape in enumerate(BATCHES[:5]):
+        X, y = sequences(seed, *shape, torch.float64)
+        listen(running, (X, y), lambda out, y=y: CE(out, y).backward())
+    X, y = sequences(5, *BATCHES[5], torch.float64)
+    with pytest.raises(UnsupportedError, match=r"is not that.*a penalty on activations"):
+        listen(running, (X, y), lambda out: (CE(out, y) + hidden[-1].square().mean()).backward())
+    assert running.updates == 5
+
+
+@pytest.mark.filterwarnings("ignore:.* layers get their exact diagonal")
+@pytest.mark.parametrize("resumed", [1, 3, 6])
+def test_what_is_added_does_not_depend_on_what_is_looked_at(resumed: int) -> None:
+    """Bit by bit the same without checks, and after a state was loaded, where all is looked at anew."""
+    torch.manual_seed(0)
+    model = Mixed(nn.GRU)
+    nn.init.normal_(model.head.weight)
+    one, unchecked, other = estimator(model), estimator(model, check=False), estimator(model)
+    for seed, shape in enumerate(BATCHES):
+        if seed == resumed:
+            state, other = one.state_dict(), estimator(model)
+            other.load_state_dict(state)
+        X, y = sequences(seed, *shape, torch.float32)
+        for running in (one, unchecked, other):
+            torch.manual_seed(seed)
+            listen(running, (X, y), lambda out, y=y: CE(out, y).backward())
+    assert torch.equal(one.operator.to_dense(), unchecked.operator.to_dense())
+    assert torch.equal(one.operator.to_dense(), other.operator.to_dense())

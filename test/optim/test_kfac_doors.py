@@ -109,6 +109,23 @@ def test_an_optimizer_that_is_dropped_in_the_middle_of_a_step(vectors: str | Non
         model(X)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("kind", [KFACOptimizer, KFACPreconditioner])
+def test_an_optimizer_that_is_dropped_is_gone_at_once(kind: Any, steps: int) -> None:
+    """Without the garbage collector, which runs at any moment, also while somebody reads the hooks of a module."""
+    model, loss = net(), nn.CrossEntropyLoss()
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer = kind(model, loss)
+        for _ in range(steps):
+            plain(optimizer, model, loss, *batch())
+        del optimizer
+        assert hooks(model, loss) == 0
+    finally:
+        gc.enable()
+
+
 def test_copies_and_pickles_are_not_heard() -> None:
     model, loss = net(), nn.CrossEntropyLoss()
     optimizer = KFACOptimizer(model, loss)

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from cases import FEW, close, problem
+from torch import nn
 
 from curvlinops_plus import EKFAC, DiagonalBlock, MonteCarlo
 from curvlinops_plus.risk import LayerBatch
 from curvlinops_plus.risk import layer_batch as batch_file
 from curvlinops_plus.risk.layers import find_layers
+from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.sweep import sweep
 
 NETS = [*FEW, "grouped cnn", "transposed convolution", "transposed convolution in groups", "encoder layer", "lstm"]
@@ -63,3 +65,22 @@ def test_combinations_of_rows(name: str) -> None:
 
     sweep(risk, find_layers(risk.model, risk.params), MonteCarlo(2, seed=1), consume)
     assert seen
+
+
+def test_hooks_that_go_while_a_module_is_read() -> None:
+    """As finalizers remove them when something is collected in between."""
+    module = nn.Linear(2, 2)
+
+    class Going:
+        @property
+        def __code__(self) -> None:
+            other.remove()
+
+        def __call__(self, *args: Any) -> None:
+            pass
+
+    module.register_forward_hook(Going())
+    other = module.register_forward_hook(lambda *_: None)
+    module.register_forward_hook(lambda *_: None)
+    assert len(ModuleState.of(module).options) == 2
+    assert len(module._forward_hooks) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -92,7 +93,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         #: Hears plain training loops; None if a loss is a function, which takes no hooks.
         self._watch: Watch | None = None
         if modules == losses:
-            self._watch = Watch(model, modules, self.curvature, lambda: self._looks_again)
+            own = weakref.ref(self)  # no cycle: an optimizer that is dropped is gone at once, and its hooks with it
+            self._watch = Watch(model, modules, self.curvature, lambda: getattr(own(), "_looks_again", False))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, in the constructor alone.
