@@ -113,7 +113,11 @@ class Watch:
         return self.paused or in_own_passes() or torch._C._current_graph_task_id() != -1
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_deaf or not module.training or not torch.is_grad_enabled():
+        if self._is_deaf:
+            return
+        if not module.training or not torch.is_grad_enabled():
+            mode = "without gradients (torch.no_grad)" if module.training else "in eval mode (write `model.train()`)"
+            self._curvature.noticed.calls.add(mode)
             return
         self._added = [call for call in self._added if any(f() is not None for f in call.outputs)]
         if (left := self._left()) is not None:  # it was interrupted, or has called the model itself
@@ -146,11 +150,16 @@ class Watch:
     ) -> None:
         if self._is_deaf:
             return
-        self._curvature.called_inside |= getattr(self._open, "call", None) is not None
+        noticed, inside = self._curvature.noticed, getattr(self._open, "call", None) is not None
+        noticed.inside |= inside
         if not (self._calls or self._added or self._dropped):
             return
         given = inspect.signature(module.forward).bind(*args, **kwargs).args if kwargs else args
-        if len(given) < 2 or (found := self._of_output(given[0], index)) is None:
+        if len(given) < 2:
+            return
+        if (found := self._of_output(given[0], index)) is None:
+            if self._calls and not inside:
+                noticed.called_on(index, *given[:2], self._calls[-1].read(self._curvature.risk)[index]())
             return
         self._require_constant(given[1])
         losses = self._curvature.risk.losses
@@ -165,7 +174,8 @@ class Watch:
             self._curvature.repeat(found.call, index, given[0], found.class_axes[index], given[1], factor)
             return
         found.targets[index], found.factors[index] = given[1], factor
-        if len(found.targets) == len(losses):
+        noticed.missing = set(range(len(losses))) - found.targets.keys()
+        if not noticed.missing:
             self._calls.remove(found)
             self._added.append(found)
             y = losses.joined([found.targets[i] for i in range(len(losses))])
