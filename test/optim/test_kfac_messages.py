@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvlinops_plus.optim.kfac import KFACOptimizer, LevenbergMarquardt
+from curvlinops_plus import UnsupportedError
+from curvlinops_plus.optim.kfac import KFACOptimizer, KFACPreconditioner, LevenbergMarquardt
 from test.optim.test_kfac_optimizer import EXACT, batch, net
 
 Loss = Callable[..., Tensor]
@@ -120,8 +122,6 @@ def test_several_losses_of_which_some_were_called(called: str) -> None:
         optimizer.step()
     said = f"as the other losses were: {', '.join(titles)}. strict"
     assert said in str(error.value)
-        error.value
-    )
 
 
 def test_one_of_several_losses_on_something_else() -> None:
@@ -178,3 +178,135 @@ def test_what_the_message_about_changed_outputs_advises(kind: str) -> None:
         other.step()
     for p, q in zip(models[0].parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------ arguments, layers, states
+@pytest.mark.parametrize("kind", [KFACOptimizer, KFACPreconditioner])
+def test_a_model_without_parameters(kind: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"a CrossEntropyLoss, has no parameters .*The model comes first, then the loss"
+    ):
+        kind(nn.CrossEntropyLoss(), net())
+    with pytest.raises(ValueError, match=r"a Sequential, has no parameters .*params=list\(model\.parameters\(\)\)"):
+        kind(net().requires_grad_(False), nn.CrossEntropyLoss())
+
+
+def test_unfrozen_later() -> None:
+    """What the message about frozen parameters advises."""
+    model, loss, (X, y) = net().requires_grad_(False), nn.CrossEntropyLoss(), batch()
+    optimizer = KFACOptimizer(model, loss, params=list(model.parameters()), **EXACT)
+    model[2].requires_grad_(True)
+    before = [p.clone() for p in model.parameters()]
+    for unfrozen in (False, True):
+        model[0].requires_grad_(unfrozen)
+        optimizer.zero_grad()
+        loss(model(X), y).backward()
+        optimizer.step()
+        moved = [not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True)]
+        assert moved == [unfrozen, unfrozen, True, True]
+
+
+def test_ekfac_is_no_inverse() -> None:
+    with pytest.raises(ValueError, match=r"inverse='eigenbasis'; expected .* approximation=EKFAC\."):
+        KFACOptimizer(net(), nn.CrossEntropyLoss(), inverse="eigenbasis")  # type: ignore[arg-type]
+
+
+def test_a_state_of_another_precision() -> None:
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    optimizer = KFACOptimizer(model, loss, **EXACT)
+    loss(model(X), y).backward()
+    optimizer.step()
+    other = net().float()
+    with pytest.raises(
+        ValueError, match=r"dtype: the state has float64, this .* float32.*`model\.to\(torch\.float64\)`"
+    ):
+        KFACOptimizer(other, loss, **EXACT).load_state_dict(optimizer.state_dict())
+    again = KFACOptimizer(other.to(torch.float64), loss, **EXACT)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.curvature.steps == 1
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_classes_along_the_last_axis(flat: bool) -> None:
+    model, (X, y) = nn.Linear(4, 3).double(), (torch.randn(6, 5, 4).double(), torch.randint(3, (6, 5)))
+    optimizer = KFACOptimizer(model, nn.CrossEntropyLoss(), **EXACT)
+    message = r"\[6, 5, 3\] with classes along axis 1 .*say `output=lambda out: out\.movedim\(-1, 1\)`"
+    with pytest.raises(ValueError, match=message), optimizer.listen((X, y.flatten() if flat else y)):
+        model(X)
+
+
+class SparseTable(nn.Module):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(7, 4, sparse=sparse), nn.Linear(12, 3)
+
+    def forward(self, X: Tensor) -> Tensor:
+        return self.head(self.table(X).flatten(1))
+
+
+@pytest.mark.parametrize("vectors", ["ggn_exact", "empirical"])
+@pytest.mark.parametrize("kind", [KFACOptimizer, KFACPreconditioner])
+@pytest.mark.parametrize("looks", [False, True])
+def test_sparse_gradients(kind: Any, vectors: str, looks: bool) -> None:
+    """A table whose gradient is sparse moves as one whose gradient is not."""
+    models, ends = [SparseTable(sparse).double() for sparse in (True, False)], []
+    for model in models:
+        loss, generator = nn.CrossEntropyLoss(), torch.Generator().manual_seed(0)
+        options = {"damping": LevenbergMarquardt(0.1, interval=1)} if looks and kind is KFACOptimizer else {}
+        optimizer = kind(model, loss, vectors=vectors, **options)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1 if kind is KFACPreconditioner else 0.0, momentum=0.9)
+        for _ in range(4):
+            X, y = torch.randint(7, (6, 3), generator=generator), torch.randint(3, (6,), generator=generator)
+            optimizer.zero_grad()
+            loss(model(X), y).backward()
+            assert model.table.weight.grad is not None
+            assert model.table.weight.grad.is_sparse == model.table.sparse
+            optimizer.step()
+            sgd.step()
+        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert float(ends[0].abs().max()) < 100
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+@pytest.mark.parametrize("vectors", ["ggn_exact", "empirical"])
+@pytest.mark.parametrize("listening", [False, True])
+def test_spectral_norm_that_is_trained(norm: Any, vectors: str, listening: bool) -> None:
+    """It is refused, and both ways out that the message names work."""
+    loss, (X, y) = nn.CrossEntropyLoss(), batch()
+
+    def train(params: Any, evaluating: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)).double()
+        optimizer = KFACOptimizer(model, loss, params=params(model), vectors=vectors)
+        before = [p.clone() for p in model.parameters()]
+        if evaluating:
+            model[0].eval()
+        for _ in range(2):
+            optimizer.zero_grad()
+            with optimizer.listen((X, y)) if listening and vectors != "empirical" else nullcontext():
+                output = model(X)
+            loss(output, y).backward()
+            optimizer.step()
+        return [p for p, old in zip(model.parameters(), before, strict=True) if not torch.equal(p, old)]
+
+    with pytest.raises(
+        UnsupportedError, match=r"\['0'\] have spectral norm in training mode, .*eval\(\).* out of `params`, and give"
+    ):
+        train(lambda model: None, evaluating=False)
+    assert len(train(lambda model: None, evaluating=True)) == 4
+    assert len(train(lambda model: list(model[2].parameters()), evaluating=False)) == 2
+
+
+def test_batch_norm_that_is_trained_later() -> None:
+    """The optimizer was made in eval mode."""
+    model, loss, (X, y) = (
+        nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().eval(),
+        nn.CrossEntropyLoss(),
+        batch(),
+    )
+    optimizer = KFACOptimizer(model, loss, **EXACT)
+    with pytest.raises(UnsupportedError, match=r"\['1'\] are batch norm in training mode.*out of `params`, and give"):
+        loss(model.train()(X), y)
+        optimizer.step()

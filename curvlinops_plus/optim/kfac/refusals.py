@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.layer.run_again import spectral_norms
 from curvlinops_plus.optim.kfac.step_batches import mean_over
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.constant_statistics import batch_norms
 
-__all__ = ["Noticed", "common_damping", "naming_batch_norm", "no_batch", "require_common", "require_same_loss"]
+__all__ = ["Noticed", "common_damping", "naming_training_mode", "no_batch", "require_common", "require_same_loss"]
 
 
 @dataclass
@@ -174,16 +175,25 @@ def require_same_loss(risk: EmpiricalRisk, given: Any, find: Callable[[], float]
 
 
 @contextmanager
-def naming_batch_norm(risk: EmpiricalRisk) -> Iterator[None]:
-    """Context whose refusals say what to do about batch norms that are trained."""
+def naming_training_mode(risk: EmpiricalRisk) -> Iterator[None]:
+    """Context whose refusals say what to do about layers that have no curvature in training mode."""
     try:
         yield
     except UnsupportedError as error:
-        params = set(risk.params.values())
-        names = [name for name, m in batch_norms(risk.model).items() if params & set(m.parameters())]
-        if not names:
-            raise
-        raise UnsupportedError(
-            f"{names} are batch norm in training mode, whose own parameters have no curvature: the examples of a batch "
-            "depend on each other. Leave these parameters out of `params`, and give them to another optimizer."
-        ) from error
+        params, model = set(risk.params.values()), risk.model
+        for found, what in ((batch_norms(model), _BATCH_NORM), (spectral_norms(model), _SPECTRAL_NORM)):
+            if names := [name for name, m in found.items() if params & set(m.parameters())]:
+                raise UnsupportedError(
+                    f"{names} {what} these parameters out of `params`, and give them to another optimizer."
+                ) from error
+        raise
+
+
+_BATCH_NORM = (
+    "are batch norm in training mode, whose own parameters have no curvature: the examples of a batch depend on each "
+    "other. Leave"
+)
+_SPECTRAL_NORM = (
+    "have spectral norm in training mode, which changes their weights in every forward pass, so their curvature is not "
+    "known. Call eval() on these modules alone, which keeps the singular vectors of before; or leave"
+)

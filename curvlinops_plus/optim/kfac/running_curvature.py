@@ -19,7 +19,7 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedE
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.damped_inverse import DampedInverse, complete
-from curvlinops_plus.optim.kfac.refusals import Noticed, naming_batch_norm, no_batch
+from curvlinops_plus.optim.kfac.refusals import Noticed, naming_training_mode, no_batch
 from curvlinops_plus.optim.kfac.step_batches import (
     Factor,
     StepBatches,
@@ -76,7 +76,7 @@ class RunningCurvature:
 
     def __init__(self, risk: EmpiricalRisk, options: CurvatureOptions) -> None:
         self.risk, self.options = risk, options
-        with naming_batch_norm(risk):
+        with naming_training_mode(risk):
             self.estimator = CurvatureEstimator(
                 risk,
                 options.approximation,
@@ -137,6 +137,7 @@ class RunningCurvature:
             contexts.callback(pause, False)
             contexts.callback(self.risk.model.register_forward_hook(own_calls(note)).remove)
             if due:
+                contexts.enter_context(naming_training_mode(self.risk))
                 contexts.enter_context(self.estimator.listen(batch, decay=1.0 if self.batches else None))
             contexts.callback(pause, True)  # vectors go back through the outputs
             yield
@@ -224,7 +225,8 @@ class RunningCurvature:
         while self._waiting:
             heard, y = self._waiting.pop(0)
             try:
-                heard.add(y, decay=1.0 if self.batches else None)
+                with naming_training_mode(self.risk):
+                    heard.add(y, decay=1.0 if self.batches else None)
                 self.batches += 1
             except NumericsError as error:
                 self._error = error
