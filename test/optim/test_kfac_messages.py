@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from curvlinops_plus import UnsupportedError
+from curvlinops_plus import DiagonalBlock, UnsupportedError
 from curvlinops_plus.optim.kfac import KFACOptimizer, KFACPreconditioner, LevenbergMarquardt
 from test.optim.test_kfac_optimizer import EXACT, batch, net
 
@@ -183,9 +183,7 @@ def test_what_the_message_about_changed_outputs_advises(kind: str) -> None:
 # ------------------------------------------------------------------------------------------ arguments, layers, states
 @pytest.mark.parametrize("kind", [KFACOptimizer, KFACPreconditioner])
 def test_a_model_without_parameters(kind: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"a CrossEntropyLoss, has no parameters .*The model comes first, then the loss"
-    ):
+    with pytest.raises(ValueError, match=r"a CrossEntropyLoss, has no parameters .*The model comes first"):
         kind(nn.CrossEntropyLoss(), net())
     with pytest.raises(ValueError, match=r"a Sequential, has no parameters .*params=list\(model\.parameters\(\)\)"):
         kind(net().requires_grad_(False), nn.CrossEntropyLoss())
@@ -217,9 +215,7 @@ def test_a_state_of_another_precision() -> None:
     loss(model(X), y).backward()
     optimizer.step()
     other = net().float()
-    with pytest.raises(
-        ValueError, match=r"dtype: the state has float64, this .* float32.*`model\.to\(torch\.float64\)`"
-    ):
+    with pytest.raises(ValueError, match=r"dtype: the state has float64.*`model\.to\(torch\.float64\)`"):
         KFACOptimizer(other, loss, **EXACT).load_state_dict(optimizer.state_dict())
     again = KFACOptimizer(other.to(torch.float64), loss, **EXACT)
     again.load_state_dict(optimizer.state_dict())
@@ -253,7 +249,8 @@ def test_sparse_gradients(kind: Any, vectors: str, looks: bool) -> None:
     models, ends = [SparseTable(sparse).double() for sparse in (True, False)], []
     for model in models:
         loss, generator = nn.CrossEntropyLoss(), torch.Generator().manual_seed(0)
-        options = {"damping": LevenbergMarquardt(0.1, interval=1)} if looks and kind is KFACOptimizer else {}
+        looking = looks and kind is KFACOptimizer
+        options: Any = {"damping": LevenbergMarquardt(0.1, interval=1) if looking else 1.0}
         optimizer = kind(model, loss, vectors=vectors, **options)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1 if kind is KFACPreconditioner else 0.0, momentum=0.9)
         for _ in range(4):
@@ -279,7 +276,7 @@ def test_spectral_norm_that_is_trained(norm: Any, vectors: str, listening: bool)
     def train(params: Any, evaluating: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)).double()
-        optimizer = KFACOptimizer(model, loss, params=params(model), vectors=vectors)
+        optimizer = KFACOptimizer(model, loss, params=params(model), vectors=vectors, approximation=DiagonalBlock)
         before = [p.clone() for p in model.parameters()]
         if evaluating:
             model[0].eval()
@@ -301,12 +298,8 @@ def test_spectral_norm_that_is_trained(norm: Any, vectors: str, listening: bool)
 
 def test_batch_norm_that_is_trained_later() -> None:
     """The optimizer was made in eval mode."""
-    model, loss, (X, y) = (
-        nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().eval(),
-        nn.CrossEntropyLoss(),
-        batch(),
-    )
-    optimizer = KFACOptimizer(model, loss, **EXACT)
+    model, loss, (X, y) = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(), nn.CrossEntropyLoss(), batch()
+    KFACOptimizer(model.eval(), loss, **EXACT)
+    output = model.train()(X)
     with pytest.raises(UnsupportedError, match=r"\['1'\] are batch norm in training mode.*out of `params`, and give"):
-        loss(model.train()(X), y)
-        optimizer.step()
+        loss(output, y)

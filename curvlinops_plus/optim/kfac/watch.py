@@ -162,24 +162,28 @@ class Watch:
                 noticed.called_on(index, *given[:2], self._calls[-1].read(self._curvature.risk)[index]())
             return
         self._require_constant(given[1])
+        self._apply(found, index, given[0], given[1], value)
+
+    def _apply(self, found: _Call, index: int, f: Tensor, y: Any, value: Tensor) -> None:
+        """A loss was called on an output and targets, with this value."""
         losses = self._curvature.risk.losses
         waits = found in self._calls  # for others of the losses
         if waits and index in found.targets:
-            if not same_targets(found.targets[index], given[1]):
+            if not same_targets(found.targets[index], y):
                 raise other_targets()
             found.factors[index].watch(value)
             return
         factor = Factor(self._curvature.seen, value)
         if not waits:
-            self._curvature.repeat(found.call, index, given[0], found.class_axes[index], given[1], factor)
+            self._curvature.repeat(found.call, index, f, found.class_axes[index], y, factor)
             return
-        found.targets[index], found.factors[index] = given[1], factor
-        noticed.missing = set(range(len(losses))) - found.targets.keys()
-        if not noticed.missing:
+        found.targets[index], found.factors[index] = y, factor
+        missing = self._curvature.noticed.missing = set(range(len(losses))) - found.targets.keys()
+        if not missing:
             self._calls.remove(found)
             self._added.append(found)
-            y = losses.joined([found.targets[i] for i in range(len(losses))])
-            self._curvature.add(found.call, y, [found.factors[i] for i in range(len(losses))])
+            joined = losses.joined([found.targets[i] for i in range(len(losses))])
+            self._curvature.add(found.call, joined, [found.factors[i] for i in range(len(losses))])
             found.call.heard.output = None  # it is the user's to keep
 
     def _require_constant(self, y: Any) -> None:
