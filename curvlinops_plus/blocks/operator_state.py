@@ -207,8 +207,8 @@ def check_state(K: StateOwner, state: Mapping[str, Any]) -> None:
             raise ValueError(f"State mismatch in layer {name!r}: the state has {theirs}, this operator {ours}.")
     if state["dtype"] != mine["dtype"]:
         raise ValueError(
-            f"State mismatch in the dtype: the state has {state['dtype']}, this operator {mine['dtype']}. Convert one "
-            "of them with `K.to(dtype=...)`."
+            f"State mismatch in the dtype: the state has {state['dtype']}, this operator {mine['dtype']}. Convert the "
+            f"model before, `model.to(torch.{state['dtype']})`; operators by themselves also have `K.to(dtype=...)`."
         )
 
 

@@ -17,7 +17,14 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.random_state import RandomState
 
-__all__ = ["as_parameters", "attributes_restored", "check_repeatable", "no_random_numbers", "words_for_errors"]
+__all__ = [
+    "as_parameters",
+    "attributes_restored",
+    "check_repeatable",
+    "no_random_numbers",
+    "spectral_norms",
+    "words_for_errors",
+]
 
 
 def check_repeatable(module: nn.Module) -> None:
@@ -38,13 +45,30 @@ def check_repeatable(module: nn.Module) -> None:
                 f"{where} {why} normalizes with the statistics of the batch: its examples are not independent, so they "
                 "have no gradients of their own. Call `model.eval()` first, on a layer that tracks running statistics."
             )
-        hooks = child._forward_pre_hooks.values()
-        spectral = isinstance(child, _SpectralNorm) and hasattr(child, "_u")  # vectors are normalized without one
-        if child.training and (spectral or any(isinstance(hook, SpectralNorm) for hook in hooks)):
+        if _updates_vectors(child):
             raise UnsupportedError(
                 f"{where} in training mode: spectral normalization updates its estimate of the largest singular value "
                 "in every forward pass, so running the layer again gives another weight. Call `model.eval()` first."
             )
+
+
+def spectral_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules whose weights spectral normalization changes in every forward pass, by name.
+
+    Example:
+        >>> model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)), nn.Linear(2, 2))
+        >>> list(spectral_norms(model)), list(spectral_norms(model.eval()))
+        (['0'], [])
+    """
+    own = {name: (m, *getattr(m, "parametrizations", nn.Module()).modules()) for name, m in model.named_modules()}
+    return {name: parts[0] for name, parts in own.items() if any(map(_updates_vectors, parts))}
+
+
+def _updates_vectors(module: nn.Module) -> bool:
+    """Whether it is spectral normalization in training mode, of the new or the old kind."""
+    new = isinstance(module, _SpectralNorm) and hasattr(module, "_u")  # vectors are normalized without one
+    old = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+    return module.training and (new or old)
 
 
 def as_parameters(tensors: Iterable[Tensor]) -> None:

@@ -67,10 +67,12 @@ class CrossEntropy(Likelihood):
             return super().canonical_target(self._checked_probabilities(y), F, f_shape, class_axis)
         index_shape = f_shape[:class_axis] + f_shape[class_axis + 1 :]
         if y.shape != index_shape:
+            last = class_axis != len(f_shape) - 1 and y.numel() == f_shape[:-1].numel()
+            moved = " For classes along the last axis, say `output=lambda out: out.movedim(-1, 1)`." if last else ""
             raise ValueError(
                 f"{self.name}: an output of shape {list(f_shape)} with classes along axis {class_axis} needs class "
                 f"indices of shape {list(index_shape)} or class probabilities of shape {list(f_shape)}, got a target "
-                f"of shape {list(y.shape)}."
+                f"of shape {list(y.shape)}.{moved}"
             )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise ValueError(

@@ -180,8 +180,9 @@ def _by_slot(slots: Sequence[OutputSlot], grads: Iterable[Tensor | None]) -> dic
 
 
 def _by_key(params: Mapping[str, Tensor], grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-    """Gradients of parameters by their keys, of those that have one."""
-    return {key: g for key, g in zip(params, grads, strict=True) if g is not None}
+    """Gradients of parameters by their keys, of those that have one; `nn.Embedding(sparse=True)` has sparse ones."""
+    found = {key: g for key, g in zip(params, grads, strict=True) if g is not None}
+    return {key: g.to_dense() if g.is_sparse else g for key, g in found.items()}
 
 
 def _are_others(examples: Sequence[int], N: int) -> list[float]:

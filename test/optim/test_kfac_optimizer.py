@@ -624,7 +624,7 @@ def test_a_loss_inside_of_the_model() -> None:
     model, (X, y) = WithLoss(), batch()
     optimizer = KFACOptimizer(model, model.loss)
     model(X, y).backward()
-    with pytest.raises(RuntimeError, match=r"It was called inside of the model's forward.*listen"):
+    with pytest.raises(RuntimeError, match=r"CrossEntropyLoss was called inside of the model's forward.*listen"):
         optimizer.step()
 
 

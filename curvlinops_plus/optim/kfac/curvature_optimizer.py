@@ -330,7 +330,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     def _gradient(self) -> dict[str, Tensor]:
         """Key of a parameter to its gradient, of those that have one; in the precision of the statistics."""
         dtype = self.curvature.risk.dtype
-        return {key: g if g.dtype == dtype else g.to(dtype) for _, key, p in self._listed if (g := p.grad) is not None}
+        return {key: _strided(g, dtype) for _, key, p in self._listed if (g := p.grad) is not None}
 
     def _gradient_of_losses(self) -> dict[str, Tensor]:
         """What is in `.grad`, without terms besides the losses that are known."""
@@ -383,6 +383,12 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 self.state[p][name] = value.to(p.device, copy=True) if isinstance(value, Tensor) else value
 
 
+def _strided(g: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient that vectors are made from; those of `nn.Embedding(sparse=True)` are sparse."""
+    g = g.to_dense() if g.is_sparse else g
+    return g if g.dtype == dtype else g.to(dtype)
+
+
 def first_nonfinite(gradient: Mapping[str, Tensor]) -> str | None:
     """Key of a gradient with NaN or infinite numbers."""
     if gradient and not isfinite(norm(list(gradient.values()))):
@@ -402,6 +408,11 @@ def _groups(model: nn.Module, params: Any) -> list[dict[str, Any]]:
     """Parameter groups, as PyTorch's optimizers take them."""
     if params is None:
         params = [p for p in model.parameters() if p.requires_grad]
+        if not params:
+            raise ValueError(
+                f"The model, a {type(model).__name__}, has no parameters that require a gradient. The model comes "
+                "first, then the loss; for parameters that are frozen for now, say params=list(model.parameters())."
+            )
     params = list(params.values() if isinstance(params, Mapping) else params)
     if params and isinstance(params[0], dict):
         return [{**group, "params": _as_list(group["params"])} for group in params]

@@ -41,7 +41,10 @@ class CurvatureOptions:
     def __post_init__(self) -> None:
         number("-power", -self.power, strict=True)
         if self.inverse not in ("exact", "factored"):
-            raise ValueError(f'inverse={self.inverse!r}; expected "exact" or "factored".')
+            raise ValueError(
+                f'inverse={self.inverse!r}; expected "exact" or "factored". Eigenvalues of their own in the eigenbasis '
+                "of the Kronecker factors (EKFAC) are another curvature, not another inverse: approximation=EKFAC."
+            )
         if self.inverse == "factored" and self.power != -1:
             raise ValueError(
                 f'inverse="factored" and power={self.power:g}: only inverses can be damped factor by factor.'

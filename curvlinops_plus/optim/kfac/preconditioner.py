@@ -104,4 +104,7 @@ class KFACPreconditioner(CurvatureOptimizer):
         self._report(move, move.update, report)
         for p, d in zip(move.vectors.params, move.vectors.split(move.update), strict=True):
             assert p.grad is not None
-            p.grad.copy_(d)  # in place: it may be a view of another's buffer
+            if p.grad.is_sparse:
+                p.grad = d.to(p.grad.dtype, copy=True)
+            else:
+                p.grad.copy_(d)  # in place: it may be a view of another's buffer

@@ -20,7 +20,7 @@ from curvlinops_plus.errors import CurvatureWarning, NumericsError, UnsupportedE
 from curvlinops_plus.exact import GGN
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.damped_inverse import DampedInverse, complete
-from curvlinops_plus.optim.kfac.refusals import naming_batch_norm, no_batch
+from curvlinops_plus.optim.kfac.refusals import Noticed, naming_training_mode, no_batch
 from curvlinops_plus.optim.kfac.step_batches import (
     Factor,
     StepBatches,
@@ -77,7 +77,7 @@ class RunningCurvature:
 
     def __init__(self, risk: EmpiricalRisk, options: CurvatureOptions) -> None:
         self.risk, self.options = risk, options
-        with naming_batch_norm(risk):
+        with naming_training_mode(risk):
             self.estimator = CurvatureEstimator(
                 risk,
                 options.approximation,
@@ -99,8 +99,8 @@ class RunningCurvature:
         #: How many times the risk's loss is what is minimised: `.grad` is that of `factor * loss`.
         self.factor = 1.0
         self.new_factor = self._factor_varies = self._factor_seen = False
-        #: Whether a loss was called inside of the model.
-        self.called_inside = False
+        #: What a step that has seen no batch says.
+        self.noticed = Noticed()
         self._part = _Part()
         #: What steps apply, which is renewed less often.
         self.inverse = DampedInverse(self.estimator, options)
@@ -138,10 +138,11 @@ class RunningCurvature:
             contexts.callback(pause, False)
             contexts.callback(self.risk.model.register_forward_hook(own_calls(note)).remove)
             if due:
+                contexts.enter_context(naming_training_mode(self.risk))
                 contexts.enter_context(self.estimator.listen(batch, decay=1.0 if self.batches else None))
             contexts.callback(pause, True)  # vectors go back through the outputs
             yield
-        self.batches += due
+        self.batches, self.noticed.heard = self.batches + due, True
         self.seen.note(found, start, factors)
 
     def begin(self, X: Any, unpack: bool, remember: bool) -> HeardCall | None:
@@ -151,7 +152,9 @@ class RunningCurvature:
             error, self._error = self._error, None
             warn(f"A batch was left out of the statistics. {error}", CurvatureWarning, stacklevel=level_of_user())
         if not _is_in_place(self.risk):  # with other tensors it is another model
+            self.noticed.calls.add("with other tensors in place of its parameters")
             return None
+        self.noticed.calls.add("train")
         start = PassStart.now(self.risk.model) if remember else None
         heard = self.estimator.begin(X, unpack) if self.due else HeardBatch(self.risk.read_input(X, unpack))
         return HeardCall(heard, start)
@@ -167,7 +170,7 @@ class RunningCurvature:
         Raises:
             UnsupportedError: If a layer can't be recorded.
         """
-        call.added = replace(call.heard.batch, y=y)
+        call.added, self.noticed.heard = replace(call.heard.batch, y=y), True
         self.seen.note(call.added, call.start, factors, call.key)
         if self.due:
             self._waiting.append((call.heard, y))
@@ -225,7 +228,8 @@ class RunningCurvature:
         while self._waiting:
             heard, y = self._waiting.pop(0)
             try:
-                heard.add(y, decay=1.0 if self.batches else None)
+                with naming_training_mode(self.risk):
+                    heard.add(y, decay=1.0 if self.batches else None)
                 self.batches += 1
             except NumericsError as error:
                 self._error = error
@@ -247,7 +251,8 @@ class RunningCurvature:
         """
         self._take_factor(self.seen.factor(self.scale))
         if (self.due and not self._heard and (statistics or not self.estimator.updates)) or (again and not self._seen):
-            raise no_batch(self.risk, self.called_inside)
+            noticed, self.noticed = self.noticed, Noticed()
+            raise no_batch(self.risk, noticed, again)
 
     def _take_factor(self, found: float | None) -> None:
         """Note how many times the loss makes up the gradient of this step; None if nobody saw it."""
@@ -346,7 +351,7 @@ class RunningCurvature:
 
     def forget(self) -> None:
         """What was seen until now belongs to no step any more."""
-        self.batches, self.scale = 0, 1.0
+        self.batches, self.scale, self.noticed = 0, 1.0, Noticed()
         self.forget_examples()
         self.seen.clear()
 

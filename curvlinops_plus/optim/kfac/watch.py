@@ -113,7 +113,11 @@ class Watch:
         return self.paused or in_own_passes() or torch._C._current_graph_task_id() != -1
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_deaf or not module.training or not torch.is_grad_enabled():
+        if self._is_deaf:
+            return
+        if not module.training or not torch.is_grad_enabled():
+            mode = "without gradients (torch.no_grad)" if module.training else "in eval mode (write `model.train()`)"
+            self._curvature.noticed.calls.add(mode)
             return
         self._added = [call for call in self._added if any(f() is not None for f in call.outputs)]
         if (left := self._left()) is not None:  # it was interrupted, or has called the model itself
@@ -146,30 +150,40 @@ class Watch:
     ) -> None:
         if self._is_deaf:
             return
-        self._curvature.called_inside |= getattr(self._open, "call", None) is not None
+        noticed, inside = self._curvature.noticed, getattr(self._open, "call", None) is not None
+        noticed.inside |= inside
         if not (self._calls or self._added or self._dropped):
             return
         given = inspect.signature(module.forward).bind(*args, **kwargs).args if kwargs else args
-        if len(given) < 2 or (found := self._of_output(given[0], index)) is None:
+        if len(given) < 2:
+            return
+        if (found := self._of_output(given[0], index)) is None:
+            if self._calls and not inside:
+                noticed.called_on(index, *given[:2], self._calls[-1].read(self._curvature.risk)[index]())
             return
         self._require_constant(given[1])
+        self._apply(found, index, given[0], given[1], value)
+
+    def _apply(self, found: _Call, index: int, f: Tensor, y: Any, value: Tensor) -> None:
+        """A loss was called on an output and targets, with this value."""
         losses = self._curvature.risk.losses
         waits = found in self._calls  # for others of the losses
         if waits and index in found.targets:
-            if not same_targets(found.targets[index], given[1]):
+            if not same_targets(found.targets[index], y):
                 raise other_targets()
             found.factors[index].watch(value)
             return
         factor = Factor(self._curvature.seen, value)
         if not waits:
-            self._curvature.repeat(found.call, index, given[0], found.class_axes[index], given[1], factor)
+            self._curvature.repeat(found.call, index, f, found.class_axes[index], y, factor)
             return
-        found.targets[index], found.factors[index] = given[1], factor
-        if len(found.targets) == len(losses):
+        found.targets[index], found.factors[index] = y, factor
+        missing = self._curvature.noticed.missing = set(range(len(losses))) - found.targets.keys()
+        if not missing:
             self._calls.remove(found)
             self._added.append(found)
-            y = losses.joined([found.targets[i] for i in range(len(losses))])
-            self._curvature.add(found.call, y, [found.factors[i] for i in range(len(losses))])
+            joined = losses.joined([found.targets[i] for i in range(len(losses))])
+            self._curvature.add(found.call, joined, [found.factors[i] for i in range(len(losses))])
             found.call.heard.output = None  # it is the user's to keep
 
     def _require_constant(self, y: Any) -> None:
