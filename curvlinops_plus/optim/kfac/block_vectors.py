@@ -67,8 +67,9 @@ class BlockVectors:
                     self._places.append((k, t.shape, t.stride(), int(t.storage_offset())))
         self.params = [params[key] for key in self.keys]
         self.at = [k for k, *_ in self._places]
-        self.groups_of = [id(groups[key]) for key in self.keys]
-        self.distinct_groups = {id(groups[key]): groups[key] for key in self.keys}
+        of_keys = [groups[key] for key in self.keys]
+        self.groups_of = list(map(id, of_keys))
+        self.distinct_groups = dict(zip(self.groups_of, of_keys, strict=True))
         self.first_keys = [next(iter(blocks.values())).names[0] for blocks in in_groups.values()]
         self.groups = [groups[key] for key in self.first_keys]
         #: Parameters with an axis that the matrix takes apart.
