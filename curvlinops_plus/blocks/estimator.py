@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Real
@@ -13,7 +13,7 @@ from torch import Tensor
 from curvlinops_plus.blocks.accumulation import refuse_unread
 from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
-from curvlinops_plus.blocks.estimator_processes import add_to_step, agree, sums_of_batch, together
+from curvlinops_plus.blocks.estimator_processes import add_to_step, sums_of_batch, together
 from curvlinops_plus.blocks.estimator_state import read_estimator, with_layers, write_estimator
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.heard_pass import HeardBatch, HeardPass, listen
@@ -120,16 +120,15 @@ class CurvatureEstimator:
         self._sums = RunningSums.of_plan(self.plan, self._scale)
         #: The number of the step, and of examples of this process in it, which random numbers depend on.
         self._drawn: tuple[int, int] = 0, 0
-        #: The step that batches are added to, and which layers were called.
-        self._step = Step()
+        #: The step that batches are added to.
+        self.step = Step()
         #: Relative weights of several losses, which each batch of a stream has to tell.
         self._weights = LossWeights(self.risk.losses, self.risk.options.num_data)
         self._snapshot: BlockwiseLinearOperator | None = None
         self._inverse: LinearOperator | None = None
         #: The number of updates, of examples in them, and the sum of their weights.
         self.updates, self.examples, self.weight = 0, 0, 0.0
-        #: The sum of weights of batches that were begun: with `decay=1` an update continues the one before.
-        self.begun = 0.0
+        self.begun = 0.0  # the sum of weights of steps: with `decay=1` an update continues the one before
 
     def _scale(self, totals: Totals) -> Tensor | float:
         c = self.risk.scale(totals)
@@ -249,43 +248,17 @@ class CurvatureEstimator:
 
     def _add(self, show: Show, decay: float | None) -> None:
         """Sum one batch by itself, then add it to the running sums: an error before that changes nothing."""
-        decay = self.decay if decay is None else decay
-        _check_decay(decay)
-        step, before = self._drawn if decay == 1 or not self.updates else (self._drawn[0] + 1, 0)
+        _add(self, show, self.decay if decay is None else decay)
 
-        def show_again(consume: Consumer) -> Totals:  # with the same vectors each time
-            return show(consume, Draws(self.vectors.seed or 0, step, before)).detached()
+    def settle(self) -> None:
+        """Of several processes: finish a step whose batches have called other layers in other processes. Collective.
 
-        batch, totals = sums_of_batch(self, show_again)
-        batch.require_finite()
-        add_to_step(self, batch, totals, decay)
-        self._drawn = step, before + totals.examples
-        self.updates, self.examples = self.updates + 1, self.examples + totals.examples
-        self.weight = decay * self.weight + 1
-        self.begun = max(1.0, self.begun) if decay == 1 else decay * self.begun + 1
-        self._blank.confirm_plan()
-
-    def settle(self, told: Sequence[Any] | None = None) -> None:
-        """Of several processes: finish a step of which each has added its own batches. Collective.
-
-        What a layer's sums are divided by has to count the batches of processes that have not called it, too, and a
-        step decays it in all of them. Needed after each step whose batches call other layers in other processes;
-        reading does it as well.
-
-        Args:
-            told: `untold` of all processes, if these have exchanged it.
+        All decay a layer that some have called, and count their examples for it. Reading does it as well.
 
         Raises:
-            ProcessError: If several steps were taken since, which have called other layers in other processes.
+            ProcessError: If several such steps were taken since the last time.
         """
-        if told is None:
-            return together(self, "the end of a step", lambda: None)
-        agree(self, told)
-
-    @property
-    def untold(self) -> Any:
-        """What other processes have to know for `settle`, in plain Python."""
-        return self._step.untold
+        together(self, "the end of a step", lambda: None)
 
     # ------------------------------------------------------------------------------------------------------- reading
     @property
@@ -304,13 +277,6 @@ class CurvatureEstimator:
         """Names of the layers that no batch has called yet."""
         return [layer.name for layer in self._layers if layer not in self._sums.called]
 
-    @property
-    def lacks_layers(self) -> bool:
-        """Whether a layer was called that the last `refresh` has not seen."""
-        known = None if self._snapshot is None else {entry.layer.name for entry in self._snapshot.plan}
-        layers = self._layers
-        return known is not None and any(layers[index].name not in known for index in self._step.ever)
-
     def refresh(self, damping: Any = None) -> None:
         """Take new bases (EKFAC), and make `inverse()` that of the statistics as they are now. Collective.
 
@@ -326,14 +292,8 @@ class CurvatureEstimator:
     def refresh_by(self, choose: Callable[[BlockwiseLinearOperator], Any]) -> None:
         """The same, with a damping `choose(K)` that depends on the curvature."""
 
-        def renew() -> tuple[RunningSums, BlockwiseLinearOperator, LinearOperator, Any]:
-            sums, whole = self._sums.renewed(self.risk.processes)
-            snapshot = _operator(self, whole)
-            damping = choose(snapshot)
-            decompose_factors(snapshot.blocks, damping, self.risk.processes)
-            return sums, snapshot, snapshot.inverse(damping), damping
-
-        self._sums, self._snapshot, self._inverse, self.damping = together(self, "a refresh", renew)
+        renewed = together(self, "a refresh", lambda: _renewed(self, choose))
+        self._sums, self._snapshot, self._inverse, self.damping = renewed
 
     @property
     def refreshed(self) -> BlockwiseLinearOperator:
@@ -373,13 +333,7 @@ class CurvatureEstimator:
         """
         if not other.updates:
             return
-        _require_like(self, other)
-        # A layer that one of them has called in the step that they are in was called by both.
-        mine, theirs = (e._sums.entered(self._step.called | other._step.called, e._step) for e in (self, other))
-        self._sums, self._step = mine.merged(theirs), self._step.merged(other._step)
-        self.updates, self.examples = self.updates + other.updates, self.examples + other.examples
-        self.weight += other.weight
-        self.begun = max(self.begun, other.begun)
+        _merge(self, other)
 
     def adopt_bases(self, other: CurvatureEstimator) -> None:
         """Sum EKFAC's eigenvalues in the bases of another estimator of the same network from now on, for `merge`.
@@ -421,6 +375,42 @@ class CurvatureEstimator:
     def __repr__(self) -> str:
         progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
         return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"
+
+
+def _add(estimator: CurvatureEstimator, show: Show, decay: float) -> None:
+    _check_decay(decay)
+    step, before = estimator._drawn if decay == 1 or not estimator.updates else (estimator._drawn[0] + 1, 0)
+
+    def show_again(consume: Consumer) -> Totals:  # with the same vectors each time
+        return show(consume, Draws(estimator.vectors.seed or 0, step, before)).detached()
+
+    batch, totals = sums_of_batch(estimator, show_again)
+    batch.require_finite()
+    add_to_step(estimator, batch, totals, decay)
+    estimator._drawn = step, before + totals.examples
+    estimator.updates, estimator.examples = estimator.updates + 1, estimator.examples + totals.examples
+    estimator.weight = decay * estimator.weight + 1
+    estimator.begun = max(1.0, estimator.begun) if decay == 1 else decay * estimator.begun + 1
+    estimator._blank.confirm_plan()
+
+
+def _renewed(
+    estimator: CurvatureEstimator, choose: Callable[[BlockwiseLinearOperator], Any]
+) -> tuple[RunningSums, BlockwiseLinearOperator, LinearOperator, Any]:
+    """Sums in new bases, the curvature, its inverse, and the damping that is chosen for it."""
+    sums, whole = estimator._sums.renewed(estimator.risk.processes)
+    snapshot = _operator(estimator, whole)
+    damping = choose(snapshot)
+    decompose_factors(snapshot.blocks, damping, estimator.risk.processes)
+    return sums, snapshot, snapshot.inverse(damping), damping
+
+
+def _merge(one: CurvatureEstimator, other: CurvatureEstimator) -> None:
+    _require_like(one, other)
+    one._sums, one.step = one._sums.merged(other._sums, one.step, other.step), one.step.merged(other.step)
+    one.updates, one.examples = one.updates + other.updates, one.examples + other.examples
+    one.weight += other.weight
+    one.begun = max(one.begun, other.begun)
 
 
 def _operator(estimator: CurvatureEstimator, sums: RunningSums) -> BlockwiseLinearOperator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.blocks.step import Step
 from curvlinops_plus.distributed import Alone
@@ -26,10 +26,9 @@ class Streaming(Protocol):
     updates: int
     begun: float
     _sums: RunningSums
-    _step: Step
+    step: Step
 
-    @property
-    def plan(self) -> Sequence[LayerPlan]: ...
+    _blank: BlockwiseLinearOperator
 
     def _add(self, show: Callable[[Consumer, Draws], Totals], decay: float | None) -> None: ...
 
@@ -44,7 +43,7 @@ def together(estimator: Streaming, what: str, work: Callable[[], T]) -> T:
     """
 
     def agreed() -> T:
-        own = estimator.updates, estimator.begun, estimator._step.untold
+        own = estimator.updates, estimator.begun, estimator.step.untold
         told = estimator.risk.processes.gather("comparing numbers of updates", own)
         forgets = any(begun > 1 for _, begun, _ in told)
         weights = [begun for _, begun, _ in told if begun or forgets]
@@ -72,13 +71,13 @@ def add_to_step(estimator: Streaming, batch: RunningSums, totals: Totals, decay:
     Raises:
         ValueError: If several losses had other weights before; nothing has changed then.
     """
-    sums, step, alone = estimator._sums, estimator._step, estimator.risk.processes.world == 1
+    sums, step, alone = estimator._sums, estimator.step, estimator.risk.processes.world == 1
     sums.require_fitting(totals)
     if decay != 1:
         if step.untold and not step.untold[-1][1]:  # this process has added nothing, and others call what they did
             sums.enter(set(step.ever), step)
             step.untold[-1] = set(step.called), False
-        estimator._step = step = step.following(decay)
+        estimator.step = step = step.following(decay)
     late = totals.called - step.called
     sums.add(batch, totals, step)
     if not alone and (decay != 1 or (late and not step.untold)):
@@ -102,13 +101,14 @@ def agree(estimator: Streaming, told: Sequence[Sequence[tuple[set[int], bool]]])
     for each in zip(*[steps[:-1] for steps in told]):
         called = set[int]().union(*[here for here, adds in each if adds])
         if away := {index for here, adds in each for index in (here ^ called if adds else here - called)}:
+            layer = estimator._blank.plan[min(away)].layer
             raise ProcessError(
-                f"{estimator.plan[min(away)].layer.title} was called by some of the processes only, and further steps "
+                f"{layer.title} was called by some of the processes only, and further steps "
                 "were taken since, so its batches weigh differently in the moving averages of others. Call "
                 "estimator.settle() in all processes after each step."
             )
-    estimator._sums.enter(set[int]().union(*[steps[-1][0] for steps in told]), estimator._step)
-    estimator._step.untold = []
+    estimator._sums.enter(set[int]().union(*[steps[-1][0] for steps in told]), estimator.step)
+    estimator.step.untold = []
 
 
 def sums_of_batch(estimator: Streaming, show: Callable[[Consumer], Totals]) -> tuple[RunningSums, Totals]:

@@ -36,7 +36,7 @@ class Streaming(Protocol):
     _blank: BlockwiseLinearOperator
     _sums: RunningSums
     _drawn: tuple[int, int]
-    _step: Step
+    step: Step
     _snapshot: BlockwiseLinearOperator | None
     _inverse: LinearOperator | None
 
@@ -47,7 +47,7 @@ def write_estimator(estimator: Streaming) -> dict[str, Any]:
     """The state; see `CurvatureEstimator.state_dict`."""
     damping, snapshot, processes = estimator.damping, estimator._snapshot, estimator.risk.processes
     step, drawn = estimator._drawn
-    own = estimator.updates, estimator.examples, drawn, estimator._step.totals.plain()
+    own = estimator.updates, estimator.examples, drawn, estimator.step.totals.plain()
     told = processes.gather("counting updates and examples", own)
     updates, examples, drawn, totals = (tuple(numbers) for numbers in zip(*told))
     return {
@@ -61,7 +61,7 @@ def write_estimator(estimator: Streaming) -> dict[str, Any]:
         "draws": [step, sum(drawn)],
         "damping": damping if isinstance(damping, (int, float, Tensor)) else None,
         "sums": estimator._sums.over(processes).state_dict(),
-        "step": replace(estimator._step, totals=Totals.union(totals)).state_dict(),
+        "step": replace(estimator.step, totals=Totals.union(totals)).state_dict(),
         "refreshed": None if snapshot is None else snapshot.state_dict(),
     }
 
@@ -89,9 +89,9 @@ def read_estimator(estimator: Streaming, state: Mapping[str, Any]) -> None:
     sums = RunningSums.from_state_dict(state["sums"], own.plan, estimator._scale, begun)
     first = estimator.risk.processes.rank == 0  # what was summed before belongs to it; others go on from zero
     estimator._sums = sums if first else sums.emptied()
-    estimator._step = Step.from_state_dict(state["step"]) if "step" in state else sums.whole_step()
+    estimator.step = Step.from_state_dict(state["step"]) if "step" in state else sums.whole_step()
     if not first:
-        estimator._step.totals = Totals()
+        estimator.step.totals = Totals()
     estimator._snapshot, estimator._inverse = snapshot, None
     step, drawn = (state["updates"], 0) if isinstance(state["draws"], Tensor) else state["draws"]
     estimator._drawn = step, -(-drawn // estimator.risk.processes.world)

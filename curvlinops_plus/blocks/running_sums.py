@@ -171,20 +171,19 @@ class RunningSums:
             if problem := own.mismatch(totals):
                 raise ValueError(problem)
 
-    def entered(self, called: Iterable[int], step: Step) -> RunningSums:
-        """A copy, in which a step has called these layers, too."""
-        copied = self._copied()
-        copied.enter(called, step.copy())
-        return copied
-
     def _copied(self) -> RunningSums:
         with self._plain_mode():
             return RunningSums(
                 {layer: [_map(stage, _copied) for stage in stages] for layer, stages in self.stages.items()}
             )
 
-    def merged(self, other: RunningSums) -> RunningSums:
-        """The sums of both.
+    def merged(self, other: RunningSums, step: Step, others: Step) -> RunningSums:
+        """The sums of both. A layer that one of them calls in the step that they are in was called by both.
+
+        Args:
+            other: The other ones; neither changes.
+            step: That these are in.
+            others: That the other ones are in.
 
         Raises:
             ValueError: If they are in different bases.
@@ -197,10 +196,13 @@ class RunningSums:
             return result
 
         merged: dict[Layer, list[Stage]] = {}
+        mine, theirs = self._copied(), other._copied()
+        mine.enter(others.called, step.copy())
+        theirs.enter(step.called, others.copy())
         with self._plain_mode():
-            for (layer, stages), others in zip(self.stages.items(), other.stages.values(), strict=True):
-                pairs = zip(_padded(stages, others), _padded(others, stages), strict=True)
-                merged[layer] = [{name: total(a, theirs[name]) for name, a in mine.items()} for mine, theirs in pairs]
+            for (layer, stages), added in zip(mine.stages.items(), theirs.stages.values(), strict=True):
+                pairs = zip(_padded(stages, added), _padded(added, stages), strict=True)
+                merged[layer] = [{name: total(a, two[name]) for name, a in one.items()} for one, two in pairs]
         return RunningSums(merged)._sharing_equal()
 
     def _sharing_equal(self) -> RunningSums:

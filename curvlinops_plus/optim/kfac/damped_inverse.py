@@ -40,11 +40,17 @@ class DampedInverse:
             dampings: Key of a parameter to the damping `λ` of its block.
             factor: `c`.
         """
-        due = self.dampings is None or step % self._options.inverse_every == 0 or self._estimator.lacks_layers
+        due = self.dampings is None or step % self._options.inverse_every == 0 or self._lacks_layers
         if due:
             self._estimator.refresh_by(lambda K: self._of_blocks(K, _divided(dampings, factor)))
             self.dampings, self._made = dict(dampings), None
         return due
+
+    @property
+    def _lacks_layers(self) -> bool:
+        """Whether a layer was called, in any process, that the last refresh has not seen."""
+        known = {entry.layer.name for entry in self._estimator.refreshed.plan}
+        return any(self._estimator.plan[index].layer.name not in known for index in self._estimator.step.ever)
 
     def restore(self, dampings: dict[str, float] | None) -> None:
         """Go on with the dampings of a refresh that the estimator remembers."""

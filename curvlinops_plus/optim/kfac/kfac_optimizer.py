@@ -47,7 +47,8 @@ class KFACOptimizer(CurvatureOptimizer):
     with the optimizer. For losses that are functions, or outputs that are changed before the loss, see `listen`.
     Several batches before a step are one update. `step(closure)` is PyTorch's.
 
-    Parameters without gradient, or of layers that no batch has called yet, are left alone.
+    Parameters without gradient, or of layers that no batch has called yet, are left alone. Steps that don't call a
+    layer leave its curvature as it is.
 
     Args:
         model: The network.
@@ -59,13 +60,14 @@ class KFACOptimizer(CurvatureOptimizer):
         approximation: As for `curvature`.
         default: As there.
         vectors: What is sent back for the statistics; default: `MonteCarlo()`.
-        decay: Of the statistics' moving average, per update.
+        decay: Of the statistics' moving average, per update; batches weigh by their examples, or loss terms.
         statistics_every: Steps between two updates of the statistics.
-        inverse_every: Steps between two refreshes of the inverse.
+        inverse_every: Steps between two refreshes of the inverse; one comes earlier for a layer that was never called.
         inverse: "exact" is `(K + λI)⁻¹` with the damping of now, from eigendecompositions; "factored" splits `λ`
             between the factors of each Kronecker product, with the damping of the refresh, and is cheaper.
         power: Of `K + λI`, below 0.
-        norm_constraint: A number bounds the whole update, `⟨δ, (K + λ) δ⟩ <= c`; `NormConstraint` has other ways.
+        norm_constraint: A number bounds the whole update, `⟨δ, (K + λ) δ⟩ <= c`, with the `K` of the last refresh and
+            the `λ` of the step; `NormConstraint` has other ways.
             "auto" is 1e-3, and None with adaptive coefficients.
         weight_decay: A number is decoupled, as in AdamW; `WeightDecay` has other kinds.
         quadratic_model: Curvature of the quadratic model: the "blocks", or the "exact" GGN of the step's batches.
@@ -81,7 +83,8 @@ class KFACOptimizer(CurvatureOptimizer):
         TypeError: If an option has another type; later, if a scheduler drives what is adaptive.
 
     Cost: statistics are a backward pass to the layers' outputs; a refresh is one eigendecomposition (or Cholesky
-    decomposition) per factor; a step multiplies every gradient by two or four matrices.
+    decomposition) per factor, and a product with `K` for the norm constraint; a step multiplies every gradient by two
+    or four matrices.
 
     Source: Martens and Grosse 2015, arXiv 1503.05671; kfac_jax, whose trajectories it reproduces.
 
