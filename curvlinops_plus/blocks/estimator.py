@@ -149,7 +149,7 @@ class CurvatureEstimator:
         """
         found = self._read(batch)
         if found.num_examples:
-            self._update(found, PassStart.now(), partial(self._add, decay=decay))
+            _update(self, found, PassStart.now(), partial(self._add, decay=decay))
         else:
             self.add_nothing(decay)
 
@@ -157,24 +157,6 @@ class CurvatureEstimator:
         """Take a step to which this process has nothing to add, while others have."""
         self.risk.whole.renew()
         self._add(_show_nothing, decay)
-
-    def _update(
-        self,
-        found: Batch,
-        start: PassStart,
-        add: Callable[[Show], None],
-        check: Callable[[Sequence[Tensor]], None] | None = None,
-        error: OutsideReads | None = None,
-    ) -> None:
-        """Add a batch by a pass of its own; arguments as for `BatchPass.run`, and what is known to be unread."""
-        self.risk.whole.renew()
-        while True:
-            if error is not None:
-                self._look(found, error)  # raises it again if it finds no more than was known
-            try:
-                return self._pass(found).run(start, add, check)
-            except OutsideReads as another:
-                error = another
 
     @contextmanager
     def listen(self, batch: Any, decay: float | None = None) -> Iterator[None]:
@@ -202,10 +184,10 @@ class CurvatureEstimator:
             yield
             return self.add_nothing(decay)
         start = PassStart.now() if self.risk.whole else None
-        with nullcontext() if start else listen(self._pass(found), add, self._update):
+        with nullcontext() if start else listen(self._pass(found), add, partial(_update, self)):
             yield
         if start:  # the layers have other tensors in the user's pass, which come and go
-            self._update(found, start, add)
+            _update(self, found, start, add)
 
     def begin(self, X: Any, unpack: bool = False) -> HeardBatch:
         """Begin to watch a call of the model whose targets come later: what `listen` does in one block.
@@ -220,7 +202,7 @@ class CurvatureEstimator:
         self.risk.whole.refuse("`begin` can't watch a model", "Use `listen` or `update`.")
         batch = self.risk.read_input(X, unpack)
         # Where it is not known yet how functions read parameters, a pass of its own has to find out.
-        heard = None if self._looks_first else HeardPass(self._pass(batch), self._update)
+        heard = None if self._looks_first else HeardPass(self._pass(batch), partial(_update, self))
         return HeardBatch(batch, heard, self._add_heard)
 
     def _add_heard(self, batch: Batch, heard: HeardPass | None, decay: float | None) -> None:
@@ -229,7 +211,7 @@ class CurvatureEstimator:
             return heard.add(batch, add)
         if self._looks_first:
             self._look(batch)
-        self._update(batch, PassStart.now(), add)
+        _update(self, batch, PassStart.now(), add)
 
     def _pass(self, batch: Batch) -> BatchPass:
         return BatchPass(self.risk, self._layers, self.vectors, self._weights, batch)
@@ -399,6 +381,25 @@ class CurvatureEstimator:
     def __repr__(self) -> str:
         progress = f"{self.updates} updates, {self.examples} examples, decay {self.decay}"
         return f"CurvatureEstimator, {progress}\n{plan_table(self.plan)}"
+
+
+def _update(
+    estimator: CurvatureEstimator,
+    found: Batch,
+    start: PassStart,
+    add: Callable[[Show], None],
+    check: Callable[[Sequence[Tensor]], None] | None = None,
+    error: OutsideReads | None = None,
+) -> None:
+    """Add a batch by a pass of its own; arguments as for `BatchPass.run`, and what is wrong with the layers."""
+    estimator.risk.whole.renew()
+    while True:
+        if error is not None:
+            estimator._look(found, error)  # raises it again if it finds no more than was known
+        try:
+            return estimator._pass(found).run(start, add, check)
+        except OutsideReads as another:
+            error = another
 
 
 def _operator(estimator: CurvatureEstimator, sums: RunningSums) -> BlockwiseLinearOperator:
