@@ -149,25 +149,7 @@ class CurvatureEstimator:
             NumericsError: If one of its statistics is NaN or infinite; names layer and statistic. Nothing has changed
                 then.
         """
-        self._update(self._read(batch), PassStart.now(), partial(self._add, decay=decay))
-
-    def _update(
-        self,
-        found: Batch,
-        start: PassStart,
-        add: Callable[[Show], None],
-        check: Callable[[Sequence[Tensor]], None] | None = None,
-        error: OutsideReads | None = None,
-    ) -> None:
-        """Add a batch by a pass of its own; arguments as for `BatchPass.run`, and what is known to be unread."""
-        self.risk.whole.renew()
-        while True:
-            if error is not None:
-                self._look(found, error)  # raises it again if it finds no more than was known
-            try:
-                return self._pass(found).run(start, add, check)
-            except OutsideReads as another:
-                error = another
+        _update(self, self._read(batch), PassStart.now(), partial(self._add, decay=decay))
 
     @contextmanager
     def listen(self, batch: Any, decay: float | None = None) -> Iterator[None]:
@@ -192,10 +174,10 @@ class CurvatureEstimator:
         self.risk.require_own_values("`listen`")
         found, add = self._read(batch), partial(self._add, decay=decay)
         start = PassStart.now() if self.risk.whole or not found.num_examples else None
-        with nullcontext() if start else listen(self._pass(found), add, self._update):
+        with nullcontext() if start else listen(self._pass(found), add, partial(_update, self)):
             yield
         if start:  # the layers have other tensors in the user's pass, which come and go; or there are no examples
-            self._update(found, start, add)
+            _update(self, found, start, add)
 
     def begin(self, X: Any, unpack: bool = False) -> HeardBatch:
         """Begin to watch a call of the model whose targets come later: what `listen` does in one block.
@@ -210,7 +192,7 @@ class CurvatureEstimator:
         self.risk.whole.refuse("`begin` can't watch a model", "Use `listen` or `update`.")
         batch = self.risk.read_input(X, unpack)
         # Where it is not known yet how functions read parameters, a pass of its own has to find out.
-        heard = None if self._looks_first else HeardPass(self._pass(batch), self._update)
+        heard = None if self._looks_first else HeardPass(self._pass(batch), partial(_update, self))
         return HeardBatch(batch, heard, self._add_heard)
 
     def _add_heard(self, batch: Batch, heard: HeardPass | None, decay: float | None) -> None:
@@ -219,7 +201,7 @@ class CurvatureEstimator:
             return heard.add(batch, add)
         if self._looks_first:
             self._look(batch)
-        self._update(batch, PassStart.now(), add)
+        _update(self, batch, PassStart.now(), add)
 
     def _pass(self, batch: Batch) -> BatchPass:
         return BatchPass(self.risk, self._layers, self.vectors, self._weights, batch)
@@ -411,6 +393,25 @@ def _merge(one: CurvatureEstimator, other: CurvatureEstimator) -> None:
     one.updates, one.examples = one.updates + other.updates, one.examples + other.examples
     one.weight += other.weight
     one.begun = max(one.begun, other.begun)
+
+
+def _update(
+    estimator: CurvatureEstimator,
+    found: Batch,
+    start: PassStart,
+    add: Callable[[Show], None],
+    check: Callable[[Sequence[Tensor]], None] | None = None,
+    error: OutsideReads | None = None,
+) -> None:
+    """Add a batch by a pass of its own; arguments as for `BatchPass.run`, and what is wrong with the layers."""
+    estimator.risk.whole.renew()
+    while True:
+        if error is not None:
+            estimator._look(found, error)  # raises it again if it finds no more than was known
+        try:
+            return estimator._pass(found).run(start, add, check)
+        except OutsideReads as another:
+            error = another
 
 
 def _operator(estimator: CurvatureEstimator, sums: RunningSums) -> BlockwiseLinearOperator:
