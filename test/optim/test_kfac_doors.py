@@ -185,7 +185,7 @@ def test_evaluation_is_not_heard() -> None:
     loss(model(X), y)
     model.train()
     assert optimizer.curvature.examples == 0
-    with pytest.raises(RuntimeError, match="called in eval mode .*, and without gradients .*, which is not heard"):
+    with pytest.raises(RuntimeError, match=r"called in eval mode .*, and without gradients .*, which is not heard"):
         optimizer.step()
 
 
