@@ -60,8 +60,13 @@ def spectral_norms(model: nn.Module) -> dict[str, nn.Module]:
         >>> list(spectral_norms(model)), list(spectral_norms(model.eval()))
         (['0'], [])
     """
-    own = {name: (m, *getattr(m, "parametrizations", nn.Module()).modules()) for name, m in model.named_modules()}
-    return {name: parts[0] for name, parts in own.items() if any(map(_updates_vectors, parts))}
+    owners = {name: m for name, m in model.named_modules() if not isinstance(m, _SpectralNorm)}
+    none = nn.Module()
+    return {
+        name: m
+        for name, m in owners.items()
+        if any(map(_updates_vectors, (m, *getattr(m, "parametrizations", none).modules())))
+    }
 
 
 def _updates_vectors(module: nn.Module) -> bool:

@@ -226,7 +226,7 @@ def test_an_output_that_was_written_to() -> None:
     output = model(X)
     output.mul_(2.0)
     loss(output, y).backward()
-    with pytest.raises(RuntimeError, match="outputs that are changed before"):
+    with pytest.raises(RuntimeError, match="on an output that was written to in place after"):
         optimizer.step()
 
 
@@ -499,7 +499,7 @@ def test_a_model_that_was_compiled_and_called_before() -> None:
     compiled = torch.compile(model, backend="eager")
     compiled(X)
     optimizer = KFACOptimizer(model, loss)
-    with pytest.raises(RuntimeError, match=r"compiled and called before belongs into the optimizer as torch\.compile"):
+    with pytest.raises(RuntimeError, match=r"compiled and called before \(give the optimizer what torch\.compile"):
         plain(optimizer, compiled, loss, X, y)
     optimizer.close()
     plain(KFACOptimizer(compiled, loss), compiled, loss, X, y)

@@ -299,7 +299,8 @@ def test_spectral_norm_that_is_trained(norm: Any, vectors: str, listening: bool)
 def test_batch_norm_that_is_trained_later() -> None:
     """The optimizer was made in eval mode."""
     model, loss, (X, y) = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(), nn.CrossEntropyLoss(), batch()
-    KFACOptimizer(model.eval(), loss, **EXACT)
+    optimizer = KFACOptimizer(model.eval(), loss, **EXACT)
     output = model.train()(X)
     with pytest.raises(UnsupportedError, match=r"\['1'\] are batch norm in training mode.*out of `params`, and give"):
         loss(output, y)
+    assert optimizer.curvature.examples == 0

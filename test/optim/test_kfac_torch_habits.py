@@ -379,7 +379,7 @@ CE = nn.CrossEntropyLoss()
         (lambda m: KFACOptimizer(m, nn.CrossEntropyLoss), TypeError, "The loss is the class CrossEntropyLoss"),
         (lambda m: KFACOptimizer(m, CE, params=[*m.parameters(), m[0].weight]), ValueError, "is the same parameter as"),
         (lambda m: KFACOptimizer(nn.Linear(3, 2, dtype=torch.cfloat), CE), ValueError, "only real floating-point"),
-        (lambda m: KFACOptimizer(m.requires_grad_(False), CE), ValueError, "`params` is empty"),
+        (lambda m: KFACOptimizer(m.requires_grad_(False), CE), ValueError, "a Sequential, has no parameters"),
     ],
 )
 def test_what_is_refused(make: Callable[[Any], Any], error: type[Exception], message: str) -> None:
