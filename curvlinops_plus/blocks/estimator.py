@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Real
@@ -273,7 +273,6 @@ class CurvatureEstimator:
 
     def refresh_by(self, choose: Callable[[BlockwiseLinearOperator], Any]) -> None:
         """The same, with a damping `choose(K)` that depends on the curvature."""
-
         renewed = together(self, "a refresh", lambda: _renewed(self, choose))
         self._sums, self._snapshot, self._inverse, self.damping = renewed
 
