@@ -261,11 +261,12 @@ class Accumulator(metaclass=AccumulatorType):
     # -------------------------------------------------------------------------------------------------- for drivers
     def count(self, batch_totals: Totals) -> None:
         """Add the totals of a batch that has been shown completely."""
-        self.totals.add(batch_totals)
+        self.totals = Totals.union([self.totals, batch_totals])  # others may share the old ones
 
     def decay(self, factor: float) -> None:
         """Multiply all sums and divisors: calling it before each batch makes values exponential moving averages."""
         self.decay_sums(factor)
+        self.totals = Totals.union([self.totals])
         self.totals.decay(factor)
 
     def decay_sums(self, factor: float) -> None:
@@ -346,7 +347,7 @@ class Accumulator(metaclass=AccumulatorType):
         if mine[:2] != theirs[:2] or (mine[2] and theirs[2] and mine[2] != theirs[2]):
             raise ValueError(f"Can't merge accumulators of different kind: {_words(*mine)} and {_words(*theirs)}.")
         self.add_sums(other)
-        self.totals.add(other.totals)
+        self.totals = Totals.union([self.totals, other.totals])
 
     def add_sums(self, other: Accumulator) -> None:
         """Add the sums of another accumulator that is known to be of the same kind, in `plain_mode`; not its totals,
