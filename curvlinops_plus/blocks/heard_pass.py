@@ -137,7 +137,9 @@ class HeardPass:
         self._require_input(called)
         self._versions, self._autocast = self._versions_now(), torch.is_autocast_enabled(risk.device.type)
         norms = batch_norms(risk.model)
-        self._start = PassStart.now(risk.model)
+        # Buffers, which may be large masks, are copied only where another pass is likely. Else a model that changes its
+        # buffers is refused there, for other outputs.
+        self._start = PassStart.now(risk.model if norms or self._of_loss else None)
         if norms:  # only the pass of our own counts
             self._again = "batch norm in training mode"
             self._recording.enter_context(self._passes.recorder.disabled())

@@ -102,8 +102,13 @@ def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
         or not attributes.keys().isdisjoint(_names(kind))
         or any(getattr(type(module), name) is not method for name, method in _METHODS[kind])
         or any(not _is_of(recorder, hook) for hook in [*module._forward_hooks.values()])
-        or any(type(t) not in _TENSORS for held in (module._parameters, module._buffers) for t in held.values())
+        or any(not _is_plain_tensor(t) for held in (module._parameters, module._buffers) for t in held.values())
     )
+
+
+def _is_plain_tensor(t: Tensor | None) -> bool:
+    """Whether a tensor is none of a subclass, and no hook changes its gradient."""
+    return t is None or (type(t) in _TENSORS and not t._backward_hooks)
 
 
 def _is_of(recorder: Recorder, hook: Any) -> bool:
@@ -172,4 +177,4 @@ for _number, _kinds in {
 _CALLED = ("forward", "__call__", "_call_impl", "__getattr__", "__iter__", "_conv_forward", "_check_input_dim")
 _METHODS = {kind: [(name, getattr(kind, name)) for name in _CALLED if hasattr(kind, name)] for kind in _AXES}
 _OWN_RULES = {kind: RULES[kind] for kind in _AXES if kind in RULES}
-_TENSORS = {type(None), Tensor, nn.Parameter}
+_TENSORS = {Tensor, nn.Parameter}

@@ -205,6 +205,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "forward pre-hook": lambda m: m[3].register_forward_pre_hook(lambda module, args: (cumulated(args[0]),)),
     "backward hook": lambda m: m[1].register_full_backward_hook(lambda module, gi, go: (cumulated(gi[0]),)),
     "backward pre-hook": lambda m: m[1].register_full_backward_pre_hook(lambda module, go: (cumulated(go[0]),)),
+    "hook of a parameter": lambda m: m[3].weight.register_hook(lambda g: g / 2),
     "another submodule": lambda m: _replaced(m, 1, Cumulated()),
     "one more submodule": lambda m: m[2].append(Cumulated()),
     "subclass": lambda m: _replaced(m, 3, MixingLinear(6, 3)),
