@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from reference import Reference
 from torch import Tensor, nn
@@ -128,7 +130,8 @@ def _facts(thing: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _snapshot(things: Sequence[Any]) -> dict[str, Any]:
-    facts = {"random numbers": torch.get_rng_state()}
+    facts: dict[str, Any] = {"random numbers": torch.get_rng_state(), "random numbers of Python": random.getstate()}
+    facts["random numbers of NumPy"] = torch.from_numpy(np.random.get_state()[1].copy())  # noqa: NPY002, what models draw from
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         facts["random numbers on CUDA"] = torch.cuda.get_rng_state()
     for index, thing in enumerate(things):

@@ -175,7 +175,11 @@ def refuse_asymmetry(product: Callable[[Tensor], Tensor], like: Tensor, scale: f
     away = float((inner - inner.T).abs().max()) / size if size > 0 else 0.0  # of about |H - Hᵀ| / |H|
     if not away > (1e-5 if dtype == torch.float64 else 0.01):  # NaN is reported elsewhere
         return
-    if size <= scale * torch.finfo(dtype).eps ** 0.5 and only_rounding(product(V), lambda: product(3 * V) / 3):
+    # The loss of what is certain is 0, and the logarithms and probabilities that it is made of are of size 1.
+    eps, unit = torch.finfo(dtype).eps, max(scale, 1.0)
+    if size <= unit * eps:
+        return
+    if size <= unit * eps**0.5 and only_rounding(product(V), lambda: product(3 * V) / 3, 1e-2 * min(away, 1.0)):
         return
     said = f"Products with the Hessian are not symmetric (by {away:.0e} of their length), as second derivatives are: "
     wrong = (
@@ -192,11 +196,12 @@ def refuse_asymmetry(product: Callable[[Tensor], Tensor], like: Tensor, scale: f
     )
 
 
-def only_rounding(found: Tensor, scaled: Callable[[], Tensor]) -> bool:
-    """Whether the result of a linear function is nothing but rounding: of three times the vector that is another one.
+def only_rounding(found: Tensor, scaled: Callable[[], Tensor], rtol: float = 1e-2) -> bool:
+    """Whether rounding changes the result of a linear function: of three times the vector that is another one.
 
     Args:
         found: The result.
         scaled: Gives a third of the result for three times the vector.
+        rtol: By which part of its norm.
     """
-    return float((found - scaled()).norm()) > 1e-2 * float(found.norm())
+    return float((found - scaled()).norm()) > rtol * float(found.norm())

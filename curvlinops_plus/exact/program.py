@@ -216,12 +216,13 @@ def _version(t: Tensor) -> int | None:
 
 
 def _numbers(t: Tensor) -> int:
-    """The sum of a tensor's words of bits, each times an odd number: another one if a word or their order differs.
+    """The sum of a tensor's words of at most 32 bits, each times an odd number of 64: another one if a word differs.
 
-    A write to `t.data` tells no version counter.
+    If several do, it is the same once in 2³² times; of words of 64 bits, changes of high bits, such as two signs, would
+    cancel. A write to `t.data` tells no version counter.
     """
     t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
-    words = t.contiguous().flatten().view(WORDS[t.element_size()])
+    words = t.contiguous().flatten().view(WORDS[min(t.element_size(), 4)])
     pieces = [(w.to(torch.int64) * _weights(len(w), t.device)).sum() for w in words.split(2**18)]
     return int((torch.stack(pieces) * _weights(len(pieces), t.device)).sum())
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from curvlinops_plus.linalg.damping import Damping, Scalar
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.layout import Layout
+from curvlinops_plus.linalg.numerics import frobenius
 from curvlinops_plus.linalg.offload import Store, in_turn, resident
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
 from curvlinops_plus.linalg.packing import FORMAT, pack, unpack
@@ -276,7 +277,7 @@ class BlockDiagonal(LinearOperator):
 
     @property
     def frobenius_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(torch.stack(list(self._tensors(attrgetter("frobenius_norm"), ()).values())))
+        return frobenius(torch.stack(list(self._tensors(attrgetter("frobenius_norm"), ()).values())))
 
     def eigenvalues(self) -> Tensor:
         return torch.cat(list(self._tensors(methodcaller("eigenvalues"), None, decomposes=True).values()))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.damping import Damping, Scalar, resolve
+from curvlinops_plus.linalg.numerics import frobenius
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.products import derived
 
@@ -91,7 +92,7 @@ class Factor(LinearOperator):
 
     @property
     def frobenius_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self.norms())
+        return frobenius(self.norms())
 
     def eigenvalues(self) -> Tensor:
         return self.eigh()[0].flatten().clone()  # what is remembered must not be changed by the caller

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.damping import Scalar, heuristic_damping, is_zero, resolve
 from curvlinops_plus.linalg.factor import Factor
-from curvlinops_plus.linalg.numerics import powers, psd_clip, slogdet_of
+from curvlinops_plus.linalg.numerics import frobenius, powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.products import error_context
 from curvlinops_plus.linalg.space import Space
@@ -122,7 +122,7 @@ class Kronecker(LinearOperator):
 
     @property
     def frobenius_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self.G.norms() * self.A.norms())
+        return frobenius(self.G.norms() * self.A.norms())
 
     def eigenvalues(self) -> Tensor:
         return self._eigh()[0]
@@ -240,7 +240,7 @@ class Eigendecomposed(LinearOperator):
 
     @property
     def frobenius_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self.values)
+        return frobenius(self.values)
 
     def eigenvalues(self) -> Tensor:
         return psd_clip(self.values, rtol=0.0) if self.structure == Structure.PSD else self.values.clone()

@@ -16,7 +16,7 @@ from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.kronecker import Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
-from curvlinops_plus.linalg.numerics import powers, psd_clip, slogdet_of
+from curvlinops_plus.linalg.numerics import frobenius, powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.remembered import needs_gradient, remember
@@ -136,7 +136,7 @@ class KroneckerSum(LinearOperator):
         axes = len(self._batch)
         with outside_autocast(self.device):
             R_G, R_A = (_triangular(factors, axes) for factors in (self._G, self._A))
-            return torch.linalg.vector_norm(R_G @ R_A.mT).to(self.dtype)
+            return frobenius(R_G @ R_A.mT).to(self.dtype)
 
     def eigenvalues(self) -> Tensor:
         return self._as_product("eigenvalues").eigenvalues()

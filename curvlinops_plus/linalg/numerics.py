@@ -19,9 +19,29 @@ from torch import Tensor
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
 from curvlinops_plus.linalg.gram_sum import gram
 
-__all__ = ["cholesky_inverse", "damped_cholesky", "gram", "powers", "psd_clip", "standard_normal", "whole"]
+__all__ = [
+    "cholesky_inverse",
+    "damped_cholesky",
+    "frobenius",
+    "gram",
+    "powers",
+    "psd_clip",
+    "standard_normal",
+    "whole",
+    "wide",
+]
 
 _HALF = (torch.float16, torch.bfloat16)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """The dtype of double precision for numbers like these, where the device has it."""
+    return x.dtype if x.device.type == "mps" else torch.promote_types(x.dtype, torch.float64)
+
+
+def frobenius(x: Tensor, axes: int | tuple[int, ...] | None = None) -> Tensor:
+    """Root of the sum of squares over all axes or some, also where squares under- or overflow in the tensor's dtype."""
+    return torch.linalg.vector_norm(x, dim=axes, dtype=wide(x)).to(x.dtype.to_real())
 
 
 def psd_clip(values: Tensor, rtol: float | None = None) -> Tensor:  # [*b, d] -> [*b, d]

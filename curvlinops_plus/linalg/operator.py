@@ -7,6 +7,7 @@ vector, arithmetic, export to SciPy and adjoints follow.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg.closed_forms import ClosedForms
 from curvlinops_plus.linalg.damping import Damping, Scalar, applied, is_zero, scalar
-from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of
+from curvlinops_plus.linalg.numerics import add_to_diagonal, slogdet_of, wide
 from curvlinops_plus.linalg.products import Products, derived
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
@@ -427,8 +428,12 @@ class Shifted(Wrapper):
 
     @property
     def frobenius_norm(self) -> Tensor:
-        square = self.A.frobenius_norm.square() + 2 * self.delta * self.A.trace + self.shape[0] * self.delta**2
-        return square.clamp(min=0).sqrt()
+        size = self.A.frobenius_norm
+        of = partial(torch.as_tensor, dtype=wide(size), device=size.device)
+        parts = map(of, (size, self.A.trace, self.delta))
+        norm, trace, delta = parts  # whose squares may be infinite in single precision
+        square = norm.square() + 2 * delta * trace + self.shape[0] * delta.square()
+        return square.clamp(min=0).sqrt().to(size.dtype)
 
     def eigenvalues(self) -> Tensor:
         return self.A.eigenvalues() + self.delta

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
-from curvlinops_plus.linalg.numerics import whole
+from curvlinops_plus.linalg.numerics import whole, wide
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.space import Container
@@ -383,16 +383,12 @@ def check_at_least_zero(**numbers: float) -> None:
             raise ValueError(f"Expected {name} to be at least 0, got {value}.")
 
 
-def _real(t: Tensor) -> torch.dtype:
-    return torch.float32 if t.device.type == "mps" else torch.float64
-
-
 def dot(a: Tensor, b: Tensor) -> Tensor:  # [n, k], [n, k] -> [k]
     """Dot product of each pair of columns, in float64 where the device has it.
 
     PyTorch sums by halves, so that the error is that of a few roundings in the vectors' own dtype.
     """
-    return (a * b).sum(0).to(_real(a))
+    return (a * b).sum(0).to(wide(a))
 
 
 def norm(a: Tensor) -> Tensor:  # [n, k] -> [k]
@@ -401,7 +397,7 @@ def norm(a: Tensor) -> Tensor:  # [n, k] -> [k]
         squares, limits = (a * a).sum(0), torch.finfo(a.dtype)
         if bool(((squares > limits.tiny / limits.eps) & (squares <= limits.max)).all()):
             return squares.to(torch.float64).sqrt()
-    return torch.linalg.vector_norm(a, dim=0, dtype=_real(a))
+    return torch.linalg.vector_norm(a, dim=0, dtype=wide(a))
 
 
 def times(factor: Tensor, a: Tensor) -> Tensor:  # [k], [n, k] -> [n, k]

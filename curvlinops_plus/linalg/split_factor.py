@@ -9,6 +9,7 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.damping import Scalar
 from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.linalg.numerics import frobenius
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
@@ -95,7 +96,7 @@ class SplitFactor(Factor):
         return torch.stack([piece.traces() for piece in self.pieces]).sum(0)
 
     def norms(self) -> Tensor:
-        return torch.linalg.vector_norm(torch.stack([piece.norms() for piece in self.pieces]), dim=0)
+        return frobenius(torch.stack([piece.norms() for piece in self.pieces]), 0)
 
     def diagonals(self) -> Tensor:
         return torch.cat([piece.diagonals() for piece in self.pieces], -1)

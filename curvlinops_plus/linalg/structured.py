@@ -21,7 +21,7 @@ from curvlinops_plus.errors import SingularMatrixError
 from curvlinops_plus.linalg.damping import Scalar, is_zero
 from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
-from curvlinops_plus.linalg.numerics import add_to_diagonal, damped_cholesky, powers, psd_clip, slogdet_of
+from curvlinops_plus.linalg.numerics import add_to_diagonal, damped_cholesky, frobenius, powers, psd_clip, slogdet_of
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.remembered import remember
 from curvlinops_plus.linalg.space import Space
@@ -150,7 +150,7 @@ class Dense(OneTensor):
         return self.diagonals().sum(-1)
 
     def norms(self) -> Tensor:
-        return torch.linalg.vector_norm(self._tensor, dim=(-2, -1))
+        return frobenius(self._tensor, (-2, -1))
 
     def diagonals(self) -> Tensor:
         self._need_square()
@@ -271,7 +271,7 @@ class Diagonal(OneTensor):
         return self._tensor.sum(-1)
 
     def norms(self) -> Tensor:
-        return torch.linalg.vector_norm(self._tensor, dim=-1)
+        return frobenius(self._tensor, -1)
 
     def diagonals(self) -> Tensor:
         return self._tensor

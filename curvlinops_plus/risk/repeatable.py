@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus.random_state import RandomState
+from curvlinops_plus.random_state import RandomState, kept_random_state
 from curvlinops_plus.risk.compare_rules import TOLERANCE
 from curvlinops_plus.risk.determinism import training_modules
 from curvlinops_plus.risk.examples import take_examples
@@ -57,8 +57,7 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
     few = None
     if batch.num_examples > _FEW and are_examples_clear(batch, risk.options):
         few = take_examples(batch, range(_FEW))
-    devices = [risk.device] if risk.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), eager(), copied_buffers(risk.model), torch.no_grad():
+    with kept_random_state(), eager(), copied_buffers(risk.model), torch.no_grad():
         error = _compare(risk, batch if few is None else few, batch)
     torch.clear_autocast_cache()  # before PyTorch 2.7 it gives weights that were cast without gradients to later passes
     if error is not None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.linalg.gram_sum import plain_mode
-from curvlinops_plus.random_state import RandomState
+from curvlinops_plus.random_state import RandomState, kept_random_state
 from curvlinops_plus.risk.call_kinds import are_rows_unclear, batch_kind, rows_per_example
 from curvlinops_plus.risk.compare_rules import TOLERANCE, SentVectors
 from curvlinops_plus.risk.constant_statistics import batch_norms
@@ -117,7 +117,7 @@ def check_batch(
     if not new:
         return
     check = _Check(risk, recorder, batch, outputs, repeatable)
-    with torch.random.fork_rng(check.devices), eager(), kept_attributes(risk.model):
+    with kept_random_state(), eager(), kept_attributes(risk.model):
         reached = check.run(bool(new.called)) if new.called or new.outputs else set()
         if new.rows and (new.unclear or not check.apart):
             compare_all_rows(recorder, outputs, random_halves(batch.num_examples))
@@ -231,7 +231,6 @@ class _Check:
         self.all_rows = False  # whether all rows were compared
         self.drew = False  # whether the model drew random numbers
         self.agreed = False  # whether some of the examples by themselves had the outputs that they have in the batch
-        self.devices = [risk.device] if risk.device.type == "cuda" else []
 
     def run(self, backward: bool) -> set[int]:
         """Compare a few examples, or all if the model can't run a few, or if some layers got no gradient from them.
@@ -372,7 +371,7 @@ class _Check:
     def _outputs_of(self, few: Batch, model: nn.Module) -> Sequence[Tensor] | None:
         """What the losses read; None if the model needs the whole batch, as the nodes of a graph do."""
         # The state is as before at once, so that a second run draws the same numbers.
-        with torch.random.fork_rng(self.devices):
+        with kept_random_state():
             before = RandomState.now(self.risk.device)
             try:
                 found = self.risk.run(few, model)[0]

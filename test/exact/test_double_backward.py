@@ -77,6 +77,21 @@ def hessian_by_differences(model: nn.Module, loss: Any, batches: list[Any], h: f
     return torch.stack(columns, 1)
 
 
+@pytest.mark.parametrize("certainty", [100, 400, 1000])
+@pytest.mark.parametrize("seed", range(6))
+def test_networks_that_are_certain_have_hessians(certainty: float, seed: int) -> None:
+    """Their loss is 0 and their Hessian rounding, which is not symmetric."""
+    torch.manual_seed(seed)
+    model, X = nn.Linear(2, 3).double(), torch.randn(4, 2, dtype=F64)
+    with torch.no_grad():
+        model.weight.mul_(certainty)
+    y = model(X).argmax(1)
+    H = HessianLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, y)])
+    p = model(X).softmax(1).detach()
+    p[range(4), y] = p.scatter(1, y[:, None], 0.0).sum(1)  # 1 - p, which is small
+    assert float((H @ torch.randn(9, dtype=F64)).norm()) < 1e-12 + 1e3 * float(p.sum())
+
+
 @pytest.mark.parametrize("dim", [0, 1, None])
 @pytest.mark.parametrize("wrap", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm], ids=["old", "new"])
 def test_weight_norm(wrap: Any, dim: int | None) -> None:

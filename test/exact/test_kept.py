@@ -611,6 +611,9 @@ def test_masks_of_equal_counts_have_other_fingerprints() -> None:
             flat[torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed))[: len(flat) // 2]] = low
             seen.add(str(prints(flat.view(shape))))
         assert len(seen) == 20
+    for length in (2, 18, 1850, 2974):
+        x = torch.ones(length, dtype=F64)
+        assert len({str(prints(t)) for t in (x, -x, 2 * x, 16 * x, x.cumsum(0), x.cumsum(0).flip(0))}) == 6
     big = torch.arange(8) + 2**60
     assert prints(big) != prints(big.flip(0))
 

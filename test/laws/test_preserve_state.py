@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import NETS, Problem, close, fresh, problem, unchanged
@@ -12,8 +16,10 @@ from torch import Tensor, nn
 
 from curvlinops_plus import (
     EKFAC,
+    GGN,
     KFAC,
     Accumulator,
+    CurvatureEstimator,
     DiagonalBlock,
     EFLinearOperator,
     EKFACLinearOperator,
@@ -79,6 +85,44 @@ def test_random_numbers_and_modes_stay_on_every_net(name: str) -> None:
         if isinstance(m, nn.BatchNorm1d):
             m.eval()
     p.curvature(DiagonalBlock)  # looks at everything by itself
+
+
+class DropsALayer(nn.Module):
+    """Leaves a layer out now and then, by the random numbers of Python or NumPy, while it is trained."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.first, self.last, self.draw = nn.Linear(4, 4), nn.Linear(4, 3), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = self.draw() < 0.5
+        return self.last(torch.tanh(self.first(x)) if keep or not self.training else x)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy"])
+def test_random_numbers_of_python_and_numpy_stay(draw: Any) -> None:
+    """`unchanged` looks at them; a training loop goes on as it would without an estimator that listens."""
+    p = problem("mlp")
+    batches = p.data * 4
+
+    def losses(listen: bool) -> list[float]:
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002, the state that models draw from
+        torch.manual_seed(0)
+        model, found = DropsALayer(draw).double(), []
+        estimator = CurvatureEstimator(EmpiricalRisk(model, p.loss, ()), KFAC)
+        for X, y in batches:
+            with estimator.listen((X, y)) if listen else nullcontext():
+                loss = p.loss(model(X), y)
+            found.append(float(loss.detach()))
+        model.eval()
+        with unchanged(model):
+            risk = EmpiricalRisk(model, p.loss, p.data)
+            for operator in (curvature(risk, EKFAC), GGN(risk)):
+                _ = operator @ torch.ones(operator.shape[1], dtype=torch.float64)
+        return found
+
+    assert losses(True) == losses(False)
 
 
 class TwoNames(nn.Module):

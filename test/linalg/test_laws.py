@@ -150,6 +150,15 @@ def test_numbers(case: Case, dtype: torch.dtype) -> None:
         close(A.eigenvalues().sort().values, torch.linalg.eigvalsh(M))
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "frobenius_norm" not in case.without], ids=lambda c: c.name)
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_norms_whose_squares_are_no_single_precision_numbers(case: Case, scale: float) -> None:
+    A, M = case.make(torch.float32)
+    size = (scale * A).frobenius_norm
+    assert size.dtype == torch.float32
+    torch.testing.assert_close(size.double() / scale, torch.linalg.matrix_norm(M.double()), rtol=1e-4, atol=0)
+
+
 @each_case
 def test_inverse(case: Case, dtype: torch.dtype) -> None:
     A, M = case.make(dtype)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
-from curvlinops_plus.linalg import cholesky_inverse, eigh, gram, numerics, psd_clip
+from curvlinops_plus.linalg import Dense, Kronecker, cholesky_inverse, eigh, gram, numerics, psd_clip
 from curvlinops_plus.linalg.gram_sum import (
     GramSum,
     _add_quarters,
@@ -283,6 +283,12 @@ def test_cholesky_failure_names_a_damping_that_works() -> None:
                 assert torch.isfinite(cholesky_inverse(M, damping)).all()
     with pytest.raises(SingularMatrixError, match=r"with damping 1.0e-01 to 2.0e-01 is not"):
         cholesky_inverse(-torch.eye(2, dtype=F64).expand(2, 2, 2), torch.tensor([0.1, 0.2]))
+
+
+def test_norm_of_a_product_of_which_one_factor_is_tiny() -> None:
+    G, A = (s * normal(4, 4).float() for s in (1e-30, 1e25))
+    found = Kronecker(Dense(G), Dense(A)).frobenius_norm
+    torch.testing.assert_close(found.double(), G.double().norm() * A.double().norm(), rtol=1e-5, atol=0)
 
 
 def test_psd_clip() -> None:
