@@ -11,13 +11,22 @@ from torch import Tensor
 from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.risk.process_state import quiet
 
-__all__ = ["agree", "checked_chunk_size", "columns_at_once", "is_generic", "join_rows", "split_rows", "vjp"]
+__all__ = [
+    "agree",
+    "checked_chunk_size",
+    "columns_at_once",
+    "columns_sent_back",
+    "is_generic",
+    "join_rows",
+    "split_rows",
+    "vjp",
+]
 
 # Columns are vectorised in pieces whose copies of intermediate results stay below this many bytes.
 CHUNK_BYTES = 2**28
 
-# On a CPU columns of a second derivative are vectorised only while results have fewer numbers: larger ones take as long
-# as one after the other, or longer, and hold more.
+# On a CPU columns are sent back together only while results have fewer numbers: larger ones take as long as one after
+# the other, or longer, and hold more.
 CPU_NUMBERS = 2**17
 
 
@@ -40,6 +49,12 @@ def checked_chunk_size(chunk_size: int | None) -> int | None:
 def columns_at_once(chunk_size: int | None, numbers: int) -> int:
     """How many columns are computed together: `chunk_size`, or as many as keep `numbers` of each within 256 MiB."""
     return chunk_size or max(1, CHUNK_BYTES // (8 * numbers))
+
+
+def columns_sent_back(chunk_size: int | None, numbers: int, largest: int, device: torch.device) -> int:
+    """How many columns a backward pass takes at once, of whose results the largest has so many numbers."""
+    size = columns_at_once(chunk_size, numbers)
+    return min(size, max(1, CPU_NUMBERS // largest)) if chunk_size is None and device.type == "cpu" else size
 
 
 def split_rows(rows: Tensor, params: Sequence[Tensor]) -> list[Tensor]:  # [K, n] -> [K, *shape] for each parameter

@@ -12,9 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from curvlinops_plus.exact.base import ParameterCurvature
 from curvlinops_plus.exact.batched import (
-    CPU_NUMBERS,
     checked_chunk_size,
-    columns_at_once,
+    columns_sent_back,
     is_generic,
     join_rows,
     split_rows,
@@ -133,9 +132,8 @@ class Hessian(ParameterCurvature):
     def _columns(self) -> int:
         """How many columns are computed together."""
         # Two backward passes hold a few results of each column at a time.
-        size = columns_at_once(self.chunk_size, self.in_space.dim + 4 * self._largest)
-        alone = self.chunk_size is None and self.device.type == "cpu"
-        return min(size, max(1, CPU_NUMBERS // self._largest)) if alone else size
+        numbers = self.in_space.dim + 4 * self._largest
+        return columns_sent_back(self.chunk_size, numbers, self._largest, self.device)
 
     def _product(
         self,

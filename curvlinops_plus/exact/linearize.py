@@ -110,8 +110,7 @@ class Linearizer:
         def inside(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
             with torch.no_grad():
                 made = vectors([f.detach() for f in F], extra)
-            pieces = zip(*(v.split(self.passes.columns()) for v in made), strict=True)
-            return torch.cat([self.passes.vjp(F, free, piece, len(piece[0])) for piece in pieces])
+            return self.passes.vjp(F, free, made, len(made[0]))
 
         return self._at(batch, inside)
 
@@ -157,23 +156,24 @@ class Linearizer:
                 return self.passes.vjp(F, free, output_product(F, extra)(JV), 1, total, last=True)
 
             return self.passes.at_tangent(batch, rows, with_tangents)
-        state, pieces = RandomState.now(self.risk.device), rows.split(self.passes.columns())
+        state, size = RandomState.now(self.risk.device), self.passes.columns()
+        found = torch.zeros(rows.shape, dtype=self.risk.dtype, device=rows.device) if total is None else total
 
         def inside(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
             self.mode.require_tried(F)
-            product, found = output_product(F, extra), []
-            for piece in pieces:
-                forward = self.mode.right
+            product = output_product(F, extra)
+            for start in range(0, len(rows), size):
+                piece = rows[start : start + size]
                 JV = (
                     self.passes.jvp_forward(batch, piece, state)
-                    if forward
+                    if self.mode.right
                     else jvp_double_backward(F, free, piece, self.mode.why)
                 )
-                found.append(self.passes.vjp(F, free, product(JV), len(piece)))
-            return torch.cat(found)
+                last = start + size >= len(rows)
+                self.passes.vjp(F, free, product(JV), len(piece), found[start : start + size], last)
+            return found
 
-        found = self._at(batch, inside)
-        return found if total is None else total.add_(found)
+        return self._at(batch, inside)
 
     def ggn_form(self, batch: Batch, rows: Tensor, output_product: OutputMap[Sequence[Tensor | None]]) -> Tensor:
         """`⟨J v, M J w⟩` of several vectors, [..., k, n] -> [..., k, k].

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.exact.batched import checked_chunk_size, columns_at_once, join_rows, split_rows, vjp
+from curvlinops_plus.exact.batched import (
+    checked_chunk_size,
+    columns_at_once,
+    columns_sent_back,
+    join_rows,
+    split_rows,
+    vjp,
+)
 from curvlinops_plus.exact.double_backward import operation_context
 from curvlinops_plus.exact.operations import Operations, Stopped, checkpoints_in_words, replaced_again
 from curvlinops_plus.exact.tangents import PassingTangents
@@ -193,12 +200,26 @@ class ModelPasses:
     ) -> Tensor:
         """`Jᵀ u` for K vectors, [K, *output] -> [K, n], added to `total` if there is one; the last frees the graph."""
         sent = [(f, v.to(f.dtype)) for f, v in zip(F, vectors, strict=True) if v is not None and f.requires_grad]
-        parts = vjp([f for f, _ in sent], free, [v for _, v in sent], last) if sent else [None] * len(free)
-        return join_rows(parts, free, K, self.risk.dtype, total)
+        size = columns_sent_back(self.chunk_size, self._numbers_of_a_column, self.largest or 1, self.risk.device)
+        if total is None and size < K:
+            total = torch.zeros(K, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
+        for start in range(0, K, size):
+            k = min(size, K - start)
+            U, ends = [v[start : start + k] for _, v in sent], last and start + k == K
+            parts = vjp([f for f, _ in sent], free, U, ends) if sent else [None] * len(free)
+            if total is None:
+                return join_rows(parts, free, K, self.risk.dtype)
+            join_rows(parts, free, k, self.risk.dtype, total[start : start + k])
+        assert total is not None
+        return total
 
     def columns(self) -> int:
-        # Forward mode and backward pass hold a few results of each column at a time.
-        return columns_at_once(self.chunk_size, self.risk.space.dim + 4 * self.largest)
+        """How many columns are taken forward together."""
+        return columns_at_once(self.chunk_size, self._numbers_of_a_column)
+
+    @property
+    def _numbers_of_a_column(self) -> int:  # forward mode and backward pass hold a few results of each at a time
+        return self.risk.space.dim + 4 * self.largest
 
 
 def jvp_double_backward(F: Outputs, free: list[Tensor], rows: Tensor, why: str | None) -> list[Tensor]:

@@ -26,8 +26,8 @@ _PLAIN = {bool, int, str, complex, type(None), type(...), torch.dtype, torch.dev
 _SCALARS = {*_PLAIN, float}
 #: Integers of as many bytes.
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# What lets numbers be written unseen.
-_UNSEEN = {Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__}  # type: ignore[attr-defined]
+# What lets numbers be read or written unseen.
+_UNSEEN = {Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}  # type: ignore[attr-defined]
 
 
 class Unclear(Exception):

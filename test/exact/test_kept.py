@@ -399,7 +399,7 @@ def test_nothing_is_kept_on_request() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["attribute", "hook", "hook everywhere", "own backward pass", "hook of a tensor", "data"]
+    "how", ["attribute", "hook", "hook everywhere", "own backward pass", "hook of a tensor", "data", "pointer"]
 )
 def test_what_calls_do_not_tell_is_not_kept(how: str) -> None:
     """What is left in the model, or done in a backward pass, may be anything."""
@@ -431,6 +431,8 @@ class _Silent(nn.Module):
             f = _Identity.apply(f)
         if self.how == "hook of a tensor" and f.requires_grad:
             f.register_hook(lambda g: g)
+        if self.how == "pointer":  # for code that is no PyTorch: in another pass that memory is somebody else's
+            assert f.detach().data_ptr()
         return f + 0 * f.data if self.how == "data" else f
 
 

@@ -37,6 +37,7 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.exact import batched
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.risk import Draws, Vectors
 
@@ -159,6 +160,38 @@ def test_columns_of_several_losses() -> None:
     close(torch.cat([t.flatten() for t in (B @ u).values()]), own @ u["a"].flatten())
     assert list(GGNFactor(risk, Empirical()).in_space.shapes.values()) == [torch.Size((7, 1, 1))]
     assert list(GGNFactor(risk, "empirical").in_shapes) == [torch.Size((7, 1, 1))]
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.HuberLoss()], ids=["likelihood", "none"])
+@pytest.mark.parametrize("chunk_bytes", [2**28, 3 * 8 * 170])
+def test_columns_of_large_results(loss: nn.Module, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sent back one by one, into the sum over batches, also where several pieces go forward."""
+    sent: list[int] = []
+
+    def counted(outputs: Any, inputs: Any, vectors: Any, last: bool = False) -> Any:
+        sent.append(len(vectors[0]))
+        return batched.vjp(outputs, inputs, vectors, last)
+
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    targets = (lambda n: torch.arange(n) % 3) if isinstance(loss, nn.CrossEntropyLoss) else (lambda n: normal(n, 3))
+    risk = EmpiricalRisk(model, loss, [(normal(n, 4), targets(n)) for n in (6, 4, 5)])
+    V = normal(risk.space.dim, 7)
+    expected = torch.stack([GGN(risk) @ v for v in V.T], 1)
+    U = torch.stack([Jacobian(risk) @ v for v in V.T], 1)
+    back = torch.stack([Jacobian(risk).T @ u for u in U.T], 1)
+    close(GGN(risk) @ V, expected)
+    monkeypatch.setattr(batched, "CPU_NUMBERS", 1)
+    monkeypatch.setattr(batched, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("curvlinops_plus.exact.model_passes.vjp", counted)
+    G, J = GGN(risk), Jacobian(risk)
+    for _ in range(2):
+        close(G @ V, expected)
+        close(J @ V, U)
+        close(J.T @ U, back)
+    assert set(sent) == {1}
+    sent.clear()
+    close(GGN(risk, chunk_size=3) @ V, expected)
+    assert {3, 1} <= set(sent)
 
 
 def test_vectors_that_are_none_make_zero() -> None:

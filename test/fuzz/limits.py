@@ -21,6 +21,7 @@ LIMITS: list[tuple[str, str, Any]] = [
     ("risk.layer_batch", "_ROW_BYTES", 64),
     ("risk.sweep", "_vectors_at_once", lambda recorder, number: 1),
     ("exact.batched", "CHUNK_BYTES", 64),
+    ("exact.batched", "CPU_NUMBERS", 1),
     ("blocks.tnt", "_PIECE_BYTES", 64),
     ("blocks.nearest", "_WORK_BYTES", 64),
     ("blocks.accumulation", "SweepCache", lambda max_bytes, layers: SweepCache(64, layers)),

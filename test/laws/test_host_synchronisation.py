@@ -30,6 +30,7 @@ from curvlinops_plus import (
     FullBlock,
     GGNFactor,
     Hessian,
+    KFACOptimizer,
     MonteCarlo,
     curvature,
 )
@@ -170,6 +171,17 @@ def _listen(approximation: Any, vectors: Any) -> Callable[[EmpiricalRisk], None]
     return run
 
 
+def _train(risk: EmpiricalRisk) -> None:
+    model, loss = risk.model, risk.losses[0].loss
+    for module in model.modules():
+        module.training = not isinstance(module, nn.BatchNorm2d)
+    optimizer = KFACOptimizer(model, loss, lr=1e-3, damping=1e-2)
+    for X, y in risk.data:
+        optimizer.zero_grad()
+        loss(model(X), y).backward()
+        optimizer.step()
+
+
 def _product(operator: Callable[[EmpiricalRisk], Any], times: int, columns: int = 1) -> Callable[[EmpiricalRisk], None]:
     def run(risk: EmpiricalRisk) -> None:
         A = operator(risk)
@@ -230,6 +242,18 @@ def test_a_sweep_does_not_wait_for_the_device(name: str, model: str, loss: str, 
         assert all(found.found[batch, update] <= 1 for batch in range(4) for update in _OF_UPDATES)
     # What is read in the first batch and at the end does not depend on the number of batches.
     assert _once(few, allowed) == _once(many, allowed)
+
+
+@pytest.mark.filterwarnings("ignore::curvlinops_plus.errors.CurvatureWarning")
+@pytest.mark.parametrize("model", MODELS)
+def test_a_step_between_refreshes_reads_a_few_numbers(model: str, device: torch.device) -> None:
+    """The loss, norms, whether anything is not finite, however many layers there are."""
+    allowed = {*_OF_EMBEDDINGS, *(_OF_THE_CPU if device.type == "cpu" else ())}
+    shallow, deep = (readings(_train, model, "cross-entropy", device, depth, batches=4) for depth in (1, 3))
+    for step in (1, 2, 3):
+        one, other = ({name: n for (batch, name), n in r.found.items() if batch == step} for r in (shallow, deep))
+        assert one == other
+        assert sum(number for name, number in other.items() if name not in allowed) <= 8
 
 
 def _once(found: Readings, allowed: set[str]) -> dict[str, int]:

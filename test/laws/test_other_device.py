@@ -1,0 +1,259 @@
+"""Nothing is mixed up between devices: everything runs on a pretended second device, which no machine has to have.
+
+Tensors there are those of PyTorch's meta device, which have shapes and no numbers. A dispatch mode keeps numbers for
+them in main memory, computes with these, and refuses operations on tensors of both devices as a GPU does. So what is
+computed is also compared with what the CPU computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from curvlinops_plus import (
+    EKFAC,
+    GGN,
+    KFAC,
+    TNT,
+    CurvatureEstimator,
+    DiagonalBlock,
+    Empirical,
+    EmpiricalRisk,
+    Exact,
+    FullBlock,
+    GGNFactor,
+    Hessian,
+    KFACOptimizer,
+    MonteCarlo,
+    curvature,
+    hutchinson_trace,
+)
+
+DEVICE = torch.device("meta")
+# Operations that copy, or whose indices may be in main memory.
+_BETWEEN = {"copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_"}
+# Operations whose results depend on numbers in number or size.
+_READS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave"}
+
+
+class DevicesMixed(Exception):
+    """An operation on tensors of two devices."""
+
+
+class OtherDevice(TorchDispatchMode):
+    """While active, tensors of the meta device have numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory: dict[int, tuple[Any, Tensor]] = {}  # of each storage, which stays alive: bytes
+
+    def numbers(self, x: Any) -> Any:
+        """A tensor's numbers in main memory, where views stay views; all else as it is."""
+        if isinstance(x, torch.device):
+            return torch.device("cpu") if x == DEVICE else x
+        if not isinstance(x, Tensor) or not x.is_meta:
+            return x
+        _, memory = self._memory[x.untyped_storage()._cdata]
+        return memory.view(x.dtype).as_strided(x.shape, x.stride(), x.storage_offset())
+
+    def _keep(self, t: Any, numbers: Any) -> None:
+        if isinstance(t, Tensor) and (key := (storage := t.untyped_storage())._cdata) not in self._memory:
+            self._memory[key] = storage, torch.zeros(storage.nbytes(), dtype=torch.uint8)
+            self.numbers(t).copy_(numbers)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        there, to = any(t.is_meta for t in tensors), kwargs.get("device")
+        if not there and to != DEVICE:
+            return func(*args, **kwargs)
+        name = func._schema.name.split("::")[1]
+        elsewhere = [t for t in tensors if not t.is_meta and t.ndim]  # GPUs take numbers of main memory
+        if there and elsewhere and name not in _BETWEEN:
+            raise DevicesMixed(f"{func}: {[(t.device.type, *t.shape) for t in tensors]}")
+        found = func(*tree_map(self.numbers, args), **tree_map(self.numbers, kwargs))
+        if found is None or (name.endswith("_") and tensors):
+            return found if found is None else args[0]
+        if to not in (None, DEVICE) or not any(isinstance(t, Tensor) for t in tree_leaves(found)):
+            return found
+        if name == "_local_scalar_dense" or (name == "index" and not args[0].is_meta):
+            return found
+        out = found if name in _READS or elsewhere else func(*args, **kwargs)
+        if [getattr(t, "shape", None) for t in tree_leaves(out)] != [
+            getattr(t, "shape", None) for t in tree_leaves(found)
+        ] or out is found:
+            out = tree_map(lambda t: torch.empty_like(t, device=DEVICE) if isinstance(t, Tensor) else t, found)
+        for t, r in zip(tree_leaves(out), tree_leaves(found), strict=True):
+            self._keep(t, r)
+        return out
+
+
+def _of_plain_numbers(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.tensor`, which fills memory unseen, in main memory first."""
+
+    def made(data: Any, *args: Any, device: Any = None, **options: Any) -> Tensor:
+        found = make(data, *args, **options)
+        return found if device is None else found.to(device)
+
+    return made
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> OtherDevice:
+    """The other device, which has autocast and all else that GPUs have and the meta device has not."""
+    enabled, autocast, dtype, item = (
+        torch.is_autocast_enabled,
+        torch.autocast,
+        torch.get_autocast_dtype,
+        Tensor.__getitem__,
+    )
+    mode = OtherDevice()
+
+    def at(t: Tensor, index: Any) -> Tensor:  # a list of places becomes a tensor unseen
+        return item(t, torch.tensor(index, device=t.device) if t.is_meta and isinstance(index, list) else index)
+
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *k: False if k == ("meta",) else enabled(*k))
+    monkeypatch.setattr(torch, "autocast", lambda k, *a, **o: nullcontext() if k == "meta" else autocast(k, *a, **o))
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda k: torch.float16 if k == "meta" else dtype(k))
+    monkeypatch.setattr(torch, "from_dlpack", lambda t: t.detach().clone())
+    monkeypatch.setattr(torch, "tensor", _of_plain_numbers(torch.tensor))
+    monkeypatch.setattr(torch, "as_tensor", _of_plain_numbers(torch.as_tensor))
+    monkeypatch.setattr(Tensor, "__getitem__", at)
+    monkeypatch.setattr("curvlinops_plus.risk.model_parameters.refuse_parameters", lambda *given: None)
+    return mode
+
+
+class Mixed(nn.Module):
+    """Embedding, attention, norm and linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.attention = nn.Embedding(7, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.token((x.abs() * 2).long().clamp(max=6))
+        h = h + self.attention(h, h, h, need_weights=False)[0]
+        return self.head(self.norm(h).mean(1))
+
+
+def convolutions() -> nn.Module:
+    first = [nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4), nn.Tanh()]
+    return nn.Sequential(*first, nn.Conv1d(4, 4, 2, stride=2, groups=2), nn.Flatten(), nn.Linear(12, 3))
+
+
+MODELS = {"convolutions": convolutions, "attention": Mixed}
+Made = Sequence[Tensor] | Tensor
+
+
+def _products(operator: Callable[[EmpiricalRisk], Any]) -> Callable[[EmpiricalRisk], Made]:
+    def run(risk: EmpiricalRisk) -> Made:
+        A = operator(risk)
+        v = torch.linspace(-1, 1, A.shape[1], dtype=A.dtype, device=A.device)
+        return [A @ v, A @ v, A @ torch.stack([v, v + 1], 1)]
+
+    return run
+
+
+def _blocks(approximation: Any, vectors: Any = "mc") -> Callable[[EmpiricalRisk], Made]:
+    return _products(lambda risk: curvature(risk, approximation, vectors=vectors))
+
+
+def _listen(approximation: Any, vectors: Any) -> Callable[[EmpiricalRisk], Made]:
+    def estimated(risk: EmpiricalRisk) -> Any:
+        loss = risk.losses[0].loss
+        estimator = CurvatureEstimator(EmpiricalRisk(risk.model, loss, ()), approximation, vectors=vectors, decay=0.9)
+        for X, y in risk.data:
+            with estimator.listen((X, y)):
+                value = loss(risk.model(X), y)
+            value.backward()
+        return estimator.operator
+
+    return _products(estimated)
+
+
+def _train(risk: EmpiricalRisk) -> Made:
+    model, loss = risk.model, risk.losses[0].loss
+    for module in model.modules():
+        module.training = not isinstance(module, nn.BatchNorm1d)
+    optimizer = KFACOptimizer(model, loss, lr=1e-2, damping=1e-2)
+    for X, y in [*risk.data] * 2:
+        optimizer.zero_grad()
+        loss(model(X), y).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+TASKS: dict[str, Callable[[EmpiricalRisk], Made]] = {
+    "gradient": lambda risk: [*risk.gradient().values()],
+    "KFAC, Monte Carlo": _blocks(KFAC, MonteCarlo()),
+    "KFAC, exact": _blocks(KFAC, Exact()),
+    "KFAC, empirical": _blocks(KFAC, Empirical()),
+    "EKFAC": _blocks(EKFAC, MonteCarlo()),
+    "TNT": _blocks(TNT, MonteCarlo()),
+    "diagonal": _blocks(DiagonalBlock, MonteCarlo()),
+    "full": _blocks(FullBlock, MonteCarlo()),
+    "damped inverse": _products(lambda risk: curvature(risk, KFAC, vectors=MonteCarlo()).inverse(damping=0.1)),
+    "GGN": _products(GGN),
+    "Fisher": _products(lambda risk: GGN(risk, MonteCarlo())),
+    "Hessian": _products(Hessian),
+    "GGN factor": _products(GGNFactor),
+    "dense": lambda risk: [GGN(risk).to_dense(), curvature(risk, KFAC, vectors=Exact()).to_dense()],
+    "trace": lambda risk: [torch.as_tensor(hutchinson_trace(GGN(risk), num_matvecs=3))],
+    "estimator": _listen(KFAC, MonteCarlo()),
+    "estimator, EKFAC": _listen(EKFAC, MonteCarlo()),
+    "optimizer": _train,
+}
+
+
+def made(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    network = MODELS[model]().double().eval()
+    return network, [(torch.randn(4, 6, dtype=torch.float64), torch.randint(3, (4,))) for _ in range(2)]
+
+
+def moved(network: nn.Module, data: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    for module in network.modules():
+        for key, p in module._parameters.items():
+            module._parameters[key] = p if p is None else nn.Parameter(p.detach().to(DEVICE))
+        for key, b in module._buffers.items():
+            module._buffers[key] = b if b is None else b.to(DEVICE)
+    return [(X.to(DEVICE), y.to(DEVICE)) for X, y in data]
+
+
+@pytest.mark.filterwarnings("ignore::curvlinops_plus.errors.CurvatureWarning")
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", TASKS)
+def test_on_another_device(name: str, model: str, other: OtherDevice) -> None:
+    network, data = made(model)
+    expected = TASKS[name](EmpiricalRisk(network, nn.CrossEntropyLoss(), data))
+    network, data = made(model)
+    with other:
+        found = TASKS[name](EmpiricalRisk(network, nn.CrossEntropyLoss(), moved(network, data)))
+        found = [other.numbers(t.detach()) for t in found]
+    for one, two in zip(found, expected, strict=True):
+        assert float((one - two.detach()).norm()) <= 1e-9 * float(two.detach().norm()) + 1e-12
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda a: a + torch.ones(3),
+        lambda a: torch.stack([a, torch.ones(3)]),
+        lambda a: a.index_select(0, torch.arange(2)),
+        lambda a: a.mul_(torch.ones(3)),
+    ],
+)
+def test_mixing_is_noticed(mix: Callable[[Tensor], Tensor], other: OtherDevice) -> None:
+    with other:
+        a = torch.ones(3, device=DEVICE)
+        assert float((2 * a)[torch.arange(2)].sum()) == 4
+        with pytest.raises(DevicesMixed):
+            mix(a)
