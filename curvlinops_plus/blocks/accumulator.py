@@ -137,16 +137,21 @@ class Accumulator(metaclass=AccumulatorType):
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """The running sums by name; rows that wait are added."""
+        """The running sums by name, to be written to; rows that wait are added, so that later ones round otherwise."""
         while self._rows:
             name, rows = self._rows.popitem()
-            total = rows.value()
+            total = rows.take()
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
         return self._sums
 
     @sums.setter
     def sums(self, sums: dict[str, Tensor]) -> None:
         self._sums, self._rows = sums, {}
+
+    @property
+    def names(self) -> set[str]:
+        """The names of what was added."""
+        return {*self._sums, *self._rows}
 
     # ----------------------------------------------------------------------------------------------- for subclasses
     @abstractmethod
@@ -202,10 +207,10 @@ class Accumulator(metaclass=AccumulatorType):
         """
         if self._scaled is not None and name in self._scaled:
             return self._scaled[name]
-        total = self.sums.get(name)
-        if total is None:
+        if name not in self.names:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
-        out = None if self._scaled is None else total
+        total, own = self._total(name)
+        out = total if own else None
         if name not in self.counts:
             scale = torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
             value = torch.mul(total, scale, out=out)
@@ -220,6 +225,13 @@ class Accumulator(metaclass=AccumulatorType):
         if not isfinite(value.sum()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
         return value
+
+    def _total(self, name: str) -> tuple[Tensor, bool]:
+        """A sum, and whether it may be written to: reading changes nothing that is added to later."""
+        if self._for_good or name not in self._rows:
+            return self.sums[name] if self._for_good else self._sums[name], self._for_good
+        total = self._rows[name].value()
+        return total.add_(self._sums[name]) if name in self._sums else total, True
 
     def decompositions(self) -> dict[str, Tensor]:
         """The matrices that `finish` decomposes, by name, so that processes can share this work; none by default."""
@@ -371,7 +383,8 @@ class Accumulator(metaclass=AccumulatorType):
     def state_dict(self) -> dict[str, Any]:
         """Sums and divisors, in tensors and plain Python."""
         return {
-            "sums": {name: total.detach().clone() for name, total in self.sums.items()},
+            "sums": {name: total.detach().clone() for name, total in self._sums.items()},
+            "rows": {name: rows.state_dict() for name, rows in self._rows.items()},
             "counts": {name: _plain(count) for name, count in self.counts.items()},
             "examples": self.totals.examples,
             "terms": self.totals.terms,
@@ -396,6 +409,8 @@ class Accumulator(metaclass=AccumulatorType):
         if missing:
             raise ValueError(f"The state of {self.layer.title} lacks {sorted(missing)}; is the file cut off?")
         self.sums = {name: total.to(self.layer.device).clone() for name, total in state["sums"].items()}
+        waiting = state.get("rows", {})  # states of earlier versions have added them
+        self._rows = {name: GramSum.from_state_dict(rows, self.layer.device) for name, rows in waiting.items()}
         self.counts = {
             name: count.to(self.layer.device) if isinstance(count, Tensor) else count
             for name, count in state["counts"].items()
@@ -472,7 +487,7 @@ def _each(t: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _plain(count: Tensor | float) -> Tensor | float:
-    return count.detach().clone() if isinstance(count, Tensor) and count.ndim else float(count)
+    return count.detach().clone() if isinstance(count, Tensor) else float(count)
 
 
 def _words(cls: type, name: str, shapes: Mapping[str, torch.Size]) -> str:
