@@ -209,8 +209,7 @@ class Accumulator(metaclass=AccumulatorType):
             return self._scaled[name]
         if name not in self.names:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
-        total, own = self._total(name)
-        out = total if own else None
+        total, out = _read(self, name)
         if name not in self.counts:
             scale = torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
             value = torch.mul(total, scale, out=out)
@@ -225,13 +224,6 @@ class Accumulator(metaclass=AccumulatorType):
         if not isfinite(value.sum()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
         return value
-
-    def _total(self, name: str) -> tuple[Tensor, bool]:
-        """A sum, and whether it may be written to: reading changes nothing that is added to later."""
-        if self._for_good or name not in self._rows:
-            return self.sums[name] if self._for_good else self._sums[name], self._for_good
-        total = self._rows[name].value()
-        return total.add_(self._sums[name]) if name in self._sums else total, True
 
     def decompositions(self) -> dict[str, Tensor]:
         """The matrices that `finish` decomposes, by name, so that processes can share this work; none by default."""
@@ -479,6 +471,17 @@ def finish_work(layer: Layer, accumulators: Mapping[str, Accumulator]) -> float:
     if layer.device.type != "cpu" or not all(a.finishes_side_by_side for a in accumulators.values()):
         return 0.0
     return float(sum(10 * size**3 for group in layer.groups for size in group.layout.matrix_shape[-2:]))
+
+
+def _read(of: Accumulator, name: str) -> tuple[Tensor, Tensor | None]:
+    """A sum, and the same if it may be written to: reading changes nothing that is added to later."""
+    if of._for_good:
+        return of.sums[name], of.sums[name]
+    if name not in of._rows:
+        return of._sums[name], None
+    total = of._rows[name].value()
+    total = total.add_(of._sums[name]) if name in of._sums else total
+    return total, total
 
 
 def _each(t: Any, function: Callable[[Tensor], Tensor]) -> Any:

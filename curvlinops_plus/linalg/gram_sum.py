@@ -157,14 +157,14 @@ class GramSum:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], device: torch.device) -> GramSum:
         """The sum that `state_dict` returned."""
-        total = cls(state["ones"])
-        total._triangle, rows, total._sum, total._count = (
-            t.to(device, copy=True) if isinstance(t := state.get(name), Tensor) else t
-            for name in ("triangle", "rows", "sum", "count")
-        )
-        total._factor = state["factor"]
-        if rows is not None:
-            total._wait(rows)
+        kept: dict[str, Any] = {
+            name: t.to(device, copy=True) if isinstance(t, Tensor) else t for name, t in state.items()
+        }
+        total = cls(kept["ones"])
+        total._triangle, total._factor = kept.get("triangle"), kept["factor"]
+        total._sum, total._count = kept.get("sum"), kept["count"]
+        if "rows" in kept:
+            total._wait(kept["rows"])
         return total
 
     def _total(self) -> Tensor:
