@@ -137,16 +137,21 @@ class Accumulator(metaclass=AccumulatorType):
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """The running sums by name; rows that wait are added."""
+        """The running sums by name, to be written to; rows that wait are added, so that later ones round otherwise."""
         while self._rows:
             name, rows = self._rows.popitem()
-            total = rows.value()
+            total = rows.take()
             self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
         return self._sums
 
     @sums.setter
     def sums(self, sums: dict[str, Tensor]) -> None:
         self._sums, self._rows = sums, {}
+
+    @property
+    def names(self) -> set[str]:
+        """The names of what was added."""
+        return {*self._sums, *self._rows}
 
     # ----------------------------------------------------------------------------------------------- for subclasses
     @abstractmethod
@@ -202,10 +207,9 @@ class Accumulator(metaclass=AccumulatorType):
         """
         if self._scaled is not None and name in self._scaled:
             return self._scaled[name]
-        total = self.sums.get(name)
-        if total is None:
+        if name not in self.names:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
-        out = None if self._scaled is None else total
+        total, out = _read(self, name)
         if name not in self.counts:
             scale = torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
             value = torch.mul(total, scale, out=out)
@@ -371,7 +375,8 @@ class Accumulator(metaclass=AccumulatorType):
     def state_dict(self) -> dict[str, Any]:
         """Sums and divisors, in tensors and plain Python."""
         return {
-            "sums": {name: total.detach().clone() for name, total in self.sums.items()},
+            "sums": {name: total.detach().clone() for name, total in self._sums.items()},
+            "rows": {name: rows.state_dict() for name, rows in self._rows.items()},
             "counts": {name: _plain(count) for name, count in self.counts.items()},
             "examples": self.totals.examples,
             "terms": self.totals.terms,
@@ -396,6 +401,8 @@ class Accumulator(metaclass=AccumulatorType):
         if missing:
             raise ValueError(f"The state of {self.layer.title} lacks {sorted(missing)}; is the file cut off?")
         self.sums = {name: total.to(self.layer.device).clone() for name, total in state["sums"].items()}
+        waiting = state.get("rows", {})  # states of earlier versions have added them
+        self._rows = {name: GramSum.from_state_dict(rows, self.layer.device) for name, rows in waiting.items()}
         self.counts = {
             name: count.to(self.layer.device) if isinstance(count, Tensor) else count
             for name, count in state["counts"].items()
@@ -466,13 +473,24 @@ def finish_work(layer: Layer, accumulators: Mapping[str, Accumulator]) -> float:
     return float(sum(10 * size**3 for group in layer.groups for size in group.layout.matrix_shape[-2:]))
 
 
+def _read(of: Accumulator, name: str) -> tuple[Tensor, Tensor | None]:
+    """A sum, and the same if it may be written to: reading changes nothing that is added to later."""
+    if of._for_good:
+        return of.sums[name], of.sums[name]
+    if name not in of._rows:
+        return of._sums[name], None
+    total = of._rows[name].value()
+    total = total.add_(of._sums[name]) if name in of._sums else total
+    return total, total
+
+
 def _each(t: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """`function` of a tensor, or of each of several."""
     return function(t) if isinstance(t, Tensor) else tuple(map(function, t))
 
 
 def _plain(count: Tensor | float) -> Tensor | float:
-    return count.detach().clone() if isinstance(count, Tensor) and count.ndim else float(count)
+    return count.detach().clone() if isinstance(count, Tensor) else float(count)
 
 
 def _words(cls: type, name: str, shapes: Mapping[str, torch.Size]) -> str:

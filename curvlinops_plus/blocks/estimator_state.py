@@ -117,7 +117,8 @@ def _require_state(state: Any, decay: float) -> None:
     if missing := keys - set(state):
         raise ValueError(f"The state lacks {sorted(missing)}; is the file cut off?")
     sums = state["sums"]
-    if state["updates"] and not any(one["sums"] for key in sums if key != "called" for one in sums[key]["0"].values()):
+    first = [one for key in sums if key != "called" for one in sums[key]["0"].values()]
+    if state["updates"] and not any(one["sums"] or one.get("rows") for one in first):
         raise ValueError(
             "The state has updates, and no statistics of them. Was it loaded by torch.distributed.checkpoint? Save and "
             "load Checkpoint(estimator) there."

@@ -223,9 +223,9 @@ class KFAC(Accumulator):
 
     def _sum(self, name: str) -> Parts | None:
         """A factor that was added to, None for another."""
-        if name in self.sums:
+        if name in (names := self.names):
             return self.value(name)
-        return tuple(self.value(part) for part in numbered(self.sums, name)) or None
+        return tuple(self.value(part) for part in numbered(names, name)) or None
 
     def _gradient_factor(self, number: int) -> Parts:
         if (found := self._sum(f"G{number or ''}")) is not None:

@@ -380,7 +380,7 @@ def _copied(accumulator: Accumulator) -> Accumulator:
 
 def _used(stages: list[Stage]) -> bool:
     """Whether there are sums of a layer."""
-    return any(accumulator.sums for accumulator in stages[0].values())
+    return any(accumulator.names for accumulator in stages[0].values())
 
 
 def _padded(stages: list[Stage], like: list[Stage]) -> list[Stage]:

@@ -68,7 +68,7 @@ class CrossEntropy(Likelihood):
         index_shape = f_shape[:class_axis] + f_shape[class_axis + 1 :]
         if y.shape != index_shape:
             last = class_axis != len(f_shape) - 1 and y.numel() == f_shape[:-1].numel()
-            moved = " For classes along the last axis, say `output=lambda out: out.movedim(-1, 1)`." if last else ""
+            moved = f" {_CLASSES_LAST}" if last else ""
             raise ValueError(
                 f"{self.name}: an output of shape {list(f_shape)} with classes along axis {class_axis} needs class "
                 f"indices of shape {list(index_shape)} or class probabilities of shape {list(f_shape)}, got a target "
@@ -233,6 +233,13 @@ class CrossEntropy(Likelihood):
         return h.sqrt()
 
 
+_CLASSES_LAST = "For classes along the last axis, say `output=lambda out: out.movedim(-1, 1)`."
+
+
+def _differ_from_1(logarithms: Tensor) -> bool:
+    return bool((logarithms.abs() > 0.05).any())  # half precision rounds a logarithm by 2⁻⁸ of it
+
+
 def _cumsum(t: Tensor) -> Tensor:
     """Running sums along the last axis, which may be thousands of classes long."""
     return t.cumsum(-1, dtype=wide_dtype(t.device)).to(t.dtype)
@@ -265,11 +272,13 @@ class NLL(CrossEntropy):
 
     def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:
         total = F.logsumexp(-1)
-        if (total.abs() > 0.05).any():  # half precision rounds a logarithm by 2⁻⁸ of it
+        if _differ_from_1(total):
             worst = total[total.abs() > 0.05][0].exp().item()
+            last = self.restore(F, f_shape, len(F), class_axis).logsumexp(-1)
             raise UnsupportedError(
-                f"{self.name}: the exponentials of an output's {F.shape[-1]} numbers sum to {worst:.3g}; those of "
-                "log-probabilities sum to 1. Are these logits? Use nn.CrossEntropyLoss."
+                f"{self.name}: the exponentials of an output's {F.shape[-1]} numbers sum to {worst:.3g} along axis "
+                f"{class_axis}; those of log-probabilities sum to 1. "
+                f"{'Are these logits? Use nn.CrossEntropyLoss.' if _differ_from_1(last) else _CLASSES_LAST}"
             )
         if y.shape == f_shape:
             raise ValueError(

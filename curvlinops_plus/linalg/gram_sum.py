@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -49,7 +50,7 @@ class GramSum:
 
     Args:
         ones: Whether there is a 1 at the end of each row.
-        total: A sum to begin with, as `value` returns it; it is taken over.
+        total: A sum to begin with, as `take` returns it; it is taken over.
         refer: Whether all pieces wait, up to `2 d` rows, and none is copied: for a short-lived sum that is merged into
             another one. Rows must not be written to before that, see `changed`.
 
@@ -135,9 +136,36 @@ class GramSum:
         return next(t for t in (self._triangle, self._rows, *(rows for rows, _ in self._pieces)) if t is not None)
 
     def value(self) -> Tensor:  # -> [d, d], or [d + 1, d + 1] with ones
-        """The sum, as in `plain_mode`. The object must not be used afterwards."""
+        """The sum, as in `plain_mode`. Rows go on waiting: what is added later rounds as if nobody had asked."""
+        with plain_mode(self._held.device.type):
+            other = copy(self)
+            other._triangle, other._pieces = _cloned(self._triangle), list(self._pieces)
+            return other._total()
+
+    def take(self) -> Tensor:
+        """The same in the memory of the object, which must not be used afterwards."""
         with plain_mode(self._held.device.type):
             return self._total()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was added, and in which parts: who goes on from here rounds as this object."""
+        rows = [*(rows for rows, _ in self._pieces), *([] if self._rows is None else [self._rows[: self._number]])]
+        kept = {"triangle": self._triangle, "rows": torch.cat(rows) if rows else None, "sum": self._sum}
+        tensors = {name: t.detach().clone() for name, t in kept.items() if t is not None}
+        return {"ones": self.ones, "factor": self._factor, "count": _cloned(self._count), **tensors}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], device: torch.device) -> GramSum:
+        """The sum that `state_dict` returned."""
+        kept: dict[str, Any] = {
+            name: t.to(device, copy=True) if isinstance(t, Tensor) else t for name, t in state.items()
+        }
+        total = cls(kept["ones"])
+        total._triangle, total._factor = kept.get("triangle"), kept["factor"]
+        total._sum, total._count = kept.get("sum"), kept["count"]
+        if "rows" in kept:
+            total._wait(kept["rows"])
+        return total
 
     def _total(self) -> Tensor:
         self._flush()
@@ -173,8 +201,12 @@ class GramSum:
             return self._multiply(rows)
         if self._number + M > limit:
             self._flush()
+        self._wait(rows)
+
+    def _wait(self, rows: Tensor) -> None:
+        M, d = rows.shape
         if self._rows is None:
-            self._rows = rows.new_empty(limit, d)
+            self._rows = rows.new_empty(max(M, min(d, _WAITING)), d)
         self._rows[self._number : self._number + M] = rows
         self._number += M
 
@@ -234,6 +266,10 @@ def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
         if stop < C.shape[0]:
             C[start:stop, stop:] = C[stop:, start:stop].T
     return C
+
+
+def _cloned(t: Any) -> Any:
+    return t.clone() if isinstance(t, Tensor) else t
 
 
 def _single_at_least(rows: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ class _Labels:
         reasons: list[str] = []
         ours = {"unshifted": self._values(f, y, axis, reasons)}
         if isinstance(y, Tensor) and f.ndim == 3 and f.shape[:2] == y.shape and f.shape[1] > 0:
-            ours["shifted"] = self._values(f[:, :-1], y[:, 1:], axis, reasons)
+            ours["shifted"] = self._values(f[:, :-1], y[:, 1:], self.losses[0].beside_positions(f, axis), reasons)
         return ours, reasons
 
     def _values(self, f: Tensor, y: Any, axis: int | None, reasons: list[str]) -> list[float]:
@@ -219,6 +219,7 @@ class _Labels:
         except (IndexError, ValueError, TypeError, RuntimeError) as error:
             reasons.append(str(error))
             values.append(math.inf)
+        f = f.movedim(self.losses[0].class_axis(axis), -1)
         if isinstance(y, Tensor) and not y.is_floating_point() and f.shape[:-1] == y.shape:
             classes = _replaced(y, self.ignored, _IGNORED)
             if bool(((classes == _IGNORED) | (classes >= 0) & (classes < f.shape[-1])).all()):
@@ -254,7 +255,7 @@ class _Labels:
             )
         numbers = ", ".join(f"{values[0]:.6g} ({name})" for name, values in ours.items())
         return (
-            f"{begin}gives {numbers}. "
+            f"{begin}gives {numbers}. {' '.join(reasons)} "
             "If yours is meant to be another one, say so with shift_labels=False (or True: the output at position t is "
             "compared with the label at t + 1). Else choose the loss that the model has, or the output that it reads "
             "with `output=`."

@@ -123,6 +123,25 @@ class OutputLoss:
                 raise
             raise type(error)(f"output {self.key!r}: {error}") from error
 
+    def class_axis(self, class_axis: int | None) -> int:
+        """The axis of outputs that holds the numbers of a term: the one that is given, or the loss's own."""
+        return class_axis if class_axis is not None else self.likelihood.class_axis if self.known else -1
+
+    def beside_positions(self, f: Tensor, class_axis: int | None) -> int | None:
+        """The class axis of an output `[N, T, ...]` whose axis 1 holds positions, which labels are shifted along.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        if self.class_axis(class_axis) != 1:
+            return class_axis
+        if f.ndim < 3:
+            raise ValueError(
+                f"{self.title}: labels are shifted (shift_labels) along axis 1, and an output of shape {list(f.shape)} "
+                "has its classes there; expected [N, T, classes]."
+            )
+        return -1
+
     def count(self, F: Tensor, Y: Any, weight: Tensor | None) -> Tensor:
         """What "mean" divides by, of a loss with a likelihood."""
         return self.likelihood.count(F, Y) if weight is None else self.likelihood.counts(F, Y) @ weight

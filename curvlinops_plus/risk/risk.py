@@ -20,7 +20,7 @@ from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
 from curvlinops_plus.risk.label_shift import are_labels_shifted
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
-from curvlinops_plus.risk.losses import Losses, Terms
+from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
 from curvlinops_plus.risk.model_calls import ModelCalls
 from curvlinops_plus.risk.model_parameters import ModelParameters
 from curvlinops_plus.risk.module_options import example_axes, functions_of_rows
@@ -130,8 +130,9 @@ class EmpiricalRisk(ModelParameters):
         batch_size_fn: Number of examples of an input that is no tensor.
         num_data: Replaces the number of examples counted for `c`.
         num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
-        shift_labels: Language models: the output at position t is compared with the label at t + 1. Default: as the
-            model's own loss does, if it computes one from `labels`; else, and with `check=False`, no shift.
+        shift_labels: Language models: the output at position t is compared with the label at t + 1. Positions are axis
+            1 of both, and classes the last axis of the output. Default: as the model's own loss does, if it computes
+            one from `labels`; else, and with `check=False`, no shift.
         progressbar: Show a bar on every loop over the data.
         reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
             examples, "sum" adds them up. Default: the loss's own attribute ("batchmean" is "mean"), else "mean".
@@ -350,14 +351,21 @@ class EmpiricalRisk(ModelParameters):
         graph = self.checked.batch_norm and any(f.requires_grad for f in outputs)
         if graph and not prepare_graph(outputs, batch.num_examples):
             self.checked.batch_norm = False
-        return *self.aligned(outputs, self.losses.targets(batch.y)), class_axes
+        outputs, targets, class_axes = zip(
+            *map(self.aligned, self.losses, outputs, self.losses.targets(batch.y), class_axes)
+        )
+        return outputs, targets, class_axes
 
-    def aligned(self, outputs: Sequence[Tensor], targets: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Any]]:
-        """Outputs and targets by position, where labels are those of the next one."""
+    def aligned(self, one: OutputLoss, f: Tensor, y: Any, class_axis: int | None) -> tuple[Tensor, Any, int | None]:
+        """Output, target and class axis of a loss, by position where labels are those of the next one.
+
+        Raises:
+            ValueError: If the output has no such positions.
+        """
         shifts = self.options.shift_labels
         if self.checked.shift if shifts is None else shifts:
-            outputs, targets = tuple(f[:, :-1] for f in outputs), tuple(y[:, 1:] for y in targets)
-        return outputs, targets
+            return f[:, :-1], y[:, 1:], one.beside_positions(f, class_axis)
+        return f, y, class_axis
 
     def terms(
         self, outputs: Sequence[Tensor], targets: Sequence[Any], batch: Batch, class_axes: Sequence[int | None]

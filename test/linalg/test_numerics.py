@@ -118,6 +118,13 @@ def test_moving_sums_of_gram_matrices(d: int, numbers: list[list[int]], ones: bo
         if restart:
             total = GramSum(ones, total.value())
     assert total.shape == expected.shape
+    again = GramSum.from_state_dict(total.state_dict(), torch.device("cpu"))
+    for rows in (normal(1, d, seed=0), normal(70, d, seed=1)):
+        assert torch.equal(total.value(), again.value())  # reading leaves rows waiting
+        framed = torch.cat([rows, torch.ones(len(rows), int(ones), dtype=F64)], 1)
+        expected = expected + framed.T @ framed
+        total.add(rows)
+        again.add(rows)
     assert all(t.isfinite().all() for t in total.witnesses())
     torch.testing.assert_close(total.value(), expected, rtol=1e-12, atol=1e-10)
 

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from curvlinops_plus import GGN, CurvatureWarning, EmpiricalRisk, FullBlock, NumericsError, UnsupportedError
+from curvlinops_plus import (
+    GGN,
+    CurvatureWarning,
+    EmpiricalRisk,
+    FullBlock,
+    NumericsError,
+    UnsupportedError,
+    curvature,
+)
 from curvlinops_plus.optim.kfac import KFACOptimizer, KFACPreconditioner, LevenbergMarquardt
 from test.optim.test_kfac_optimizer import EXACT, batch, flat, net
 
@@ -987,6 +995,31 @@ def test_shifted_labels_with_a_factor() -> None:
     optimizer.step()
     assert optimizer.curvature.factor == pytest.approx(5.0)
     assert optimizer.last_step.loss == pytest.approx(5 * out.loss.item())
+
+
+@pytest.mark.parametrize("T", [5, 8])  # with 8, axis 1 could hold the classes
+def test_shifted_labels_of_a_dict(T: int) -> None:
+    """The class axis is the last one, for the statistics and for what the loss is multiplied with."""
+    model, shown = LanguageModel().double(), LanguageModel().double()
+    options: dict[str, Any] = {"output": lambda out: out["logits"], "shift_labels": True}
+    optimizer = KFACOptimizer(model, nn.CrossEntropyLoss(), **options, **LOOKS)
+    tokens = torch.arange(T).add(torch.arange(6)[:, None]) % 7
+    with optimizer.listen({"input_ids": tokens, "labels": tokens}):
+        out = model(input_ids=tokens, labels=tokens)
+    (5 * out["loss"]).backward()
+    f = shown(input_ids=tokens)["logits"][:, :-1].movedim(-1, 1)
+    moved = EmpiricalRisk(
+        shown,
+        nn.CrossEntropyLoss(),
+        [(tokens, tokens[:, 1:])],
+        output=lambda out: out["logits"][:, :-1].movedim(-1, 1),
+    )
+    torch.testing.assert_close(F.cross_entropy(f, tokens[:, 1:]), out["loss"])
+    expected = curvature(moved, vectors=EXACT["vectors"]).to_dense()
+    torch.testing.assert_close(optimizer.curvature.estimator.operator.to_dense(), expected)
+    optimizer.step()
+    assert optimizer.curvature.factor == pytest.approx(5.0)
+    assert optimizer.last_step.loss == pytest.approx(5 * out["loss"].item())
 
 
 @pytest.mark.parametrize("change", ["another term", "written to"])

@@ -297,10 +297,13 @@ def test_spectral_norm_that_is_trained(norm: Any, vectors: str, listening: bool)
 
 @pytest.mark.filterwarnings("ignore:.*batch norm in training mode")
 def test_batch_norm_that_is_trained_later() -> None:
-    """The optimizer was made in eval mode."""
+    """The optimizer was made in eval mode. Also before the first step."""
     model, loss, (X, y) = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double(), nn.CrossEntropyLoss(), batch()
     optimizer = KFACOptimizer(model.eval(), loss, **EXACT)
     output = model.train()(X)
-    with pytest.raises(UnsupportedError, match=r"\['1'\] are batch norm in training mode.*out of `params`, and give"):
+    told = r"\['1'\] are batch norm in training mode.*out of `params`, and give"
+    with pytest.raises(UnsupportedError, match=told):
         loss(output, y)
+    with pytest.raises(UnsupportedError, match=told):
+        optimizer.warmup([(X, y)])
     assert optimizer.curvature.examples == 0

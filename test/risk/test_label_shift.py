@@ -442,3 +442,89 @@ def test_cost() -> None:
     model.embedding.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     EmpiricalRisk(model, CE, data((5, 6))).loss()
     assert seen == [4, 4, 5, 6]
+
+
+# --------------------------------------------------------------------------- outputs with classes on the last axis
+class Plain(nn.Module):
+    """A model of `V` tokens that returns a dict, or a tensor, `[N, T, V]`; its own loss reads the last axis."""
+
+    def __init__(self, V: int, shift: bool = True, logarithms: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shift, self.logarithms = shift, logarithms
+        self.embedding, self.head = nn.Embedding(V, 3), nn.Linear(3, V)
+        self.double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        scores = self.head(torch.tanh(self.embedding(input_ids).cumsum(1)))
+        scores = scores.log_softmax(-1) if self.logarithms else scores
+        if labels is None:
+            return {"scores": scores}
+        f, y = (scores[:, :-1], labels[:, 1:]) if self.shift else (scores, labels)
+        return {"scores": scores, "loss": F.cross_entropy(f.flatten(0, 1), y.flatten())}
+
+
+def texts(V: int, T: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(V, (N, T), generator=generator) for N in (5, 2)]
+    return [{"input_ids": x, "labels": x.clone()} for x in ids]
+
+
+@pytest.mark.parametrize("logarithms", [False, True])
+@pytest.mark.parametrize("said", [None, True])
+@pytest.mark.parametrize(("V", "T"), [(9, 4), (4, 5), (5, 5), (2, 3)])  # also such that axis 1 could hold the classes
+def test_shifted_labels_have_classes_on_the_last_axis(V: int, T: int, said: bool | None, logarithms: bool) -> None:
+    model, items = Plain(V, logarithms=logarithms), texts(V, T)
+    loss = nn.NLLLoss() if logarithms else CE
+    risk = EmpiricalRisk(model, loss, items, output=lambda out: out["scores"], shift_labels=said)
+    wide = {key: torch.cat([item[key] for item in items]) for key in items[0]}
+    f = model(wide["input_ids"])["scores"][:, :-1]
+    expected = F.cross_entropy(f.flatten(0, 1), wide["labels"][:, 1:].flatten())
+    close(risk.loss(), expected)
+    gradient = torch.autograd.grad(expected, list(model.parameters()))
+    for own, g in zip(risk.gradient().values(), gradient, strict=True):
+        close(own, g)
+    if logarithms:
+        return
+
+    def outputs(*values: Tensor) -> Tensor:
+        out = torch.func.functional_call(model, dict(zip(risk.params, values, strict=True)), (wide["input_ids"],))
+        return out["scores"][:, :-1].flatten(0, 1)
+
+    values = tuple(p.detach() for p in risk.params.values())
+    J = torch.cat([j.flatten(2) for j in torch.func.jacrev(outputs, tuple(range(len(values))))(*values)], 2)
+    p = f.detach().flatten(0, 1).softmax(-1)
+    H = torch.diag_embed(p) - p[:, :, None] * p[:, None]
+    close(GGN(risk).to_dense(), torch.einsum("nci,ncd,ndj->ij", J, H, J) / len(p))
+    close(curvature(risk, DiagonalBlock).trace, curvature(risk, EKFAC).trace)
+
+
+def test_shifted_labels_need_positions() -> None:
+    model = nn.Sequential(nn.Linear(3, 4))
+    risk = EmpiricalRisk(model, CE, [(torch.rand(2, 3), torch.rand(2, 4).softmax(-1))], shift_labels=True)
+    with pytest.raises(ValueError, match=r"CrossEntropyLoss: labels are shifted .* along axis 1, and .*\[2, 4\]"):
+        risk.loss()
+
+
+def test_classes_on_the_last_axis_are_not_read_from_axis_1() -> None:
+    """Without a shift, of as many tokens as classes, axis 1 is PyTorch's; the model's own loss tells of the other."""
+    model, items = Plain(4, shift=False), texts(4, 4)
+    with pytest.raises(UnsupportedError, match=r"Plain computes a loss of its own.*the output that it reads"):
+        EmpiricalRisk(model, CE, items, output=lambda out: out["scores"]).loss()
+    moved = EmpiricalRisk(model, CE, items, output=lambda out: out["scores"].movedim(-1, 1)).loss()
+    wide = torch.cat([item["labels"] for item in items])
+    close(moved, model(wide, labels=wide)["loss"])
+    with pytest.raises(UnsupportedError, match=r"say `output=lambda out: out.movedim\(-1, 1\)`"):
+        EmpiricalRisk(Plain(9, shift=False), CE, texts(9, 4), output=lambda out: out["scores"]).loss()
+
+
+def test_log_probabilities_on_the_last_axis() -> None:
+    model, items = Plain(4, logarithms=True), texts(4, 4)
+    pairs = [(item["input_ids"], item["labels"]) for item in items]
+    with pytest.raises(UnsupportedError, match=r"sum to .* along axis 1; .*\. For classes along the last axis, say"):
+        EmpiricalRisk(model, nn.NLLLoss(), pairs, output=lambda out: out["scores"]).loss()
+    with pytest.raises(UnsupportedError, match="Are these logits"):
+        EmpiricalRisk(Plain(4), nn.NLLLoss(), pairs, output=lambda out: out["scores"]).loss()
+    moved = EmpiricalRisk(model, nn.NLLLoss(), pairs, output=lambda out: out["scores"].movedim(-1, 1)).loss()
+    wide = torch.cat([y for _, y in pairs])
+    close(moved, F.nll_loss(model(wide)["scores"].flatten(0, 1), wide.flatten()))

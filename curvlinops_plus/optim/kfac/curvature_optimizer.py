@@ -20,7 +20,7 @@ from curvlinops_plus.optim.kfac.block_vectors import copied
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, number, plain_policy
-from curvlinops_plus.optim.kfac.refusals import require_same_loss
+from curvlinops_plus.optim.kfac.refusals import naming_training_mode, require_same_loss
 from curvlinops_plus.optim.kfac.running_curvature import RunningCurvature
 from curvlinops_plus.optim.kfac.step_plan import StepPlan
 from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
@@ -149,7 +149,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 f"{steps_taken} steps were taken, and the reduction is {reduction!r}."
             )
         for batch in tqdm(islice(batches, steps), desc="warmup", disable=not progressbar):
-            self.curvature.estimator.update(batch, decay=1.0)
+            with naming_training_mode(self.curvature.risk):
+                self.curvature.estimator.update(batch, decay=1.0)
         self.curvature.forget_examples()
 
     @contextmanager

@@ -40,7 +40,8 @@ class KFACPreconditioner(CurvatureOptimizer):
         inverse: "exact" is `(K + λI)⁻¹` with the damping of now, from eigendecompositions; "factored" splits `λ`
             between the factors of each Kronecker product, with the damping of the refresh, and is cheaper.
         power: Of `K + λI`, below 0.
-        norm_constraint: The largest squared norm of the result, a number or a `NormConstraint`; None: no limit.
+        norm_constraint: The largest squared norm of the result, a number or a `NormConstraint`; None: no limit. Before
+            an optimizer with momentum give one, such as 1e-2 for `lr=0.1`: else steps get too long.
         strict: Refuse a step for which statistics were due, and no batch was seen; else it takes the old ones.
         risk_options: The other options of `EmpiricalRisk`, such as `output` and `mask`.
 

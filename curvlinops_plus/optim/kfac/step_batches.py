@@ -111,8 +111,8 @@ def listening_factors(owner: StepBatches, risk: EmpiricalRisk, batch: Batch, out
         with torch.enable_grad():
             leaf, one = f.float() if torch.finfo(f.dtype).bits < 32 else f.clone(), risk.losses[index]
             leaf.requires_grad_()
-            (read,), (y,) = risk.aligned([leaf if select is None else select(leaf)], [targets[index]])
-            count, total = one.sums(*one.canonical(read, y, batch.num_examples, axes[index]), batch.num_examples)
+            read, y, axis = risk.aligned(one, leaf if select is None else select(leaf), targets[index], axes[index])
+            count, total = one.sums(*one.canonical(read, y, batch.num_examples, axis), batch.num_examples)
             (found,) = torch.autograd.grad(total, leaf)
         return found / count if one.reduction == "mean" else found
 
@@ -439,8 +439,9 @@ def require_same_curvature(
     same = not vectors.of_loss and len(risk.losses) == 1
     if same:
         (loss,), f = risk.losses, f.detach().to(risk.dtype)
-        terms = [loss.canonical(f, batch.y, one.num_examples, class_axis) for batch in (one, two)]
-        V = torch.cos(torch.arange(f.numel(), device=f.device)).to(f.dtype).view_as(terms[0][0])
+        read = [risk.aligned(loss, f, batch.y, class_axis) for batch in (one, two)]
+        terms = [loss.canonical(g, y, one.num_examples, axis) for g, y, axis in read]
+        V = torch.cos(torch.arange(terms[0][0].numel(), device=f.device)).to(f.dtype).view_as(terms[0][0])
         products = [loss.likelihood.hessian_product(F, Y, V) / float(loss.likelihood.count(F, Y)) for F, Y in terms]
         same = torch.allclose(*products, rtol=1e-3, atol=1e-5 * float(products[0].abs().max()))
     if not same:

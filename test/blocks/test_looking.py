@@ -1,0 +1,234 @@
+"""Looking at a stream of batches changes nothing of it, and a state has all that its rounding depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    CurvatureEstimator,
+    DiagonalBlock,
+    EmpiricalRisk,
+    Exact,
+    FullBlock,
+    KFACOptimizer,
+    LevenbergMarquardt,
+    MonteCarlo,
+    curvature,
+    load,
+    save,
+)
+from curvlinops_plus.blocks.accumulator import Accumulator
+from curvlinops_plus.blocks.estimator_state import write_estimator
+
+KINDS: dict[str, Any] = {
+    "KFAC": KFAC,
+    "reduce": KFAC.using(kfac_approx="reduce"),
+    "split": KFAC.using(split=7),
+    "EKFAC": EKFAC,
+    "full": FullBlock,
+    "diagonal": DiagonalBlock,
+}
+SIZES = (5, 3, 70, 1, 20, 7, 9, 130, 2, 3)  # some rows wait for others, some are multiplied at once
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Linear(9, 30), nn.Tanh(), nn.Linear(30, 4))
+
+
+def images() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 3, 3)), nn.Conv2d(1, 6, 2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 4))
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"dense": dense, "images": images}
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    for n in SIZES:
+        yield torch.randn(n, 9, generator=generator), torch.randint(4, (n,), generator=generator)
+
+
+def stream(
+    name: str, kind: Any, loss: nn.Module | None = None, decay: float = 0.95, vectors: Any = None
+) -> CurvatureEstimator:
+    torch.manual_seed(1)
+    risk = EmpiricalRisk(NETWORKS[name](), loss or nn.CrossEntropyLoss(), ())
+    return CurvatureEstimator(risk, kind, vectors=vectors or MonteCarlo(2, seed=1), decay=decay, damping=0.1)
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers of a state."""
+    if isinstance(tree, dict | list | tuple):
+        pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, value in pairs:
+            yield from leaves(value, f"{path}/{key}")
+    else:
+        yield path, tree
+
+
+def same_bits(one: Any, two: Any) -> None:
+    mine, theirs = dict(leaves(one)), dict(leaves(two))
+    assert mine.keys() == theirs.keys()
+    for path, value in mine.items():
+        other = theirs[path]
+        assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, path
+
+
+LOOKS: dict[str, Callable[[Any, Any], Any]] = {
+    "operator": lambda it, tmp_path: it.operator.to_dense(),
+    "state_dict": lambda it, tmp_path: it.state_dict(),
+    "write_estimator": lambda it, tmp_path: write_estimator(it),
+    "save": lambda it, tmp_path: save(it, tmp_path / "state.safetensors"),
+    "inference mode": lambda it, tmp_path: torch.inference_mode()(it.state_dict)(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_looking_at_an_estimator_changes_no_bits(name: str, kind: str, look: str, tmp_path: Any) -> None:
+    seen, unseen = stream(name, KINDS[kind]), stream(name, KINDS[kind])
+    for step, batch in enumerate(batches()):
+        for one in (seen, unseen):
+            one.update(batch)
+            if step == 6:
+                one.refresh()
+        LOOKS[look](seen, tmp_path)
+    same_bits(seen.state_dict(), unseen.state_dict())
+    seen.refresh()
+    unseen.refresh()
+    v = torch.randn(seen.refreshed.shape[0])
+    assert torch.equal(seen.inverse() @ v, unseen.inverse() @ v)
+
+
+@pytest.mark.parametrize("kind", ["KFAC", "reduce", "split", "full"])
+def test_what_is_looked_at_is_what_was_added(kind: str) -> None:
+    """With rows that wait, and after some were multiplied."""
+    data, running = list(batches()), stream("dense", KINDS[kind], decay=1.0, vectors=Exact())
+    for step, batch in enumerate(data):
+        running.update(batch)
+        risk = EmpiricalRisk(running.risk.model, nn.CrossEntropyLoss(), data[: step + 1])
+        expected = curvature(risk, KINDS[kind], vectors=Exact()).to_dense()
+        for _ in range(2):
+            torch.testing.assert_close(running.operator.to_dense(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_merging_changes_no_bits_of_the_other(kind: str) -> None:
+    seen, unseen = stream("dense", KINDS[kind]), stream("dense", KINDS[kind])
+    for step, batch in enumerate(batches()):
+        if step in (1, 4, 8):
+            into = stream("dense", KINDS[kind])
+            into.adopt_bases(seen)
+            into.merge(seen)
+        for one in (seen, unseen):
+            one.update(batch)
+    same_bits(seen.state_dict(), unseen.state_dict())
+
+
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_going_on_after_every_batch(name: str, kind: str, weights: bool, tmp_path: Any) -> None:
+    """Rows that wait, moving averages that are multiplied later, counts and their precision are in the state."""
+    loss = nn.CrossEntropyLoss(torch.tensor([0.3, 1.7, 0.9, 1.1]) if weights else None)
+    running, resumed = stream(name, KINDS[kind], loss), stream(name, KINDS[kind], loss)
+    for step, batch in enumerate(batches()):
+        for one in (running, resumed):
+            one.update(batch)
+            if step == 6:
+                one.refresh()
+        state = resumed.state_dict()
+        if step % 2:
+            save(state, tmp_path / "state.safetensors")
+            state = load(tmp_path / "state.safetensors")
+        else:
+            torch.save(state, tmp_path / "state.pt")
+            state = torch.load(tmp_path / "state.pt", weights_only=True)
+        resumed = stream(name, KINDS[kind], loss)
+        resumed.load_state_dict(state)
+    same_bits(resumed.state_dict(), running.state_dict())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_without_rows_that_wait(kind: str) -> None:
+    """Earlier versions added all rows when they were asked for their state."""
+    running, resumed = stream("dense", KINDS[kind]), stream("dense", KINDS[kind])
+    data = list(batches())
+    for batch in data[:5]:
+        running.update(batch)
+    state = running.state_dict()
+    accumulators = [a for own in running._sums.stages.values() for stage in own for a in stage.values()]
+    stored = [
+        s for key, own in state["sums"].items() if key != "called" for stage in own.values() for s in stage.values()
+    ]
+    for accumulator, old in zip(accumulators, stored, strict=True):
+        assert old.pop("rows").keys() == accumulator._rows.keys()
+        old["sums"] = {name: total.clone() for name, total in accumulator.sums.items()}
+    resumed.load_state_dict(state)
+    for one in (running, resumed):
+        one.update(data[5])
+    torch.testing.assert_close(resumed.operator.to_dense(), running.operator.to_dense())
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "EKFAC": {"approximation": EKFAC},
+    "factored": {"inverse": "factored"},
+    "every 3": {"statistics_every": 3},
+    "Levenberg-Marquardt": {"damping": LevenbergMarquardt(1.0, interval=2), "quadratic_model": "blocks"},
+}
+
+
+def trained(name: str, options: dict[str, Any], between: Callable[[nn.Module, Any], Any]) -> list[Tensor]:
+    """The parameters after some steps; `between` returns the optimizer to go on with."""
+    torch.manual_seed(1)
+    model, loss = NETWORKS[name](), nn.CrossEntropyLoss()
+
+    def made() -> KFACOptimizer:
+        return KFACOptimizer(model, loss, vectors=MonteCarlo(seed=1), inverse_every=4, **options)
+
+    optimizer = made()
+    for X, y in batches():
+        optimizer.zero_grad()
+        loss(model(X), y).backward()
+        optimizer.step()
+        optimizer = between(optimizer, made) or optimizer
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS)
+@pytest.mark.parametrize("name", NETWORKS)
+def test_checkpoints_change_no_bits_of_a_training(name: str, options: str) -> None:
+    def resumed(optimizer: Any, made: Callable[[], Any]) -> Any:
+        state = optimizer.state_dict()
+        optimizer.close()
+        new = made()
+        new.load_state_dict(state)
+        return new
+
+    plain, *others = (
+        trained(name, OPTIMIZERS[options], between)
+        for between in (
+            lambda optimizer, made: None,
+            lambda optimizer, made: optimizer.state_dict() and None,
+            lambda optimizer, made: optimizer.curvature.estimator.operator and None,
+            resumed,
+        )
+    )
+    for other in others:
+        assert all(map(torch.equal, plain, other))
+
+
+def test_a_sum_that_is_written_to_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That bits are compared is what finds it: an accumulator that adds its rows when it is read fails."""
+    monkeypatch.setattr(Accumulator, "names", property(lambda self: set(self.sums)))
+    with pytest.raises(AssertionError):
+        test_looking_at_an_estimator_changes_no_bits("dense", "KFAC", "operator", None)
