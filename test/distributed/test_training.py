@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from curvlinops_plus import LevenbergMarquardt
+from curvlinops_plus import Exact, LevenbergMarquardt
 
 PLAIN = {"lr": 0.1, "inverse_every": 3}
 
@@ -28,6 +28,15 @@ def test_estimator(workers: Any, world: int, approximation: str, vectors: str, d
     """Of eight processes some have no examples in some steps."""
     for found in workers.run(world, "streams", approximation, vectors, decay):
         assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", ["attention", "few rows", "dead units", "equal outputs"])
+def test_bases_of_few_rows(workers: Any, world: int, name: str) -> None:
+    """What is computed in a null space, or of repeated eigenvalues, does not depend on how it was rounded."""
+    for options in ({"vectors": Exact()}, {"damping": 0.01}):
+        for found in workers.run(world, "few_rows", name, options):
+            assert max(found.values()) < 1e-10, found
 
 
 @pytest.mark.parametrize("decay", [0.8, 1.0])
