@@ -615,7 +615,7 @@ def few_rows(processes: Processes, name: str, options: dict[str, Any]) -> dict[s
     alone = copy.deepcopy(model)
     ddp = nn.parallel.DistributedDataParallel(model, process_group=processes.group)
     options = {"approximation": EKFAC, "default": EKFAC, "lr": 0.1, "inverse_every": 3} | options
-    for each, mine in ((alone, batches), (ddp, processes.share(batches))):
+    for each, mine in ((alone, batches), (ddp, [processes.share([batch])[0] for batch in batches])):
         optimizer = KFACOptimizer(each, loss, **options)
         for x, t in mine:
             optimizer.zero_grad()
