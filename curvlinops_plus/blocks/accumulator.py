@@ -190,7 +190,7 @@ class Accumulator(metaclass=AccumulatorType):
             self._add_count(name, count)
 
     def _add_count(self, name: str, count: Tensor | float) -> None:
-        """In double precision: in single precision numbers of rows stop growing, and whole numbers have no fractions."""
+        """In double precision: in single precision large numbers stop growing, and whole ones would decay in it."""
         count = count.to(wide_dtype(count.device)) if isinstance(count, Tensor) else count
         self.counts[name] = self.counts.get(name, 0.0) + count
 

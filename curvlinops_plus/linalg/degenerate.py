@@ -26,9 +26,10 @@ _LARGE = 128  # null spaces for which a QR decomposition takes longer than the s
 def canonical(values: Tensor, Q: Tensor, range_only: bool = False) -> Tensor:  # [*b, d], [*b, d, d] -> [*b, d, d]
     """Eigenvectors of a positive semi-definite matrix that are, up to signs, determined also if eigenvalues repeat.
 
-    Eigenvalues are 0 up to `64 eps` times the largest, and equal if they differ by no more. Of others the eigenvectors
-    are determined up to `eps` times the largest, divided by the distance to the next one. Where so many are near to
-    each other that no groups can be told, as in single precision, they stay as they are.
+    Eigenvalues are 0 up to `64 eps` times the largest, and equal if they differ by no more; those of one of a batch of
+    matrices also up to `(64 eps)²` times the largest of all. Of others the eigenvectors are determined up to `eps`
+    times the largest, divided by the distance to the next one. Where so many are near to each other that no groups can
+    be told, as in single precision, they stay as they are.
 
     Args:
         values: Its eigenvalues, ascending.
@@ -49,8 +50,11 @@ def canonical(values: Tensor, Q: Tensor, range_only: bool = False) -> Tensor:  #
     if Q.dtype not in (torch.float32, torch.float64) or Q.requires_grad or d < 2:
         return Q
     tolerance = _TOLERANCE * torch.finfo(Q.dtype).eps
-    for index, each in enumerate(values.reshape(-1, d).tolist()):
-        allowed = tolerance * max(each[-1], -each[0])
+    of_each = values.reshape(-1, d).tolist()
+    # A matrix of what cancels, beside others in a batch, is the square of rounding: all of it counts as zero.
+    noise = tolerance * max((max(each[-1], -each[0]) for each in of_each), default=0.0)
+    for index, each in enumerate(of_each):
+        allowed = tolerance * max(each[-1], -each[0], noise)
         nulls = bisect_right(each, allowed)
         for first, end in _groups(each, allowed, nulls if range_only else 0):
             if end == nulls > max(d // 2, _LARGE) and first == 0:
@@ -64,7 +68,7 @@ def canonical(values: Tensor, Q: Tensor, range_only: bool = False) -> Tensor:  #
 def _groups(values: Sequence[float], allowed: float, start: int) -> Iterator[tuple[int, int]]:
     """Where groups of equal values begin and end: of those with small gaps, if all are as near to each other."""
     gaps = list(map(sub, values[start + 1 :], values[start:]))
-    if not gaps or min(gaps) > allowed or not allowed:  # all eigenvectors of the matrix zero are coordinates
+    if not gaps or min(gaps) > allowed or not allowed:  # of the matrix zero all are coordinates already
         return
     values = [0.0 if abs(value) <= allowed else value for value in values]
     ends = [k for k in range(start + 1, len(values)) if values[k] - values[k - 1] > allowed]

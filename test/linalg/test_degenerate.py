@@ -95,6 +95,14 @@ def test_batches_of_matrices() -> None:
         assert away(Q, eigenbasis(M)) < 1e-12
 
 
+def test_a_matrix_of_rounding_beside_others() -> None:
+    """Such as that of gradients of keys, whose sums over positions cancel."""
+    pairs = [rounded_differently(normal(30, 12)), (1e-16 * normal(12, 12), 1e-16 * normal(12, 12, seed=1))]
+    A, B = (torch.stack([M @ M.T for M in each]) for each in zip(*pairs, strict=True))
+    assert away(eigenbasis(A), eigenbasis(B)) < 1e-11
+    assert away(eigenbasis(A[1]), eigenbasis(B[1])) > 0.1
+
+
 def test_single_precision() -> None:
     """Factors of few rows; where all eigenvalues are near to each other, nothing is changed."""
     A, B = rounded_differently(normal(30, 300))
