@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.gram_sum import GramSum
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
@@ -178,7 +179,7 @@ class Accumulator(metaclass=AccumulatorType):
         else:
             self._sums[name] = value.clone()  # the caller's tensor may be shared
         if count is not None:
-            self.counts[name] = self.counts.get(name, 0.0) + count
+            self._add_count(name, count)
 
     def add_rows(self, name: str, rows: Tensor, ones: bool = False, count: Tensor | float | None = None) -> None:
         """Add `rowsᵀ rows` to a running sum. Rows of several batches may be multiplied together later.
@@ -191,7 +192,12 @@ class Accumulator(metaclass=AccumulatorType):
         """
         self._row_sum(name, ones).add(rows)
         if count is not None:
-            self.counts[name] = self.counts.get(name, 0.0) + count
+            self._add_count(name, count)
+
+    def _add_count(self, name: str, count: Tensor | float) -> None:
+        """In double precision: in single precision large numbers stop growing, and whole ones would decay in it."""
+        count = count.to(wide_dtype(count.device)) if isinstance(count, Tensor) else count
+        self.counts[name] = self.counts.get(name, 0.0) + count
 
     def _row_sum(self, name: str, ones: bool) -> GramSum:
         """The sum of that name, as one to which rows are added."""
@@ -362,7 +368,7 @@ class Accumulator(metaclass=AccumulatorType):
         for name, total in other._sums.items():
             self.add(name, total)
         for name, count in other.counts.items():
-            self.counts[name] = self.counts.get(name, 0.0) + count
+            self._add_count(name, count)
 
     def _kind(self) -> tuple[type, str, dict[str, torch.Size]]:
         """Class, name of the layer, and shapes of sums."""

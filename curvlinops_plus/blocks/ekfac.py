@@ -138,7 +138,8 @@ class EKFAC(KFAC):
         return matrices
 
     def decompose(self, name: str, M: Tensor) -> Tensor:
-        return eigenvectors(self.layer, name, M, self.basis_rtol)
+        # Of the data that the factors come from nothing is outside of their ranges; but positions differ from means.
+        return eigenvectors(self.layer, name, M, self.basis_rtol, self._for_good and not self.reduce)
 
 
 class Correction(Accumulator):
@@ -236,11 +237,11 @@ def _identity(size: int, batch: Sequence[int], like: Tensor) -> Factor:
     return IdentityLinearOperator([(size,)], like.device, like.dtype)
 
 
-def eigenvectors(layer: Layer, name: str, factor: Tensor, rtol: float) -> Tensor:
-    """Eigenvectors of one factor; failures name the layer."""
+def eigenvectors(layer: Layer, name: str, factor: Tensor, rtol: float, range_only: bool) -> Tensor:
+    """Eigenvectors of one factor, as of `eigenbasis`; failures name the layer."""
     try:
         # Row by row in memory, as files keep them: products after loading round as before.
-        return eigenbasis(factor, rtol=rtol).contiguous()
+        return eigenbasis(factor, rtol=rtol, range_only=range_only).contiguous()
     except NumericsError as error:
         raise NumericsError(f"{layer.title}, factor {name}: {error}") from error
 

@@ -12,6 +12,7 @@ spectrum decays. Where this pays is measured: the benchmark of eigendecompositio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.linalg.degenerate import canonical, householder
 from curvlinops_plus.linalg.gram_sum import blas_threads
 from curvlinops_plus.linalg.numerics import check_finite
 
@@ -50,19 +52,24 @@ def eigh(
         tensor([1., 2.])
     """
     check_finite(M, what)
-    return _on_support(M, what, 0.0, refine=True) if semidefinite else _eigh(M, what)
+    return _on_support(M, lambda part: _semidefinite(part, what, 0.0, refine=True)) if semidefinite else _eigh(M, what)
 
 
-def eigenbasis(M: Tensor, what: str = "the matrix", *, rtol: float = 0.0) -> Tensor:  # [*b, d, d] -> [*b, d, d]
+def eigenbasis(  # [*b, d, d] -> [*b, d, d]
+    M: Tensor, what: str = "the matrix", *, rtol: float = 0.0, range_only: bool = False
+) -> Tensor:
     """An orthogonal matrix whose columns are eigenvectors of a positive semi-definite one, in ascending order.
 
-    Orthogonal to rounding always; for a low rank cheaper than `eigh`, because nobody looks at the eigenvalues.
+    Orthogonal to rounding always; for a low rank cheaper than `eigh`, because nobody looks at the eigenvalues. Also of
+    a repeated eigenvalue the eigenvectors are, up to signs, a continuous function of the matrix, see `canonical`.
 
     Args:
         M: The matrix, or a batch of them.
         what: Its name in messages.
         rtol: Directions need not be told apart that together leave less than `rtol` times the largest diagonal entry on
             each entry of the diagonal. The more directions, the cheaper. By default all are, up to rounding.
+        range_only: Whether it does not matter which orthonormal vectors span the null space, which saves up to half of
+            the time where that is large.
 
     Raises:
         NumericsError: If the matrix has NaN or infinite entries, or every attempt fails.
@@ -73,7 +80,12 @@ def eigenbasis(M: Tensor, what: str = "the matrix", *, rtol: float = 0.0) -> Ten
                 [1., 0.]])
     """
     check_finite(M, what)
-    return _on_support(M, what, rtol, refine=False)[1]
+
+    def decompose(part: Tensor) -> tuple[Tensor, Tensor]:
+        values, Q = _semidefinite(part, what, rtol, refine=False)
+        return values, canonical(values, Q, range_only)
+
+    return _on_support(M, decompose)[1]
 
 
 def _eigh(M: Tensor, what: str) -> tuple[Tensor, Tensor]:
@@ -97,20 +109,25 @@ def _eigh(M: Tensor, what: str) -> tuple[Tensor, Tensor]:
     )
 
 
-def _on_support(M: Tensor, what: str, rtol: float, refine: bool) -> tuple[Tensor, Tensor]:
+def _on_support(M: Tensor, decompose: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Of a positive semi-definite matrix, without its zero rows: those of dead units, or of pixels at the border."""
     if M.ndim != 2 or len(M) < _SMALLEST or M.requires_grad:
-        return _eigh(M, what)
+        return decompose(M)
     seen = M.diagonal() != 0
     if bool(seen.all()) or bool(M[~seen].any()):
-        found = _by_range(M, what, rtol, refine)
-        return _eigh(M, what) if found is None else found
+        return decompose(M)
     at, zeros = seen.nonzero()[:, 0], (~seen).nonzero()[:, 0]
-    values, U = _on_support(M[at[:, None], at], what, rtol, refine)
+    values, U = _on_support(M[at[:, None], at], decompose)
     Q, n = torch.zeros_like(M), len(zeros)
     Q[zeros, torch.arange(n, device=M.device)] = 1
     Q[at, n:] = U
     return torch.cat([values.new_zeros(n), values.clamp(min=0)]), Q
+
+
+def _semidefinite(M: Tensor, what: str, rtol: float, refine: bool) -> tuple[Tensor, Tensor]:
+    """Of a positive semi-definite matrix; arguments as for `_by_range`."""
+    found = _by_range(M, what, rtol, refine)
+    return _eigh(M, what) if found is None else found
 
 
 def _by_range(M: Tensor, what: str, rtol: float, refine: bool) -> tuple[Tensor, Tensor] | None:
@@ -123,6 +140,8 @@ def _by_range(M: Tensor, what: str, rtol: float, refine: bool) -> tuple[Tensor, 
         refine: Take the small eigenproblem from `M` itself instead of from its Cholesky factor: the error of the
             latter, about ten times that of `eigh`, does not matter for a basis.
     """
+    if M.ndim != 2 or len(M) < _SMALLEST or M.requires_grad:
+        return None
     if M.device.type != "cpu" or M.dtype not in (torch.float32, torch.float64):
         return None
     d, highest = len(M), int(0.55 * len(M)) - 24
@@ -132,7 +151,7 @@ def _by_range(M: Tensor, what: str, rtol: float, refine: bool) -> tuple[Tensor, 
     if L is None:
         return None
     r = L.shape[1]
-    V, W, T = _householder(L)  # I - V W is orthogonal, and its first r columns times T are L
+    V, W, T = householder(L)  # I - V W is orthogonal, and its first r columns times T are L
     del L  # everything here is as large as half of M, or a quarter
     Q = torch.empty_like(M, memory_format=torch.contiguous_format)
     complement, range_ = Q[:, : d - r], Q[:, d - r :]
@@ -170,19 +189,3 @@ def _pstrf(dtype: torch.dtype) -> Any:
     from scipy.linalg import get_lapack_funcs
 
     return get_lapack_funcs("pstrf", dtype=str(dtype).removeprefix("torch."))
-
-
-def _householder(L: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [d, r] -> [d, r], [r, d], [r, r]
-    """`V`, `W` and `T` with `I - V W` orthogonal and `L = (I - V W)[:, :r] T`: QR in products of matrices.
-
-    `V` is made in the memory of `L`, which is stored by columns.
-    """
-    r = L.shape[1]
-    V, tau = torch.geqrf(L, out=(L, L.new_empty(r)))
-    T = V[:r].triu()
-    V = V.tril_(-1)
-    V.diagonal().fill_(1)
-    # W = S Vᵀ with S⁻¹ = striu(VᵀV) + diag(1 / tau); a reflection with tau = 0 is the identity.
-    inverse = (V.T @ V).triu_(1)
-    inverse.diagonal().copy_(torch.where(tau == 0, 1, 1 / tau))
-    return V, torch.linalg.solve_triangular(inverse, V.T * (tau != 0)[:, None], upper=True), T

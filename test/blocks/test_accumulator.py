@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus import (
     KFAC,
+    CurvatureEstimator,
     DiagonalBlock,
     EmpiricalRisk,
     FisherMCLinearOperator,
@@ -162,3 +163,26 @@ def test_gaussian_draws_are_unbiased() -> None:
     assert off.double().mean() < 0.01
     K = curvature(EmpiricalRisk(model, nn.GaussianNLLLoss(), data), FullBlock, vectors=MonteCarlo(2000, seed=3))
     assert abs(float(K.trace / expected.trace()) - 1) < 0.1
+
+
+def test_numbers_of_rows_are_in_double_precision() -> None:
+    """Those of an embedding with padding are tensors of whole numbers, which PyTorch decays in single precision."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 3, padding_idx=0), nn.Flatten(), nn.Linear(15, 2)).double()
+    estimator = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), KFAC, decay=0.9)
+    seen = torch.zeros(6, dtype=torch.float64)
+    for _ in range(5):
+        X, y = torch.randint(6, (7, 5)), torch.randint(2, (7,))
+        estimator.update((X, y))
+        seen = 0.9 * seen + X.flatten().bincount(minlength=6) * (torch.arange(6) > 0)
+    frequencies = estimator.operator.blocks["0"].A.diagonal()
+    torch.testing.assert_close(frequencies, seen / seen.sum(), rtol=1e-15, atol=0)
+
+
+def test_rows_beyond_those_of_single_precision() -> None:
+    layer = curvature(problem("mlp").risk(), DiagonalBlock, compute=False).plan[0].layer
+    for first, more in ((torch.tensor(2**24), torch.tensor(1)), (torch.tensor([[2.0**24]]), torch.ones(1, 1))):
+        accumulator = KFAC(layer, None, lambda totals: 1.0)
+        accumulator.add("A", torch.eye(2), first)
+        accumulator.add("A", torch.eye(2), more)
+        assert float(accumulator.counts["A"]) == 2**24 + 1

@@ -34,6 +34,7 @@ from curvlinops_plus import (
     DiagonalBlock,
     EKFACLinearOperator,
     EmpiricalRisk,
+    Exact,
     GGNFactor,
     Hessian,
     HeuristicDamping,
@@ -566,6 +567,62 @@ def streams(processes: Processes, approximation: str, vectors: str, decay: float
     several.refresh()
     compare("going on")
     return found
+
+
+class Attends(nn.Module):
+    """Attention, behind a layer of which one input is always 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.attention = nn.Linear(5, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(torch.cat([x[..., :4], 0 * x[..., :1]], -1))
+        return self.last(self.attention(h, h, h, need_weights=False)[0].mean(1))
+
+
+def degenerate(name: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """A network whose factors have large null spaces or repeated eigenvalues, and the shape of an example."""
+    torch.manual_seed(0)
+    if name == "attention":
+        return Attends().double(), (2, 5)
+    model = nn.Sequential(nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3)).double()
+    if name == "dead units":
+        nn.init.constant_(model[0].bias[:3], -100)
+    if name == "equal outputs":
+        nn.init.zeros_(model[4].weight)
+        nn.init.zeros_(model[4].bias)
+    return model, (9,)
+
+
+def few_rows(processes: Processes, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """EKFAC, whose bases come from batches of fewer rows than columns, in an estimator and in training."""
+    (model, shape), loss, steps = degenerate(name), nn.CrossEntropyLoss(), 12
+    X, y = torch.randn(steps, 4, *shape, dtype=torch.float64), torch.randint(3, (steps, 4))
+    batches = [*zip(X, y, strict=True)]
+    risks = [EmpiricalRisk(model, loss, (), processes=each) for each in (None, processes)]
+    one, several = (CurvatureEstimator(risk, EKFAC, default=EKFAC, decay=0.9, vectors=Exact()) for risk in risks)
+    found = {}
+    for k, batch in enumerate(batches):
+        one.update(batch)
+        several.update(processes.share([batch])[0])
+        if k % 5 == 3:
+            one.refresh(0.1)
+            several.refresh(0.1)
+            found[f"operator {k}"] = away(several.operator.to_dense(), one.operator.to_dense())
+            found[f"inverse {k}"] = away(several.inverse().to_dense(), one.inverse().to_dense())
+    alone = copy.deepcopy(model)
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=processes.group)
+    options = {"approximation": EKFAC, "default": EKFAC, "lr": 0.1, "inverse_every": 3} | options
+    for each, mine in ((alone, batches), (ddp, [processes.share([batch])[0] for batch in batches])):
+        optimizer = KFACOptimizer(each, loss, **options)
+        for x, t in mine:
+            optimizer.zero_grad()
+            (loss(each(x), t) * len(x) / 4 * (1 if each is alone else processes.world)).backward()
+            optimizer.step()
+    values = [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (model, alone)]
+    return {"trained": away(*values)} | found
 
 
 class Routed(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from curvlinops_plus import LevenbergMarquardt
+from curvlinops_plus import Exact, LevenbergMarquardt
 
 PLAIN = {"lr": 0.1, "inverse_every": 3}
 
@@ -27,6 +27,14 @@ PLAIN = {"lr": 0.1, "inverse_every": 3}
 def test_estimator(workers: Any, world: int, approximation: str, vectors: str, decay: float) -> None:
     """Of eight processes some have no examples in some steps."""
     for found in workers.run(world, "streams", approximation, vectors, decay):
+        assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.parametrize(("world", "options"), [(2, {"vectors": Exact()}), (3, {"damping": 0.01})], ids=str)
+@pytest.mark.parametrize("name", ["attention", "few rows", "dead units", "equal outputs"])
+def test_bases_of_few_rows(workers: Any, world: int, options: dict[str, Any], name: str) -> None:
+    """What is computed in a null space, or of repeated eigenvalues, does not depend on how it was rounded."""
+    for found in workers.run(world, "few_rows", name, options):
         assert max(found.values()) < 1e-10, found
 
 
