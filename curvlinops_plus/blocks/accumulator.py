@@ -18,7 +18,7 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.linalg.gram_sum import GramSum
+from curvlinops_plus.linalg.gram_sum import GramSum, PackedGram
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 
 if TYPE_CHECKING:
@@ -187,6 +187,11 @@ class Accumulator(metaclass=AccumulatorType):
         self._row_sum(name, ones).add(rows)
         if count is not None:
             self.counts[name] = self.counts.get(name, 0.0) + count
+
+    def add_packed(self, name: str, packed: PackedGram) -> None:
+        """The same for the product of rows that are not formed; the sum is over their number."""
+        self._row_sum(name, packed.row_sum is not None).add_packed(packed)
+        self.counts[name] = self.counts.get(name, 0.0) + packed.rows
 
     def _row_sum(self, name: str, ones: bool) -> GramSum:
         """The sum of that name, as one to which rows are added."""

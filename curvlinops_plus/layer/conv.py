@@ -5,11 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.convolution_gram import grouped_gram, image_gram, input_gram
+from curvlinops_plus.layer.convolution_gram import grouped_gram, image_gram, input_gram, packed_gram
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.layer.rule_registry import register_rule
+from curvlinops_plus.linalg.gram_sum import PackedGram
 
 __all__ = ["ConvRule"]
 
@@ -94,6 +95,10 @@ class ConvRule(AffineRule):
         total = input_gram(geometry, x) if groups == 1 else grouped_gram(geometry, x, groups)
         row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]
         return total, _grouped(row_sum, groups), float(len(x) * geometry.positions(x))
+
+    def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> PackedGram | None:
+        """Correlations of the images, where these are fewer numbers."""
+        return packed_gram(self._geometry(module, x), at_least_float32(x), ones) if _groups(module) == 1 else None
 
     def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, *b, i·kernel]
         """Mean patch of each example, without forming patches."""
