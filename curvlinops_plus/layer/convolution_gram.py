@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from math import prod
 
@@ -39,8 +40,8 @@ _SMALL_PRODUCTS = range(16, 65)
 # Fewer patches, or fewer multiplications in their Gram matrix, do not repay the fixed costs of correlations.
 _MIN_PATCHES = 512
 _MIN_PRODUCTS = 1.5e8
-# The same if that matrix is made once for many batches.
-_MIN_PACKED_PRODUCTS = 2e7
+# Multiplications that repay those of sums of many batches, of which the matrix is made once.
+_MIN_PACKED_PRODUCTS = 4e7
 
 
 def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
@@ -165,14 +166,14 @@ class Correlations:
     @property
     def size(self) -> int:
         """How many numbers there are."""
-        return sum(_sizes(self.geometry, self._image))
+        return sum(_sizes_of(self))
 
     def unpack(self, values: Tensor) -> Tensor:  # [size] -> [c·kernel, c·kernel]
         """The Gram matrix."""
-        return _gram_of(self.geometry, self._image, iter(values.split(_sizes(self.geometry, self._image))))
+        return _gram_of(self.geometry, self.image, iter(values.split(_sizes_of(self))))
 
     @property
-    def _image(self) -> Tensor:
+    def image(self) -> Tensor:
         """No images, of a size for which all lines are alike."""
         return torch.empty(0, self.channels, *(k + 1 for k in self.geometry.kernel))
 
@@ -196,6 +197,11 @@ def correlations(geometry: Geometry, x: Tensor) -> list[Tensor]:
     for _, _, line, pixels in _unvisited_lines(geometry, x):
         found += correlations(line, pixels)
     return found
+
+
+@lru_cache(256)
+def _sizes_of(form: Correlations) -> list[int]:
+    return _sizes(form.geometry, form.image)
 
 
 def _sizes(geometry: Geometry, x: Tensor) -> list[int]:
@@ -263,9 +269,18 @@ def _unvisited_lines(geometry: Geometry, x: Tensor) -> Iterator[tuple[int, slice
     Yields:
         The dimension, its taps that overlap the image, and the smaller convolution with its input `[B, c·taps, *size]`.
     """
+    for dim, taps, start, line in _lines(geometry, tuple(x.shape[2:])):
+        pixels = x.narrow(2 + dim, start, taps.stop - taps.start)
+        yield dim, taps, line, pixels.movedim(2 + dim, 2).flatten(1, 2)
+
+
+@lru_cache(256)
+def _lines(geometry: Geometry, size: tuple[int, ...]) -> list[tuple[int, slice, int, Geometry]]:
+    """Of each such line the dimension, the taps, the first pixel under them, and the convolution along it."""
     # More padding than this only adds patches of zeros.
     visited = [(min(p, k - 1), min(q, k - 1)) for (p, q), k in zip(geometry.padding, geometry.kernel, strict=True)]
     everywhere = [(k - 1, k - 1) for k in geometry.kernel]
+    found = []
     for dim, (k, (before, after)) in enumerate(zip(geometry.kernel, visited, strict=True)):
         others = [i for i in range(len(visited)) if i != dim]
         line = Geometry(
@@ -274,8 +289,8 @@ def _unvisited_lines(geometry: Geometry, x: Tensor) -> Iterator[tuple[int, slice
             dilation=(1,) * len(others),
             padding=tuple(visited[i] if i < dim else everywhere[i] for i in others),
         )
-        positions = x.shape[2 + dim] + k - 1
+        positions = size[dim] + k - 1
         for position in chain(range(k - 1 - before), range(positions - (k - 1 - after), positions)):
             taps = slice(max(0, k - 1 - position), min(k, positions - position))
-            pixels = x.narrow(2 + dim, position - (k - 1) + taps.start, taps.stop - taps.start)
-            yield dim, taps, line, pixels.movedim(2 + dim, 2).flatten(1, 2)
+            found.append((dim, taps, position - (k - 1) + taps.start, line))
+    return found
