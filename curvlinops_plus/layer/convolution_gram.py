@@ -131,20 +131,20 @@ def correlation_pays(geometry: Geometry, x: Tensor, least: float) -> bool:
     return patches >= _MIN_PATCHES and patches * d**2 >= least and torch.backends.mkldnn.is_available()
 
 
-def packed_gram(geometry: Geometry, x: Tensor, ones: bool) -> PackedGram | None:
+def packed_gram(form: Correlations, x: Tensor, ones: bool) -> PackedGram | None:
     """The Gram matrix of patches as `correlations`, which are added up over batches before it is made of them.
 
     Args:
-        geometry: Of the convolution.
+        form: Of the convolution.
         x: Its input [B, c, *size].
         ones: Whether the sum of patches is wanted, too.
 
     Returns:
         None if that is slower, or the matrix has fewer numbers: without padding most lines are not visited.
     """
+    geometry = form.geometry
     if geometry.pointwise or not correlation_pays(geometry, x, _MIN_PACKED_PRODUCTS):
         return None
-    form = Correlations(geometry, x.shape[1])
     if form.size > form.columns**2 // 2:
         return None
     row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0] if ones else None

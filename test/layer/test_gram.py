@@ -68,7 +68,7 @@ def test_matrices_of_fewer_numbers_are_packed(padding: int | str, packs: bool) -
     if not torch.backends.mkldnn.is_available():
         pytest.skip("correlations pay only where oneDNN computes them")
     x, where = torch.rand(64, 16, 12, 12).float(), Geometry.of(nn.Conv2d(16, 4, 3, padding=padding))
-    packed = grams.packed_gram(where, x, ones=True)
+    packed = grams.packed_gram(grams.Correlations(where, 16), x, ones=True)
     assert (packed is not None) == packs
     if packed is not None:
         assert len(packed.values) < 144**2 // 2
