@@ -225,14 +225,16 @@ def _gram_of(geometry: Geometry, x: Tensor, parts: Iterator[Tensor]) -> Tensor: 
     return total.reshape(c * prod(kernel), c * prod(kernel))
 
 
+@lru_cache(64)
 def _places_of_shifts(c: int, kernel: tuple[int, ...], device: torch.device) -> Tensor:
     """Index of `R[c, c', u' - u]` in a flattened row `R[c]`, for all `u`, `c'`, `u'` in this order."""
     n = len(kernel)
     shape = (c, *(2 * k - 1 for k in kernel))
-    places = torch.arange(prod(shape), device=device).view(shape)
-    for dim, k in enumerate(kernel, 1):
-        places = places.unfold(dim, k, 1)  # windows that start at shift -u and run over u', latest u first
-    return places.flip(tuple(range(1, n + 1))).movedim(0, n).flatten()
+    with torch.inference_mode(False):
+        places = torch.arange(prod(shape), device=device).view(shape)
+        for dim, k in enumerate(kernel, 1):
+            places = places.unfold(dim, k, 1)  # windows that start at shift -u and run over u', latest u first
+        return places.flip(tuple(range(1, n + 1))).movedim(0, n).flatten()
 
 
 def _correlations(x: Tensor, kernel: tuple[int, ...]) -> Tensor:  # -> [c, c, k, *(2·kernel - 1)[1:]]
