@@ -208,7 +208,7 @@ def _sizes(geometry: Geometry, x: Tensor) -> list[int]:
     """Of the tensors that `correlations` returns."""
     c, kernel = x.shape[1], geometry.kernel
     first = c * c * (prod(2 * k - 1 for k in kernel[1:]) * kernel[0] if kernel else 1)
-    return [first, *(size for _, _, *line in _unvisited_lines(geometry, x) for size in _sizes(*line))]
+    return [first, *(size for _, _, line, pixels in _unvisited_lines(geometry, x) for size in _sizes(line, pixels))]
 
 
 def _gram_of(geometry: Geometry, x: Tensor, parts: Iterator[Tensor]) -> Tensor:  # -> [c·kernel, c·kernel]

@@ -240,8 +240,9 @@ class AffineRows:
     def _only_input(self) -> Call | None:
         """The same, if besides all rows count alike, and each is extended by a 1 if the bias is tracked."""
         call = self._only_call
-        plain = call is not None and self.weight and not self.sparse and not self.weighted
-        return call if plain and (not self.bias or self.adds_bias(call)) else None
+        if call is None or not self.weight or self.sparse or self.weighted:
+            return None
+        return call if not self.bias or self.adds_bias(call) else None
 
     def _upcast(self, t: Tensor) -> Tensor:
         if t.dtype == self.layer.accumulation_dtype or not t.is_floating_point():
