@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
+from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.linalg.gram_sum import GramSum
+from curvlinops_plus.linalg.gram_sum import GramSum, PackedForm, PackedGram
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 
 if TYPE_CHECKING:
@@ -198,6 +200,11 @@ class Accumulator(metaclass=AccumulatorType):
         """In double precision: in single precision large numbers stop growing, and whole ones would decay in it."""
         count = count.to(wide_dtype(count.device)) if isinstance(count, Tensor) else count
         self.counts[name] = self.counts.get(name, 0.0) + count
+
+    def add_packed(self, name: str, packed: PackedGram) -> None:
+        """The same for the product of rows that are not formed; the sum is over their number."""
+        self._row_sum(name, packed.row_sum is not None).add_packed(packed)
+        self._add_count(name, packed.rows)
 
     def _row_sum(self, name: str, ones: bool) -> GramSum:
         """The sum of that name, as one to which rows are added."""
@@ -408,7 +415,8 @@ class Accumulator(metaclass=AccumulatorType):
             raise ValueError(f"The state of {self.layer.title} lacks {sorted(missing)}; is the file cut off?")
         self.sums = {name: total.to(self.layer.device).clone() for name, total in state["sums"].items()}
         waiting = state.get("rows", {})  # states of earlier versions have added them
-        self._rows = {name: GramSum.from_state_dict(rows, self.layer.device) for name, rows in waiting.items()}
+        form = partial(_packed_form, self.layer)
+        self._rows = {name: GramSum.from_state_dict(rows, self.layer.device, form) for name, rows in waiting.items()}
         self.counts = {
             name: count.to(self.layer.device) if isinstance(count, Tensor) else count
             for name, count in state["counts"].items()
@@ -493,6 +501,15 @@ def _read(of: Accumulator, name: str) -> tuple[Tensor, Tensor | None]:
 def _each(t: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """`function` of a tensor, or of each of several."""
     return function(t) if isinstance(t, Tensor) else tuple(map(function, t))
+
+
+def _packed_form(layer: Layer) -> PackedForm:
+    """What packed numbers of a layer's inputs mean."""
+    use = layer.uses[0]
+    form = use.rule.packed_form(use.module) if isinstance(use.rule, AffineRule) else None
+    if form is None:
+        raise ValueError(f"{layer.title}: the state has sums of correlations, those of a convolution of other options.")
+    return form
 
 
 def _plain(count: Tensor | float) -> Tensor | float:

@@ -179,6 +179,8 @@ class KFAC(Accumulator):
             self._add_pieces(name, form, *rows.split_inputs(self.reduce))
         elif not form.diagonal and (a := rows.stacked_inputs(self.reduce)) is not None:
             self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(len(a)))
+        elif not (form.diagonal or self.reduce) and (packed := rows.packed_inputs()) is not None:
+            self.add_packed(name, packed)
         else:
             self.add(name, *rows.input_gram(self.reduce, form.diagonal))
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.convolution_gram import grouped_gram, image_gram, input_gram
+from curvlinops_plus.layer.convolution_gram import (
+    Correlations,
+    grouped_gram,
+    image_gram,
+    input_gram,
+    packed_gram,
+)
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.layer.rule_registry import register_rule
+from curvlinops_plus.linalg.gram_sum import PackedGram
 
 __all__ = ["ConvRule"]
 
@@ -94,6 +101,17 @@ class ConvRule(AffineRule):
         total = input_gram(geometry, x) if groups == 1 else grouped_gram(geometry, x, groups)
         row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]
         return total, _grouped(row_sum, groups), float(len(x) * geometry.positions(x))
+
+    def packed_form(self, module: nn.Module) -> Correlations | None:
+        """Correlations of the images, of a convolution without groups."""
+        assert isinstance(module, _CONVOLUTIONS)
+        return Correlations(Geometry.of(module), module.weight.shape[1]) if module.groups == 1 else None
+
+    def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> PackedGram | None:
+        """Correlations of the images, where these are fewer numbers."""
+        self._geometry(module, x)  # refuses what is no such convolution
+        form = self.packed_form(module)
+        return None if form is None else packed_gram(form, at_least_float32(x), ones)
 
     def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, *b, i·kernel]
         """Mean patch of each example, without forming patches."""

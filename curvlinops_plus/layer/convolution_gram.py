@@ -11,6 +11,8 @@ A grouped convolution has one Gram matrix per group. `grouped_gram` batches the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from math import prod
 
@@ -20,9 +22,10 @@ from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from curvlinops_plus.layer.patches import Geometry
+from curvlinops_plus.linalg.gram_sum import PackedGram
 from curvlinops_plus.linalg.numerics import gram
 
-__all__ = ["correlation_gram", "grouped_gram", "image_gram", "input_gram", "patch_gram"]
+__all__ = ["Correlations", "correlation_gram", "grouped_gram", "image_gram", "input_gram", "packed_gram", "patch_gram"]
 
 # Work memory for patches; larger pieces exceed the cache and gain nothing.
 _PATCH_BYTES = 8 * 2**20
@@ -37,6 +40,8 @@ _SMALL_PRODUCTS = range(16, 65)
 # Fewer patches, or fewer multiplications in their Gram matrix, do not repay the fixed costs of correlations.
 _MIN_PATCHES = 512
 _MIN_PRODUCTS = 1.5e8
+# Multiplications that repay those of sums of many batches, of which the matrix is made once.
+_MIN_PACKED_PRODUCTS = 4e7
 
 
 def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
@@ -49,7 +54,7 @@ def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c�
     """
     if geometry.pointwise:
         return image_gram(geometry.windows(geometry.pad(x), 2).flatten(2))
-    if correlation_pays(geometry, x):
+    if correlation_pays(geometry, x, _MIN_PRODUCTS):
         return correlation_gram(geometry, x)
     return patch_gram(geometry, x)
 
@@ -110,14 +115,67 @@ def patch_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c�
     return total.reshape(taps, c, taps, c).permute(1, 0, 3, 2).reshape(d, d)
 
 
-def correlation_pays(geometry: Geometry, x: Tensor) -> bool:
-    """Whether `correlation_gram` applies and is expected to be faster than `patch_gram` (measured on CPUs)."""
+def correlation_pays(geometry: Geometry, x: Tensor, least: float) -> bool:
+    """Whether correlations apply and are expected to be faster than `patch_gram` (measured on CPUs).
+
+    Args:
+        geometry: Of the convolution.
+        x: Its input.
+        least: How many multiplications of patches repay the fixed costs.
+    """
     if not (geometry.plain and x.device.type == "cpu" and x.dtype == torch.float32):
         return False  # on CUDA the convolution would also round to TF32 by default; in float64 it is slow
     if any(size <= k for size, k in zip(x.shape[2:], geometry.kernel, strict=True)):
         return False  # all border
     patches, d = len(x) * geometry.positions(x), x.shape[1] * prod(geometry.kernel)
-    return patches >= _MIN_PATCHES and patches * d**2 >= _MIN_PRODUCTS and torch.backends.mkldnn.is_available()
+    return patches >= _MIN_PATCHES and patches * d**2 >= least and torch.backends.mkldnn.is_available()
+
+
+def packed_gram(form: Correlations, x: Tensor, ones: bool) -> PackedGram | None:
+    """The Gram matrix of patches as `correlations`, which are added up over batches before it is made of them.
+
+    Args:
+        form: Of the convolution.
+        x: Its input [B, c, *size].
+        ones: Whether the sum of patches is wanted, too.
+
+    Returns:
+        None if that is slower, or the matrix has fewer numbers: without padding most lines are not visited.
+    """
+    geometry = form.geometry
+    if geometry.pointwise or not correlation_pays(geometry, x, _MIN_PACKED_PRODUCTS):
+        return None
+    if form.size > form.columns**2 // 2:
+        return None
+    row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0] if ones else None
+    return PackedGram(torch.cat(correlations(geometry, x)), form, row_sum, float(len(x) * geometry.positions(x)))
+
+
+@dataclass(frozen=True)
+class Correlations:
+    """What numbers mean that `correlations` returns for a convolution; images of any size larger than the kernel."""
+
+    geometry: Geometry
+    channels: int
+
+    @property
+    def columns(self) -> int:
+        """Numbers in a patch."""
+        return self.channels * prod(self.geometry.kernel)
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are."""
+        return sum(_sizes_of(self))
+
+    def unpack(self, values: Tensor) -> Tensor:  # [size] -> [c·kernel, c·kernel]
+        """The Gram matrix."""
+        return _gram_of(self.geometry, self.image, iter(values.split(_sizes_of(self))))
+
+    @property
+    def image(self) -> Tensor:
+        """No images, of a size for which all lines are alike."""
+        return torch.empty(0, self.channels, *(k + 1 for k in self.geometry.kernel))
 
 
 def correlation_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
@@ -128,41 +186,80 @@ def correlation_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] 
     of them at once. The positions that the convolution does not visit are lines at the border; the Gram matrices of
     their patches are subtracted.
     """
+    return _gram_of(geometry, x[:0], iter(correlations(geometry, x)))
+
+
+def correlations(geometry: Geometry, x: Tensor) -> list[Tensor]:
+    """The autocorrelations of images, then those of the lines at their border: flat tensors, sums over images."""
+    if not geometry.kernel:
+        return [gram(x).flatten()]
+    found = [_correlations(x, geometry.kernel).flatten()]
+    for _, _, line, pixels in _unvisited_lines(geometry, x):
+        found += correlations(line, pixels)
+    return found
+
+
+@lru_cache(256)
+def _sizes_of(form: Correlations) -> list[int]:
+    return _sizes(form.geometry, form.image)
+
+
+def _sizes(geometry: Geometry, x: Tensor) -> list[int]:
+    """Of the tensors that `correlations` returns."""
+    c, kernel = x.shape[1], geometry.kernel
+    first = c * c * (prod(2 * k - 1 for k in kernel[1:]) * kernel[0] if kernel else 1)
+    return [first, *(size for _, _, line, pixels in _unvisited_lines(geometry, x) for size in _sizes(line, pixels))]
+
+
+def _gram_of(geometry: Geometry, x: Tensor, parts: Iterator[Tensor]) -> Tensor:  # -> [c·kernel, c·kernel]
+    """The Gram matrix of what `correlations` returns; of `x` only the shape matters."""
     c, kernel, n = x.shape[1], geometry.kernel, len(geometry.kernel)
     if not kernel:
-        return gram(x)
-    R = _correlations(x, kernel)
-    total = R.flatten(1).index_select(1, _places_of_shifts(c, kernel, x.device)).view(c, *kernel, c, *kernel)
+        return next(parts).view(c, c)
+    R = _all_shifts(next(parts), c, kernel)
+    total = R.flatten(1).index_select(1, _places_of_shifts(c, kernel, R.device)).view(c, *kernel, c, *kernel)
     for dim, taps, line, pixels in _unvisited_lines(geometry, x):
         block = total[(slice(None),) * (dim + 1) + (taps,) + (slice(None),) * n + (taps,)]
         block = block.movedim((1 + dim, n + 2 + dim), (1, n + 2))  # [c, taps, *other kernel, c, taps, *other kernel]
-        block -= correlation_gram(line, pixels).view(block.shape)
+        block -= _gram_of(line, pixels, parts).view(block.shape)
     return total.reshape(c * prod(kernel), c * prod(kernel))
 
 
+@lru_cache(64)
 def _places_of_shifts(c: int, kernel: tuple[int, ...], device: torch.device) -> Tensor:
     """Index of `R[c, c', u' - u]` in a flattened row `R[c]`, for all `u`, `c'`, `u'` in this order."""
     n = len(kernel)
     shape = (c, *(2 * k - 1 for k in kernel))
-    places = torch.arange(prod(shape), device=device).view(shape)
-    for dim, k in enumerate(kernel, 1):
-        places = places.unfold(dim, k, 1)  # windows that start at shift -u and run over u', latest u first
-    return places.flip(tuple(range(1, n + 1))).movedim(0, n).flatten()
+    with torch.inference_mode(False):
+        places = torch.arange(prod(shape), device=device).view(shape)
+        for dim, k in enumerate(kernel, 1):
+            places = places.unfold(dim, k, 1)  # windows that start at shift -u and run over u', latest u first
+        return places.flip(tuple(range(1, n + 1))).movedim(0, n).flatten()
 
 
-def _correlations(x: Tensor, kernel: tuple[int, ...]) -> Tensor:  # [B, c, *size] -> [c, c, *(2·kernel - 1)]
-    """`R[c, c', k - 1 + δ] = Σ x[c, q] x[c', q + δ]` for all shifts with `|δ| < k`."""
+def _correlations(x: Tensor, kernel: tuple[int, ...]) -> Tensor:  # -> [c, c, k, *(2·kernel - 1)[1:]]
+    """`R[c, c', ..., k - 1 + δ] = Σ x[c, q] x[c', q + δ]` for shifts `|δ| < k`; along the first dimension `δ >= 0`.
+
+    `R[c, c', -δ] = R[c', c, δ]`, so that half of the shifts are enough.
+    """
     n, c = len(kernel), x.shape[1]
-    shifts = tuple(2 * k - 1 for k in kernel[1:])
-    # R[c, c', -δ] = R[c', c, δ], so that half of the shifts along the first dimension are enough.
     below = F.pad(x, [0, 0] * (n - 1) + [0, kernel[0] - 1])
+    if n == 1 and below.numel() * kernel[0] <= _PATCH_BYTES // x.element_size():  # short lines: one product is faster
+        shifted = below.unfold(2, x.shape[2], 1).permute(1, 2, 0, 3)  # [B, c, k, w] -> [c, k, B, w]
+        return x.transpose(0, 1).flatten(1) @ shifted.flatten(2).flatten(0, 1).T
+    shifts = tuple(2 * k - 1 for k in kernel[1:])
     weight_gradient = (conv1d_weight, conv2d_weight, conv3d_weight)[n - 1]
     padding = (0, *(k - 1 for k in kernel[1:]))
     # All three take one number per dimension, whatever the annotation of the first says.
-    half = weight_gradient(below, (c, c, kernel[0], *shifts), x, padding=padding)  # pyright: ignore[reportArgumentType]
-    mirrored = half.transpose(0, 1).flip(tuple(range(2, n + 2)))
-    half[:, :, :1] = (half[:, :, :1] + mirrored[:, :, -1:]) / 2  # exactly symmetric, not only up to rounding
-    return torch.cat([mirrored[:, :, :-1], half], dim=2)
+    return weight_gradient(below, (c, c, kernel[0], *shifts), x, padding=padding)  # pyright: ignore[reportArgumentType]
+
+
+def _all_shifts(half: Tensor, c: int, kernel: tuple[int, ...]) -> Tensor:  # -> [c, c, *(2·kernel - 1)]
+    """Correlations for all shifts from those of `_correlations`."""
+    half = half.view(c, c, kernel[0], *(2 * k - 1 for k in kernel[1:]))
+    mirrored = half.transpose(0, 1).flip(tuple(range(2, len(kernel) + 2)))
+    middle = (half[:, :, :1] + mirrored[:, :, -1:]) / 2  # exactly symmetric, not only up to rounding
+    return torch.cat([mirrored[:, :, :-1], middle, half[:, :, 1:]], dim=2)
 
 
 def _unvisited_lines(geometry: Geometry, x: Tensor) -> Iterator[tuple[int, slice, Geometry, Tensor]]:
@@ -174,9 +271,18 @@ def _unvisited_lines(geometry: Geometry, x: Tensor) -> Iterator[tuple[int, slice
     Yields:
         The dimension, its taps that overlap the image, and the smaller convolution with its input `[B, c·taps, *size]`.
     """
+    for dim, taps, start, line in _lines(geometry, tuple(x.shape[2:])):
+        pixels = x.narrow(2 + dim, start, taps.stop - taps.start)
+        yield dim, taps, line, pixels.movedim(2 + dim, 2).flatten(1, 2)
+
+
+@lru_cache(256)
+def _lines(geometry: Geometry, size: tuple[int, ...]) -> list[tuple[int, slice, int, Geometry]]:
+    """Of each such line the dimension, the taps, the first pixel under them, and the convolution along it."""
     # More padding than this only adds patches of zeros.
     visited = [(min(p, k - 1), min(q, k - 1)) for (p, q), k in zip(geometry.padding, geometry.kernel, strict=True)]
     everywhere = [(k - 1, k - 1) for k in geometry.kernel]
+    found = []
     for dim, (k, (before, after)) in enumerate(zip(geometry.kernel, visited, strict=True)):
         others = [i for i in range(len(visited)) if i != dim]
         line = Geometry(
@@ -185,8 +291,8 @@ def _unvisited_lines(geometry: Geometry, x: Tensor) -> Iterator[tuple[int, slice
             dilation=(1,) * len(others),
             padding=tuple(visited[i] if i < dim else everywhere[i] for i in others),
         )
-        positions = x.shape[2 + dim] + k - 1
+        positions = size[dim] + k - 1
         for position in chain(range(k - 1 - before), range(positions - (k - 1 - after), positions)):
             taps = slice(max(0, k - 1 - position), min(k, positions - position))
-            pixels = x.narrow(2 + dim, position - (k - 1) + taps.start, taps.stop - taps.start)
-            yield dim, taps, line, pixels.movedim(2 + dim, 2).flatten(1, 2)
+            found.append((dim, taps, position - (k - 1) + taps.start, line))
+    return found

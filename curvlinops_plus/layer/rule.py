@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.replay import at_least_float32, differentiable_parameters, replay_per_example
 from curvlinops_plus.layer.rows import SparseRows
+from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram
 from curvlinops_plus.linalg.numerics import gram
 
 __all__ = ["AffineRule", "LayerRule", "flat_pattern", "outer_products"]
@@ -304,6 +305,20 @@ class AffineRule(LayerRule):
         if isinstance(a, SparseRows):
             return a.square_sum(), a.sum(), a.count()
         return gram(a.flatten(0, 1)), a.sum((0, 1)), float(a.shape[0] * a.shape[1])
+
+    def packed_form(self, module: nn.Module) -> PackedForm | None:
+        """What the numbers mean that `packed_gram` returns; None if it returns none."""
+        return None
+
+    def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> PackedGram | None:
+        """The sum of `a aᵀ` by fewer numbers, which take less work; None if there is no such way.
+
+        Args:
+            module: The layer.
+            x: The input of its call.
+            ones: Whether the sum of `a` is wanted, too.
+        """
+        return None
 
     def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, *b, i]
         """Mean of `a` over the positions of each example."""

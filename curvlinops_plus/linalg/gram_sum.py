@@ -5,17 +5,18 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
-__all__ = ["GramSum", "blas_threads", "gram", "mirror", "plain_mode"]
+__all__ = ["GramSum", "PackedForm", "PackedGram", "blas_threads", "gram", "mirror", "plain_mode"]
 
 _BLOCK = 256  # a tile and its transpose fit the cache
 _WAITING = 128  # rows; products with half as many cost what one with all does
@@ -40,6 +41,34 @@ def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
     if M < 192 or not _half_pays(rows) or rows.requires_grad:
         return rows.T @ rows
     return mirror(_add_triangle(rows, rows.new_zeros(d, d)))
+
+
+class PackedForm(Protocol):
+    """How a symmetric matrix follows from fewer numbers; equal if it does so in the same way."""
+
+    @property
+    def columns(self) -> int: ...
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """The matrix [columns, columns], which is linear in `values`."""
+        ...
+
+
+@dataclass(eq=False)
+class PackedGram:
+    """`Σ rowsᵀ rows` by fewer numbers, of rows that were not formed.
+
+    Attributes:
+        values: These numbers, a vector.
+        form: What they mean.
+        row_sum: The sum of rows [d]; None if it is not wanted.
+        rows: How many rows there are.
+    """
+
+    values: Tensor
+    form: PackedForm
+    row_sum: Tensor | None
+    rows: float
 
 
 class GramSum:
@@ -72,6 +101,7 @@ class GramSum:
         self._number = 0
         self._triangle: Tensor | None = None  # the lower one, which `_factor` belongs to; what is above may be anything
         self._factor = 1.0
+        self._packed: tuple[PackedForm, Tensor] | None = None  # of which another summand is made
         self._sum: Tensor | None = None
         self._count: Tensor | float = 0.0
         if total is not None:
@@ -84,21 +114,26 @@ class GramSum:
             self._add_ones(rows.sum(0), float(rows.shape[0]))
         self._add_piece(rows)
 
+    def add_packed(self, packed: PackedGram) -> None:
+        """Add a product that is packed."""
+        if packed.row_sum is not None:
+            self._add_ones(packed.row_sum, packed.rows)
+        self._add_values(packed.form, packed.values)
+
     def merge(self, other: GramSum) -> None:
         """Add another sum, which stays as it is; in `plain_mode`."""
         if other._sum is not None:
             self._add_ones(other._sum.clone() if self._sum is None else other._sum, other._count)
+        if other._packed is not None:
+            form, values = other._packed
+            self._add_values(form, values if self._packed is not None else values.clone())
         for rows, _ in other._pieces:
             self._add_piece(rows)
         if other._rows is not None:
             self._add_piece(other._rows[: other._number])
         if other._triangle is not None:
-            if self._triangle is None:
-                self._triangle = other._triangle * other._factor
-            else:
-                total = other._triangle if other._factor == 1 else other._triangle * other._factor
-                _add_scaled(total, self._triangle, self._factor)
-            self._factor = 1.0
+            own = self._triangle is None or other._factor != 1
+            self._add_matrix(other._triangle * other._factor if own else other._triangle)
 
     def decay(self, factor: float) -> None:
         """Multiply what was added until now. Cost: that of the rows that wait; a triangle is multiplied when the next
@@ -108,6 +143,8 @@ class GramSum:
         if self._number:
             assert self._rows is not None
             self._rows[: self._number] *= math.sqrt(factor)
+        if self._packed is not None:
+            self._packed[1].mul_(factor)
         if self._sum is not None:
             self._sum *= factor
             self._count = self._count * factor
@@ -122,18 +159,22 @@ class GramSum:
         found = [rows for rows, _ in self._pieces]
         if self._rows is not None:
             found.append(self._rows[: self._number])
+        if self._packed is not None:
+            found.append(self._packed[1])
         return found if self._triangle is None else [*found, self._triangle.diagonal()]
 
     @property
     def shape(self) -> torch.Size:
         """That of `value`."""
-        d = self._held.shape[1] + self.ones
+        d = (self._packed[0].columns if self._packed is not None else self._held.shape[1]) + self.ones
         return torch.Size((d, d))
 
     @property
     def _held(self) -> Tensor:
-        """Something of `d` columns."""
-        return next(t for t in (self._triangle, self._rows, *(rows for rows, _ in self._pieces)) if t is not None)
+        """Something that was added."""
+        packed = () if self._packed is None else (self._packed[1],)
+        held = (self._triangle, self._rows, *packed, *(rows for rows, _ in self._pieces))
+        return next(t for t in held if t is not None)
 
     def value(self) -> Tensor:  # -> [d, d], or [d + 1, d + 1] with ones
         """The sum, as in `plain_mode`. Rows go on waiting: what is added later rounds as if nobody had asked."""
@@ -150,25 +191,33 @@ class GramSum:
     def state_dict(self) -> dict[str, Any]:
         """What was added, and in which parts: who goes on from here rounds as this object."""
         rows = [*(rows for rows, _ in self._pieces), *([] if self._rows is None else [self._rows[: self._number]])]
-        kept = {"triangle": self._triangle, "rows": torch.cat(rows) if rows else None, "sum": self._sum}
+        packed = None if self._packed is None else self._packed[1]
+        found = {"triangle": self._triangle, "packed": packed, "sum": self._sum}
+        kept = {**found, "rows": torch.cat(rows) if rows else None}
         tensors = {name: t.detach().clone() for name, t in kept.items() if t is not None}
         return {"ones": self.ones, "factor": self._factor, "count": _cloned(self._count), **tensors}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], device: torch.device) -> GramSum:
-        """The sum that `state_dict` returned."""
+    def from_state_dict(
+        cls, state: Mapping[str, Any], device: torch.device, form: Callable[[], PackedForm] | None = None
+    ) -> GramSum:
+        """The sum that `state_dict` returned; `form` is asked what packed numbers mean, if there are some."""
         kept: dict[str, Any] = {
             name: t.to(device, copy=True) if isinstance(t, Tensor) else t for name, t in state.items()
         }
         total = cls(kept["ones"])
         total._triangle, total._factor = kept.get("triangle"), kept["factor"]
         total._sum, total._count = kept.get("sum"), kept["count"]
+        if "packed" in kept:
+            assert form is not None
+            total._packed = form(), kept["packed"]
         if "rows" in kept:
             total._wait(kept["rows"])
         return total
 
     def _total(self) -> Tensor:
         self._flush()
+        self._unpack()
         self._rows = None
         total = self._triangle
         assert total is not None  # something was added
@@ -185,6 +234,22 @@ class GramSum:
     def _add_ones(self, total: Tensor, count: Tensor | float) -> None:
         self._sum = total if self._sum is None else self._sum.add_(total)
         self._count = self._count + count
+
+    def _add_values(self, form: PackedForm, values: Tensor) -> None:
+        if self._packed is not None and self._packed[0] != form:
+            self._unpack()
+        self._packed = form, values if self._packed is None else self._packed[1].add_(values)
+
+    def _unpack(self) -> None:
+        if self._packed is not None:
+            form, values = self._packed
+            self._packed = None
+            self._add_matrix(form.unpack(values))
+
+    def _add_matrix(self, total: Tensor) -> None:
+        """Add a matrix of which the lower triangle counts; the first one is taken over."""
+        self._triangle = total if self._triangle is None else _add_scaled(total, self._triangle, self._factor)
+        self._factor = 1.0
 
     def _add_piece(self, rows: Tensor) -> None:
         M, d = rows.shape

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.layer.rule import outer_products
+from curvlinops_plus.linalg.gram_sum import PackedGram
 from curvlinops_plus.linalg.numerics import gram
 from curvlinops_plus.risk.call import Call
 from curvlinops_plus.risk.layers import Layer
@@ -116,10 +117,8 @@ class AffineRows:
 
         None if there is another way to the Gram matrix than the product of all rows.
         """
-        call = self._only_call
-        if call is None or self.sparse or (rule := call.rule).direct_input_gram or not self.weight or self.weighted:
-            return None
-        if self.bias and not self.adds_bias(call):
+        call = self._only_input
+        if call is None or (rule := call.rule).direct_input_gram:
             return None
         if reduce:
             rows = self.mean_inputs()
@@ -127,6 +126,11 @@ class AffineRows:
         a = rule.rows(call.use.module, self._upcast(call.input))
         assert isinstance(a, Tensor)
         return a.flatten(0, 1) if a.ndim == 3 else None
+
+    def packed_inputs(self) -> PackedGram | None:
+        """What `input_gram` is made of (expand), where the rule has fewer numbers for it."""
+        call = self._only_input
+        return None if call is None else call.rule.packed_gram(call.use.module, self._upcast(call.input), self.bias)
 
     def stacked_grads(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `grad_gram` as one matrix [M, o]; None as for `stacked_inputs`."""
@@ -231,6 +235,14 @@ class AffineRows:
         call = self.calls[0]
         plain = len(self.calls) == 1 and self._mask_of(call) is None and call.rule.reads(call.use.module) is None
         return call if plain else None
+
+    @property
+    def _only_input(self) -> Call | None:
+        """The same, if besides all rows count alike, and each is extended by a 1 if the bias is tracked."""
+        call = self._only_call
+        if call is None or not self.weight or self.sparse or self.weighted:
+            return None
+        return call if not self.bias or self.adds_bias(call) else None
 
     def _upcast(self, t: Tensor) -> Tensor:
         if t.dtype == self.layer.accumulation_dtype or not t.is_floating_point():

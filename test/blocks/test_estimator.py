@@ -29,6 +29,7 @@ from curvlinops_plus import (
     save,
 )
 from curvlinops_plus.blocks.accumulator import Accumulator
+from curvlinops_plus.layer import convolution_gram
 from curvlinops_plus.linalg import Diagonal, HeuristicDamping
 
 SINGLE_PASS = {"KFAC": KFAC, "diagonal": DiagonalBlock, "full": FullBlock, "reduce": KFAC.using(kfac_approx="reduce")}
@@ -116,6 +117,42 @@ def test_moving_average(approximation: str, reduction: str) -> None:
             close(block.G.to_dense(), average(lambda K, n=name: K.blocks[n].G.to_dense()))
         else:
             close(block.to_dense(), average(lambda K, n=name: K.blocks[n].to_dense()))
+
+
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_moving_average_of_convolutions(approximation: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Input factors are sums of correlations, which become matrices when somebody looks."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=bias), nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1), Flat())
+    model, data = model.float(), [(torch.rand(6, 3, s, s).float(), torch.randint(3, (6,))) for s in (8, 8, 5, 8)]
+    seen = []
+    for packs in (False, True):
+        monkeypatch.setattr(convolution_gram, "_MIN_PATCHES", 1)
+        monkeypatch.setattr(convolution_gram, "_MIN_PACKED_PRODUCTS", 1 if packs else torch.inf)
+        risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
+        streams = [CurvatureEstimator(risk, EVERY[approximation], vectors=Exact(), decay=0.9) for _ in range(2)]
+        for step, (X, y) in enumerate(data):
+            with streams[0].listen((X, y)):
+                model(X)
+            streams[1].update((X, y))
+            rows = [rows for a in streams[0]._sums._accumulators() for rows in a._rows.values()]
+            assert any(one._packed for one in rows) == (packs and step > 0)
+            if step == 1:
+                streams[0].refresh(1e-2)
+        if approximation == "KFAC":
+            streams[0].merge(streams[1])
+        resumed = CurvatureEstimator(risk, EVERY[approximation], vectors=Exact(), decay=0.9)
+        resumed.load_state_dict(streams[0].state_dict())
+        seen.append(resumed.operator.to_dense())
+        close(streams[0].operator.to_dense(), seen[-1], 1e-6)
+    close(seen[1], seen[0], 1e-5)
+
+
+class Flat(nn.Module):
+    """The mean over positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
 
 
 def test_a_mean_of_first_steps() -> None:

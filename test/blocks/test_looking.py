@@ -26,6 +26,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.blocks.estimator_state import write_estimator
+from curvlinops_plus.layer import convolution_gram
 
 KINDS: dict[str, Any] = {
     "KFAC": KFAC,
@@ -46,13 +47,32 @@ def images() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 3, 3)), nn.Conv2d(1, 6, 2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 4))
 
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {"dense": dense, "images": images}
+def correlated() -> nn.Module:
+    """Of its convolution, correlations of images are summed."""
+    same = nn.Conv2d(4, 2, 3, padding=1)
+    return nn.Sequential(nn.Linear(9, 144), nn.Unflatten(1, (4, 6, 6)), same, nn.Tanh(), nn.Flatten(), nn.Linear(72, 4))
+
+
+@pytest.fixture(autouse=True)
+def small_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution_gram, "_MIN_PATCHES", 1)
+    monkeypatch.setattr(convolution_gram, "_MIN_PACKED_PRODUCTS", 1)
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"dense": dense, "images": images, "correlated": correlated}
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     for n in SIZES:
         yield torch.randn(n, 9, generator=generator), torch.randint(4, (n,), generator=generator)
+
+
+def test_correlations_are_in_the_state() -> None:
+    estimator = stream("correlated", KFAC)
+    for batch in batches():
+        estimator.update(batch)
+    assert any(path.endswith("/rows/A/packed") for path, _ in leaves(estimator.state_dict()))
 
 
 def stream(

@@ -46,6 +46,39 @@ def test_correlations_are_exact(drawn: tuple[Geometry, tuple[int, ...]]) -> None
     torch.testing.assert_close(A, A.T, rtol=0, atol=1e-12)
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(correlated(), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=3))
+def test_correlations_of_batches_add_up(
+    drawn: tuple[Geometry, tuple[int, ...]], batches: list[tuple[int, int]]
+) -> None:
+    """One matrix is made of the correlations of several batches, whose images may have other sizes."""
+    where, (_, c, *_) = drawn
+    torch.manual_seed(0)
+    images = [torch.randn(n, c, *(k + 1 + more for k in where.kernel)) for n, more in batches]
+    form = grams.Correlations(where, c)
+    packed = [torch.cat(grams.correlations(where, x)) for x in images]
+    assert {len(values) for values in packed} == {form.size}
+    A = form.unpack(torch.stack(packed).sum(0))
+    torch.testing.assert_close(A, sum(plain(where, x) for x in images), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("padding", "packs"), [(1, True), ("same", True), (0, False)])
+def test_matrices_of_fewer_numbers_are_packed(padding: int | str, packs: bool) -> None:
+    """Without padding there are more correlations at the borders than entries of the matrix."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("correlations pay only where oneDNN computes them")
+    x, where = torch.rand(64, 16, 12, 12).float(), Geometry.of(nn.Conv2d(16, 4, 3, padding=padding))
+    packed = grams.packed_gram(grams.Correlations(where, 16), x, ones=True)
+    assert (packed is not None) == packs
+    if packed is not None:
+        assert len(packed.values) < 144**2 // 2
+        assert packed.row_sum is not None
+        rows = where.rows(x).flatten(0, 1)
+        torch.testing.assert_close(packed.form.unpack(packed.values), rows.T @ rows, rtol=1e-4, atol=1e-2)
+        torch.testing.assert_close(packed.row_sum, rows.sum(0), rtol=1e-4, atol=1e-2)
+        assert packed.rows == len(rows)
+
+
 def test_correlations_are_as_exact_as_float32_allows() -> None:
     where, x = geometry((3, 3), ((1, 1), (1, 1))), torch.randn(8, 16, 12, 12)
     exact = plain(where, x)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
 from curvlinops_plus.linalg import Dense, Kronecker, cholesky_inverse, eigh, gram, numerics, psd_clip
 from curvlinops_plus.linalg.gram_sum import (
     GramSum,
+    PackedGram,
     _add_quarters,
     _add_rank_k,
     _openblas,
@@ -142,6 +145,54 @@ def test_witnesses_of_a_gram_sum_show_entries_that_are_not_finite(d: int, M: int
         merged.merge(total)
         for one in (total, merged):
             assert any(not t.isfinite().all() for t in one.witnesses()) == bad
+
+
+@dataclass(frozen=True)
+class Tridiagonal:
+    """A matrix of its diagonal and one number beside it."""
+
+    columns: int
+    sign: float = 1.0
+
+    def unpack(self, values: Tensor) -> Tensor:
+        beside = self.sign * values[-1] * torch.ones(self.columns - 1).to(values)
+        return torch.diag(values[:-1]) + torch.diag(beside, 1) + torch.diag(beside, -1)
+
+
+@pytest.mark.parametrize("ones", [False, True])
+@pytest.mark.parametrize("d", [3, 130])
+@pytest.mark.parametrize("kinds", ["p", "pp", "ppr", "rpp", "pmp", "prpm", "mrp"])
+def test_sums_of_packed_matrices(d: int, ones: bool, kinds: str) -> None:
+    """Beside rows, through moving averages and merging, with another form (m), and after its value was read."""
+    total, expected = GramSum(ones), torch.zeros(d + ones, d + ones, dtype=F64)
+    for step, kind in enumerate(kinds):
+        rows = normal(5, d, seed=step)
+        batch, M = GramSum(ones, refer=True), rows.T @ rows
+        if kind == "r":
+            batch.add(rows)
+        else:
+            form, values = Tridiagonal(d, -1.0 if kind == "m" else 1.0), normal(d + 1, seed=step)
+            batch.add_packed(PackedGram(values, form, rows.sum(0) if ones else None, 5.0))
+            M = form.unpack(values)
+        if ones:
+            side = rows.sum(0)[:, None]
+            M = torch.cat([torch.cat([M, side], 1), torch.cat([side.T, torch.tensor([[5.0]], dtype=F64)], 1)])
+        assert batch.shape == M.shape
+        total.decay(0.9)
+        total.merge(batch)
+        expected = 0.9 * expected + M
+        assert all(t.isfinite().all() for t in total.witnesses())
+    again = GramSum(ones)
+    again.merge(total)
+    torch.testing.assert_close(GramSum(ones, again.value()).value(), expected, rtol=1e-12, atol=1e-10)
+    torch.testing.assert_close(total.value(), expected, rtol=1e-12, atol=1e-10)
+
+
+def test_witnesses_of_packed_matrices() -> None:
+    total, values = GramSum(ones=False), torch.ones(4)
+    values[2] = torch.nan
+    total.add_packed(PackedGram(values, Tridiagonal(3), None, 1.0))
+    assert any(not t.isfinite().all() for t in total.witnesses())
 
 
 def test_rows_that_are_referred_to_must_stay() -> None:
