@@ -430,6 +430,9 @@ def _compare_expanded(expanded: RecordedCall, found: Sequence[Tensor], plain: Se
 
 def _rows_of(t: Tensor, examples: list[int], N: int) -> Tensor:
     """The rows of some examples; the tensor itself if it does not carry examples first."""
-    if t.ndim and t.shape[0] == N:
-        return t[examples]
-    return t.unflatten(0, (N, -1))[examples].flatten(0, 1) if t.ndim and t.shape[0] % N == 0 else t
+    if not t.ndim or t.shape[0] % N:
+        return t
+    index = torch.tensor(examples, device=t.device)
+    if t.shape[0] == N:
+        return t.index_select(0, index)
+    return t.unflatten(0, (N, -1)).index_select(0, index).flatten(0, 1)
