@@ -39,16 +39,18 @@ def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> boo
         return False
     if options.output or options.example_axis or options.example_of_row or _is_watched():
         return False
-    chain, axes = [], X.ndim
+    chain, axes, kinds = [], X.ndim, set()
     for module in _in_order(risk.model):
         kind = _kind(module)
         if kind not in _AXES or not _is_plain(module, kind, recorder):
             return False
+        kinds.add((type(module), kind))
         axes = _AXES[kind](module, axes)
         if not axes:
             return False
         chain.append(module)
-    return _are_calls_of(chain, recorder)
+    own = all(getattr(kind, name) is method for kind, known in kinds for name, method in _METHODS[known])
+    return own and _are_calls_of(chain, recorder)
 
 
 def _are_calls_of(chain: Sequence[Any], recorder: Recorder) -> bool:
@@ -100,9 +102,9 @@ def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
         or module._backward_pre_hooks
         or module._compiled_call_impl
         or not attributes.keys().isdisjoint(_names(kind))
-        or any(getattr(type(module), name) is not method for name, method in _METHODS[kind])
-        or any(not _is_of(recorder, hook) for hook in [*module._forward_hooks.values()])
-        or any(not _is_plain_tensor(t) for held in (module._parameters, module._buffers) for t in held.values())
+        or not all(_is_of(recorder, hook) for hook in [*module._forward_hooks.values()])
+        or not all(map(_is_plain_tensor, module._parameters.values()))
+        or not all(map(_is_plain_tensor, module._buffers.values()))
     )
 
 

@@ -117,7 +117,7 @@ def check_batch(
     if not new:
         return
     check = _Check(risk, recorder, batch, outputs, repeatable)
-    with torch.random.fork_rng(check.devices), eager(), kept_attributes(risk.model):
+    with torch.random.fork_rng(check.devices), eager(), kept_attributes(risk.model.modules()):
         reached = check.run(bool(new.called)) if new.called or new.outputs else set()
         if new.rows and (new.unclear or not check.apart):
             compare_all_rows(recorder, outputs, random_halves(batch.num_examples))
