@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -40,8 +40,7 @@ def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> boo
     if options.output or options.example_axis or options.example_of_row or _is_watched():
         return False
     chain, axes, kinds = [], X.ndim, set()
-    for module in _in_order(risk.model):
-        kind = _kind(module)
+    for module, kind in _in_order(risk.model):
         if kind not in _AXES or not _is_plain(module, kind, recorder):
             return False
         kinds.add((type(module), kind))
@@ -49,8 +48,12 @@ def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> boo
         if not axes:
             return False
         chain.append(module)
-    own = all(getattr(kind, name) is method for kind, known in kinds for name, method in _METHODS[known])
-    return own and _are_calls_of(chain, recorder)
+    return _have_own_methods(kinds) and _are_calls_of(chain, recorder)
+
+
+def _have_own_methods(kinds: Iterable[tuple[type, type]]) -> bool:
+    """Whether types have the methods of PyTorch's types that they are, or are taken for."""
+    return all(getattr(kind, name) is method for kind, known in kinds for name, method in _METHODS[known])
 
 
 def _are_calls_of(chain: Sequence[Any], recorder: Recorder) -> bool:
@@ -63,11 +66,11 @@ def _are_calls_of(chain: Sequence[Any], recorder: Recorder) -> bool:
     )
 
 
-def _in_order(module: nn.Module | None) -> Iterator[nn.Module | None]:
-    """The modules of nested sequences in the order in which they run, each sequence before what it holds."""
-    yield module
-    if _kind(module) is nn.Sequential:
-        assert module is not None
+def _in_order(module: Any) -> Iterator[tuple[Any, type]]:
+    """The modules of nested sequences and their types, in the order in which they run, a sequence before its parts."""
+    kind = _kind(module)
+    yield module, kind
+    if kind is nn.Sequential:
         for child in module._modules.values():
             yield from _in_order(child)
 
