@@ -83,7 +83,7 @@ def send_single(
 
     # Two of them: examples that change places may leave one where it is.
     first = _by_slot(slots, send(0, edges, retain_graph=True)) if N > 1 and not whole else {}
-    if _find_rows(recorder.calls, N, [(_one_of(N, 0), first)]) == []:
+    if first and _find_rows(recorder.calls, N, [(_one_of(N, 0), first)]) == []:
         first = {}  # there is nothing to say of them, and they would take memory in the pass that follows
     found = send(N // 2, [*edges, *free.values()], retain_graph=whole)
     grads, expected = _by_slot(slots, found), _by_key(free, found[len(slots) :])
