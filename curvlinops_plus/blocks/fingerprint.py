@@ -30,8 +30,9 @@ class _Sums(Mapping[str, list[float]]):
     """
 
     def __init__(self, params: Mapping[str, Tensor], device: torch.device) -> None:
-        short = {key: p.detach().reshape(-1) for key, p in params.items() if _is_short(p, device)}
+        gathered = device.type in ("cpu", "cuda")
         with torch.no_grad():
+            short = {key: p.flatten() for key, p in params.items() if gathered and _is_short(p, device)}
             self._copy = torch.cat([*short.values()]) if short else None
             long = {key: torch.stack(_sums(p)).to(device) for key, p in params.items() if key not in short}
         self._keys, self._long = list(params), long
@@ -100,7 +101,7 @@ def require_unchanged(label: str, before: Mapping[str, list[float]], risk: Empir
 def _is_short(p: Tensor, device: torch.device) -> bool:
     """Whether the sums of a parameter are computed together with those of others on the device."""
     plain = type(p) in (Tensor, nn.Parameter) and p.is_floating_point() and p.layout == torch.strided
-    return plain and p.numel() <= _SHORT and p.device == device and device.type in ("cpu", "cuda")
+    return plain and p.numel() <= _SHORT and p.device == device
 
 
 def _short_sums(flat: Tensor, lengths: tuple[int, ...]) -> Tensor:  # -> [number of parameters, 2]

@@ -120,12 +120,12 @@ class CrossEntropy(Likelihood):
         """Kept terms, or their summed class weights; every term, also with weights, for class probabilities."""
         if Y.ndim == 3:
             return scalar(F.shape[0] * F.shape[1], F.device)
-        return self._class_weights(Y, wide_dtype(F.device))[1].sum()
+        return self._term_weights(Y, wide_dtype(F.device)).sum()
 
     def counts(self, F: Tensor, Y: Tensor) -> Tensor:
         if Y.ndim == 3:
             return scalar(F.shape[1], F.device).expand(len(F))
-        return self._class_weights(Y, wide_dtype(F.device))[1].sum(1)
+        return self._term_weights(Y, wide_dtype(F.device)).sum(1)
 
     def grad(self, F: Tensor, Y: Tensor) -> Tensor:
         smoothing, weight, C = self.loss.label_smoothing, self._weight(F), F.shape[-1]
@@ -148,9 +148,9 @@ class CrossEntropy(Likelihood):
         if Y.ndim == 3:
             q = (1 - smoothing) * Y + smoothing / C
             return (q.sum(-1) if weight is None else q @ weight)[..., None]
-        _, h, keep = self._class_weights(Y, F.dtype)
+        h = self._term_weights(Y, F.dtype)
         if smoothing and weight is not None:
-            h = (1 - smoothing) * h + smoothing * weight.mean() * keep
+            h = (1 - smoothing) * h + smoothing * weight.mean() * Y.ne(self.loss.ignore_index)
         return h[..., None]
 
     def hessian_product(self, F: Tensor, Y: Tensor, V: Tensor) -> Tensor:
@@ -207,6 +207,12 @@ class CrossEntropy(Likelihood):
         keep, weight = Y.ne(self.loss.ignore_index), self.loss.weight
         index = Y.where(keep, 0)
         return index, keep.to(dtype) if weight is None else weight.detach().to(Y.device, dtype)[index] * keep, keep
+
+    def _term_weights(self, Y: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of class indices `Y [N, R]`, the weight of each term's own class, 0 where `Y` is `ignore_index`."""
+        if self.loss.weight is None:
+            return Y.ne(self.loss.ignore_index).to(dtype)
+        return self._class_weights(Y, dtype)[1]
 
     def _root_parts(self, F: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Probabilities `p`, the diagonal of the root, and the probabilities `r_k` of all classes after `k`.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.outside_reads import OutsideReads
@@ -72,16 +73,14 @@ def compare_rules(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
         calls[recorded.layer].append(recorded)
         recorded.set_gradients(sent.grads, 1, batched=False)
     parts = [
-        (index, key, ours, theirs)
+        (index, key, pair)
         for index, layer in enumerate(layers)
-        for key, ours, theirs in _combinations(sent, layer, calls[index])
+        for key, *pair in _combinations(sent, layer, calls[index])
     ]
     if not parts:
         return set()
-    norms = [torch.linalg.vector_norm(t) for *_, ours, theirs in parts for t in (ours - theirs, theirs)]
-    sizes = torch.stack(norms).tolist()
     reached = set()
-    for (index, key, *_), away, size in zip(parts, sizes[::2], sizes[1::2]):
+    for (index, key, *_), (away, size) in zip(parts, _norms([pair for *_, pair in parts]), strict=True):
         if size:
             reached.add(index)
         if not away <= TOLERANCE[_coarsest(layers[index], key, calls[index]).itemsize] * size:
@@ -89,6 +88,15 @@ def compare_rules(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
     for recorded in sent.calls:
         recorded.call.grads = None
     return reached
+
+
+def _norms(pairs: Sequence[Sequence[Tensor]]) -> list[list[float]]:
+    """Of each pair of tensors the norms of their difference and of the second one, all at once."""
+    ours, theirs = (torch.cat([t.flatten() for t in part]) for part in zip(*pairs, strict=True))
+    wide = wide_dtype(ours.device)  # in which no square is too large or too small
+    squares = torch.stack((ours - theirs, theirs), 1).to(wide).square()
+    lengths = torch.tensor([ours.numel() for ours, _ in pairs])
+    return torch.segment_reduce(squares.cpu(), "sum", lengths=lengths).sqrt().tolist()
 
 
 def _combinations(
@@ -104,7 +112,7 @@ def _combinations(
             for key in group.keys
             if key in sent.expected
         }
-        made = None if batch is None else _made(batch.restrict(group), left)
+        made = None if batch is None else _made(batch if len(layer.groups) == 1 else batch.restrict(group), left)
         start = 0
         for key in group.keys:
             stop = start + group.layout.width(key)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from itertools import chain
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.likelihood.sampling import wide_dtype
+from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.risk.autograd_graph import gradients_of
 from curvlinops_plus.risk.compare_rules import SentVectors, compare_rules
 from curvlinops_plus.risk.float16_range import is_narrow, send_in_range
@@ -42,8 +41,8 @@ def compare(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
         UnsupportedError: Naming the layer.
     """
     N = sent.num_examples
-    vectors: list[tuple[Sequence[int], dict[int, Tensor]]] = [([0], sent.first)] if sent.first else []
-    vectors.append((range(N) if sent.every else [N // 2], sent.grads))
+    vectors = [(_one_of(N, 0), sent.first)] if sent.first else []
+    vectors.append((_all_of(N) if sent.every else _one_of(N, N // 2), sent.grads))
     found = _find_rows(sent.calls, N, vectors)
     if found is None:
         return set()  # statistics that are not finite name layer and batch
@@ -79,41 +78,46 @@ def send_single(
     edges, numbers = [slot.edge for slot in slots], [_random_like(f) for f in outputs]
 
     def send(n: int, inputs: list[Any], retain_graph: bool = False) -> Sequence[Tensor | None]:
-        vectors = [_only(v, range(N) if every and n else [n], N) for v in numbers]
+        vectors = [_only(v, _all_of(N) if every and n else _one_of(N, n)) for v in numbers]
         return _gradients(slots, outputs, inputs, vectors, retain_graph)
 
     # Two of them: examples that change places may leave one where it is.
     first = _by_slot(slots, send(0, edges, retain_graph=True)) if N > 1 and not whole else {}
-    if _find_rows(recorder.calls, N, [([0], first)]) == []:
+    if first and _find_rows(recorder.calls, N, [(_one_of(N, 0), first)]) == []:
         first = {}  # there is nothing to say of them, and they would take memory in the pass that follows
     found = send(N // 2, [*edges, *free.values()], retain_graph=whole)
     grads, expected = _by_slot(slots, found), _by_key(free, found[len(slots) :])
     return SentVectors(recorder.calls, first, grads, expected, N, batch_size, every)
 
 
-def random_halves(N: int) -> list[list[int]]:
+def random_halves(N: int) -> Tensor:  # -> [4, N]
     """Both of two random halves of the examples; every other example, which finds rows that moved on by one, or not."""
-    order = torch.randperm(N, generator=torch.Generator().manual_seed(N))
-    return [(part == side).nonzero()[:, 0].tolist() for part in (order % 2, torch.arange(N) % 2) for side in (0, 1)]
+    parts = torch.stack((_shuffled(N), torch.arange(N))) % 2 == 1
+    return torch.cat((parts, ~parts))
 
 
-def halves_by_digits(N: int) -> list[list[int]]:
+def halves_by_digits(N: int) -> Tensor:  # -> [digits, N]
     """The examples whose numbers have a 1 as one of four binary digits, in which any two of 16 examples differ.
 
     Of more examples the last three digits are random.
     """
-    digits = range(min(4, (N - 1).bit_length()))
-    order = range(N) if N <= 16 else torch.randperm(N, generator=torch.Generator().manual_seed(N)).tolist()
-    return [[n for n in range(N) if (n if digit == 0 else order[n]) >> digit & 1] for digit in digits]
+    digits = torch.arange(min(4, (N - 1).bit_length()))
+    order = torch.arange(N)
+    numbers = torch.where(digits[:, None] == 0, order, _shuffled(N)) if N > 16 else order
+    return (numbers >> digits[:, None]) % 2 == 1
 
 
-def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Sequence[Sequence[int]]) -> None:
+def _shuffled(N: int) -> Tensor:
+    return torch.randperm(N, generator=torch.Generator().manual_seed(N))
+
+
+def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Tensor) -> None:
     """Refuse layers in which vectors for half of the examples reach rows of the other half, in a whole batch.
 
     Args:
         recorder: Which recorded the forward pass; its graph is kept.
         outputs: What it returned, with a graph.
-        halves: Examples that a vector is sent back for.
+        halves: Which examples a vector is sent back for, [vectors, N] bool.
 
     Raises:
         UnsupportedError: Naming the layer.
@@ -127,8 +131,8 @@ def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Sequ
     recorder.require_unchanged()
     edges, numbers = [slot.edge for slot in slots], [_random_like(f) for f in outputs]
 
-    def send(chosen: Sequence[int]) -> dict[int, Tensor]:
-        vectors = [_only(v, chosen, N) for v in numbers]
+    def send(chosen: Tensor) -> dict[int, Tensor]:
+        vectors = [_only(v, chosen) for v in numbers]
         return _by_slot(slots, _gradients(slots, outputs, edges, vectors, retain_graph=True))
 
     for at, recorded, slot in _find_rows(recorder.calls, N, ((chosen, send(chosen)) for chosen in halves)) or ():
@@ -146,32 +150,41 @@ def _gradients(
 
 
 def _find_rows(
-    calls: Sequence[RecordedCall], N: int, sent: Iterable[tuple[Sequence[int], Mapping[int, Tensor]]]
+    calls: Sequence[RecordedCall], N: int, sent: Iterable[tuple[Tensor, Mapping[int, Tensor]]]
 ) -> list[tuple[int, RecordedCall, OutputSlot]] | None:
     """Where vectors for some examples reach rows of others.
 
     Args:
         calls: The recorded calls.
         N: Number of examples.
-        sent: Of each vector the examples that it was for, and what it left at slots, by identity.
+        sent: Of each vector the examples that it was for, [N] bool, and what it left at slots, by identity.
 
     Returns:
         Numbers of vectors, with calls and slots; None if a gradient is not finite.
     """
-    slots = [(recorded, slot) for recorded in calls for slot in recorded.slots]
-    tables, others = [], []
-    for examples, grads in sent:
-        rows = [_largest(slot, grads.get(id(slot)), N) for _, slot in slots]
-        tables.append(torch.stack(rows) if rows else torch.zeros(0, N))
-        others.append(_are_others(examples, N))
-    if not tables or not slots:
+    places, sums, factors = [], [], _factors(N)
+    for at, (chosen, grads) in enumerate(sent):
+        others = factors.masked_fill(chosen, 0)
+        for recorded in calls:
+            for slot in recorded.slots:
+                if (g := grads.get(id(slot))) is not None:
+                    rows = at_least_float32(slot.arrange(g).reshape(N, -1))
+                    # A number that is not finite stays one, whatever it is multiplied with.
+                    sums.append(others.to(rows) @ rows)
+                    places.append((at, recorded, slot))
+    if not sums or not torch.cat(sums).any():
         return []
-    # A number that is not finite stays one, whatever it is multiplied with.
-    mask = torch.tensor(others, device=tables[0].device)[:, None]
-    reached = (torch.stack(tables) * mask).amax(2).tolist()  # [vectors, slots]
-    if not all(map(math.isfinite, chain.from_iterable(reached))):
+    sizes = torch.stack([total.abs().sum() for total in sums]).tolist()
+    if not all(map(math.isfinite, sizes)):
         return None
-    return [(at, *slots[k]) for at, sizes in enumerate(reached) for k, size in enumerate(sizes) if size]
+    return [place for place, size in zip(places, sizes) if size]
+
+
+@lru_cache(16)
+def _factors(N: int) -> Tensor:
+    """Random numbers of either sign, of 1 at least: sums of rows times these are zero only if all rows are."""
+    generator = torch.Generator().manual_seed(N)
+    return (1 + torch.rand(N, generator=generator)) * (1 - 2 * torch.randint(2, (N,), generator=generator))
 
 
 def _by_slot(slots: Sequence[OutputSlot], grads: Iterable[Tensor | None]) -> dict[int, Tensor]:
@@ -185,30 +198,27 @@ def _by_key(params: Mapping[str, Tensor], grads: Sequence[Tensor | None]) -> dic
     return {key: g.to_dense() if g.is_sparse else g for key, g in found.items()}
 
 
-def _are_others(examples: Sequence[int], N: int) -> list[float]:
-    """Of each example 0 if it is one of these, else 1."""
-    chosen = {*examples}
-    return [float(n not in chosen) for n in range(N)]
+def _one_of(N: int, n: int) -> Tensor:
+    """The n-th example, [N] bool."""
+    return torch.arange(N) == n
 
 
-def _largest(slot: OutputSlot, g: Tensor | None, N: int) -> Tensor:  # -> [N]
-    """The largest number in the rows of each example."""
-    dtype = wide_dtype(slot.out.device)
-    if g is None:
-        return torch.zeros(N, dtype=dtype, device=slot.out.device)
-    return slot.arrange(g).reshape(N, -1).abs().amax(1).to(dtype)
+def _all_of(N: int) -> Tensor:
+    """All examples."""
+    return torch.ones(N, dtype=torch.bool)
 
 
 def _wrong_rows(
-    sent: SentVectors, recorded: RecordedCall, slot: OutputSlot, examples: Sequence[int], grads: Mapping[int, Tensor]
+    sent: SentVectors, recorded: RecordedCall, slot: OutputSlot, chosen: Tensor, grads: Mapping[int, Tensor]
 ) -> UnsupportedError:
     """What to say of a layer in which a vector for some examples, which left these, reaches rows of others."""
     N, use = sent.num_examples, recorded.call.use
     if recorded.expanded:
         return refusal_of_one_row(use, N, MORE_THAN_BROADCAST)
     rows = slot.arrange(grads[id(slot)]).unflatten(0, (N, -1))
-    own, others = rows[[*examples]], rows[[n for n in range(N) if n not in {*examples}]]
-    who = f"example {examples[0]}" if len(examples) == 1 else f"{len(examples)} examples"
+    chosen = chosen.to(rows.device)
+    own, others, examples = rows[chosen], rows[~chosen], chosen.nonzero()
+    who = f"example {int(examples)}" if len(examples) == 1 else f"{len(examples)} examples"
     return not_by_example(
         use,
         (recorded.call.args, dict(recorded.call.kwargs)),
@@ -227,7 +237,6 @@ def _random_like(f: Tensor) -> Tensor:
     return torch.randn(f.shape, generator=generator, dtype=dtype).to(f.device, f.dtype)
 
 
-def _only(v: Tensor, examples: Sequence[int], N: int) -> Tensor:
+def _only(v: Tensor, chosen: Tensor) -> Tensor:
     """A vector that is zero for all other examples."""
-    others = torch.tensor(_are_others(examples, N), dtype=v.dtype, device=v.device)
-    return (v.reshape(N, -1) * (1 - others)[:, None]).view(v.shape)
+    return (v.reshape(len(chosen), -1) * chosen.to(v.device)[:, None]).view(v.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -39,16 +39,21 @@ def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> boo
         return False
     if options.output or options.example_axis or options.example_of_row or _is_watched():
         return False
-    chain, axes = [], X.ndim
-    for module in _in_order(risk.model):
-        kind = _kind(module)
+    chain, axes, kinds = [], X.ndim, set()
+    for module, kind in _in_order(risk.model):
         if kind not in _AXES or not _is_plain(module, kind, recorder):
             return False
+        kinds.add((type(module), kind))
         axes = _AXES[kind](module, axes)
         if not axes:
             return False
         chain.append(module)
-    return _are_calls_of(chain, recorder)
+    return _have_own_methods(kinds) and _are_calls_of(chain, recorder)
+
+
+def _have_own_methods(kinds: Iterable[tuple[type, type]]) -> bool:
+    """Whether types have the methods of PyTorch's types that they are, or are taken for."""
+    return all(getattr(kind, name) is method for kind, known in kinds for name, method in _METHODS[known])
 
 
 def _are_calls_of(chain: Sequence[Any], recorder: Recorder) -> bool:
@@ -61,11 +66,11 @@ def _are_calls_of(chain: Sequence[Any], recorder: Recorder) -> bool:
     )
 
 
-def _in_order(module: nn.Module | None) -> Iterator[nn.Module | None]:
-    """The modules of nested sequences in the order in which they run, each sequence before what it holds."""
-    yield module
-    if _kind(module) is nn.Sequential:
-        assert module is not None
+def _in_order(module: Any) -> Iterator[tuple[Any, type]]:
+    """The modules of nested sequences and their types, in the order in which they run, a sequence before its parts."""
+    kind = _kind(module)
+    yield module, kind
+    if kind is nn.Sequential:
         for child in module._modules.values():
             yield from _in_order(child)
 
@@ -100,9 +105,9 @@ def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
         or module._backward_pre_hooks
         or module._compiled_call_impl
         or not attributes.keys().isdisjoint(_names(kind))
-        or any(getattr(type(module), name) is not method for name, method in _METHODS[kind])
-        or any(not _is_of(recorder, hook) for hook in [*module._forward_hooks.values()])
-        or any(not _is_plain_tensor(t) for held in (module._parameters, module._buffers) for t in held.values())
+        or not all(_is_of(recorder, hook) for hook in [*module._forward_hooks.values()])
+        or not all(map(_is_plain_tensor, module._parameters.values()))
+        or not all(map(_is_plain_tensor, module._buffers.values()))
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -63,14 +64,6 @@ class Layer:
         params: Key to parameter.
         groups: The blocks, either one for all parameters or one per parameter.
         roles: What the modules multiply with; the first one's matrix is the layer's. Empty without Kronecker factors.
-        title: How messages call the layer.
-        affine: Whether Kronecker factors exist: all modules have affine rules, and roles that fit.
-        tied: Whether several modules read the same parameter.
-        sparse: Whether the input factor is a diagonal.
-        weight: Key of an affine layer's weight, None if it is not tracked.
-        bias: Key of an affine layer's bias, None if it has none or it is not tracked.
-        accumulation_dtype: The parameters' dtype, float32 at least.
-        device: Where the parameters are.
     """
 
     name: str
@@ -78,30 +71,53 @@ class Layer:
     params: dict[str, Tensor]
     groups: tuple[Group, ...]
     roles: tuple[Role, ...] = ()
-    title: str = field(init=False)
-    affine: bool = field(init=False)
-    tied: bool = field(init=False)
-    sparse: bool = field(init=False)
-    weight: str | None = field(init=False)
-    bias: str | None = field(init=False)
-    accumulation_dtype: torch.dtype = field(init=False)
-    device: torch.device = field(init=False)
 
-    def __post_init__(self) -> None:
-        first = self.roles[0].uses if self.roles else self.uses[:1]
-        facts = {
-            "title": title(self.name),
-            "affine": bool(self.roles),
-            "tied": len(self.uses) > 1,
-            "sparse": bool(self.roles)
-            and all(_affine(use).sparse and not role.transposed for role in self.roles for use in role.uses),
-            "weight": next((key for use in first for local, key in use.keys.items() if local != "bias"), None),
-            "bias": next((use.keys["bias"] for use in first if "bias" in use.keys), None),
-            "accumulation_dtype": common_dtype(self.params),
-            "device": next(iter(self.params.values())).device,
-        }
-        for name, value in facts.items():
-            object.__setattr__(self, name, value)
+    @cached_property
+    def title(self) -> str:
+        """How messages call the layer."""
+        return title(self.name)
+
+    @property
+    def affine(self) -> bool:
+        """Whether Kronecker factors exist: all modules have affine rules, and roles that fit."""
+        return bool(self.roles)
+
+    @property
+    def tied(self) -> bool:
+        """Whether several modules read the same parameter."""
+        return len(self.uses) > 1
+
+    @cached_property
+    def sparse(self) -> bool:
+        """Whether the input factor is a diagonal."""
+        return self.affine and all(
+            _affine(use).sparse and not role.transposed for role in self.roles for use in role.uses
+        )
+
+    @cached_property
+    def weight(self) -> str | None:
+        """Key of an affine layer's weight, None if it is not tracked."""
+        return next((key for use in self._first for local, key in use.keys.items() if local != "bias"), None)
+
+    @cached_property
+    def bias(self) -> str | None:
+        """Key of an affine layer's bias, None if it has none or it is not tracked."""
+        return next((use.keys["bias"] for use in self._first if "bias" in use.keys), None)
+
+    @cached_property
+    def accumulation_dtype(self) -> torch.dtype:
+        """The parameters' dtype, float32 at least."""
+        return common_dtype(self.params)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self.params.values())).device
+
+    @property
+    def _first(self) -> tuple[ModuleUse, ...]:
+        """The modules whose matrix is the layer's."""
+        return self.roles[0].uses if self.roles else self.uses[:1]
 
 
 def find_layers(

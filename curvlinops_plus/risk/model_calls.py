@@ -88,6 +88,8 @@ def _without_gaps() -> Iterator[None]:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in a tensor, mapping, list or tuple."""
+    if isinstance(tree, Tensor):
+        return [tree]
     return [t for t in tree_leaves(dict(tree) if isinstance(tree, Mapping) else tree) if isinstance(t, Tensor)]
 
 
@@ -103,6 +105,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _copied(tree: Any) -> Any:
     """Copies of the tensors in a tensor, mapping, list or tuple; other objects are passed through."""
+    if isinstance(tree, Tensor):
+        return _copy(tree)
     if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
         made = copy(tree)
         for key, value in tree.items():

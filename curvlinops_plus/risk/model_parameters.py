@@ -52,7 +52,7 @@ class ModelParameters:
     ) -> None:
         self.model = model
         self._own = named_params(model, params, owned)
-        self.whole = WholeParameters(model, processes)
+        self.whole = WholeParameters(model, owned, processes)
         self.params = {key: self.whole.of(value_of(params, key, p)) for key, p in self._own.items()}
         # Found before any parameter is replaced, because replacements may be nested.
         self._places = parameter_places(model, self._own)

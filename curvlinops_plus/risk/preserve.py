@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -39,13 +39,15 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
         RuntimeError: If parameters were written to meanwhile, as by another thread that trains.
     """
     with exclusive(), own_passes(), ExitStack() as contexts:
-        before = [(name, p, _version(p)) for name, p in model.named_parameters()]
-        for kind in {"cpu", *(p.device.type for _, p, _ in before)}:
+        modules = [*model.modules()]
+        before = {p: _version(p) for module in modules for p in module._parameters.values() if p is not None}
+        for kind in filter(torch.is_autocast_enabled, {"cpu", *(p.device.type for p in before)}):
             contexts.enter_context(torch.autocast(kind, enabled=False))
-        contexts.enter_context(kept_attributes(model))
-        contexts.enter_context(_restored(model, data))
+        contexts.enter_context(kept_attributes(modules))
+        contexts.enter_context(_restored(modules, data))
         yield
-        if changed := [name for name, p, version in before if _version(p) != version]:
+        if any(_version(p) != version for p, version in before.items()):
+            changed = [name for name, p in model.named_parameters() if p in before and _version(p) != before[p]]
             raise RuntimeError(
                 f"The parameters {changed[:5]}{' …' if len(changed) > 5 else ''} were written to during this pass over "
                 "the data, so its sums belong to no values of them. Does another thread train the model, or the model "
@@ -54,9 +56,9 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
 
 
 @contextmanager
-def kept_attributes(model: nn.Module) -> Iterator[None]:
+def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """What modules store in themselves while they run, as activations and counters, is as before at the end."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    before = [(module, dict(vars(module))) for module in modules]
     try:
         yield
     finally:
@@ -68,12 +70,12 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _restored(model: nn.Module, data: Any) -> Iterator[None]:
+def _restored(modules: Iterable[nn.Module], data: Any) -> Iterator[None]:
     generators = data_generators(data)
     states = [g.get_state() for g in generators]
     random = RandomState.now()
     buffers, tables = [], []
-    for module in model.modules():
+    for module in modules:
         buffers += [(module, name, b, b.detach().clone()) for name, b in module._buffers.items() if b is not None]
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             refuse_renormalization(module)

@@ -51,13 +51,21 @@ def parameter_places(model: nn.Module, params: Mapping[str, Tensor]) -> Places:
 
 def paths_to(model: nn.Module, places: Places) -> Paths:
     """Parent, name and child of each module on the way to one that holds a parameter."""
-    holders = {module for module, _ in places}
-    return [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent._modules.items()
-        if child is not None and not holders.isdisjoint(child.modules())
-    ]
+    paths: list[tuple[nn.Module, str, nn.Module]] = []
+    known = dict.fromkeys((module for module, _ in places), True)
+    seen: set[nn.Module] = set()
+
+    def leads(module: nn.Module) -> bool:
+        if module not in seen:
+            seen.add(module)
+            for name, child in module._modules.items():
+                if child is not None and leads(child):
+                    paths.append((module, name, child))
+                    known[module] = True
+        return module in known
+
+    leads(model)
+    return paths
 
 
 def require_places(

@@ -39,7 +39,7 @@ from curvlinops_plus.risk.reading import (
 from curvlinops_plus.risk.replicas import require_replicas
 from curvlinops_plus.risk.totals import Number, Totals
 from curvlinops_plus.risk.usable_model import require_module
-from curvlinops_plus.risk.wrappers import common_processes, inner_model
+from curvlinops_plus.risk.wrappers import common_processes
 
 __all__ = ["EmpiricalRisk", "RiskOptions"]
 
@@ -209,13 +209,13 @@ class EmpiricalRisk(ModelParameters):
         weight: Callable[..., Any] | None = None,
         processes: Processes | None = None,
     ) -> None:
-        owned = require_module(model)
+        inner, owned = require_module(model)
         check_data(data)
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
         self.data, self._calls = data, ModelCalls()
         self.losses = Losses(loss, reduction)
-        super().__init__(inner_model(model), params, owned, self.processes)
+        super().__init__(inner, params, owned, self.processes)
         self.options = RiskOptions(
             output,
             mask,

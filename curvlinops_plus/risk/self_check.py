@@ -117,7 +117,7 @@ def check_batch(
     if not new:
         return
     check = _Check(risk, recorder, batch, outputs, repeatable)
-    with kept_random_state(), eager(), kept_attributes(risk.model):
+    with kept_random_state(), eager(), kept_attributes(risk.model.modules()):
         reached = check.run(bool(new.called)) if new.called or new.outputs else set()
         if new.rows and (new.unclear or not check.apart):
             compare_all_rows(recorder, outputs, random_halves(batch.num_examples))
@@ -429,6 +429,9 @@ def _compare_expanded(expanded: RecordedCall, found: Sequence[Tensor], plain: Se
 
 def _rows_of(t: Tensor, examples: list[int], N: int) -> Tensor:
     """The rows of some examples; the tensor itself if it does not carry examples first."""
-    if t.ndim and t.shape[0] == N:
-        return t[examples]
-    return t.unflatten(0, (N, -1))[examples].flatten(0, 1) if t.ndim and t.shape[0] % N == 0 else t
+    if not t.ndim or t.shape[0] % N:
+        return t
+    index = torch.tensor(examples, device=t.device)
+    if t.shape[0] == N:
+        return t.index_select(0, index)
+    return t.unflatten(0, (N, -1)).index_select(0, index).flatten(0, 1)

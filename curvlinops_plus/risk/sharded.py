@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -26,6 +26,7 @@ class WholeParameters:
 
     Args:
         model: The model.
+        owned: All of its parameters, by name.
         processes: Those that share the data, among which are all that have parts of the parameters.
 
     Raises:
@@ -34,9 +35,9 @@ class WholeParameters:
     Cost: memory for all parameters that are spread; the blocks of their layers take more.
     """
 
-    def __init__(self, model: nn.Module, processes: Alone) -> None:
+    def __init__(self, model: nn.Module, owned: Mapping[str, Tensor], processes: Alone) -> None:
         self._model = model
-        self._parts: dict[str, Any] = {name: p for name, p in model.named_parameters() if hasattr(p, "full_tensor")}
+        self._parts: dict[str, Any] = {name: p for name, p in owned.items() if hasattr(p, "full_tensor")}
         if self._parts:
             _require_fully_sharded(model, self._parts, processes)
         self._whole = {

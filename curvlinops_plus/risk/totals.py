@@ -66,15 +66,15 @@ class Totals:
             raise ValueError(problem)
         self.examples += other.examples
         self.terms += other.terms
-        self.loss_count = self.loss_count + other.loss_count
-        self.loss = self.loss + other.loss
+        self.loss_count = _sum(self.loss_count, other.loss_count)
+        self.loss = _sum(self.loss, other.loss)
         self.called |= other.called
         self.reached |= other.reached
         self.weights = self.weights or other.weights
         self.steps = max(self.steps, other.steps)
         if other.counts:
-            self.counts = tuple(a + b for a, b in zip(self.counts or (0.0,) * len(other.counts), other.counts))
-            self.losses = tuple(a + b for a, b in zip(self.losses or (0.0,) * len(other.losses), other.losses))
+            self.counts = tuple(map(_sum, self.counts, other.counts)) if self.counts else other.counts
+            self.losses = tuple(map(_sum, self.losses, other.losses)) if self.losses else other.losses
 
     def decay(self, factor: float) -> None:
         """Multiply what statistics are divided by."""
@@ -120,6 +120,11 @@ class Totals:
         """The same without a graph behind the losses."""
         losses = [x.detach() if isinstance(x, Tensor) else x for x in (self.loss, *self.losses)]
         return replace(self, loss=losses[0], losses=tuple(losses[1:]))
+
+
+def _sum(one: Number, other: Number) -> Number:
+    # A zero added to a tensor takes as long as a small layer does.
+    return other if isinstance(one, float) and one == 0 else one + other
 
 
 def _ratio(weights: tuple[float, ...]) -> str:

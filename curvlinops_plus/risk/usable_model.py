@@ -16,8 +16,8 @@ from curvlinops_plus.risk.wrappers import inner_model
 __all__ = ["refuse_parameters", "require_module"]
 
 
-def require_module(model: Any) -> dict[str, nn.Parameter]:
-    """The parameters of a model, by their names inside of a wrapper; refuses what is no model, or not yet one.
+def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """A model without its wrapper, and its parameters by their names; refuses what is no model, or not yet one.
 
     Raises:
         ValueError: If it is no module, or has parameters without shapes.
@@ -33,13 +33,14 @@ def require_module(model: Any) -> dict[str, nn.Parameter]:
             )
         raise ValueError(f"`model` is {what}; layers can only be recorded in a torch.nn.Module.{advice}")
     give_up_gathered(model)
-    owned = dict(inner_model(model).named_parameters())
+    inner = inner_model(model)
+    owned = dict(inner.named_parameters())
     if lazy := [name for name, p in [*owned.items(), *model.named_buffers()] if is_lazy(p)]:
         raise ValueError(
             f"{_some(lazy)} of the model have no shapes yet: their modules are lazy, such as nn.LazyLinear. Call the "
             "model once on a batch, model(X), which gives them their shapes."
         )
-    return owned
+    return inner, owned
 
 
 def refuse_parameters(model: nn.Module, owned: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
