@@ -17,7 +17,6 @@ def build_risk(
     loss_func: Any,
     params: Sequence[Tensor] | Mapping[str, Tensor],
     data: Iterable[Any],
-    *,
     progressbar: bool = False,
     num_data: int | None = None,
     batch_size_fn: Callable[[Any], int] | None = None,
@@ -59,13 +58,10 @@ def build_layer_risk(
     batch_size_fn: Callable[[Any], int] | None = None,
     **risk_options: Any,
 ) -> EmpiricalRisk:
-    """The risk that the arguments of an operator made of layers describe, with a loss that is known.
+    """`build_risk` for an operator made of layers, which needs a loss that is known.
 
     Args:
-        model_func: The network: a module, or a function `(params, X) -> outputs` (then `params` is a dict).
-        loss_func: The loss, or a dict or tuple of losses.
-        params: The parameters, a list or a dict.
-        data: Iterable of batches.
+        model_func, loss_func, params, data: As there.
         batch_size_fn: Number of examples of an input that is no tensor; needed for mappings, as in curvlinops 3.0.1.
         risk_options: Other options of `EmpiricalRisk`.
 
@@ -77,8 +73,7 @@ def build_layer_risk(
         if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], Mapping):
             raise ValueError(
                 "When using dict-like custom data, `batch_size_fn` is required: a function of X that returns the "
-                "number of examples, for instance "
-                "`batch_size_fn=lambda X: len(X['x'])`."
+                "number of examples, for instance `batch_size_fn=lambda X: len(X['x'])`."
             )
     risk = build_risk(model_func, loss_func, params, data, batch_size_fn=batch_size_fn, **risk_options)
     risk.losses.require_likelihoods()  # an unknown loss is refused now, not at first use
