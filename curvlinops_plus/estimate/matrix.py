@@ -294,11 +294,6 @@ def check_at_least(smallest: int, **numbers: int) -> None:
     Raises:
         TypeError: If a number is no integer.
         ValueError: If a number is below `smallest`.
-
-    Example:
-        >>> check_at_least(1, num_probes=0)
-        Traceback (most recent call last):
-        ValueError: num_probes (0) must be at least 1.
     """
     check_whole(**numbers)
     for name, number in numbers.items():

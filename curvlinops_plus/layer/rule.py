@@ -421,12 +421,7 @@ def flat_pattern(ndim: int) -> str:
 
 
 def outer_products(g: Tensor, a: Tensor | SparseRows) -> Tensor:  # [V, B, S, *b, o], [B, S, *b, i] -> [V, B, *b, o, i]
-    """Sum of `g aᵀ` over positions.
-
-    Example:
-        >>> outer_products(torch.ones(1, 2, 3, 4), torch.ones(2, 3, 5)).shape
-        torch.Size([1, 2, 4, 5])
-    """
+    """Sum of `g aᵀ` over positions."""
     if isinstance(a, SparseRows):
         return a.outer(g)
     dtype = torch.promote_types(a.dtype, g.dtype)
