@@ -22,17 +22,7 @@ def build_risk(
     batch_size_fn: Callable[[Any], int] | None = None,
     **risk_options: Any,
 ) -> EmpiricalRisk:
-    """The risk that the arguments of a classic operator describe.
-
-    Args:
-        model_func: The network: a module, or a function `(params, X) -> outputs` (then `params` is a dict).
-        loss_func: The loss, or a dict or tuple of losses.
-        params: The parameters, a list or a dict.
-        data: Iterable of batches.
-        progressbar: Show a bar on every loop over the data.
-        num_data: Replaces the number of examples in the scale of the loss.
-        batch_size_fn: Number of examples of an input that is no tensor.
-        risk_options: Other keyword options of `EmpiricalRisk`.
+    """The risk that the arguments of a classic operator describe, see `GGNLinearOperator`.
 
     Raises:
         ValueError: If the model is a function and `params` is no mapping.

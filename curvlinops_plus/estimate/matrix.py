@@ -175,16 +175,8 @@ def _of_torch(A: Any) -> Matrix:
         return bool((A - A.T).abs().max() <= 10 * torch.finfo(A.dtype).eps * A.abs().max())
 
     label = getattr(A, "label", f"{_kind(A)}({' x '.join(str(d) for d in A.shape)}, {A.dtype}, {A.device})")
-    return Matrix(
-        shape=tuple(A.shape),
-        dtype=working,
-        eps=torch.finfo(A.dtype).eps,
-        device=torch.device(A.device),
-        label=label,
-        product=product,
-        adjoint_product=adjoint_product,
-        looks_symmetric=looks_symmetric,
-    )
+    eps, device = torch.finfo(A.dtype).eps, torch.device(A.device)
+    return Matrix(tuple(A.shape), working, eps, device, label, product, adjoint_product, looks_symmetric)
 
 
 def _of_scipy(A: Any) -> Matrix:
@@ -211,16 +203,8 @@ def _of_scipy(A: Any) -> Matrix:
 
     label = f"{_kind(A)}({' x '.join(str(d) for d in A.shape)}, {dtype.name})"
     working = torch.float32 if dtype == np.float32 else torch.float64
-    return Matrix(
-        shape=tuple(A.shape),
-        dtype=working,
-        eps=torch.finfo(working).eps,
-        device=torch.device("cpu"),
-        label=label,
-        product=product,
-        adjoint_product=adjoint_product,
-        looks_symmetric=looks_symmetric,
-    )
+    eps, device = torch.finfo(working).eps, torch.device("cpu")
+    return Matrix(tuple(A.shape), working, eps, device, label, product, adjoint_product, looks_symmetric)
 
 
 def _real_numpy(dtype: Any, A: Any) -> np.dtype:

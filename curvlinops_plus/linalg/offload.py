@@ -84,16 +84,7 @@ class Stored:
 
 
 class Store:
-    """Where tensors are put.
-
-    Args:
-        where: "cpu", the name of another device, or "disk:folder"; None leaves them where they are.
-        dtype: What eigenvectors are rounded to; by default they are not. All else keeps its dtype.
-
-    Raises:
-        ValueError: If `where` is nothing of these, or `dtype` is not of floating point.
-        FileNotFoundError: If the folder is in one that does not exist.
-    """
+    """Where tensors are put; arguments and errors are those of `offloaded`."""
 
     def __init__(self, where: str | torch.device | None, dtype: torch.dtype | None = None) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
