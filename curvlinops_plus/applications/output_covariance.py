@@ -93,17 +93,18 @@ class OutputCovariance:
     def _in_chunks(self, root: BlockDiagonal, X: Any, full: bool, then: Then | None) -> Outputs:
         risk, found = self.risk, []
         X = to_device(X, risk.device)
-        unpack = isinstance(X, Mapping) and self._unpacks
+        # The model is called as `model(**X)` where the data's batches are mappings.
+        unpack = isinstance(X, Mapping) and isinstance(next(iter(self.K.risk.data), None), Mapping)
         X = {key: x for key, x in X.items() if key != "labels"} if unpack else X
         N = count_examples(X, None, 0, risk.options.batch_size_fn, unpack)
         if not N:
             raise ValueError("There are no inputs to predict for.")
-        start, step = 0, N
+        no_targets, start, step = risk.losses.joined([None]), 0, N
         while start < N:
-            batch = Batch(_examples(X, N, start, start + step), self._no_targets, min(step, N - start), unpack, start)
+            batch = Batch(_examples(X, N, start, start + step), no_targets, min(step, N - start), unpack, start)
             part = self._plain(batch)
             numbers = part.mean[0].numel() * risk.space.dim * risk.dtype.itemsize  # of one example, at most
-            if not start and step == N and N > 1 and N * numbers > self.max_bytes and _can_be_cut(X):
+            if not start and step == N and N > 1 and N * numbers > self.max_bytes and isinstance(X, (Tensor, Mapping)):
                 step = 1  # tells how many there are
                 continue
             spread, held = self._of_batch(root, batch, part, full)
@@ -115,16 +116,6 @@ class OutputCovariance:
         mean, spread = (torch.cat([getattr(part, name) for part in found]) for name in ("mean", "spread"))
         shape = torch.Size([found[0].f_shape[0] * N // len(found[0].mean), *found[0].f_shape[1:]])
         return replace(found[0], mean=mean, spread=spread, f_shape=shape)
-
-    @property
-    def _no_targets(self) -> Any:
-        """In place of the targets, in the form of the losses."""
-        return self.risk.losses.joined([None])
-
-    @property
-    def _unpacks(self) -> bool:
-        """Whether the data's batches are mappings, with which the model is called as `model(**X)`."""
-        return isinstance(next(iter(self.K.risk.data), None), Mapping)
 
     def _plain(self, batch: Batch) -> Outputs:
         """The outputs alone."""
@@ -307,10 +298,6 @@ def _without_targets(risk: EmpiricalRisk) -> EmpiricalRisk:
     other.checked, other.processes = Checked(), Alone()
     other.options = replace(risk.options, mask=None, shift_labels=False, example_ids=None, progressbar=False)
     return other
-
-
-def _can_be_cut(X: Any) -> bool:
-    return isinstance(X, (Tensor, Mapping))
 
 
 def _examples(X: Any, N: int, start: int, stop: int) -> Any:

@@ -17,23 +17,12 @@ def build_risk(
     loss_func: Any,
     params: Sequence[Tensor] | Mapping[str, Tensor],
     data: Iterable[Any],
-    *,
     progressbar: bool = False,
     num_data: int | None = None,
     batch_size_fn: Callable[[Any], int] | None = None,
     **risk_options: Any,
 ) -> EmpiricalRisk:
-    """The risk that the arguments of a classic operator describe.
-
-    Args:
-        model_func: The network: a module, or a function `(params, X) -> outputs` (then `params` is a dict).
-        loss_func: The loss, or a dict or tuple of losses.
-        params: The parameters, a list or a dict.
-        data: Iterable of batches.
-        progressbar: Show a bar on every loop over the data.
-        num_data: Replaces the number of examples in the scale of the loss.
-        batch_size_fn: Number of examples of an input that is no tensor.
-        risk_options: Other keyword options of `EmpiricalRisk`.
+    """The risk that the arguments of a classic operator describe, see `GGNLinearOperator`.
 
     Raises:
         ValueError: If the model is a function and `params` is no mapping.
@@ -59,13 +48,10 @@ def build_layer_risk(
     batch_size_fn: Callable[[Any], int] | None = None,
     **risk_options: Any,
 ) -> EmpiricalRisk:
-    """The risk that the arguments of an operator made of layers describe, with a loss that is known.
+    """`build_risk` for an operator made of layers, which needs a loss that is known.
 
     Args:
-        model_func: The network: a module, or a function `(params, X) -> outputs` (then `params` is a dict).
-        loss_func: The loss, or a dict or tuple of losses.
-        params: The parameters, a list or a dict.
-        data: Iterable of batches.
+        model_func, loss_func, params, data: As there.
         batch_size_fn: Number of examples of an input that is no tensor; needed for mappings, as in curvlinops 3.0.1.
         risk_options: Other options of `EmpiricalRisk`.
 
@@ -77,8 +63,7 @@ def build_layer_risk(
         if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], Mapping):
             raise ValueError(
                 "When using dict-like custom data, `batch_size_fn` is required: a function of X that returns the "
-                "number of examples, for instance "
-                "`batch_size_fn=lambda X: len(X['x'])`."
+                "number of examples, for instance `batch_size_fn=lambda X: len(X['x'])`."
             )
     risk = build_risk(model_func, loss_func, params, data, batch_size_fn=batch_size_fn, **risk_options)
     risk.losses.require_likelihoods()  # an unknown loss is refused now, not at first use

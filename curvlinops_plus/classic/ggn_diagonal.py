@@ -31,13 +31,8 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         batch_size_fn: Number of examples of an input that is no tensor.
         mc_samples: Draws per example; 0 is the exact diagonal.
         seed: Where the random draws start.
-        num_per_example_loss_terms: Replaces the number of loss terms per example in the scale of the loss.
-        output: Picks the tensor that the loss reads out of what the model returns.
-        mask: `mask(X, y)` gives [N, T] bool: positions that count in the statistics of layers with T positions.
-        weight: `weight(X, y, ...)` gives the weights of the examples of a batch, see `EmpiricalRisk`.
-        example_axis: Module name or glob to the axis of the examples, where it is not the first.
-        shift_labels: Language models: position t predicts the label at t + 1.
-        processes: Several processes, each with its part of the data, as for `EmpiricalRisk`.
+        num_per_example_loss_terms, output, mask, weight, example_axis, shift_labels, processes: As for
+            `KFACLinearOperator`.
 
     Raises:
         ValueError: For an unknown loss, or a negative `mc_samples`.

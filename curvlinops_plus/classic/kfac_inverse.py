@@ -10,6 +10,16 @@ from curvlinops_plus.linalg import BlockDiagonal, Deferred, Structure
 
 __all__ = ["KFACInverseLinearOperator"]
 
+#: Arguments of the constructor that a state has, each kept under its name behind an underscore.
+_OPTIONS = (
+    "damping",
+    "use_heuristic_damping",
+    "min_damping",
+    "use_exact_damping",
+    "cache",
+    "retry_double_precision",
+)
+
 
 class KFACInverseLinearOperator(Deferred):
     """Damped inverse of a `KFACLinearOperator` or `EKFACLinearOperator`.
@@ -99,15 +109,7 @@ class KFACInverseLinearOperator(Deferred):
     # --------------------------------------------------------------------------------------------------------- state
     def state_dict(self) -> dict[str, Any]:
         """Options, and the state of the operator that is inverted. The inverse blocks follow from them."""
-        return {
-            "A": self._A.state_dict(),
-            "damping": self._damping,
-            "use_heuristic_damping": self._use_heuristic_damping,
-            "min_damping": self._min_damping,
-            "use_exact_damping": self._use_exact_damping,
-            "cache": self._cache,
-            "retry_double_precision": self._retry_double_precision,
-        }
+        return {"A": self._A.state_dict(), **{name: getattr(self, f"_{name}") for name in _OPTIONS}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over options and the inverted operator's blocks.
@@ -115,19 +117,11 @@ class KFACInverseLinearOperator(Deferred):
         Raises:
             ValueError: If keys are missing, or the inverted operator's state does not fit; nothing has changed then.
         """
-        names = (
-            "damping",
-            "use_heuristic_damping",
-            "min_damping",
-            "use_exact_damping",
-            "cache",
-            "retry_double_precision",
-        )
-        missing = [name for name in ("A", *names) if name not in state_dict]
+        missing = [name for name in ("A", *_OPTIONS) if name not in state_dict]
         if missing:
             raise ValueError(f"The state lacks {missing}; is the file cut off, or not the state of an inverse?")
         self._A.load_state_dict(state_dict["A"])
-        for name in names:
+        for name in _OPTIONS:
             setattr(self, f"_{name}", state_dict[name])
         self._operator = None
 

@@ -91,16 +91,7 @@ class GGNLinearOperator(GGN):
             raise TypeError(f"block_sizes={block_sizes} must be a list, how many parameters each block has.")
         if block_sizes is not None:
             raise ValueError(f"{type(self).__name__} does not support block_sizes; HessianLinearOperator does.")
-        risk = build_risk(
-            model_func,
-            loss_func,
-            params,
-            data,
-            progressbar=progressbar,
-            num_data=num_data,
-            batch_size_fn=batch_size_fn,
-            **risk_options,
-        )
+        risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
         super().__init__(
             risk,
             MonteCarlo(samples, seed) if samples else self._VECTORS,
@@ -175,16 +166,7 @@ class FisherMCLinearOperator(GGN):
     ) -> None:
         if (whole(mc_samples) or 0) < 1:
             raise ValueError(f"mc_samples={mc_samples!r} must be an integer of at least 1, the draws per example.")
-        risk = build_risk(
-            model_func,
-            loss_func,
-            params,
-            data,
-            progressbar=progressbar,
-            num_data=num_data,
-            batch_size_fn=batch_size_fn,
-            **risk_options,
-        )
+        risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
         self._seed, self._mc_samples = seed, mc_samples
         super().__init__(
             risk,
@@ -226,16 +208,7 @@ class HessianLinearOperator(Hessian):
         chunk_size: int | None = None,
         **risk_options: Any,
     ) -> None:
-        risk = build_risk(
-            model_func,
-            loss_func,
-            params,
-            data,
-            progressbar=progressbar,
-            num_data=num_data,
-            batch_size_fn=batch_size_fn,
-            **risk_options,
-        )
+        risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
         super().__init__(risk, block_sizes=block_sizes, check_deterministic=check_deterministic, chunk_size=chunk_size)
 
 
@@ -278,16 +251,8 @@ class JacobianLinearOperator(Jacobian):
         chunk_size: int | None = None,
         **risk_options: Any,
     ) -> None:
-        risk = build_risk(
-            model_func,
-            nn.MSELoss(),  # never evaluated: a risk needs one
-            params,
-            data,
-            progressbar=progressbar,
-            num_data=num_data,
-            batch_size_fn=batch_size_fn,
-            **risk_options,
-        )
+        unused = nn.MSELoss()  # never evaluated: a risk needs one
+        risk = build_risk(model_func, unused, params, data, progressbar, num_data, batch_size_fn, **risk_options)
         super().__init__(risk, check_deterministic=check_deterministic, chunk_size=chunk_size)
 
     def adjoint(self) -> LinearOperator:
@@ -376,16 +341,7 @@ class GGNFactorLinearOperator(GGNFactor):
         chunk_size: int | None = None,
         **risk_options: Any,
     ) -> None:
-        risk = build_risk(
-            model_func,
-            loss_func,
-            params,
-            data,
-            progressbar=progressbar,
-            num_data=num_data,
-            batch_size_fn=batch_size_fn,
-            **risk_options,
-        )
+        risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
         super().__init__(risk, vectors, check_deterministic=check_deterministic, chunk_size=chunk_size)
 
 
@@ -430,14 +386,6 @@ class ActivationHessianLinearOperator(ActivationHessian):
     ) -> None:
         if not isinstance(model_func, nn.Module):
             raise ValueError(f"Activations are known by modules; `model_func` is a {type(model_func).__name__}.")
-        risk = build_risk(
-            model_func,
-            loss_func,
-            dict(model_func.named_parameters()),
-            data,
-            progressbar=progressbar,
-            num_data=num_data,
-            batch_size_fn=batch_size_fn,
-            **risk_options,
-        )
+        params = dict(model_func.named_parameters())
+        risk = build_risk(model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, **risk_options)
         super().__init__(risk, activation, check_deterministic=check_deterministic)

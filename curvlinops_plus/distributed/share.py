@@ -83,14 +83,9 @@ def number_of_examples(data: Any) -> int | None:
 
 
 def _subset(data: Any, part: Part) -> Subset[Any]:
-    size = _length(data)
-    return Subset(data, range(size)[part(size)])
-
-
-def _length(data: Any) -> int:
     if not hasattr(data, "__len__"):
         raise TypeError(f"`data` is a {type(data).__name__} without a length, so it can't be dealt out.")
-    return len(data)
+    return Subset(data, range(len(data))[part(len(data))])
 
 
 def _examples(item: Any) -> int | None:

@@ -15,12 +15,7 @@ ROWS = 2**13  # of a block
 
 
 def inner(X: Tensor, Y: Tensor) -> Tensor:  # [n, K], [n, L] -> [K, L]
-    """`Xᵀ Y`.
-
-    Example:
-        >>> inner(torch.ones(3, 1), torch.ones(3, 2))
-        tensor([[3., 3.]])
-    """
+    """`Xᵀ Y`."""
     if len(X) <= ROWS:
         return X.T @ Y
     whole = len(X) - len(X) % ROWS
@@ -29,12 +24,7 @@ def inner(X: Tensor, Y: Tensor) -> Tensor:  # [n, K], [n, L] -> [K, L]
 
 
 def length(X: Tensor) -> Tensor:  # [n, K] -> [K]
-    """The Euclidean lengths of columns.
-
-    Example:
-        >>> length(torch.tensor([[3.0], [4.0]]))
-        tensor([5.])
-    """
+    """The Euclidean lengths of columns."""
     return X.square().sum(0).sqrt()
 
 

@@ -265,12 +265,6 @@ def extreme_eigenpairs(
 
     Returns:
         The best that was reached, converged or not.
-
-    Example:
-        >>> from curvlinops_plus.estimate.matrix import as_matrix
-        >>> A = as_matrix(torch.diag(torch.tensor([1.0, 2.0, 3.0])))
-        >>> extreme_eigenpairs(A, 2, "ends", None, 10, torch.Generator().manual_seed(0)).eigenvalues.round()
-        tensor([3., 1.])
     """
     check_at_least(1, max_iter=max_iter)
     n = A.shape[0]

@@ -160,10 +160,6 @@ def warn_of_rounding(A: Matrix) -> None:
 
     Warns:
         CurvatureWarning: With the largest asymmetry found, relative to the length of products.
-
-    Example:
-        >>> from curvlinops_plus.estimate.matrix import as_matrix
-        >>> warn_of_rounding(as_matrix(torch.eye(2)))  # no asymmetry was found
     """
     if A.repeated is not None:
         advice = "if it should be symmetric, compute in float64; " if A.dtype != torch.float64 else ""

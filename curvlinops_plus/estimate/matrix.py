@@ -175,16 +175,8 @@ def _of_torch(A: Any) -> Matrix:
         return bool((A - A.T).abs().max() <= 10 * torch.finfo(A.dtype).eps * A.abs().max())
 
     label = getattr(A, "label", f"{_kind(A)}({' x '.join(str(d) for d in A.shape)}, {A.dtype}, {A.device})")
-    return Matrix(
-        shape=tuple(A.shape),
-        dtype=working,
-        eps=torch.finfo(A.dtype).eps,
-        device=torch.device(A.device),
-        label=label,
-        product=product,
-        adjoint_product=adjoint_product,
-        looks_symmetric=looks_symmetric,
-    )
+    eps, device = torch.finfo(A.dtype).eps, torch.device(A.device)
+    return Matrix(tuple(A.shape), working, eps, device, label, product, adjoint_product, looks_symmetric)
 
 
 def _of_scipy(A: Any) -> Matrix:
@@ -211,16 +203,8 @@ def _of_scipy(A: Any) -> Matrix:
 
     label = f"{_kind(A)}({' x '.join(str(d) for d in A.shape)}, {dtype.name})"
     working = torch.float32 if dtype == np.float32 else torch.float64
-    return Matrix(
-        shape=tuple(A.shape),
-        dtype=working,
-        eps=torch.finfo(working).eps,
-        device=torch.device("cpu"),
-        label=label,
-        product=product,
-        adjoint_product=adjoint_product,
-        looks_symmetric=looks_symmetric,
-    )
+    eps, device = torch.finfo(working).eps, torch.device("cpu")
+    return Matrix(tuple(A.shape), working, eps, device, label, product, adjoint_product, looks_symmetric)
 
 
 def _real_numpy(dtype: Any, A: Any) -> np.dtype:
@@ -294,11 +278,6 @@ def check_at_least(smallest: int, **numbers: int) -> None:
     Raises:
         TypeError: If a number is no integer.
         ValueError: If a number is below `smallest`.
-
-    Example:
-        >>> check_at_least(1, num_probes=0)
-        Traceback (most recent call last):
-        ValueError: num_probes (0) must be at least 1.
     """
     check_whole(**numbers)
     for name, number in numbers.items():

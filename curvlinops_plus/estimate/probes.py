@@ -84,10 +84,6 @@ def random_vectors(num: int, dim: int, distribution: str, generator: Generator |
     Raises:
         ValueError: If the distribution is unknown.
         TypeError: If the generator is none of PyTorch's.
-
-    Example:
-        >>> random_vectors(2, 3, "rademacher", torch.Generator().manual_seed(0), torch.zeros(())).abs().sum()
-        tensor(6.)
     """
     check_distribution(distribution)
     if generator is not None and not isinstance(generator, Generator):

@@ -230,11 +230,7 @@ class LanczosApproximateSpectrumCached(_Cached):
     ) -> tuple[Tensor, Tensor]:
         """The grid and the density; arguments as for `lanczos_approximate_spectrum`.
 
-        Args:
-            num_repeats: Number of runs to average over; the first ones stay the same when more are asked for.
-            num_points: Number of grid points.
-            kappa: Sharpness of the bumps.
-            margin: How far the grid goes beyond the boundaries.
+        Of `num_repeats` runs the first ones stay the same when more are asked for.
         """
         nodes, weights = self._runs(num_repeats)
         unit = max(map(abs, self.boundaries)) or 1.0
@@ -267,12 +263,7 @@ class LanczosApproximateLogSpectrumCached(_Cached):
     ) -> tuple[Tensor, Tensor]:
         """The grid and the density; arguments as for `lanczos_approximate_log_spectrum`, with another default `kappa`.
 
-        Args:
-            num_repeats: Number of runs to average over; the first ones stay the same when more are asked for.
-            num_points: Number of grid points.
-            kappa: Sharpness of the bumps.
-            margin: How far the grid goes beyond the boundaries, on the logarithmic scale.
-            epsilon: Added to `|λ|`.
+        Of `num_repeats` runs the first ones stay the same when more are asked for.
         """
         if not epsilon > 0:
             raise ValueError(

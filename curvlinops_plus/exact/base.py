@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.exact.double_backward import differentiable
-from curvlinops_plus.linalg import LinearOperator, Space, Structure
+from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.determinism import coarsest_dtype, require_same, training_modules
@@ -35,13 +35,6 @@ class RiskOperator(LinearOperator):
         risk: Model, loss, data and parameters.
         check_deterministic: False: two evaluations of the model on a few examples need not agree.
     """
-
-    # Set in `__init__`, or computed by a subclass when they are needed.
-    in_space: Space = cast(Space, None)
-    out_space: Space = cast(Space, None)
-    dtype: torch.dtype = cast(torch.dtype, None)
-    device: torch.device = cast(torch.device, None)
-    structure: Structure = Structure.GENERAL
 
     @takes_risk
     def __init__(self, risk: EmpiricalRisk, check_deterministic: bool | None = None) -> None:
@@ -101,12 +94,7 @@ class SymmetricRiskOperator(RiskOperator):
 
     def _check_products(self, cause: str | None = None) -> None:
         """Compare two products; `cause` says what differs if they do, if it is known."""
-        require_same_products(
-            self,
-            self.in_space.dim,
-            lambda v: self._summed(partial(self._sweep, v))[0],
-            cause,
-        )
+        require_same_products(self, self.in_space.dim, lambda v: self._summed(partial(self._sweep, v))[0], cause)
 
 
 class ParameterCurvature(SymmetricRiskOperator):

@@ -19,15 +19,12 @@ from torch.utils.checkpoint import CheckpointError
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.batched import agree, is_generic, split_rows, vjp
 from curvlinops_plus.exact.double_backward import only_rounding, refuse_once_differentiable, tried
-from curvlinops_plus.exact.model_passes import ModelPasses, Outputs, jvp_double_backward
+from curvlinops_plus.exact.model_passes import ModelPasses, OutputProduct, Outputs, jvp_double_backward
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.autograd_graph import postorder, raise_unreached
 from curvlinops_plus.risk.reading import Batch
 
 __all__ = ["ForwardMode", "OtherGraph"]
-
-# From the outputs, and what was read beside them, `M` [K, *output] -> [K, *output], None where it is zero.
-OutputProduct = Callable[[Outputs, Any], Callable[[list[Tensor]], Sequence[Tensor | None]]]
 
 
 class OtherGraph(Exception):

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from curvlinops_plus.exact.batched import agree, is_generic, join_rows, split_rows, vjp
+from curvlinops_plus.exact.model_passes import OutputProduct, Outputs
 from curvlinops_plus.exact.program import WORDS as _WORDS
 from curvlinops_plus.exact.program import Fingerprints, Program, Unclear
 from curvlinops_plus.random_state import RandomState
@@ -34,8 +35,6 @@ __all__ = ["KEPT_BYTES", "KeptLinearizations"]
 KEPT_BYTES = 0
 
 _SIMPLE = (bool, int, float, str, type(None))
-Outputs = Sequence[Tensor]
-OutputProduct = Callable[[Outputs, Any], Callable[[list[Tensor]], Sequence[Tensor | None]]]
 
 
 @dataclass(eq=False)
@@ -131,8 +130,7 @@ class KeptLinearizations:
 
         Args:
             index: Number of the batch in this pass; they come in order.
-            batch: The batch.
-            row: The vector.
+            batch, row: The batch and the vector.
             output_product: As in `Linearizer.ggn_product`, but that of a batch may be asked for twice.
             numbers: How many numbers operations of a forward pass return per example, about.
             total: What the product is added to, if it is not the first one; it is returned then.
@@ -226,7 +224,8 @@ class KeptLinearizations:
         batch = Batch(_copies(batch.X), _copies(batch.y), batch.num_examples, batch.unpack)
         free = [p.detach().requires_grad_() for p in self._params]
         F, extra, program = self._forward(batch, free)
-        if not all(f.requires_grad for f in F) or any(_is_slow(node) for node, _ in postorder([f.grad_fn for f in F])):
+        nodes = (node for node, _ in postorder([f.grad_fn for f in F]))
+        if not all(f.requires_grad for f in F) or any("Convolution" in node.name() for node in nodes):
             return None
         w = [torch.zeros_like(f, requires_grad=True) for f in F]
         back = self._at(free, lambda model: torch.autograd.grad(F, free, w, create_graph=True, allow_unused=True))
@@ -252,7 +251,8 @@ class KeptLinearizations:
         # A tensor that a forward pass leaves in the model has to be computed.
         if drew or [*map(id, held)] != [*map(id, _held_tensors(self.risk.model))]:
             raise Unclear
-        if any(_is_of_users(node) for node, _ in postorder([f.grad_fn for f in F])):
+        own = torch.autograd.function.BackwardCFunction  # a backward pass in a user's code, which may read anything
+        if any(isinstance(node, own) for node, _ in postorder([f.grad_fn for f in F])):
             raise Unclear
         return F, extra, program
 
@@ -267,15 +267,6 @@ def _has_hooks(model: nn.Module) -> bool:
 def _held_tensors(model: nn.Module) -> list[Tensor]:
     """The tensors in attributes of modules."""
     return [t for m in model.modules() for t in tree_leaves(list(vars(m).values())) if isinstance(t, Tensor)]
-
-
-def _is_of_users(node: Any) -> bool:
-    """Whether the backward pass of a node is code of its own, which may read anything."""
-    return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def _is_slow(node: Any) -> bool:
-    return "Convolution" in node.name()
 
 
 def _saved(nodes: Iterable[Any]) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ the derivative of `wᵀ J` with respect to `w` instead, by two backward passes, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from curvlinops_plus.exact.forward_mode import ForwardMode, OtherGraph
 from curvlinops_plus.exact.kept import KeptLinearizations
-from curvlinops_plus.exact.model_passes import ModelPasses, Outputs, Read, jvp_double_backward
+from curvlinops_plus.exact.model_passes import ModelPasses, OutputMap, OutputProduct, Outputs, Read, jvp_double_backward
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.reading import Batch
@@ -23,9 +23,6 @@ from curvlinops_plus.risk.reading import Batch
 __all__ = ["Linearizer", "OutputMap", "Outputs", "Read"]
 
 T = TypeVar("T")
-
-# From the outputs, and what was read beside them, a linear function of vectors [K, *output], one for each output.
-OutputMap = Callable[[Outputs, Any], Callable[[list[Tensor]], T]]
 
 
 class Linearizer:
@@ -49,12 +46,7 @@ class Linearizer:
         self.mode = ForwardMode(self.passes)
 
     def jvp(self, batch: Batch, rows: Tensor, output_map: OutputMap[Tensor]) -> Tensor:
-        """`L J v` for several vectors of parameters: [K, n] -> [K, m].
-
-        Args:
-            batch: The batch.
-            rows: The vectors.
-            output_map: Makes the product [K, *output] -> [K, m] with `L`.
+        """`L J v` for several vectors of parameters, [K, n] -> [K, m]; `output_map` is `L`, [K, *output] -> [K, m].
 
         Cost: one forward pass with tangents for a single vector, another one without for several.
         """
@@ -98,11 +90,7 @@ class Linearizer:
         return run()
 
     def vjp(self, batch: Batch, vectors: Callable[[Outputs, Any], list[Tensor]]) -> Tensor:
-        """`Jᵀ u` for several vectors of the outputs' shapes: [K, *output] -> [K, n].
-
-        Args:
-            batch: The batch.
-            vectors: Makes the vectors [K, *output], one tensor for each output.
+        """`Jᵀ u`, [K, n], for the vectors [K, *output] that `vectors` makes, one tensor for each output.
 
         Cost: one forward pass, and one backward pass for each vector.
         """
@@ -118,7 +106,7 @@ class Linearizer:
         self,
         batch: Batch,
         rows: Tensor,
-        output_product: OutputMap[Sequence[Tensor | None]],
+        output_product: OutputProduct,
         index: int = 0,
         total: Tensor | None = None,
     ) -> Tensor:
@@ -146,9 +134,7 @@ class Linearizer:
                 return found
         return self._in_tried_mode(batch, lambda: self._ggn_product(batch, rows, output_product, total))
 
-    def _ggn_product(
-        self, batch: Batch, rows: Tensor, output_product: OutputMap[Sequence[Tensor | None]], total: Tensor | None
-    ) -> Tensor:
+    def _ggn_product(self, batch: Batch, rows: Tensor, output_product: OutputProduct, total: Tensor | None) -> Tensor:
         if self.mode.right and self.mode.shared and len(rows) == 1:
 
             def with_tangents(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> Tensor:
@@ -175,13 +161,8 @@ class Linearizer:
 
         return self._at(batch, inside)
 
-    def ggn_form(self, batch: Batch, rows: Tensor, output_product: OutputMap[Sequence[Tensor | None]]) -> Tensor:
+    def ggn_form(self, batch: Batch, rows: Tensor, output_product: OutputProduct) -> Tensor:
         """`⟨J v, M J w⟩` of several vectors, [..., k, n] -> [..., k, k].
-
-        Args:
-            batch: The batch.
-            rows: The vectors.
-            output_product: As for `ggn_product`.
 
         Cost: one forward pass with tangents for each vector, and one without for several.
         """
@@ -199,12 +180,8 @@ class Linearizer:
         JV, MJV = found.reshape(*rows.shape[:-1], -1).chunk(2, -1)
         return JV @ MJV.mT
 
-    def ggn_matrix(self, batch: Batch, output_product: OutputMap[Sequence[Tensor | None]]) -> Tensor:
+    def ggn_matrix(self, batch: Batch, output_product: OutputProduct) -> Tensor:
         """`Jᵀ M J`, [n, n]: from the rows of `J` if these are fewer than parameters, else column by column.
-
-        Args:
-            batch: The batch.
-            output_product: As for `ggn_product`.
 
         Cost: one forward pass, and a backward pass for each number in the outputs; or a `ggn_product` of all columns.
         """

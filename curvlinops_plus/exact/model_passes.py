@@ -27,7 +27,7 @@ from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["ModelPasses", "Outputs", "Read", "jvp_double_backward", "with_least_graph"]
+__all__ = ["ModelPasses", "OutputMap", "OutputProduct", "Outputs", "Read", "jvp_double_backward", "with_least_graph"]
 
 T = TypeVar("T")
 
@@ -41,6 +41,10 @@ Outputs = Sequence[Tensor]
 FEW_NUMBERS = 2**19
 
 Read = Callable[[nn.Module, Batch], tuple[Outputs, Any]]
+# From the outputs, and what was read beside them, a linear function of vectors [K, *output], one for each output.
+OutputMap = Callable[[Outputs, Any], Callable[[list[Tensor]], T]]
+# Such a function to vectors of the outputs, None where it is zero.
+OutputProduct = OutputMap[Sequence[Tensor | None]]
 
 
 class ModelPasses:

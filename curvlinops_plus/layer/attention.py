@@ -119,10 +119,6 @@ class ProjectionRule(AffineRule):
             total, row_sum = total * read[:, None, None], row_sum * read[:, None]
         return total, row_sum, rows
 
-    def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, 3, i]
-        """Mean over the positions of each example."""
-        return self.inputs(module, x).mean(1)
-
 
 @register_rule(nn.MultiheadAttention)
 class AttentionRule(LayerRule):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.convolution_gram import (
@@ -18,27 +21,59 @@ from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.layer.rule_registry import register_rule
 from curvlinops_plus.linalg.gram_sum import PackedGram
 
-__all__ = ["ConvRule"]
+__all__ = ["ConvRule", "GroupedRule"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def _base(module: nn.Module) -> type[nn.Conv1d] | type[nn.Conv2d] | type[nn.Conv3d]:
-    return next(kind for kind in _CONVOLUTIONS if isinstance(module, kind))
+class GroupedRule(AffineRule):
+    """What convolutions and transposed ones share: positions behind the channels, and groups as a batch of matrices."""
 
+    stored: ClassVar[tuple[str, str]]  # the first two axes of the weight
 
-def _groups(module: nn.Module) -> int:
-    assert isinstance(module, _CONVOLUTIONS)
-    return module.groups
+    def convolution(self, module: nn.Module) -> _ConvNd:
+        """The module, if it is of the types of this rule.
 
+        Raises:
+            UnsupportedError: If it is another one.
+        """
+        raise NotImplementedError
 
-def _grouped(t: Tensor, groups: int, dim: int = -1) -> Tensor:
-    """Channels split into groups, if there are several."""
-    return t if groups == 1 else t.unflatten(dim, (groups, -1))
+    def grouped(self, module: nn.Module, t: Tensor, dim: int = -1) -> Tensor:
+        """Channels split into groups, if there are several."""
+        groups = self.convolution(module).groups
+        return t if groups == 1 else t.unflatten(dim, (groups, -1))
+
+    def patterns(self, module: nn.Module) -> dict[str, str]:
+        """`W` with one column per input channel and tap, then the bias as one more column."""
+        (first, second), module = self.stored, self.convolution(module)
+        taps = ("w", "h w", "d h w")[module.weight.ndim - 3]
+        if module.groups == 1:
+            weight, bias = f"{first} {second} {taps} -> o (i {taps})", "o -> o 1"
+        else:
+            weight, bias = f"(g {first}) {second} {taps} -> g o (i {taps})", "(g o) -> g o 1"
+        return {"weight": weight} if module.bias is None else {"weight": weight, "bias": bias}
+
+    def sizes(self, module: nn.Module) -> dict[str, int]:
+        """The number of groups, if there are several."""
+        groups = self.convolution(module).groups
+        return {} if groups == 1 else {"g": groups}
+
+    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, S, *b, o]
+        """The output gradient, positions in row-major order (a view)."""
+        return self.grouped(module, at_least_float32(g).flatten(3).mT)
+
+    def grad_gram(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [*b, o, o]
+        """Sum of `g gᵀ` over vectors, examples and positions."""
+        return image_gram(self.grouped(module, at_least_float32(g).flatten(3).flatten(0, 1), dim=1))
+
+    def sum_grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, *b, o]
+        """Sum of `g` over the positions of each example."""
+        return self.grouped(module, at_least_float32(g).flatten(3).sum(3))
 
 
 @register_rule(*_CONVOLUTIONS)
-class ConvRule(AffineRule):
+class ConvRule(GroupedRule):
     """Convolutions in one to three dimensions with every stride, padding, padding mode, dilation and number of groups.
 
     The output positions share the weight. A convolution with `b > 1` groups (a depthwise one has a group per channel)
@@ -57,29 +92,23 @@ class ConvRule(AffineRule):
         (torch.Size([4, 9, 3, 9]), '(g o) i h w -> g o (i h w)')
     """
 
+    stored = ("o", "i")
+
+    def convolution(self, module: nn.Module) -> _ConvNd:
+        if (reason := self.refuses(module)) is not None:
+            raise UnsupportedError(reason)
+        assert isinstance(module, _CONVOLUTIONS)
+        return module
+
     def refuses(self, module: nn.Module) -> str | None:
         """Subclasses that change what is convolved."""
         name = type(module).__name__
         if not isinstance(module, _CONVOLUTIONS):
             return f"{name} is no subclass of Conv1d, Conv2d or Conv3d"
-        base = _base(module)
+        base = next(kind for kind in _CONVOLUTIONS if isinstance(module, kind))
         if type(module)._conv_forward is not base._conv_forward:  # what the `forward` of all convolutions calls
             return f"this {name} has another `_conv_forward` than {base.__name__}: add a rule with @register_rule"
         return None
-
-    def patterns(self, module: nn.Module) -> dict[str, str]:
-        """`W` with one column per input channel and tap, then the bias as one more column."""
-        taps = {nn.Conv1d: "w", nn.Conv2d: "h w", nn.Conv3d: "d h w"}[_base(module)]
-        if _groups(module) == 1:
-            weight, bias = f"o i {taps} -> o (i {taps})", "o -> o 1"
-        else:
-            weight, bias = f"(g o) i {taps} -> g o (i {taps})", "(g o) -> g o 1"
-        return {"weight": weight} if module.bias is None else {"weight": weight, "bias": bias}
-
-    def sizes(self, module: nn.Module) -> dict[str, int]:
-        """The number of groups, if there are several."""
-        groups = _groups(module)
-        return {} if groups == 1 else {"g": groups}
 
     def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, S, *b, i·kernel]
         """The patches.
@@ -88,19 +117,15 @@ class ConvRule(AffineRule):
             UnsupportedError: If a subclass changes what is convolved.
             ValueError: If `x` has no example dimension.
         """
-        geometry, x, groups = self._geometry(module, x), at_least_float32(x), _groups(module)
+        groups, geometry, x = self.convolution(module).groups, self._geometry(module, x), at_least_float32(x)
         return geometry.rows(x) if groups == 1 else geometry.group_rows(x, groups)
-
-    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, S, *b, o]
-        """The output gradient, positions in row-major order (a view)."""
-        return _grouped(at_least_float32(g).flatten(3).mT, _groups(module))
 
     def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
         """Sum of `a aᵀ` over all patches, formed a few at a time; sum of `a`; number of patches."""
-        geometry, x, groups = self._geometry(module, x), at_least_float32(x), _groups(module)
+        groups, geometry, x = self.convolution(module).groups, self._geometry(module, x), at_least_float32(x)
         total = input_gram(geometry, x) if groups == 1 else grouped_gram(geometry, x, groups)
         row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]
-        return total, _grouped(row_sum, groups), float(len(x) * geometry.positions(x))
+        return total, self.grouped(module, row_sum), float(len(x) * geometry.positions(x))
 
     def packed_form(self, module: nn.Module) -> Correlations | None:
         """Correlations of the images, of a convolution without groups."""
@@ -116,23 +141,14 @@ class ConvRule(AffineRule):
     def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, *b, i·kernel]
         """Mean patch of each example, without forming patches."""
         geometry, x = self._geometry(module, x), at_least_float32(x)
-        return _grouped(geometry.sum_rows(x) / geometry.positions(x), _groups(module))
-
-    def grad_gram(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [*b, o, o]
-        """Sum of `g gᵀ` over vectors, examples and positions."""
-        return image_gram(_grouped(at_least_float32(g).flatten(3).flatten(0, 1), _groups(module), dim=1))
-
-    def sum_grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, *b, o]
-        """Sum of `g` over the positions of each example."""
-        return _grouped(at_least_float32(g).flatten(3).sum(3), _groups(module))
+        return self.grouped(module, geometry.sum_rows(x) / geometry.positions(x))
 
     def _geometry(self, module: nn.Module, x: Tensor) -> Geometry:
-        if (reason := self.refuses(module)) is not None:
-            raise UnsupportedError(reason)
-        assert isinstance(module, _CONVOLUTIONS)
-        if x.ndim != module.weight.ndim:
+        weight = self.convolution(module).weight
+        if x.ndim != weight.ndim:
             raise ValueError(
-                f"{type(module).__name__} got an input of shape {tuple(x.shape)}, expected {module.weight.ndim} "
+                f"{type(module).__name__} got an input of shape {tuple(x.shape)}, expected {weight.ndim} "
                 "dimensions, examples first. Add the example dimension with `x[None]`."
             )
+        assert isinstance(module, _CONVOLUTIONS)
         return Geometry.of(module)

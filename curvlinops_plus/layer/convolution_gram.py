@@ -45,13 +45,7 @@ _MIN_PACKED_PRODUCTS = 4e7
 
 
 def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
-    """Sum of `a aᵀ` over all patches, in the order of the flattened weight.
-
-    Example:
-        >>> from torch import nn
-        >>> input_gram(Geometry.of(nn.Conv2d(3, 8, 2)), torch.rand(5, 3, 6, 6)).shape
-        torch.Size([12, 12])
-    """
+    """Sum of `a aᵀ` over all patches, in the order of the flattened weight."""
     if geometry.pointwise:
         return image_gram(geometry.windows(geometry.pad(x), 2).flatten(2))
     if correlation_pays(geometry, x, _MIN_PRODUCTS):
@@ -75,11 +69,6 @@ def grouped_gram(geometry: Geometry, x: Tensor, groups: int) -> Tensor:  # [B, g
 
     Many small groups are multiplied together, some examples and groups at a time, so that a depthwise convolution takes
     no loop over its channels.
-
-    Example:
-        >>> from torch import nn
-        >>> grouped_gram(Geometry.of(nn.Conv2d(6, 6, 3, groups=6)), torch.rand(5, 6, 8, 8), 6).shape
-        torch.Size([6, 9, 9])
     """
     c = x.shape[1] // groups
     d = c * prod(geometry.kernel)

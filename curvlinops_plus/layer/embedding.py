@@ -46,7 +46,7 @@ class EmbeddingRule(AffineRule):
         Raises:
             UnsupportedError: If there is such a row.
         """
-        assert isinstance(module, nn.Embedding)
+        assert isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         refuse_renormalization(module)
 
     def patterns(self, module: nn.Module) -> dict[str, str]:
@@ -75,7 +75,7 @@ class EmbeddingRule(AffineRule):
 
 
 @register_rule(nn.EmbeddingBag)
-class EmbeddingBagRule(AffineRule):
+class EmbeddingBagRule(EmbeddingRule):
     """`nn.EmbeddingBag` with modes "sum" and "mean", in every form of call: one row with several entries per bag.
 
     The examples are the bags. The up to three inputs of a call become one tensor, see `input_of`. Entries at
@@ -92,8 +92,6 @@ class EmbeddingBagRule(AffineRule):
                 [[0.0000, 0.5000, 0.0000, 0.0000, 0.5000, 0.0000]]])
     """
 
-    sparse = True
-
     def refuses(self, module: nn.Module) -> str | None:
         """Mode "max", which is not linear in the table."""
         assert isinstance(module, nn.EmbeddingBag)
@@ -103,19 +101,6 @@ class EmbeddingBagRule(AffineRule):
                 "DiagonalBlock for this layer, or mode 'sum' or 'mean'"
             )
         return None
-
-    def check(self, module: nn.Module) -> None:
-        """Refuse a table whose rows are longer than `max_norm`: the forward pass would overwrite them.
-
-        Raises:
-            UnsupportedError: If there is such a row.
-        """
-        assert isinstance(module, nn.EmbeddingBag)
-        refuse_renormalization(module)
-
-    def patterns(self, module: nn.Module) -> dict[str, str]:
-        """The table, transposed: one column per token."""
-        return {"weight": "i o -> o i"}
 
     def input_of(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """The bags as one tensor, examples first.
@@ -197,9 +182,6 @@ def refuse_renormalization(module: nn.Embedding | nn.EmbeddingBag) -> None:
 
     Raises:
         UnsupportedError: If there is such a row.
-
-    Example:
-        >>> refuse_renormalization(nn.Embedding.from_pretrained(torch.eye(3), max_norm=1.0))
     """
     limit, order = module.max_norm, module.norm_type
     if limit is None:

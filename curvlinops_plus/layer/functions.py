@@ -88,11 +88,6 @@ class Matrix(nn.Module):
         super().__init__()
         self.weight, self.bias = weight, bias
 
-    @property
-    def in_features(self) -> int:
-        """Columns of a weight that is not transposed."""
-        return self.weight.shape[-1]
-
 
 class MatrixRule(LinearRule):
     """Products with a matrix in functions: `x Wᵀ + b`, `x W + b`, or `W x`.
@@ -238,41 +233,17 @@ def _index(table: Tensor, index: Any) -> list[Product]:
     return [Product(Function("embedding", (("padding_idx", None),)), (tokens,), table)]
 
 
-def _convolution(n: int) -> Callable[..., list[Product]]:
-    def read(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> list[Product]:
+def _convolution(name: str, *order: str) -> Callable[..., list[Product]]:
+    """A reader of calls whose options come in this order."""
+    n = int(name[-2])
+
+    def read(input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> list[Product]:
         if input.ndim != n + 2:
             return []
-        each = {"stride": stride, "padding": padding, "dilation": dilation}
-        options = (*((key, _sizes(value, n)) for key, value in each.items()), ("groups", groups))
-        return [Product(Function(f"conv{n}d", options), (input,), weight, bias)]
-
-    return read
-
-
-def _transposed_convolution(n: int) -> Callable[..., list[Product]]:
-    def read(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> list[Product]:
-        if input.ndim != n + 2:
-            return []
-        each = {"stride": stride, "padding": padding, "output_padding": output_padding, "dilation": dilation}
-        options = (*((key, _sizes(value, n)) for key, value in each.items()), ("groups", groups))
-        return [Product(Function(f"conv_transpose{n}d", options), (input,), weight, bias)]
+        defaults = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
+        given = defaults | dict(zip(order, args)) | kwargs
+        each = ((key, _sizes(given[key], n)) for key in order if key != "groups")
+        return [Product(Function(name, (*each, ("groups", given["groups"]))), (input,), weight, bias)]
 
     return read
 
@@ -297,12 +268,14 @@ _READERS: dict[Any, Callable[..., list[Product]]] = {
     F.bilinear: _bilinear,
     F.embedding: _embedding,
     Tensor.__getitem__: _index,
-    F.conv1d: _convolution(1),
-    F.conv2d: _convolution(2),
-    F.conv3d: _convolution(3),
-    F.conv_transpose1d: _transposed_convolution(1),
-    F.conv_transpose2d: _transposed_convolution(2),
-    F.conv_transpose3d: _transposed_convolution(3),
+    **{
+        getattr(F, name): _convolution(name, "stride", "padding", "dilation", "groups")
+        for name in ("conv1d", "conv2d", "conv3d")
+    },
+    **{
+        getattr(F, name): _convolution(name, "stride", "padding", "output_padding", "groups", "dilation")
+        for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+    },
 }
 
 _ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__}

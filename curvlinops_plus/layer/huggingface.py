@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.rule_registry import register_rule
@@ -24,16 +24,3 @@ class Conv1DRule(LinearRule):
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """`W` transposed, then the bias as one more column."""
         return {"weight": "i o -> o i", "bias": "o -> o 1"}
-
-    def inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *positions, i] -> [B, S, i]
-        """The input, positions in one dimension (a view of a contiguous `x`).
-
-        Raises:
-            ValueError: If `x` has no example dimension.
-        """
-        if x.ndim < 2:
-            raise ValueError(
-                f"{module} got an input of shape {tuple(x.shape)}, expected [examples, ..., features]. Add the example "
-                "dimension with `x[None]`."
-            )
-        return super().inputs(module, x)

@@ -37,8 +37,8 @@ class LinearRule(AffineRule):
         """
         if x.ndim < 2:
             raise ValueError(
-                f"{module} got an input of shape {tuple(x.shape)}, expected [examples, ..., {module.in_features}]. Add "
-                "the example dimension with `x[None]`."
+                f"{module} got an input of shape {tuple(x.shape)}, expected [examples, ..., "
+                f"{getattr(module, 'in_features', 'features')}]. Add the example dimension with `x[None]`."
             )
         return at_least_float32(x).reshape(x.shape[0], -1, x.shape[-1])
 

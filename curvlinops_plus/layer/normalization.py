@@ -87,12 +87,7 @@ class ScaleShiftRule(LayerRule):
 def sum_of_products(
     g: Tensor, x: Tensor, of: Callable[[Tensor], Tensor], over: Sequence[int]
 ) -> Tensor:  # [V, B, *in], [B, *in]
-    """`Σ g f(x)` over some dimensions of `x`, for a function `f` of each example.
-
-    Example:
-        >>> sum_of_products(torch.ones(2, 3, 4, 5), torch.ones(3, 4, 5), torch.sin, [1]).shape
-        torch.Size([2, 3, 5])
-    """
+    """`Σ g f(x)` over some dimensions of `x`, for a function `f` of each example."""
     g, x, over = g.detach(), x.detach(), list(over)
     if not over:
         return g * of(x)

@@ -200,14 +200,7 @@ class RecurrentRule(LayerRule):
 
 
 class CellRule(RecurrentRule):
-    """`nn.RNNCell`, `nn.LSTMCell` and `nn.GRUCell`: one step, all tensors with the examples first.
-
-    Example:
-        >>> layer, x = nn.LSTMCell(3, 2), torch.ones(4, 3)
-        >>> g = [torch.ones(1, 4, 2), torch.zeros(1, 4, 2)]
-        >>> CellRule().per_example_grads(layer, (x,), {}, g)["bias_hh"].shape
-        torch.Size([1, 4, 8])
-    """
+    """`nn.RNNCell`, `nn.LSTMCell` and `nn.GRUCell`: one step, all tensors with the examples first."""
 
     def axes(self, module: nn.Module, axis: int, leaves: Sequence[Tensor], inputs: bool) -> list[int]:
         """All have the examples first.

@@ -143,10 +143,7 @@ class LayerRule:
         """Run the module again for each example: gradients of layers without a formula (`direct_grads` is False).
 
         Args:
-            module: The layer.
-            args: As for `per_example_grads`.
-            kwargs: As for `per_example_grads`.
-            g: As for `per_example_grads`.
+            module, args, kwargs, g: As for `per_example_grads`.
             in_axes: Axis of the examples in the module itself, for each tensor of the inputs; default 0.
             out_axes: The same for each floating-point tensor of the output; default 0.
         """
@@ -337,16 +334,7 @@ class AffineRule(LayerRule):
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
     ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}
-        """Gradients of each example, `Σ_s g aᵀ` for the weight and `Σ_s g` for the bias.
-
-        Args:
-            module: The layer.
-            args: Positional inputs of its call.
-            kwargs: Keyword inputs of its call.
-            g: Gradients of the output, `[V, B, *out]`.
-
-        Returns:
-            Local name of each parameter to gradients `[V, B, *shape]`, in float32 at least.
+        """Gradients of each example, `Σ_s g aᵀ` for the weight and `Σ_s g` for the bias; see `LayerRule`.
 
         Raises:
             ValueError: If inputs and gradients do not fit together.
@@ -436,12 +424,7 @@ def flat_pattern(ndim: int) -> str:
 
 
 def outer_products(g: Tensor, a: Tensor | SparseRows) -> Tensor:  # [V, B, S, *b, o], [B, S, *b, i] -> [V, B, *b, o, i]
-    """Sum of `g aᵀ` over positions.
-
-    Example:
-        >>> outer_products(torch.ones(1, 2, 3, 4), torch.ones(2, 3, 5)).shape
-        torch.Size([1, 2, 4, 5])
-    """
+    """Sum of `g aᵀ` over positions."""
     if isinstance(a, SparseRows):
         return a.outer(g)
     dtype = torch.promote_types(a.dtype, g.dtype)

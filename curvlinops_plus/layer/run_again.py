@@ -33,9 +33,6 @@ def check_repeatable(module: nn.Module) -> None:
     Raises:
         UnsupportedError: For batch normalization with the statistics of the batch, and spectral normalization in
             training mode, whose weight changes with every forward pass.
-
-    Example:
-        >>> check_repeatable(nn.Sequential(nn.BatchNorm1d(2)).eval())
     """
     for name, child in module.named_modules():
         where = type(child).__name__ + (f" ({name!r} of {type(module).__name__})" if name else "")
@@ -77,14 +74,7 @@ def _updates_vectors(module: nn.Module) -> bool:
 
 
 def as_parameters(tensors: Iterable[Tensor]) -> None:
-    """Let tensors that stand for parameters pass for them: `Module.get_parameter` returns nothing else.
-
-    Example:
-        >>> t = torch.ones(2)
-        >>> as_parameters([t])
-        >>> isinstance(t, nn.Parameter)
-        True
-    """
+    """Let tensors that stand for parameters pass for them: `Module.get_parameter` returns nothing else."""
     for t in tensors:
         t._is_param = True  # type: ignore[attr-defined]  # PyTorch's own mark, of subclasses of tensors
 

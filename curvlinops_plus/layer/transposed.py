@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.convolution_gram import grouped_gram, image_gram, input_gram
+from curvlinops_plus.layer.conv import GroupedRule
+from curvlinops_plus.layer.convolution_gram import grouped_gram, input_gram
 from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.replay import at_least_float32
-from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.layer.rule_registry import register_rule
 
 __all__ = ["TransposedConvRule"]
@@ -30,7 +30,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @register_rule(*_TRANSPOSED)
-class TransposedConvRule(AffineRule):
+class TransposedConvRule(GroupedRule):
     """Transposed convolutions in one to three dimensions, with every option and with `output_size` in the call.
 
     The positions that share the weight are those of the output. As for `ConvRule`, groups are a batch of matrices.
@@ -48,20 +48,10 @@ class TransposedConvRule(AffineRule):
         True
     """
 
-    def patterns(self, module: nn.Module) -> dict[str, str]:
-        """`W` with one column per input channel and tap, then the bias as one more column."""
-        module = _checked(module)
-        taps = ("w", "h w", "d h w")[module.weight.ndim - 3]
-        if module.groups == 1:
-            weight, bias = f"i o {taps} -> o (i {taps})", "o -> o 1"
-        else:
-            weight, bias = f"(g i) o {taps} -> g o (i {taps})", "(g o) -> g o 1"
-        return {"weight": weight} if module.bias is None else {"weight": weight, "bias": bias}
+    stored = ("i", "o")
 
-    def sizes(self, module: nn.Module) -> dict[str, int]:
-        """The number of groups, if there are several."""
-        groups = _checked(module).groups
-        return {} if groups == 1 else {"g": groups}
+    def convolution(self, module: nn.Module) -> _Transposed:
+        return _checked(module)
 
     def input_of(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         """The input; if the call passes another `output_size`, expanded to encode its output padding."""
@@ -93,11 +83,7 @@ class TransposedConvRule(AffineRule):
             a[(slice(None), slice(None), *tap, *places)] = x[(slice(None), slice(None), *pixels)]
         # Positions are contiguous in memory, as in output gradients.
         columns = a.flatten(len(out) + 2).flatten(1, -2)
-        return _grouped(columns.mT, module.groups)
-
-    def grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, S, *b, o]
-        """The output gradient, positions in row-major order (a view)."""
-        return _grouped(at_least_float32(g).flatten(3).mT, _checked(module).groups)
+        return self.grouped(module, columns.mT)
 
     def input_gram(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, float]:
         """Sum of `a aᵀ`, sum of `a`, number of output positions; zeros between pixels are not multiplied.
@@ -125,14 +111,6 @@ class TransposedConvRule(AffineRule):
         module = _checked(module)
         x, out = _input_and_output_size(module, x)
         return self._sum_rows(module, x, out) / prod(out)
-
-    def grad_gram(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [*b, o, o]
-        """Sum of `g gᵀ` over vectors, examples and positions."""
-        return image_gram(_grouped(at_least_float32(g).flatten(3).flatten(0, 1), _checked(module).groups, dim=1))
-
-    def sum_grads(self, module: nn.Module, g: Tensor) -> Tensor:  # [V, B, b·o, *out] -> [V, B, *b, o]
-        """Sum of `g` over the positions of each example."""
-        return _grouped(at_least_float32(g).flatten(3).sum(3), _checked(module).groups)
 
     def per_example_grads(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], g: Tensor
@@ -163,11 +141,9 @@ class TransposedConvRule(AffineRule):
         for dim in reversed(range(len(out))):
             q, t = (torch.arange(n, device=x.device) for n in (x.shape[dim + 2], module.kernel_size[dim]))
             p = q[:, None] * module.stride[dim] - int(module.padding[dim]) + t * module.dilation[dim]
-            reached = ((p >= 0) & (p < out[dim])).to(
-                x.dtype
-            )  # [size, kernel]: whether a pixel contributes through a tap
+            reached = ((p >= 0) & (p < out[dim])).to(x.dtype)  # [size, kernel]: a pixel contributes through a tap
             x = (x.movedim(dim + 2, -1) @ reached).movedim(-1, dim + 2)
-        return _grouped(x.flatten(1), module.groups)
+        return self.grouped(module, x.flatten(1))
 
 
 def _checked(module: nn.Module) -> _Transposed:
@@ -177,11 +153,6 @@ def _checked(module: nn.Module) -> _Transposed:
             "need a rule of their own, registered with @register_rule."
         )
     return module
-
-
-def _grouped(t: Tensor, groups: int, dim: int = -1) -> Tensor:
-    """Channels split into groups, if there are several."""
-    return t if groups == 1 else t.unflatten(dim, (groups, -1))
 
 
 def _output_size(module: _Transposed, dim: int, size: int, output_padding: int) -> int:

@@ -325,12 +325,7 @@ class Likelihood(ABC):
 
 
 def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor) -> Tensor:
-    """Second derivative of a scalar function of `F` times vectors [*lead, *F.shape], batched with `vmap`.
-
-    Example:
-        >>> hessian_products(lambda F: (F**3).sum(), torch.tensor([2.0]), torch.ones(1))
-        tensor([12.])
-    """
+    """Second derivative of a scalar function of `F` times vectors [*lead, *F.shape], batched with `vmap`."""
     pull = torch.func.vjp(torch.func.grad(function), F)[1]
     return torch.func.vmap(lambda v: pull(v)[0])(V.reshape(-1, *F.shape)).reshape(V.shape)
 

@@ -25,8 +25,10 @@ def not_registered(loss: Any, known: Sequence[type]) -> UnsupportedError:
     name = loss.__name__ if isinstance(loss, type) else kind.__name__
     why = _advice(loss)
     if parent and has_hooks(loss):
+        own = any(getattr(loss, f"_{kind}") for kind in _HOOKS)
+        where = "its own" if own else "global ones, of all modules (torch.nn.modules.module.register_module_...)"
         return UnsupportedError(
-            f"no likelihood is registered for the loss {name}. Hooks run when it is called, {_where_hooks_are(loss)}, "
+            f"no likelihood is registered for the loss {name}. Hooks run when it is called, {where}, "
             "and may change its value: remove them."
         )
     if parent:
@@ -70,11 +72,6 @@ _FUNCTIONS = {
     "NLLLoss": "nll_loss",
     "PoissonNLLLoss": "poisson_nll_loss",
 }
-
-
-def _where_hooks_are(loss: Any) -> str:
-    own = any(getattr(loss, f"_{kind}") for kind in _HOOKS)
-    return "its own" if own else "global ones, of all modules (torch.nn.modules.module.register_module_...)"
 
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")

@@ -131,6 +131,8 @@ class CGInverseLinearOperator(SymmetricInverse):
         ([tensor([1.0000, 0.5000])], tensor([True]))
     """
 
+    solver = staticmethod(cg)
+
     def __init__(
         self,
         A: LinearOperator,
@@ -147,6 +149,3 @@ class CGInverseLinearOperator(SymmetricInverse):
         if stop_updating_after is not None:
             tol = stop_updating_after if tol is None else max(tol, stop_updating_after)
         super().__init__(A, tol=tol, max_iter=max_iter, x0=initial_guess, preconditioner=preconditioner)
-
-    def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]:
-        return cg(self.A, X, **self.options)

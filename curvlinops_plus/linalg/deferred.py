@@ -12,7 +12,7 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.damping import Damping, Scalar
 from curvlinops_plus.linalg.operator import LinearOperator
-from curvlinops_plus.linalg.products import outside_autocast
+from curvlinops_plus.linalg.products import derived, outside_autocast
 from curvlinops_plus.linalg.remembered import remember
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
@@ -43,29 +43,6 @@ class Deferred(LinearOperator):
     def operator(self) -> LinearOperator:
         """The operator that this one stands for."""
 
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.operator._matmat(X)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return self.operator._rmatmat(X)
-
-    def _to_dense(self) -> Tensor:
-        return self.operator.to_dense()
-
-    @property
-    def trace(self) -> Tensor:
-        return self.operator.trace
-
-    @property
-    def frobenius_norm(self) -> Tensor:
-        return self.operator.frobenius_norm
-
-    def eigenvalues(self) -> Tensor:
-        return self.operator.eigenvalues()
-
-    def diagonal(self) -> Tensor:
-        return self.operator.diagonal()
-
     def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> LinearOperator:
         return self.operator.inverse(damping, retry_double_precision=retry_double_precision)
 
@@ -75,26 +52,21 @@ class Deferred(LinearOperator):
     def shift(self, delta: Damping) -> LinearOperator:
         return self.operator.shift(delta)
 
-    def _scale(self, c: Scalar) -> LinearOperator:
-        return self.operator._scale(c)
-
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
-        return self.operator._slogdet()
-
-    def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
-        return self.operator._inverse(damping, retry)
-
-    def _power(self, p: float, damping: Scalar) -> LinearOperator:
-        return self.operator._power(p, damping)
-
-    def _power_by_factors(self, p: float, damping: Scalar) -> LinearOperator:
-        return self.operator._power_by_factors(p, damping)
-
-    def _root_matmat(self, X: Tensor) -> Tensor:
-        return self.operator._root_matmat(X)
-
-    def _entrywise_square(self) -> LinearOperator:
-        return self.operator._entrywise_square()
+    # Attributes and methods of the operator.
+    trace = derived("operator.trace")
+    frobenius_norm = derived("operator.frobenius_norm")
+    eigenvalues = derived("operator.eigenvalues")
+    diagonal = derived("operator.diagonal")
+    _matmat = derived("operator._matmat")
+    _rmatmat = derived("operator._rmatmat")
+    _to_dense = derived("operator.to_dense")
+    _scale = derived("operator._scale")
+    _slogdet = derived("operator._slogdet")
+    _inverse = derived("operator._inverse")
+    _power = derived("operator._power")
+    _power_by_factors = derived("operator._power_by_factors")
+    _root_matmat = derived("operator._root_matmat")
+    _entrywise_square = derived("operator._entrywise_square")
 
 
 class DeferredResult(Deferred):

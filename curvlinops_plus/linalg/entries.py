@@ -1,4 +1,4 @@
-"""The tensors that an operator is made of, and the entries of a part of a structured matrix."""
+"""The entries of a part of a structured matrix."""
 
 from __future__ import annotations
 
@@ -11,47 +11,16 @@ from curvlinops_plus.errors import NoClosedForm
 from curvlinops_plus.linalg.deferred import Formed
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
-from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
+from curvlinops_plus.linalg.operator import LinearOperator, Scaled
 from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
-__all__ = ["formed_part", "may_be_formed", "tensors_of"]
+__all__ = ["formed_part", "may_be_formed"]
 
 #: Parts of structured matrices are formed up to this number of bytes.
 LARGEST = 2**31
-
-
-def tensors_of(*parts: Any) -> list[Tensor] | None:
-    """All tensors that operators and numbers are made of; None if one is of a kind that is not known."""
-    tensors: list[Tensor] = []
-    for part in parts:
-        inner: list[Tensor] | None = None
-        if isinstance(part, Tensor):
-            inner = [part]
-        elif isinstance(part, (int, float, IdentityLinearOperator)):
-            inner = []
-        elif isinstance(part, Dense):
-            inner = [part.matrix]
-        elif isinstance(part, Diagonal):
-            inner = [part.vector]
-        elif isinstance(part, Kronecker):
-            inner = tensors_of(part.G, part.A)
-        elif isinstance(part, SplitFactor):
-            inner = tensors_of(*part.pieces)
-        elif isinstance(part, Eigendecomposed):
-            inner = tensors_of(part.basis, part.values)
-        elif isinstance(part, Scaled):
-            inner = tensors_of(part.A, part.c)
-        elif isinstance(part, Shifted):
-            inner = tensors_of(part.A, part.delta)
-        elif isinstance(part, Formed):
-            inner = part.tensors
-        if inner is None:
-            return None
-        tensors += inner
-    return tensors
 
 
 def formed_part(A: LinearOperator, at: Tensor) -> LinearOperator:

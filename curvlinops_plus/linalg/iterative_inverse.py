@@ -9,6 +9,7 @@ log-determinant.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from copy import copy
 from typing import Any, TypeVar
 
@@ -48,8 +49,10 @@ class IterativeInverse(Wrapper):
         other.A, other.info, other.options = A, None, self.options | options
         return other
 
-    @abstractmethod
-    def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]: ...
+    solver: Callable[..., tuple[Any, SolveInfo]]  # called with the matrix, the right-hand sides and the options
+
+    def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]:
+        return type(self).solver(self.A, X, **self.options)
 
     def _matmat(self, X: Tensor) -> Tensor:
         return linear_in(X, self._product, self._adjoint_product)

@@ -136,10 +136,7 @@ class Kronecker(LinearOperator):
         return (sign_G**i * sign_A**o).expand(self.batch).prod(), (i * log_G + o * log_A).expand(self.batch).sum()
 
     def _eigh(self) -> tuple[Tensor, Kronecker]:
-        with error_context("factor G"):
-            values_G, Q_G = self.G.eigh()
-        with error_context("factor A"):
-            values_A, Q_A = self.A.eigh()
+        (values_G, Q_G), (values_A, Q_A) = self._factors(lambda factor: factor.eigh())
         return _outer(values_G, values_A, self.batch), Kronecker(Q_G, Q_A)
 
     def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
@@ -152,11 +149,9 @@ class Kronecker(LinearOperator):
 
     def _inverse_by_factors(self, damping: tuple[Any, Any], retry: bool) -> LinearOperator:
         damping_A, damping_G = damping
-        with error_context("factor G"):
-            G = self.G._inverse(_factor_damping(damping_G, self.G), retry)
-        with error_context("factor A"):
-            A = self.A._inverse(_factor_damping(damping_A, self.A), retry)
-        return Kronecker(G, A)
+        return Kronecker(
+            *self._factors(lambda factor, d: factor._inverse(_factor_damping(d, factor), retry), damping_G, damping_A)
+        )
 
     def _split_damping(self, damping: Scalar, smallest: float) -> tuple[Tensor, Tensor]:
         return heuristic_damping(self.A, self.G, damping, smallest)
@@ -172,10 +167,9 @@ class Kronecker(LinearOperator):
         if is_zero(damping) or not usable or 1 in (self.G.size, self.A.size):
             return self._power(p, damping)
         damping_A, damping_G = heuristic_damping(self.A, self.G, damping, min_damping=0.0)
-        with error_context("factor G"):
-            G = self.G._power(p, _factor_damping(damping_G, self.G))
-        with error_context("factor A"):
-            return Kronecker(G, self.A._power(p, _factor_damping(damping_A, self.A)))
+        return Kronecker(
+            *self._factors(lambda factor, d: factor._power(p, _factor_damping(d, factor)), damping_G, damping_A)
+        )
 
     def _root_matmat(self, X: Tensor) -> Tensor:
         values, Q = self._eigh()
@@ -184,12 +178,12 @@ class Kronecker(LinearOperator):
     def _entrywise_square(self) -> Kronecker:
         return Kronecker(self.G._entrywise_square(), self.A._entrywise_square())
 
-    def _factors(self, function: Callable[[Factor], Any]) -> tuple[Any, Any]:
-        """`function` of both factors; its errors say which one they are about."""
+    def _factors(self, function: Callable[..., Any], *for_each: Any) -> tuple[Any, Any]:
+        """`function` of both factors, and of what is `for_each` of them; its errors say which one they are about."""
         with error_context("factor G"):
-            of_G = function(self.G)
+            of_G = function(self.G, *for_each[:1])
         with error_context("factor A"):
-            return of_G, function(self.A)
+            return of_G, function(self.A, *for_each[1:])
 
 
 class Eigendecomposed(LinearOperator):

@@ -129,10 +129,7 @@ class Layout:
 
     def columns(self, name: str, t: Tensor) -> Tensor:  # [*shape] -> [rows, cols] or [batch, rows, cols]
         """The columns of the matrix that one parameter fills, as a view where strides allow."""
-        steps = self._steps[name]
-        if steps.permutes:
-            t = t.reshape(steps.atoms).permute(steps.order)
-        return t.reshape(steps.matrix)
+        return self._steps[name].matrices(t[None])[0]
 
     def views(self, v: Tensor) -> dict[str, Tensor]:  # [dim] -> {name: [*shape]}
         """The parameters of a row-major vector as views; axes that the matrix takes apart stay apart.

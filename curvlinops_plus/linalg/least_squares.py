@@ -221,6 +221,8 @@ class LSMRInverseLinearOperator(IterativeInverse):
                 [0.5000]]))
     """
 
+    solver = staticmethod(lsmr)
+
     def __init__(
         self,
         A: LinearOperator,
@@ -237,9 +239,6 @@ class LSMRInverseLinearOperator(IterativeInverse):
 
     def adjoint(self) -> LSMRInverseLinearOperator:
         return self if self.structure >= Structure.SYMMETRIC else self._like(self.A.adjoint(), x0=None)
-
-    def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]:
-        return lsmr(self.A, X, **self.options)
 
 
 def _rotation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:

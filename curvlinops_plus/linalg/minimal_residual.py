@@ -140,21 +140,11 @@ def minres(
     (With a preconditioner it is the smallest in the norm of that, `<r, M r>`.) True residuals are computed
     every 50 iterations, and when the recurrence claims to be done or its steps become roundings.
 
+    Arguments, results and errors as for `cg`, except:
+
     Args:
-        A: The matrix [n, n]; that it is symmetric is not checked.
-        b: Right-hand sides, anything that `A` multiplies: a tensor [n] or [n, K], a list, a dictionary, NumPy.
-        x0: First guess, any of these; a single vector serves all columns. By default 0.
         tol: A column is done when `‖b - A x‖ <= max(tol ‖b‖, atol)` holds for its true residual.
-        atol: See `tol`.
-        max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
-        preconditioner: Symmetric positive definite, even if `A` is not: an operator (also one in a lower precision), or
-            a function `[n, k] -> [n, k]` for any `k`.
-
-    Returns:
-        `x` in the container type of `b`, and a `SolveInfo`.
-
-    Raises:
-        ValueError: If `A` is not square, shapes do not fit, or a tolerance is negative.
+        preconditioner: Symmetric positive definite, even if `A` is not.
 
     Cost: one product with `A` and the preconditioner per iteration, with as many columns as are not done yet, and one
     product with `A` for each column at its end. Memory: twelve tensors [n, K].
@@ -187,6 +177,8 @@ class MINRESInverseLinearOperator(SymmetricInverse):
         tensor([ 1.0000, -0.5000])
     """
 
+    solver = staticmethod(minres)
+
     def __init__(
         self,
         A: LinearOperator,
@@ -197,6 +189,3 @@ class MINRESInverseLinearOperator(SymmetricInverse):
         preconditioner: Preconditioner = None,
     ) -> None:
         super().__init__(A, tol=tol, max_iter=max_iter, x0=x0, preconditioner=preconditioner)
-
-    def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]:
-        return minres(self.A, X, **self.options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from curvlinops_plus.linalg.iterative_inverse import IterativeInverse, need_square
 from curvlinops_plus.linalg.operator import LinearOperator
@@ -110,6 +109,8 @@ class NeumannInverseLinearOperator(IterativeInverse):
         tensor([1.0000, 0.5000])
     """
 
+    solver = staticmethod(neumann)
+
     def __init__(
         self,
         A: LinearOperator,
@@ -141,6 +142,3 @@ class NeumannInverseLinearOperator(IterativeInverse):
                 "function does not have; pass a LinearOperator."
             )
         return self._like(self.A.adjoint(), preconditioner=None if P is None else P.adjoint())
-
-    def _solve(self, X: Tensor) -> tuple[Tensor, SolveInfo]:
-        return neumann(self.A, X, **self.options)

@@ -68,10 +68,6 @@ def powers(values: Tensor, p: float, what: object) -> Tensor:
 
     Raises:
         SingularMatrixError: If `p` is negative and an eigenvalue is 0.
-
-    Example:
-        >>> powers(torch.tensor([0.0, 4.0]), 0.5, "a matrix")
-        tensor([0., 2.])
     """
     if p < 0 and bool((values == 0).any()):
         raise SingularMatrixError(_singular(values, f"{what} is singular"))
@@ -89,11 +85,6 @@ def damped_cholesky(
     Raises:
         NumericsError: If the matrix has NaN or infinite entries.
         SingularMatrixError: If `M + damping * I` is not positive definite; says which damping would do.
-
-    Example:
-        >>> damped_cholesky(torch.zeros(2, 2), 4.0)
-        tensor([[2., 0.],
-                [0., 2.]])
     """
     check_finite(M, what)
     working = M.float() if M.dtype in _HALF else M
@@ -144,10 +135,6 @@ def standard_normal(num: int, dim: int, generator: torch.Generator | None, like:
 
     The columns come one after another from the generator's own uniform numbers, so that the first draws stay the same
     when more are asked for.
-
-    Example:
-        >>> standard_normal(2, 3, torch.Generator().manual_seed(0), torch.zeros(())).shape
-        torch.Size([3, 2])
     """
     device = torch.device("cpu") if generator is None else generator.device
     uniform = torch.rand(num, dim, generator=generator, device=device, dtype=torch.float64)

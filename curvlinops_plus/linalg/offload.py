@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.linalg.damping import Damping
 from curvlinops_plus.linalg.deferred import Deferred
@@ -83,16 +84,7 @@ class Stored:
 
 
 class Store:
-    """Where tensors are put.
-
-    Args:
-        where: "cpu", the name of another device, or "disk:folder"; None leaves them where they are.
-        dtype: What eigenvectors are rounded to; by default they are not. All else keeps its dtype.
-
-    Raises:
-        ValueError: If `where` is nothing of these, or `dtype` is not of floating point.
-        FileNotFoundError: If the folder is in one that does not exist.
-    """
+    """Where tensors are put; arguments and errors are those of `offloaded`."""
 
     def __init__(self, where: str | torch.device | None, dtype: torch.dtype | None = None) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -176,8 +168,9 @@ class Offloaded(Deferred):
     def ahead(self) -> Callable[[], LinearOperator]:
         """Begin to fetch the block; the function that is returned waits for it."""
         if self.device.type != "cuda":
-            for stored in _leaves(self._state):
-                stored.soon()
+            for stored in tree_leaves(self._state):
+                if isinstance(stored, Stored):
+                    stored.soon()
             return self._fetched
         stream, current = _side_stream(self.device), torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
@@ -261,13 +254,6 @@ def _dense_factors(basis: Any) -> Iterator[Dense]:
             yield from _dense_factors(piece)
     elif isinstance(basis, Dense):
         yield basis
-
-
-def _leaves(node: Any) -> Iterator[Stored]:
-    if isinstance(node, Stored):
-        yield node
-    for child in node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ():
-        yield from _leaves(child)
 
 
 @cache

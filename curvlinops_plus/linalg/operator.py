@@ -266,34 +266,21 @@ class Adjoint(Wrapper):
     in_space = derived("A.out_space")
     out_space = derived("A.in_space")
 
+    trace = derived("A.trace")
+    frobenius_norm = derived("A.frobenius_norm")
+    diagonal = derived("A.diagonal")
+    _slogdet = derived("A._slogdet")
+    _matmat = derived("A._rmatmat")
+    _rmatmat = derived("A._matmat")
+
     def adjoint(self) -> LinearOperator:
         return self.A
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return self.A._rmatmat(X)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return self.A._matmat(X)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         return Adjoint(self.A.to(device, dtype))
 
     def _to_dense(self) -> Tensor:
         return self.A.to_dense().T
-
-    @property
-    def trace(self) -> Tensor:
-        return self.A.trace
-
-    @property
-    def frobenius_norm(self) -> Tensor:
-        return self.A.frobenius_norm
-
-    def diagonal(self) -> Tensor:
-        return self.A.diagonal()
-
-    def _slogdet(self) -> tuple[Tensor, Tensor]:
-        return self.A._slogdet()
 
     def _inverse(self, damping: Scalar, retry: bool) -> LinearOperator:
         return self.A.inverse(damping, retry_double_precision=retry).adjoint()

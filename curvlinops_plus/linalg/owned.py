@@ -251,7 +251,7 @@ class OwnedBlockDiagonal(BlockDiagonal):
             owners: list[int] = []
             found: dict[str, Any] = {}
             for name, tree in trees.items():
-                found[name] = own[name] if name in own else tree_map(self._room if mine else _same, tree)
+                found[name] = own[name] if name in own else tree_map(self._room, tree) if mine else tree
                 tensors = [t for t in tree_leaves(found[name]) if isinstance(t, Tensor)]
                 sent += tensors
                 owners += [self.owners[name]] * len(tensors)
@@ -280,10 +280,6 @@ class OwnedBlockDiagonal(BlockDiagonal):
 
 def _without_entries(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
-
-
-def _same(leaf: Any) -> Any:
-    return leaf
 
 
 def _sums(X: Tensor) -> list[float]:  # [n, K]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.linalg.deferred import Deferred, Formed
-from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_sum import Congruent, KroneckerSum
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted
@@ -19,7 +18,7 @@ from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
-__all__ = ["FORMAT", "copied", "mapped", "pack", "taken", "unpack"]
+__all__ = ["FORMAT", "copied", "mapped", "pack", "taken", "tensors_of", "unpack"]
 
 #: What states of this package say that they are.
 FORMAT = "curvlinops_plus"
@@ -28,6 +27,19 @@ FORMAT = "curvlinops_plus"
 # What a tensor is replaced by, and how it is got back.
 Keep = Callable[[Tensor], Any]
 Place = Callable[[Any], Tensor]
+
+# Of each class that has a state what it is made of: attributes, and arguments in their order.
+_PARTS: dict[type[Any], tuple[str, ...]] = {
+    Kronecker: ("G", "A"),
+    KroneckerSum: ("terms",),
+    Congruent: ("U", "inverse_U", "values"),
+    Eigendecomposed: ("basis", "values"),
+    Diagonal: ("vector",),
+    Dense: ("matrix",),
+    SplitFactor: ("pieces",),
+    Scaled: ("A", "c"),
+    Shifted: ("A", "delta"),
+}
 
 
 def pack(operator: LinearOperator, keep: Keep | None = None) -> dict[str, Any]:
@@ -57,37 +69,25 @@ def pack(operator: LinearOperator, keep: Keep | None = None) -> dict[str, Any]:
 
 
 def _packed(operator: LinearOperator, keep: Keep) -> dict[str, Any] | None:
-    if isinstance(operator, Kronecker):
-        return {"G": pack(operator.G, keep), "A": pack(operator.A, keep)}
-    if isinstance(operator, KroneckerSum):
-        return {"terms": [pack(term, keep) for term in operator.terms]}
-    if isinstance(operator, Congruent):
-        U, inverse_U = pack(operator.U, keep), pack(operator.inverse_U, keep)
-        return {"U": U, "inverse_U": inverse_U, "values": keep(operator.values)}
-    if isinstance(operator, Eigendecomposed):
-        structure = {} if operator.structure == Structure.PSD else {"structure": operator.structure.name}
-        return {"basis": pack(operator.basis, keep), "values": keep(operator.values), **structure}
-    if isinstance(operator, Diagonal):
-        return {"vector": keep(operator.vector)}
-    if isinstance(operator, Dense):
-        return {"matrix": keep(operator.matrix), "structure": operator.structure.name}
-    if isinstance(operator, SplitFactor):
-        return {"pieces": [pack(piece, keep) for piece in operator.pieces]}
-    return _packed_multiple(operator, keep)
-
-
-def _packed_multiple(operator: LinearOperator, keep: Keep) -> dict[str, Any] | None:
-    """The same of the identity, of multiples and shifts."""
     if isinstance(operator, Scaled) and isinstance(operator.A, IdentityLinearOperator):
         scale = torch.as_tensor(operator.c, dtype=operator.dtype, device=operator.device)
         return {"type": "ScaledIdentity", "scale": copied(scale), "size": operator.shape[0]}
-    if isinstance(operator, Scaled):
-        return {"A": pack(operator.A, keep), "c": float(operator.c)}
-    if isinstance(operator, Shifted):
-        return {"A": pack(operator.A, keep), "delta": float(operator.delta)}
     if isinstance(operator, IdentityLinearOperator):
         return {"type": "Identity", "like": torch.zeros(0, dtype=operator.dtype), "size": operator.size}
-    return None
+    kind = next((kind for kind in _PARTS if isinstance(operator, kind)), None)
+    if kind is None:
+        return None
+    found = {name: _packed_part(getattr(operator, name), keep) for name in _PARTS[kind]}
+    told = kind is Dense or (kind is Eigendecomposed and operator.structure != Structure.PSD)  # what others know
+    return found | {"structure": operator.structure.name} if told else found
+
+
+def _packed_part(part: Any, keep: Keep) -> Any:
+    if isinstance(part, LinearOperator):
+        return pack(part, keep)
+    if isinstance(part, (list, tuple)):
+        return [pack(one, keep) for one in part]
+    return keep(part) if isinstance(part, Tensor) and part.ndim else float(part)
 
 
 def unpack(state: Mapping[str, Any], device: torch.device, place: Place | None = None) -> LinearOperator:
@@ -113,47 +113,47 @@ def unpack(state: Mapping[str, Any], device: torch.device, place: Place | None =
     return operator
 
 
-def _unpacked(kind: str, state: Mapping[str, Any], device: torch.device, place: Place) -> LinearOperator | None:
-    rtol = state.get("rtol")
-
-    def part(of: Mapping[str, Any]) -> LinearOperator:
-        return unpack(of, device, place)
-
-    if kind == "Kronecker":
-        return Kronecker(_factor(part(state["G"])), _factor(part(state["A"])))
-    if kind == "KroneckerSum":
-        return KroneckerSum([part(term) for term in state["terms"]])
-    if kind == "Congruent":
-        return Congruent(part(state["U"]), part(state["inverse_U"]), place(state["values"]))
-    if kind == "Eigendecomposed":
-        structure = Structure[state.get("structure", "PSD")]
-        return Eigendecomposed(part(state["basis"]), place(state["values"]), structure, rtol)
-    if kind == "Diagonal":
-        return Diagonal(place(state["vector"]))
-    if kind == "Dense":
-        return Dense(place(state["matrix"]), Structure[state["structure"]], rtol)
-    if kind == "SplitFactor":
-        return SplitFactor([_factor(part(piece)) for piece in state["pieces"]])
-    return _unpacked_multiple(kind, state, device, place)
-
-
-def _unpacked_multiple(
-    kind: str, state: Mapping[str, Any], device: torch.device, place: Place
-) -> LinearOperator | None:
-    if kind == "ScaledIdentity":
+def _unpacked(name: str, state: Mapping[str, Any], device: torch.device, place: Place) -> LinearOperator | None:
+    if name == "ScaledIdentity":
         scale = state["scale"]
         return Scaled(IdentityLinearOperator([(state["size"],)], device, scale.dtype), float(scale))
-    if kind == "Identity":
+    if name == "Identity":
         return IdentityLinearOperator([(state["size"],)], device, state["like"].dtype)
-    if kind == "Scaled":
-        return Scaled(unpack(state["A"], device, place), state["c"])
-    return Shifted(unpack(state["A"], device, place), state["delta"]) if kind == "Shifted" else None
+    kind = next((kind for kind in _PARTS if kind.__name__ == name), None)
+    if kind is None:
+        return None
+
+    def part(of: Any) -> Any:
+        if isinstance(of, Mapping):
+            return unpack(of, device, place)
+        if isinstance(of, list):
+            return [part(one) for one in of]
+        return of if isinstance(of, (int, float)) else place(of)
+
+    options: dict[str, Any] = {"rtol": state["rtol"]} if "rtol" in state else {}
+    if kind is Dense or "structure" in state:
+        options["structure"] = Structure[state["structure"]]
+    return kind(*(part(state[name]) for name in _PARTS[kind]), **options)
 
 
-def _factor(factor: LinearOperator) -> Factor:
-    if not isinstance(factor, Factor):
-        raise TypeError(f"expected a factor of a Kronecker product, got {factor.label}")
-    return factor
+def tensors_of(*parts: Any) -> list[Tensor] | None:
+    """All tensors that operators and numbers are made of; None if one is of a kind that is not known."""
+    tensors: list[Tensor] = []
+    for part in parts:
+        inner: list[Tensor] | None = []
+        if isinstance(part, Tensor):
+            inner = [part]
+        elif isinstance(part, (list, tuple)):
+            inner = tensors_of(*part)
+        elif isinstance(part, Formed):
+            inner = part.tensors
+        elif isinstance(part, LinearOperator) and not isinstance(part, IdentityLinearOperator):
+            kind = next((kind for kind in _PARTS if isinstance(part, kind)), None)
+            inner = None if kind is None else tensors_of(*(getattr(part, name) for name in _PARTS[kind]))
+        if inner is None:
+            return None
+        tensors += inner
+    return tensors
 
 
 def copied(t: Tensor) -> Tensor:

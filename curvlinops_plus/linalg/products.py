@@ -68,15 +68,7 @@ def derived(path: str | None = None) -> Any:
 
 
 class Products(ABC):
-    """Products with vectors from both sides; `LinearOperator` adds closed forms and arithmetic.
-
-    Args:
-        in_space: The space of the vectors that it multiplies. This and what follows is by default what the class says.
-        dtype: What it computes in.
-        device: Where it computes.
-        structure: What is known about the matrix; `Structure.GENERAL` if the class says nothing.
-        out_space: The space of the results; `in_space` if the class says nothing.
-    """
+    """Products with vectors from both sides; arguments are those of `LinearOperator`, which adds arithmetic."""
 
     __array_ufunc__ = None  # NumPy hands `array @ A` and `number * A` over to us
 

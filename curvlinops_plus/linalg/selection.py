@@ -12,7 +12,7 @@ For rows and columns alike these are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,18 +47,24 @@ class Selection:
 
 
 def select(which: Any, space: Space, device: torch.device, axis: str) -> Selection:
-    """Read what was picked from a vector of `space`; `axis` is "row" or "column", for messages.
+    """Read what was picked from a vector of `space`, or take a selection that was read before.
+
+    Args:
+        which: What was picked.
+        space: The space.
+        device: Where positions are wanted.
+        axis: "row" or "column", for messages.
 
     Raises:
         ValueError: If it is of no known kind, out of bounds, or has duplicates.
     """
+    if isinstance(which, Selection):
+        return replace(which, positions=which.positions.to(device))
     if isinstance(which, slice):
         whole = torch.arange(space.dim, device=device)
-        return (
-            Selection(space, whole, space.dim, tuple(space.names))
-            if which == slice(None)
-            else _of_positions(whole[list(range(space.dim)[which])], space.dim, device)
-        )
+        if which == slice(None):
+            return Selection(space, whole, space.dim, tuple(space.names))
+        return _of_positions(whole[list(range(space.dim)[which])], space.dim)
     if isinstance(which, str):
         which = [which]
     if isinstance(which, Sequence) and len(which) and all(isinstance(name, str) for name in which):
@@ -69,7 +75,7 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
             f"Expected {axis}s as a list of integers, a boolean mask, a slice, or names of parameters out of "
             f"{space.names}; got {which!r}."
         )
-    return _of_positions(_checked_positions(picked, space.dim, axis), space.dim, device)
+    return _of_positions(_checked_positions(picked, space.dim, axis).to(device), space.dim)
 
 
 def _integers_or_mask(which: Any) -> Tensor | None:
@@ -104,8 +110,8 @@ def _checked_positions(picked: Tensor, n: int, axis: str) -> Tensor:
     return picked
 
 
-def _of_positions(positions: Tensor, dim: int, device: torch.device) -> Selection:
-    return Selection(Space.flat(len(positions)), positions.to(device), dim)
+def _of_positions(positions: Tensor, dim: int) -> Selection:
+    return Selection(Space.flat(len(positions)), positions, dim)
 
 
 def _of_names(names: list[str], space: Space, device: torch.device, axis: str) -> Selection:

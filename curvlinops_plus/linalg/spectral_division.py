@@ -50,7 +50,8 @@ def divide_and_conquer(M: Tensor, smallest: int = 256) -> tuple[Tensor, Tensor]:
         return values.reshape(M.shape[:-1]), Q.reshape(M.shape)
     largest = M.abs().max() if M.numel() else 1.0
     A = M / (largest if largest > 0 else 1.0)  # norms would overflow else
-    values, Q = _split(A, max(1, smallest), _rounding(A))
+    rounding = float(torch.finfo(A.dtype).eps * A.shape[-1] ** 0.5 * A.norm())  # as `psd_clip` counts, in this norm
+    values, Q = _split(A, max(1, smallest), rounding)
     order = values.argsort()
     return largest * values[order], Q[:, order]
 
@@ -150,8 +151,3 @@ def _halley(X: Tensor, a: float, b: float, c: float) -> Tensor:
 
 def _symmetric(X: Tensor) -> Tensor:
     return (X + X.T) / 2
-
-
-def _rounding(M: Tensor) -> float:
-    """The error that an eigendecomposition may have: as `psd_clip` counts, in the Frobenius norm."""
-    return float(torch.finfo(M.dtype).eps * M.shape[-1] ** 0.5 * M.norm())

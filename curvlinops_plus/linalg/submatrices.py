@@ -13,12 +13,13 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.deferred import Deferred, DeferredResult, Formed
-from curvlinops_plus.linalg.entries import formed_part, may_be_formed, tensors_of
+from curvlinops_plus.linalg.entries import formed_part, may_be_formed
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_sum import KroneckerSum
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted, Sum, Wrapper
 from curvlinops_plus.linalg.owned import OwnedBlockDiagonal
+from curvlinops_plus.linalg.packing import tensors_of
 from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks
 from curvlinops_plus.linalg.selection import Selection, select
 from curvlinops_plus.linalg.split_factor import SplitFactor
@@ -76,7 +77,7 @@ class SubmatrixLinearOperator(Wrapper):
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
         A = self.A.to(device, dtype)
-        return SubmatrixLinearOperator(A, _again(self.rows), _again(self.cols))
+        return SubmatrixLinearOperator(A, self.rows, self.cols)
 
     @property
     def trace(self) -> Tensor:
@@ -115,11 +116,11 @@ class PrincipalPart(SubmatrixLinearOperator, Formed):
         return formed_part(self.A, self.cols.positions)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        return PrincipalPart(self.A.to(device, dtype), _again(self.rows), _again(self.cols))
+        return PrincipalPart(self.A.to(device, dtype), self.rows, self.cols)
 
     def _to_dense(self) -> Tensor:
         small = may_be_formed(self.A, self.shape[0])
-        return Formed._to_dense(self) if small else LinearOperator._to_dense(self)
+        return self.operator.to_dense() if small else LinearOperator._to_dense(self)
 
 
 class ProjectedLinearOperator(Wrapper):
@@ -156,7 +157,7 @@ class ProjectedLinearOperator(Wrapper):
         return self._project(self.A._rmatmat(self._project(X)))
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> LinearOperator:
-        return ProjectedLinearOperator(self.A.to(device, dtype), _again(self.kept))
+        return ProjectedLinearOperator(self.A.to(device, dtype), self.kept)
 
     def diagonal(self) -> Tensor:
         return self._project(self.A.diagonal())
@@ -191,7 +192,7 @@ def submatrix(A: LinearOperator, rows: Any, cols: Any) -> LinearOperator:
     """
     chosen = _both(A, rows, cols)
     known = _structured(A, *chosen)
-    return SubmatrixLinearOperator(A, rows, cols) if known is None else known
+    return SubmatrixLinearOperator(A, *chosen) if known is None else known
 
 
 def _getitem(self: LinearOperator, key: tuple[Any, Any]) -> LinearOperator:
@@ -216,11 +217,6 @@ def _both(A: LinearOperator, rows: Any, cols: Any) -> tuple[Selection, Selection
     return select(rows, A.out_space, A.device, "row"), select(cols, A.in_space, A.device, "column")
 
 
-def _again(selection: Selection) -> Any:
-    """What picks the same once more."""
-    return selection.positions if selection.names is None else list(selection.names)
-
-
 @singledispatch
 def _structured(A: LinearOperator, rows: Selection, cols: Selection) -> LinearOperator | None:
     """The submatrix as an operator with closed forms, or None. One function per structure."""
@@ -237,7 +233,7 @@ def _(A: Dense, rows: Selection, cols: Selection) -> LinearOperator | None:
 
 
 def _principal(A: LinearOperator, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return PrincipalPart(A, _again(rows), _again(cols)) if rows.same(cols) else None
+    return PrincipalPart(A, rows, cols) if rows.same(cols) else None
 
 
 @_structured.register
@@ -291,18 +287,18 @@ def _(A: Formed, rows: Selection, cols: Selection) -> LinearOperator | None:
 def _of_sum(terms: tuple[LinearOperator, ...], rows: Selection, cols: Selection) -> LinearOperator | None:
     if not rows.same(cols):
         return None
-    parts = [submatrix(term, _again(rows), _again(cols)) for term in terms]
+    parts = [submatrix(term, rows, cols) for term in terms]
     return sum(parts[1:], parts[0])
 
 
 @_structured.register
 def _(A: Scaled, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return A.c * submatrix(A.A, _again(rows), _again(cols))
+    return A.c * submatrix(A.A, rows, cols)
 
 
 @_structured.register
 def _(A: Shifted, rows: Selection, cols: Selection) -> LinearOperator | None:
-    return submatrix(A.A, _again(rows), _again(cols)).shift(A.delta) if rows.same(cols) else None
+    return submatrix(A.A, rows, cols).shift(A.delta) if rows.same(cols) else None
 
 
 @_structured.register
@@ -354,4 +350,4 @@ def _of_whole_rows_and_columns(A: Kronecker, positions: Tensor) -> Kronecker | N
 def _(A: Deferred, rows: Selection, cols: Selection) -> LinearOperator | None:
     if not rows.same(cols):
         return None
-    return DeferredResult(partial(submatrix, rows=_again(rows), cols=_again(cols)), [A], cols.space, rows.space)
+    return DeferredResult(partial(submatrix, rows=rows, cols=cols), [A], cols.space, rows.space)

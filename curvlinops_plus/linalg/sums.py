@@ -9,10 +9,10 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.deferred import Deferred, DeferredResult, Formed
-from curvlinops_plus.linalg.entries import tensors_of
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_sum import KroneckerSum, same_tensor
 from curvlinops_plus.linalg.operator import LinearOperator, Scaled, Shifted, Sum
+from curvlinops_plus.linalg.packing import tensors_of
 from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structured import Dense, Diagonal
 from curvlinops_plus.linalg.submatrices import PrincipalPart
