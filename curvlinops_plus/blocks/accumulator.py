@@ -421,14 +421,7 @@ class Accumulator(metaclass=AccumulatorType):
             name: count.to(self.layer.device) if isinstance(count, Tensor) else count
             for name, count in state["counts"].items()
         }
-        self.totals = Totals(
-            state["examples"],
-            state["terms"],
-            state["loss_count"],
-            state["loss"],
-            weights=tuple(state["shares"]),
-            steps=state.get("steps", 0.0),
-        )
+        self.totals = _totals_of(state)
         for name in self.constants:
             t = state["constants"].get(name)
             setattr(self, name, None if t is None else _each(t, lambda t: t.to(self.layer.device).clone()))
@@ -501,6 +494,11 @@ def _read(of: Accumulator, name: str) -> tuple[Tensor, Tensor | None]:
 def _each(t: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """`function` of a tensor, or of each of several."""
     return function(t) if isinstance(t, Tensor) else tuple(map(function, t))
+
+
+def _totals_of(state: Mapping[str, Any]) -> Totals:
+    found = (state[key] for key in ("examples", "terms", "loss_count", "loss"))
+    return Totals(*found, weights=tuple(state["shares"]), steps=state.get("steps", 0.0))
 
 
 def _packed_form(layer: Layer) -> PackedForm:

@@ -247,6 +247,26 @@ class AffineRule(LayerRule):
         "direct_grad_gram": "grad_gram",
     }
 
+    #: Methods to those that are shorter ways to the same, which a subclass of another first one does not inherit.
+    _shorter: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "inputs": ("input_gram", "packed_form", "packed_gram", "mean_inputs", "per_example_grads"),
+        "grads": ("grad_gram", "sum_grads", "per_example_grads"),
+    }
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        own = set(vars(cls))
+        super().__init_subclass__(**kwargs)
+
+        def place(name: str) -> int:
+            return next(k for k, base in enumerate(cls.__mro__) if name in vars(base))
+
+        stale = [name for method, short in cls._shorter.items() for name in short if place(method) < place(name)]
+        for name in stale:
+            setattr(cls, name, vars(AffineRule)[name])
+        for attribute, method in cls._set_by_methods.items():
+            if method in stale and attribute not in own:
+                setattr(cls, attribute, False)
+
     def patterns(self, module: nn.Module) -> dict[str, str]:
         """The weight's pattern, e.g. `"o i -> o i"`, then `"bias": "o -> o 1"` if the layer has a bias."""
         raise NotImplementedError(f"{type(self).__name__} must define patterns(module), e.g. {{'W': 'o i -> o i'}}.")

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from cases import APPROXIMATIONS, VECTORS, close, problem
@@ -41,7 +42,7 @@ from curvlinops_plus import (
 from curvlinops_plus.blocks import memory
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.linalg import Dense, Diagonal
-from curvlinops_plus.linalg.offload import Offloaded
+from curvlinops_plus.linalg.offload import Offloaded, Stored
 
 linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process can't measure itself")
 quiet = pytest.mark.filterwarnings("ignore::curvlinops_plus.CurvatureWarning")
@@ -287,9 +288,8 @@ def test_rounded_eigenvectors(dtype: torch.dtype) -> None:
 
 
 def _kept(block: Any) -> list[Tensor]:
-    from curvlinops_plus.linalg.offload import _leaves
-
-    return [stored._kept for stored in _leaves(block._state)] if isinstance(block, Offloaded) else []
+    leaves = tree_leaves(block._state) if isinstance(block, Offloaded) else []
+    return [stored._kept for stored in leaves if isinstance(stored, Stored)]
 
 
 # ------------------------------------------------------------------------------------------ resident memory, by itself

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import check_fast_paths
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from curvlinops_plus import layer
 from curvlinops_plus.layer import (
     AffineRule,
+    BilinearRule,
     ConvRule,
     LayerRule,
     LinearRule,
@@ -148,6 +150,47 @@ def test_upcast() -> None:
 
 def test_public_names() -> None:
     assert all(hasattr(layer, name) for name in layer.__all__)
+
+
+class Scaling:
+    """Inputs and gradients that have one more factor each, and nothing else."""
+
+    def inputs(self, module: nn.Module, x: Tensor) -> Any:
+        return 3 * super().inputs(module, x)  # type: ignore[misc]
+
+    def grads(self, module: nn.Module, g: Tensor) -> Tensor:
+        return 2 * super().grads(module, g)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("mixin", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "module", "size"),
+    [
+        (ConvRule, nn.Conv2d(3, 4, 3, padding=1), (3, 8, 8)),
+        (ConvRule, nn.Conv2d(4, 4, 3, groups=2), (4, 8, 8)),
+        (TransposedConvRule, nn.ConvTranspose2d(3, 4, 3), (3, 8, 8)),
+        (BilinearRule, nn.Bilinear(3, 2, 4), (5,)),
+        (LinearRule, nn.Linear(3, 4), (6, 3)),
+    ],
+    ids=["convolution", "groups", "transposed", "bilinear", "linear"],
+)
+def test_rules_with_other_rows_do_not_inherit_shorter_ways(
+    kind: type[AffineRule], module: nn.Module, size: Any, mixin: bool
+) -> None:
+    plain, body = kind(), {}
+    if not mixin:
+        body = {"inputs": lambda _, m, x: 3 * plain.inputs(m, x), "grads": lambda _, m, g: 2 * plain.grads(m, g)}
+    rule = type("Scaled", (Scaling, kind) if mixin else (kind,), body)()
+    module, x = module.double(), torch.rand(40, *size, dtype=torch.float64)
+    out = module(*x.split([3, 2], 1)) if isinstance(module, nn.Bilinear) else module(x)
+    g = torch.rand(2, *out.shape, dtype=torch.float64)
+    check_fast_paths(rule, module, x, g)
+    assert rule.packed_gram(module, x, True) is None
+    assert not rule.direct_input_gram
+    assert not rule.direct_grad_gram
+    scaled, once = (r.per_example_grads(module, (x,), {}, g) for r in (rule, plain))
+    torch.testing.assert_close(scaled["weight"], 6 * once["weight"])
+    torch.testing.assert_close(scaled["bias"], 2 * once["bias"])
 
 
 def test_rules_say_which_methods_are_their_own() -> None:
