@@ -11,7 +11,7 @@ __all__ = ["Basis", "multiplied", "rotate", "row_products", "squared_gradients"]
 Basis = Tensor | tuple[Tensor, ...]
 
 # Products per example are formed in pieces of about this many bytes, which stay in a processor's cache.
-_CHUNK_BYTES = 2**22
+_CHUNK_BYTES = 2**20
 
 
 def rotate(J: Tensor, QG: Basis | None, QA: Basis | None) -> Tensor:  # [..., *b, o, i] -> [..., *b, o, i]
@@ -52,7 +52,7 @@ def squared_gradients(
     Returns:
         [*b, o, i], with one more column for a bias.
 
-    Cost: products per example are formed in pieces of a few megabytes, and rotated before or after, whichever takes
+    Cost: products per example are formed in pieces of a megabyte, and rotated before or after, whichever takes
     fewer operations. Without weight sharing (S = 1) nothing per example is formed at all.
 
     Example:

@@ -123,8 +123,8 @@ class Limits:
     def _squares(self, r: LayerRows, buffer: Tensor, bases: dict[int, Tensor]) -> None:
         """`Σ_n (Q_Gᵀ J_n Q_A)²` with `J_n = Σ_s g_ns a_nsᵀ`; the numbers in the rows don't matter."""
         N, S = self.batch, r.positions
-        a, g = (buffer[: N * S * d].view(N * S, d) @ bases[d] for d in (r.inputs, r.outputs))
         for _ in range(math.ceil(r.examples / N)):
+            a, g = (buffer[: N * S * d].view(N * S, d) @ bases[d] for d in (r.inputs, r.outputs))
             if S == 1:
                 g.square().T @ a.square()
             else:
