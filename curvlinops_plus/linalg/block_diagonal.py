@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.damping import Damping, Scalar
+from curvlinops_plus.linalg.damping import BlockDampings, Damping, Scalar
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.offload import Store, in_turn, resident
@@ -359,6 +359,7 @@ class BlockDiagonal(LinearOperator):
 
     def per_block(self, damping: Any) -> dict[str, Any]:
         """The damping of each block."""
+        damping = damping.find() if isinstance(damping, BlockDampings) else damping
         if isinstance(damping, Mapping):
             if damping.keys() != self.blocks.keys():
                 missing, extra = (

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
 from curvlinops_plus.linalg.compared import compared, described, rounding_of
-from curvlinops_plus.linalg.damping import Damping, Scalar
+from curvlinops_plus.linalg.damping import BlockDampings, Damping, Scalar
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.offload import in_turn
 from curvlinops_plus.linalg.operator import LinearOperator
@@ -194,7 +194,7 @@ class OwnedBlockDiagonal(BlockDiagonal):
         """Block name to tensor, where `compute` gives those of the own blocks, from the same `X`. Collective."""
 
         def work() -> dict[str, Tensor]:
-            self._require_same("what they compute with", X)
+            self._require_same("what they multiply", X)
             found = {name: torch.empty(shape, dtype=self.dtype, device=self.device) for name, shape in shapes.items()}
             for name, result in compute().items():
                 if result.requires_grad:
@@ -242,7 +242,7 @@ class OwnedBlockDiagonal(BlockDiagonal):
         make = super().inverse
 
         def inverse() -> BlockDiagonal:
-            made = make(self.per_block(damping), retry_double_precision=retry_double_precision)
+            made = make(damping, retry_double_precision=retry_double_precision)
             return _agreed(made, "the inverse")
 
         return self.processes.together(f"an inverse of {self.label}", inverse)
@@ -252,7 +252,7 @@ class OwnedBlockDiagonal(BlockDiagonal):
         make = super().power
 
         def power() -> BlockDiagonal:
-            return _agreed(make(p, self.per_block(damping), exact=exact), "the power")
+            return _agreed(make(p, damping, exact=exact), "the power")
 
         return self.processes.together(f"a power of {self.label}", power)
 
@@ -328,7 +328,7 @@ def _made(value: Any) -> Any:
         return value._made
     if isinstance(value, LinearOperator):
         return described(value.vector) if isinstance(value, Diagonal) else value.label
-    return None
+    return described(value.given, _made) if isinstance(value, BlockDampings) else None
 
 
 def _agreed(made: BlockDiagonal, what: str) -> BlockDiagonal:
