@@ -239,22 +239,13 @@ class OwnedBlockDiagonal(BlockDiagonal):
 
     def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> BlockDiagonal:
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`. Collective; sends no blocks."""
-        make = super().inverse
-
-        def inverse() -> BlockDiagonal:
-            made = make(damping, retry_double_precision=retry_double_precision)
-            return _agreed(made, "the inverse")
-
-        return self.processes.together(f"an inverse of {self.label}", inverse)
+        inverse = partial(super().inverse, damping, retry_double_precision=retry_double_precision)
+        return self.processes.together(f"an inverse of {self.label}", lambda: _agreed(inverse(), "the inverse"))
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`. Collective; sends no blocks."""
-        make = super().power
-
-        def power() -> BlockDiagonal:
-            return _agreed(make(p, damping, exact=exact), "the power")
-
-        return self.processes.together(f"a power of {self.label}", power)
+        power = partial(super().power, p, damping, exact=exact)
+        return self.processes.together(f"a power of {self.label}", lambda: _agreed(power(), "the power"))
 
     def offload(self, where: str | torch.device | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
         """The same, each process with its blocks elsewhere; see `BlockDiagonal.offload`. Collective."""

@@ -70,7 +70,7 @@ def require_replicas(risk: Shared, over_data: bool, more: Callable[[], Mapping[s
     def describe() -> dict[str, Any]:
         parameters = all_parameters(risk)
         tensors = {f"the parameter {name!r}": p for name, p in parameters.items()}
-        modules, held = _modules(risk.model, over_data)
+        modules, held = _modules(risk.model, "the model", over_data)
         values = [getattr(risk.options, field.name) for field in fields(risk.options)]
         names = [f"{field.name}=" for field in fields(risk.options)]
         options = {name: described(v) for name, v in zip(names, values, strict=True) if name.rstrip("=") not in _OWN}
@@ -90,12 +90,12 @@ def _advice(name: str) -> str:
     return _BUFFERS if name.startswith("the buffer") else _VECTOR if name == "the vector" else ""
 
 
-def _modules(model: nn.Module, over_data: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _modules(whole: nn.Module, called: str, over_data: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Options of the modules, and tensors that they hold besides of parameters."""
     options: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        title = f"the module {name!r}" if name else "the model"
+    for name, module in whole.named_modules():
+        title = f"the module {name!r}" if name else called
         options[title] = [f"{type(module).__name__}({module.extra_repr()})", "train" if module.training else "eval"]
         kinds = _PLAIN if type(module).__module__.startswith("torch.nn.") else (float, complex)
         if not over_data:
@@ -121,7 +121,7 @@ def _loss(risk: Shared, one: Any) -> Any:
             return None
         if value is risk.model:
             return "the model"
-        options, tensors = _modules(value, True)
+        options, tensors = _modules(value, "the loss", True)
         own = {f"{name!r}": described(held) for name, held in vars(value).items() if isinstance(held, _PLAIN)}
         parameters = {f"the parameter {name!r}": p for name, p in value.named_parameters()}
         return {**options, **own, **compared(tensors | parameters)}
