@@ -136,17 +136,21 @@ def described(value: Any, other: Callable[[Any], Any] = lambda value: None, dept
     own = other(value)
     if own is not None:
         return own
-    again = partial(described, other=other, depth=depth - 1)
     if value is None or isinstance(value, (str, Number)):
         return value
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         value = torch.as_tensor(value)
     if isinstance(value, Tensor):
         return compared({"": value})[""]
-    if isinstance(value, (torch.dtype, torch.Size, type)):
+    if isinstance(value, (torch.dtype, type)):
         return str(value)
     if depth == 0:
         return type(value).__name__
+    return _parts(value, partial(described, other=other, depth=depth - 1))
+
+
+def _parts(value: Any, again: Callable[[Any], Any]) -> Any:
+    """Items of a list or dictionary, what a function holds, or attributes, each as `again` says it."""
     if isinstance(value, (list, tuple)):
         return [again(item) for item in value] if len(value) <= _LONG else len(value)
     if isinstance(value, Mapping):

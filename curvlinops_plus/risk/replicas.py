@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from dis import get_instructions
+from functools import cache
+from types import CodeType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -28,6 +31,7 @@ _VECTOR = (
 )
 # Attributes of a module of PyTorch; of others what a process is called or has counted is its own.
 _PLAIN = (bool, int, float, complex, str)
+_INTERNAL = frozenset(vars(nn.Module()))
 
 
 class Shared(Protocol):
@@ -52,8 +56,8 @@ def require_replicas(risk: Shared, over_data: bool, more: Callable[[], Mapping[s
     """Refuse processes that differ in model, losses, options or parameters.
 
     Compared are all parameters and buffers, types, modes and options of modules (`extra_repr`, numbers in floating
-    point and tensors among their attributes, and all plain attributes of PyTorch's own), and what losses hold. Of
-    functions, such as hooks and `output=`, the names alone.
+    point and tensors among their attributes that no pass writes, and all plain attributes of PyTorch's own), and what
+    losses hold. Of functions, such as `output=`, the names alone.
 
     Args:
         risk: Model, losses, options and parameters.
@@ -71,15 +75,13 @@ def require_replicas(risk: Shared, over_data: bool, more: Callable[[], Mapping[s
         parameters = all_parameters(risk)
         tensors = {f"the parameter {name!r}": p for name, p in parameters.items()}
         modules, held = _modules(risk.model, "the model", over_data)
-        values = [getattr(risk.options, field.name) for field in fields(risk.options)]
-        names = [f"{field.name}=" for field in fields(risk.options)]
-        options = {name: described(v) for name, v in zip(names, values, strict=True) if name.rstrip("=") not in _OWN}
+        options = {field.name: getattr(risk.options, field.name) for field in fields(risk.options)}
         return {
             "the list of parameters": list(risk.params),
             **compared(tensors | held),
             **modules,
             **{f"the {one.title}" if one.key is not None else "the loss": _loss(risk, one) for one in risk.losses},
-            **options,
+            **{f"{name}=": described(option, _name) for name, option in options.items() if name not in _OWN},
             **more(),
         }
 
@@ -94,6 +96,7 @@ def _modules(whole: nn.Module, called: str, over_data: bool) -> tuple[dict[str, 
     """Options of the modules, and tensors that they hold besides of parameters."""
     options: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
+    written = frozenset[str]().union(*[_written(module) for module in whole.modules()]) if over_data else set()
     for name, module in whole.named_modules():
         title = f"the module {name!r}" if name else called
         options[title] = [f"{type(module).__name__}({module.extra_repr()})", "train" if module.training else "eval"]
@@ -101,7 +104,9 @@ def _modules(whole: nn.Module, called: str, over_data: bool) -> tuple[dict[str, 
         if not over_data:
             continue
         for own, value in vars(module).items():
-            if isinstance(value, Tensor):
+            if own in written or own in _INTERNAL:
+                continue
+            if isinstance(value, Tensor) and value.grad_fn is None:
                 tensors[f"the attribute {own!r} of {title}"] = value.detach()
             elif isinstance(value, kinds) or (isinstance(value, (list, tuple)) and _all_of(value, kinds)):
                 options[f"{own!r} of {title}"] = value
@@ -109,6 +114,36 @@ def _modules(whole: nn.Module, called: str, over_data: bool) -> tuple[dict[str, 
         if not (isinstance(module, _NormBase) and module.training):
             tensors |= {f"the buffer {f'{name}.{own}'.lstrip('.')!r}": b for own, b in module.named_buffers("", False)}
     return options, tensors
+
+
+def _written(module: nn.Module) -> frozenset[str]:
+    """Names of attributes that passes may write, such as what a module notes of its last batch."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    codes = [getattr(hook, "__code__", None) for hook in hooks]
+    return _written_by(type(module)).union(*[_stored(code) for code in codes if code is not None])
+
+
+@cache
+def _written_by(kind: type) -> frozenset[str]:
+    methods = [
+        method
+        for base in kind.__mro__
+        if not base.__module__.startswith("torch.")
+        for name, method in vars(base).items()
+        if name != "__init__" and hasattr(method, "__code__")
+    ]
+    return frozenset[str]().union(*[_stored(method.__code__) for method in methods])
+
+
+@cache
+def _stored(code: CodeType) -> frozenset[str]:
+    """Names of attributes that a function, or one in it, assigns."""
+    names = {step.argval for step in get_instructions(code) if step.opname == "STORE_ATTR"}
+    return frozenset(names).union(*[_stored(inner) for inner in code.co_consts if isinstance(inner, CodeType)])
+
+
+def _name(value: Any) -> str | None:
+    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else None
 
 
 def _all_of(values: list[Any] | tuple[Any, ...], kinds: tuple[type, ...]) -> bool:
@@ -119,6 +154,7 @@ def _loss(risk: Shared, one: Any) -> Any:
     def module(value: Any) -> Any:
         if not isinstance(value, nn.Module):
             return None
+        value = value.module if isinstance(value, nn.parallel.DistributedDataParallel) else value
         if value is risk.model:
             return "the model"
         options, tensors = _modules(value, "the loss", True)

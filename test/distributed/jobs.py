@@ -1084,6 +1084,7 @@ def normalised(processes: Processes, scale: float = 1.0) -> tuple[nn.Module, lis
             self.register_buffer("far", torch.tensor([0.0, float("-inf"), 1.0]), persistent=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last, self.mean = x.detach(), float(x.detach().mean())  # of these examples
             return x * self.factor * self.mask
 
     layers = (nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), Scale(), nn.MultiheadAttention(4, 2), nn.Linear(5, 3))
@@ -1141,6 +1142,17 @@ def differing(processes: Processes) -> dict[str, str]:
     case("partial", loss=lambda: partial(nn.functional.cross_entropy, weight=weights))
     case("closure", loss=lambda: lambda f, y: nn.functional.cross_entropy(f * (1 + last), y), reduction="mean")
     case("count", num_data=10 + last)
+    model, data = normalised(processes)
+    risk = EmpiricalRisk(
+        nn.Sequential(*[model[k] for k in (0, 3, 5)]),  # type: ignore[index]
+        lambda f, y: nn.functional.cross_entropy(f, y) + 0 * model[0].weight.sum(),  # type: ignore[index]
+        data,
+        reduction="mean",
+        processes=processes,
+        example_of_row={"1": lambda X, y: model[3].last},  # type: ignore[index]
+    )
+    found["what a pass notes"] = said(risk.loss)
+    found["what a pass has noted"] = said(risk.loss)
     case("afterwards")
     return found
 

@@ -39,7 +39,8 @@ def test_other_models(workers: Any) -> None:
         "closure": f"the loss is False{WHERE}",
         "count": f"num_data= is 10{WHERE}",
     }
-    words = {"same": RIGHT, **{name: MODEL + part for name, part in parts.items()}, "afterwards": RIGHT}
+    noted = {"what a pass notes": RIGHT, "what a pass has noted": RIGHT}
+    words = {"same": RIGHT, **noted, **{name: MODEL + part for name, part in parts.items()}, "afterwards": RIGHT}
     found = workers.run(2, "differing")
     require(found, words)
     assert found[0]["same"] == found[0]["afterwards"]
