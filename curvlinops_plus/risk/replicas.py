@@ -96,24 +96,36 @@ def _modules(whole: nn.Module, called: str, over_data: bool) -> tuple[dict[str, 
     """Options of the modules, and tensors that they hold besides of parameters."""
     options: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    written = frozenset[str]().union(*[_written(module) for module in whole.modules()]) if over_data else set()
+    written = _INTERNAL.union(*[_written(module) for module in whole.modules()]) if over_data else _INTERNAL
     for name, module in whole.named_modules():
         title = f"the module {name!r}" if name else called
         options[title] = [f"{type(module).__name__}({module.extra_repr()})", "train" if module.training else "eval"]
-        kinds = _PLAIN if type(module).__module__.startswith("torch.nn.") else (float, complex)
         if not over_data:
             continue
-        for own, value in vars(module).items():
-            if own in written or own in _INTERNAL:
-                continue
-            if isinstance(value, Tensor) and value.grad_fn is None:
+        for own, value in _attributes(module, written).items():
+            if isinstance(value, Tensor):
                 tensors[f"the attribute {own!r} of {title}"] = value.detach()
-            elif isinstance(value, kinds) or (isinstance(value, (list, tuple)) and _all_of(value, kinds)):
+            else:
                 options[f"{own!r} of {title}"] = value
         # In training mode they normalise by the batch, and write what they don't read.
         if not (isinstance(module, _NormBase) and module.training):
             tensors |= {f"the buffer {f'{name}.{own}'.lstrip('.')!r}": b for own, b in module.named_buffers("", False)}
     return options, tensors
+
+
+def _attributes(module: nn.Module, without: frozenset[str]) -> dict[str, Any]:
+    """Tensors and options among the attributes of a module. Results of a pass have a graph."""
+    kinds = _PLAIN if type(module).__module__.startswith("torch.nn.") else (float, complex)
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in without
+        and (
+            (isinstance(value, Tensor) and value.grad_fn is None)
+            or isinstance(value, kinds)
+            or (isinstance(value, (list, tuple)) and _all_of(value, kinds))
+        )
+    }
 
 
 def _written(module: nn.Module) -> frozenset[str]:
@@ -158,7 +170,8 @@ def _loss(risk: Shared, one: Any) -> Any:
         if value is risk.model:
             return "the model"
         options, tensors = _modules(value, "the loss", True)
-        own = {f"{name!r}": described(held) for name, held in vars(value).items() if isinstance(held, _PLAIN)}
+        noted = _INTERNAL | _written(value)
+        own = {f"{name!r}": v for name, v in vars(value).items() if isinstance(v, _PLAIN) and name not in noted}
         parameters = {f"the parameter {name!r}": p for name, p in value.named_parameters()}
         return {**options, **own, **compared(tensors | parameters)}
 
