@@ -335,6 +335,8 @@ class Processes(Alone):
     def same(
         self, what: str, describe: Callable[[], Mapping[str, Any]], advise: Callable[[str], str] = lambda name: ""
     ) -> None:
+        if self.world == 1:
+            return
         found = self.gather(what, dict(describe()))
         for name in dict.fromkeys(name for facts in found for name in facts):
             values = [facts.get(name) for facts in found]
