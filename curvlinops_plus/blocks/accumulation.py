@@ -274,6 +274,10 @@ class Planned(Protocol):
     @property
     def keepers(self) -> Everyone: ...
 
+    def described(self) -> dict[str, Any]:
+        """Its options, which have to be the same in all processes."""
+        ...
+
     def learn_reads(self, *, error: OutsideReads) -> None:
         """Take into the plan how functions read parameters."""
 
@@ -295,7 +299,11 @@ def run_accumulation(
 
     If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
     """
-    return K.risk.together(type(K).__name__, lambda: _run_accumulation(K, max_kept_bytes, max_bytes, store, **options))
+
+    def work() -> Accumulation:
+        return _run_accumulation(K, max_kept_bytes, max_bytes, store, **options)
+
+    return K.risk.together(type(K).__name__, work, same=K.described)
 
 
 def _run_accumulation(

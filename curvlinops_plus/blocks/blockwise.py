@@ -42,12 +42,13 @@ from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
 from curvlinops_plus.blocks.verify import Verification, verify
 from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.linalg.offload import Store
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, look_for_functions, rebuild_reads
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import checked_bytes, takes_risk
+from curvlinops_plus.risk.takes_risk import checked_bytes, made_together, takes_risk
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -99,6 +100,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
     adopts_vectors: bool = False
 
     @takes_risk
+    @made_together
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -145,6 +147,12 @@ class BlockwiseLinearOperator(ScaledBlocks):
         self._set_blocks(accumulation.blocks, accumulation.totals[0].examples)
         self.parameters = parameters
         return self
+
+    def described(self) -> dict[str, Any]:
+        """The options, in plain Python: they have to be the same in all processes."""
+        names = ("vectors", "separate_weight_and_bias", "owned", "max_bytes")
+        options = {**self._make_plan.keywords, **{name: getattr(self, name) for name in names}}
+        return {f"{name}=": described(option) for name, option in options.items()}
 
     @property
     def keepers(self) -> Everyone:

@@ -25,12 +25,13 @@ from curvlinops_plus.blocks.step import Step
 from curvlinops_plus.blocks.stored_options import plain, same_data
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import takes_risk
+from curvlinops_plus.risk.takes_risk import made_together, takes_risk
 
 __all__ = ["CurvatureEstimator"]
 
@@ -93,6 +94,7 @@ class CurvatureEstimator:
     """
 
     @takes_risk
+    @made_together
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -383,6 +385,7 @@ def _renewed(
     sums, whole = estimator._sums.renewed(estimator.risk.processes)
     snapshot = _operator(estimator, whole)
     damping = choose(snapshot)
+    estimator.risk.processes.same("a refresh", lambda: {"the damping": described(damping)})
     decompose_factors(snapshot.blocks, damping, estimator.risk.processes)
     return sums, snapshot, snapshot.inverse(damping), damping
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
@@ -57,7 +58,7 @@ def together(estimator: Streaming, what: str, work: Callable[[], T]) -> T:
         agree(estimator, [untold for _, _, untold in told])
         return work()
 
-    return estimator.risk.processes.together(what, agreed)
+    return estimator.risk.together(what, agreed, over_data=False, same=estimator._blank.described)
 
 
 def add_nothing(estimator: Streaming) -> None:
@@ -121,7 +122,8 @@ def sums_of_batch(estimator: Streaming, show: Callable[[Consumer], Totals]) -> t
     if processes.world == 1 or not sums.need_bases:
         return sums.of_batch(show, Alone())
     if not estimator.updates:
-        return estimator.risk.together("the first update", lambda: sums.of_batch(show, processes), over_data=False)
+        work, same = partial(sums.of_batch, show, processes), estimator._blank.described
+        return estimator.risk.together("the first update", work, over_data=False, same=same)
     batch, totals = sums.of_batch(show, Alone())
     for layer, stages in batch.stages.items():
         if len(stages) > len(sums.stages[layer]):

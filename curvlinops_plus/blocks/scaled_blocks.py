@@ -13,7 +13,7 @@ from torch import Tensor
 from curvlinops_plus.blocks.factor_damping import heuristic_factor_damping, pair_damping
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.linalg import BlockDiagonal, Deferred, LinearOperator, Space, Structure
-from curvlinops_plus.linalg.damping import HeuristicDamping, Scalar, resolve
+from curvlinops_plus.linalg.damping import BlockDampings, HeuristicDamping, Scalar, resolve
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -126,16 +126,19 @@ class ScaledBlocks(Deferred):
                 "it. Damp the whole matrix, with a number."
             )
         # `c G ⊗ A` damped by (λ_A, λ_G) is `c` times `G ⊗ A` damped by (λ_A, λ_G / c).
-        if not use_heuristic_damping:
-            damping = pair_damping(unscaled, damping, c)
-        elif isinstance(damping, tuple):
+        if use_heuristic_damping and isinstance(damping, tuple):
             raise ValueError("Heuristic and exact damping require a single damping value.")
-        else:
+
+        def of_blocks() -> dict[str, Any]:
+            if not use_heuristic_damping:
+                return pair_damping(unscaled, damping, c)
             operator = self.operator
             dampings = operator.per_block(damping)
             numbers = dampings | {name: resolve(dampings[name], block) / c for name, block in operator.here.items()}
-            damping = heuristic_factor_damping(unscaled, self.plan, numbers, min_damping)
-        inverse = unscaled.inverse(damping, retry_double_precision=retry_double_precision)
+            return heuristic_factor_damping(unscaled, self.plan, numbers, min_damping)
+
+        found: Any = BlockDampings((damping, use_heuristic_damping, min_damping), of_blocks)
+        inverse = unscaled.inverse(found, retry_double_precision=retry_double_precision)
         return inverse if unscaled is self._operator else inverse._scale(1 / c)
 
     def _to(self, device: torch.device | None, dtype: torch.dtype | None) -> Self:

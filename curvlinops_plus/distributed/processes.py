@@ -94,12 +94,15 @@ class Alone:
                 may be of the meta device where a process neither has nor gets the numbers.
         """
 
-    def same(self, what: str, describe: Callable[[], Mapping[str, Any]]) -> None:
+    def same(
+        self, what: str, describe: Callable[[], Mapping[str, Any]], advise: Callable[[str], str] = lambda name: ""
+    ) -> None:
         """Refuse processes that differ in what has to be the same. Collective.
 
         Args:
             what: Names it in errors.
-            describe: Name to plain Python value. Numbers in floating point may differ by rounding.
+            describe: Name to what can be sent and compared. Plain numbers in floating point may differ by rounding.
+            advise: What to do if that of a name differs.
 
         Raises:
             ProcessError: In all processes, saying what differs.
@@ -179,6 +182,7 @@ class Processes(Alone):
         self.shard, self.bucket_bytes = shard, bucket_bytes
         self._before: int | None = None  # how many examples the processes before have, as long as it is known
         self._inside = ""  # what is done together
+        self._calls = 0  # how often something was done together: who has left a call half-way is in another one
         cuda = "nccl" in dist.get_backend(self.group)
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
@@ -192,7 +196,7 @@ class Processes(Alone):
     def together(self, what: str, work: Callable[[], T]) -> T:
         if self._inside:  # whoever began raises for all
             return work()
-        self._inside = what
+        self._inside, self._calls = what, self._calls + 1
         try:
             try:
                 result = work()
@@ -215,8 +219,9 @@ class Processes(Alone):
         Raises:
             ProcessError: In all processes.
         """
+        self._calls += not self._inside
         what = what if what == self._inside or not self._inside else f"{self._inside}, {what}"
-        code = crc32(what.encode())
+        code = crc32(f"{self._calls} {what}".encode())
         with _in_contact(self, what):
             flags = torch.tensor([error is not None, code, -code, size], device=self._device)
             dist.all_reduce(flags, dist.ReduceOp.MAX, self.group)
@@ -225,9 +230,10 @@ class Processes(Alone):
                 return largest
             told: list[Any] = [None] * self.world
             words = None if error is None else (type(error).__name__, str(error), _traceback(error))
-            dist.all_gather_object(told, (what, words), self.group)
-        places = [place for place, _ in told]
-        for rank, (_, words) in enumerate(told):
+            dist.all_gather_object(told, (what, self._calls, words), self.group)
+        places, calls, errors = ([*column] for column in zip(*told, strict=True))
+        self._calls = max(calls)  # all begin anew
+        for rank, words in enumerate(errors):
             if words is not None:
                 kind, message, trace = words
                 raise ProcessError(
@@ -235,8 +241,9 @@ class Processes(Alone):
                     f"{kind}: {message}\n\nIts traceback:\n{trace}"
                 ) from error
         raise ProcessError(
-            f"The processes are in different places: {dict(enumerate(places))}. All have to make the same collective "
-            "calls in the same order; see the list in the documentation of several processes."
+            f"The processes are in different places: {dict(enumerate(places))}, in collective calls number {calls}. "
+            "All have to make the same collective calls in the same order; see the list in the documentation of "
+            "several processes."
         )
 
     # ------------------------------------------------------------------------------------------------------------ verbs
@@ -325,14 +332,19 @@ class Processes(Alone):
             while flying:
                 land()
 
-    def same(self, what: str, describe: Callable[[], Mapping[str, Any]]) -> None:
+    def same(
+        self, what: str, describe: Callable[[], Mapping[str, Any]], advise: Callable[[str], str] = lambda name: ""
+    ) -> None:
+        if self.world == 1:
+            return
         found = self.gather(what, dict(describe()))
         for name in dict.fromkeys(name for facts in found for name in facts):
             values = [facts.get(name) for facts in found]
             if other := next((rank for rank, value in enumerate(values) if not _equal(values[0], value)), None):
+                title, here, there = _difference(name, values[0], values[other])
                 raise ProcessError(
-                    f"The processes differ in {what}: {name} is {values[0]!r} in process 0, and {values[other]!r} in "
-                    f"process {other}. Everything but the data has to be the same in all."
+                    f"The processes differ in {what}: {title} is {here!r} in process 0, and {there!r} in "
+                    f"process {other}. Everything but the data has to be the same in all.{advise(name)}"
                 )
 
     def numbers(self, first: int, count: int) -> Sequence[int]:
@@ -420,10 +432,23 @@ def _traceback(error: Exception) -> str:
     return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
+def _difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:
+    """The first parts of two plain values that differ, and where in them they are."""
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys():
+        pairs = [(f"{name}, {key}", one[key], other[key]) for key in one]
+    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+        pairs = [(name, a, b) for a, b in zip(one, other, strict=True)]
+    found = next((pair for pair in pairs if not _equal(*pair[1:])), None)
+    return (name, one, other) if found is None else _difference(*found)
+
+
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two plain values are the same; numbers in floating point up to rounding in single precision."""
+    """Whether two plain values are the same; numbers in floating point up to rounding."""
     if isinstance(one, float) and isinstance(other, float):
-        return one == other or abs(one - other) <= 1e-5 * max(abs(one), abs(other)) or (one != one and other != other)
+        return one == other or abs(one - other) <= 1e-9 * max(abs(one), abs(other)) or (one != one and other != other)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     return bool(one == other)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.exact.double_backward import differentiable
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.compared import compared, rounding_of
 from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.determinism import coarsest_dtype, require_same, training_modules
@@ -71,30 +72,42 @@ class SymmetricRiskOperator(RiskOperator):
         return linear_in(X, self._whole_product, self._whole_product)
 
     def _whole_product(self, X: Tensor) -> Tensor:
-        return self._scaled(partial(self._sweep, X))
+        return self._scaled(partial(self._sweep, X), X)
 
     @untraced
-    def _scaled(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]]) -> Tensor:
-        """The result of a sweep over the data, times the factor of the reduction."""
-        risk = self.risk
-        with preserve_state(self.risk.model, self.risk.data), differentiable():
-            total, self._totals = self._summed(sweep)
-        return total * risk.scale(self._totals)
+    def _scaled(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], X: Tensor | None = None) -> Tensor:
+        """The result of a sweep over the data, with the vectors `X`, times the factor of the reduction."""
+        total, self._totals = self._summed(sweep, X)
+        return total * self.risk.scale(self._totals)
 
-    def _summed(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]]) -> tuple[Tensor, Totals]:
-        """The sum of what sweeps over the data of all processes return. Collective."""
+    def _described(self) -> Mapping[str, Any]:
+        """What the matrix depends on besides of the risk, which has to be the same in all processes."""
+        return {}
+
+    def _summed(
+        self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], X: Tensor | None = None
+    ) -> tuple[Tensor, Totals]:
+        """The sum of what sweeps over the data of all processes return, which multiply the same `X`. Collective."""
         risk, name = self.risk, type(self).__name__
+
+        def same() -> dict[str, Any]:
+            vectors = {} if X is None else {"the vector": X.detach()}
+            return {**self._described(), **compared(vectors, rounding_of(self.dtype))}
 
         def own(weights: LossWeights) -> tuple[Tensor, Totals]:
             total, totals = sweep(weights)
             risk.processes.sum_(f"adding {name}", [total])
             return total, totals.over(risk.processes)
 
-        return risk.together(f"a product with {name}", lambda: with_consistent_weights(risk, own, self._totals))
+        def work() -> tuple[Tensor, Totals]:
+            with preserve_state(risk.model, risk.data), differentiable():
+                return with_consistent_weights(risk, own, self._totals)
+
+        return risk.together(f"a product with {name}", work, same=same)
 
     def _check_products(self, cause: str | None = None) -> None:
         """Compare two products; `cause` says what differs if they do, if it is known."""
-        require_same_products(self, self.in_space.dim, lambda v: self._summed(partial(self._sweep, v))[0], cause)
+        require_same_products(self, self.in_space.dim, lambda v: self._summed(partial(self._sweep, v), v)[0], cause)
 
 
 class ParameterCurvature(SymmetricRiskOperator):

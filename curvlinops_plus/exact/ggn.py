@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,11 @@ from curvlinops_plus.exact.kept import KEPT_BYTES, KeptLinearizations
 from curvlinops_plus.exact.linearize import Linearizer, OutputMap, Outputs
 from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, loss_roots, run_losses
 from curvlinops_plus.linalg import Structure
+from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import takes_risk
+from curvlinops_plus.risk.takes_risk import made_together, takes_risk
 
 __all__ = ["GGN"]
 
@@ -92,6 +93,7 @@ class GGN(ParameterCurvature):
     structure = Structure.PSD
 
     @takes_risk
+    @made_together
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -117,6 +119,9 @@ class GGN(ParameterCurvature):
                     "The total loss does not differ, so the data come in another order each time (shuffle=True?), and "
                     "random vectors follow that order."
                 )
+
+    def _described(self) -> Mapping[str, Any]:
+        return {"vectors=": described(self.vectors)}
 
     def _sum(
         self,
@@ -171,7 +176,7 @@ class GGN(ParameterCurvature):
             return found if total is None else total.add_(found)
 
         k = 1 if rows.ndim == 1 else len(rows)
-        found = self._scaled(partial(self._sum, form, (k, k)))
+        found = self._scaled(partial(self._sum, form, (k, k)), rows)
         return found if rows.ndim > 1 else found[0, 0]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from curvlinops_plus.risk.determinism import coarsest_dtype
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import takes_risk
+from curvlinops_plus.risk.takes_risk import made_together, takes_risk
 
 __all__ = ["Hessian"]
 
@@ -75,6 +76,7 @@ class Hessian(ParameterCurvature):
     structure = Structure.SYMMETRIC
 
     @takes_risk
+    @made_together
     def __init__(
         self,
         risk: EmpiricalRisk,
@@ -92,6 +94,9 @@ class Hessian(ParameterCurvature):
         self._replaced = False  # whether operations in it were replaced
         if check_deterministic:
             self._check_loss()
+
+    def _described(self) -> Mapping[str, Any]:
+        return {"block_sizes=": [block.stop - block.start for block in self._blocks]}
 
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         risk, totals = self.risk, Totals()

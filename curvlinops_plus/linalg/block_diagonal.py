@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from curvlinops_plus.linalg.damping import Damping, Scalar
+from curvlinops_plus.linalg.damping import BlockDampings, Damping, Scalar
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.numerics import frobenius
@@ -296,22 +296,21 @@ class BlockDiagonal(LinearOperator):
 
     def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> BlockDiagonal:
         """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`."""
-        dampings = self.per_block(damping)
-        return self._with(
-            self._each(lambda block, d: block.inverse(d, retry_double_precision=retry_double_precision), dampings, True)
-        )
+        again = {"retry_double_precision": retry_double_precision}
+        inverted = self._each(lambda block, d: block.inverse(d, **again), self.per_block(damping), True)
+        return self._with(inverted, "inverse", damping)
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
         """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`."""
-        dampings = self.per_block(damping)
-        return self._with(self._each(lambda block, d: block.power(p, d, exact=exact), dampings, True))
+        raised = self._each(lambda block, d: block.power(p, d, exact=exact), self.per_block(damping), True)
+        return self._with(raised, "power", p, damping, exact)
 
     def shift(self, delta: Damping) -> BlockDiagonal:
         """`K + delta I`, block by block."""
-        return self._with(self._each(lambda block, d: block.shift(d), self.per_block(delta)))
+        return self._with(self._each(lambda block, d: block.shift(d), self.per_block(delta)), "shift", delta)
 
     def _scale(self, c: Scalar) -> BlockDiagonal:
-        return self._with(self._each(methodcaller("_scale", c)))
+        return self._with(self._each(methodcaller("_scale", c)), "times", c)
 
     @property
     def here(self) -> dict[str, LinearOperator]:
@@ -352,8 +351,8 @@ class BlockDiagonal(LinearOperator):
         with outside_autocast(self.device):
             return in_threads(of, blocks) if decomposes else {name: of(name) for name in blocks}
 
-    def _with(self, blocks: dict[str, LinearOperator]) -> BlockDiagonal:
-        """The same groups of parameters with other blocks of the same sizes."""
+    def _with(self, blocks: dict[str, LinearOperator], *more: Any) -> BlockDiagonal:
+        """The same groups of parameters with other blocks of the same sizes, made with `more` than this matrix."""
         first = next(iter(blocks.values()))
         other = copy(self)
         other.blocks, other.dtype, other.device = blocks, first.dtype, first.device
@@ -361,6 +360,7 @@ class BlockDiagonal(LinearOperator):
 
     def per_block(self, damping: Any) -> dict[str, Any]:
         """The damping of each block."""
+        damping = damping.find() if isinstance(damping, BlockDampings) else damping
         if isinstance(damping, Mapping):
             if damping.keys() != self.blocks.keys():
                 missing, extra = (

@@ -112,6 +112,19 @@ class HeuristicDamping:
         return operator._split_damping(resolve(self.damping, operator), self.min)
 
 
+@dataclass(frozen=True)
+class BlockDampings:
+    """Dampings of the blocks of a matrix, found when they are needed, by each process those of its own blocks.
+
+    Attributes:
+        given: What they follow from, which is the same in all processes.
+        find: Returns block name to damping.
+    """
+
+    given: Any
+    find: Callable[[], Mapping[str, Any]]
+
+
 def scalar(value: Any, operator: Matrix, what: str) -> Scalar:
     """`value` as a Python number, or as a 0-d tensor of the operator's dtype and device.
 

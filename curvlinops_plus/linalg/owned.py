@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
-from curvlinops_plus.linalg.damping import Damping, Scalar
+from curvlinops_plus.linalg.compared import compared, described, rounding_of
+from curvlinops_plus.linalg.damping import BlockDampings, Damping, Scalar
 from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.offload import in_turn
 from curvlinops_plus.linalg.operator import LinearOperator
@@ -20,6 +21,7 @@ from curvlinops_plus.linalg.packing import pack, unpack
 from curvlinops_plus.linalg.products import error_context
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
+from curvlinops_plus.linalg.structured import Diagonal
 
 __all__ = ["Elsewhere", "OwnedBlockDiagonal"]
 
@@ -113,8 +115,9 @@ class OwnedBlockDiagonal(BlockDiagonal):
 
     Products, traces, norms, eigenvalues, draws and everything else that has to do with entries is computed by all
     processes together: each with its own blocks, whose results are sent to all. What they multiply has to be equal in
-    all; that is checked. `inverse` and `power` send nothing, but all processes have to make them, so that all
-    learn if one fails. Multiples, shifts and sums are made without the others.
+    all; that is checked. `inverse` and `power` send no blocks, but all processes have to make them, with the same
+    damping, so that all learn if one fails. Multiples, shifts and sums are made without the others, and their numbers
+    are compared in the next product.
 
     Args:
         blocks: Name to square operator: those of this process, and for the others an `Elsewhere`.
@@ -153,6 +156,25 @@ class OwnedBlockDiagonal(BlockDiagonal):
             name: block.owner if isinstance(block, Elsewhere) else processes.rank for name, block in blocks.items()
         }
 
+        #: What was made of the blocks since they were computed: numbers that have to be the same in all processes.
+        self._made: list[Any] = []
+
+    def _with(self, blocks: dict[str, LinearOperator], *more: Any) -> BlockDiagonal:
+        other = super()._with(blocks, *more)
+        assert isinstance(other, OwnedBlockDiagonal)
+        other._made = [*self._made, described(more, _made)]
+        return other
+
+    def _require_same(self, what: str, X: Tensor | None = None) -> None:
+        """Refuse processes whose vectors, or numbers that the matrix was made with, differ. Collective."""
+
+        def describe() -> dict[str, Any]:
+            vectors = {} if X is None else {"the vector": X.detach()}
+            made = {"what the matrix was made with, as dampings and multiples": self._made}
+            return made | compared(vectors, rounding_of(self.dtype))
+
+        self.processes.same(what, describe)
+
     @property
     def here(self) -> dict[str, LinearOperator]:
         return {name: block for name, block in self.blocks.items() if self.owners[name] == self.processes.rank}
@@ -163,11 +185,16 @@ class OwnedBlockDiagonal(BlockDiagonal):
     # Together --------------------------------------------------------------------------------------------------------
 
     def _handed_out(
-        self, what: str, shapes: Mapping[str, tuple[int, ...]], compute: Callable[[], Mapping[str, Tensor]]
+        self,
+        what: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        compute: Callable[[], Mapping[str, Tensor]],
+        X: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Block name to tensor, where `compute` gives those of the blocks that are here. Collective."""
+        """Block name to tensor, where `compute` gives those of the own blocks, from the same `X`. Collective."""
 
         def work() -> dict[str, Tensor]:
+            self._require_same("what they multiply", X)
             found = {name: torch.empty(shape, dtype=self.dtype, device=self.device) for name, shape in shapes.items()}
             for name, result in compute().items():
                 if result.requires_grad:
@@ -192,8 +219,8 @@ class OwnedBlockDiagonal(BlockDiagonal):
         return self._handed_out("closed forms", shapes, compute)
 
     def _blockwise(self, product: str, X: Tensor) -> Tensor:
-        if product != "_root_matmat":  # draws of any numbers will do, if each block is multiplied once
-            self.processes.same("what they multiply", lambda: {"the vector (by three sums of its entries)": _sums(X)})
+        # Draws of any numbers will do, if each block is multiplied once.
+        compared_too = None if product == "_root_matmat" else X
         tree, here = self.in_space.unflatten(X), self.here
         parts = {name: self.layouts[name].join(tree) for name in here}
 
@@ -205,20 +232,20 @@ class OwnedBlockDiagonal(BlockDiagonal):
             return found
 
         shapes = {name: (layout.dim, X.shape[1]) for name, layout in self.layouts.items()}
-        return self._merge(self._handed_out("a product", shapes, compute))
+        return self._merge(self._handed_out("a product", shapes, compute, compared_too))
 
     def _to_dense(self) -> Tensor:
         return LinearOperator._to_dense(self)
 
     def inverse(self, damping: Damping = 0.0, *, retry_double_precision: bool = True) -> BlockDiagonal:
-        """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`. Collective, without communication."""
-        inverse = partial(super().inverse, self.per_block(damping), retry_double_precision=retry_double_precision)
-        return self.processes.together(f"an inverse of {self.label}", inverse)
+        """`(K + damping I)⁻¹`, block by block; see `LinearOperator.inverse`. Collective; sends no blocks."""
+        inverse = partial(super().inverse, damping, retry_double_precision=retry_double_precision)
+        return self.processes.together(f"an inverse of {self.label}", lambda: _agreed(inverse(), "the inverse"))
 
     def power(self, p: float, damping: Damping = 0.0, *, exact: bool = True) -> BlockDiagonal:
-        """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`. Collective, without communication."""
-        power = partial(super().power, p, self.per_block(damping), exact=exact)
-        return self.processes.together(f"a power of {self.label}", power)
+        """`(K + damping I)ᵖ`, block by block; see `LinearOperator.power`. Collective; sends no blocks."""
+        power = partial(super().power, p, damping, exact=exact)
+        return self.processes.together(f"a power of {self.label}", lambda: _agreed(power(), "the power"))
 
     def offload(self, where: str | torch.device | None = None, dtype: torch.dtype | None = None) -> BlockDiagonal:
         """The same, each process with its blocks elsewhere; see `BlockDiagonal.offload`. Collective."""
@@ -282,10 +309,16 @@ def _without_entries(leaf: Any) -> Any:
     return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
 
 
-def _sums(X: Tensor) -> list[float]:  # [n, K]
-    """Norm, and components along two directions, as numbers that are never close to zero."""
-    x = X.detach().T.reshape(-1)
-    size = torch.linalg.vector_norm(x).double()
-    ramp = torch.linspace(-1, 1, len(x), dtype=x.dtype, device=x.device)
-    along = [(x * ramp).sum().double() / torch.linalg.vector_norm(ramp).double(), x.sum().double() / len(x) ** 0.5]
-    return torch.stack((size, *(2 * size + component for component in along))).tolist()
+def _made(value: Any) -> Any:
+    """What other processes are told of a matrix that was added."""
+    if isinstance(value, OwnedBlockDiagonal):
+        return value._made
+    if isinstance(value, LinearOperator):
+        return described(value.vector) if isinstance(value, Diagonal) else value.label
+    return described(value.given, _made) if isinstance(value, BlockDampings) else None
+
+
+def _agreed(made: BlockDiagonal, what: str) -> BlockDiagonal:
+    assert isinstance(made, OwnedBlockDiagonal)
+    made._require_same(f"{what} that they make")
+    return made

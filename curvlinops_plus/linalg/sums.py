@@ -181,7 +181,7 @@ def _of_blocks(A: BlockDiagonal, B: LinearOperator) -> LinearOperator | None:
         parts = found
     else:
         return None
-    return A._with({name: block + parts[name] for name, block in A.blocks.items()})
+    return A._with({name: block + parts[name] for name, block in A.blocks.items()}, B)
 
 
 def _matching_blocks(A: BlockDiagonal, B: BlockDiagonal) -> dict[str, LinearOperator] | None:

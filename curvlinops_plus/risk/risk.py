@@ -386,12 +386,28 @@ class EmpiricalRisk(ModelParameters):
         return self.losses.scale(totals, options.num_data, options.num_per_example_loss_terms)
 
     # ---------------------------------------------------------------------------------------------- all the data
-    def together(self, what: str, work: Callable[[], T], over_data: bool = True) -> T:
-        """`work()`, which reads the data if it says so, by all processes, whose models are the same."""
+    def together(
+        self,
+        what: str,
+        work: Callable[[], T],
+        over_data: bool = True,
+        same: Callable[[], Mapping[str, Any]] = dict,
+    ) -> T:
+        """Work by all processes, whose models and losses are the same. Collective.
+
+        Args:
+            what: Names it in errors.
+            work: What each does.
+            over_data: Whether that reads the data. Else batches came one by one, in passes that may write buffers.
+            same: Name to what else has to be the same in all, see `described`.
+
+        Raises:
+            ProcessError: In all processes, if it fails in one, or something differs.
+        """
 
         def agreed() -> T:
             self.whole.renew()
-            require_replicas(self)
+            require_replicas(self, over_data, same)
             with self.processes.numbering(self.data if over_data and not self.options.batch_size_fn else None):
                 return work()
 
@@ -400,8 +416,7 @@ class EmpiricalRisk(ModelParameters):
     @untraced
     def loss(self) -> Tensor:
         """The loss over all data, a 0-d tensor. Cost: one forward pass. Collective."""
-        with preserve_state(self.model, self.data):
-            return self._value(self.together("the loss", lambda: loss_pass(self)))
+        return self._value(self.together("the loss", lambda: self._preserved(loss_pass)))
 
     def gradient(self) -> dict[str, Tensor]:
         """Gradient of the loss over all data: key to tensor. Cost: one forward and one backward pass. Collective.
@@ -413,12 +428,17 @@ class EmpiricalRisk(ModelParameters):
     @untraced
     def gradient_and_loss(self) -> tuple[dict[str, Tensor], Tensor]:
         """Gradient and loss over all data in one pass; nothing is written to `.grad`. Collective."""
-        with preserve_state(self.model, self.data):
-            sums, totals = self.together(
-                "the gradient", lambda: with_consistent_weights(self, lambda weights: gradient_pass(self, weights))
-            )
+
+        def own(risk: EmpiricalRisk) -> tuple[dict[str, Tensor], Totals]:
+            return with_consistent_weights(risk, lambda weights: gradient_pass(risk, weights))
+
+        sums, totals = self.together("the gradient", lambda: self._preserved(own))
         c = self.scale(totals)
         return {key: g * c for key, g in sums.items()}, self._value(totals)
+
+    def _preserved(self, work: Callable[[EmpiricalRisk], T]) -> T:
+        with preserve_state(self.model, self.data):
+            return work(self)
 
     def _value(self, totals: Totals) -> Tensor:
         """The loss of the data that the totals are of."""

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-__all__ = ["checked_bytes", "takes_risk"]
+__all__ = ["checked_bytes", "made_together", "takes_risk"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,6 +29,22 @@ def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **kwargs)
 
     return checked
+
+
+def made_together(constructor: Callable[P, T]) -> Callable[P, T]:
+    """A constructor whose first argument is a risk: of several processes all have to come through it.
+
+    Else one that fails before it talks to the others, which wait for it, would be taken for them in its next call.
+    """
+
+    @wraps(constructor)
+    def together(*args: P.args, **kwargs: P.kwargs) -> T:
+        risk = args[1] if len(args) > 1 else kwargs.get("risk")
+        if not isinstance(risk, EmpiricalRisk):  # Python says what is missing
+            return constructor(*args, **kwargs)
+        return risk.processes.together(type(args[0]).__name__, lambda: constructor(*args, **kwargs))
+
+    return together
 
 
 def _refuse(given: Any, owner: str) -> None:

@@ -41,12 +41,14 @@ from curvlinops_plus import (
     Jacobian,
     KFACLinearOperator,
     KFACOptimizer,
+    MonteCarlo,
     NumericsError,
     ProcessError,
     Processes,
     RelativeDamping,
     ScaledIdentity,
     UnsupportedError,
+    cg,
     curvature,
     estimate,
     load,
@@ -1125,4 +1127,180 @@ def sharded_refusals(processes: Processes) -> dict[str, str]:
             work()
         except Exception as error:
             found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def normalised(processes: Processes) -> tuple[nn.Module, list[Any]]:
+    """A network with statistics, and attributes of its own, and the part of some data."""
+    torch.manual_seed(0)
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.rank = 2.0, processes.rank
+            self.register_buffer("far", torch.tensor([0.0, float("-inf"), 1.0]), persistent=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last, self.mean = x.detach(), float(x.detach().mean())  # of these examples
+            return x * self.factor
+
+    layers = (nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), Scale(), nn.MultiheadAttention(4, 2), nn.Linear(5, 3))
+    model = nn.Sequential(*layers).double().eval()
+    model.forward = lambda x: layers[5](layers[3](layers[2](layers[1](layers[0](x)))))
+    data = [(torch.randn(4, 4, dtype=torch.float64), torch.randint(3, (4,))) for _ in range(3)]
+    return model, processes.share(data)
+
+
+def said(work: Callable[[], object]) -> str:
+    """A number, or the error."""
+    try:
+        return f"{float(torch.as_tensor(work()).norm()):.12e}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def differing(processes: Processes) -> dict[str, str]:
+    """What is said of networks, losses and options that differ in the last process."""
+    last, found = processes.rank == processes.world - 1, {}
+
+    def case(
+        name: str,
+        change: Callable[[nn.Sequential], object] = lambda model: None,
+        loss: Callable[[], Any] = nn.CrossEntropyLoss,
+        **options: Any,
+    ) -> None:
+        model, data = normalised(processes)
+        with torch.no_grad():
+            if last:
+                change(model)  # type: ignore[arg-type]
+        params = [*model[0].parameters(), *model[1].parameters()] if name == "rest" else None
+        used = params or [p for k in (0, 1, 5) for p in model[k].parameters()]  # type: ignore[index]
+        risk = EmpiricalRisk(model, loss(), data, used, processes=processes, **options)
+        found[name] = said(lambda: curvature(risk, DiagonalBlock).trace)
+
+    def rows(model: nn.Sequential) -> None:
+        model[0].weight.copy_(model[0].weight.flip(0))
+
+    case("same")
+    case("statistics", lambda model: model[1].running_mean.add_(1))
+    case("other numbers beside infinities", lambda model: model[3].far[2].mul_(2))
+    case("rows", rows)
+    case("signs", lambda model: model[0].weight[0].neg_())
+    case("rest", lambda model: model[5].weight[0, 0].add_(1))
+    case("eps", lambda model: setattr(model[1], "eps", 0.5))
+    case("heads", lambda model: setattr(model[4], "num_heads", 4))
+    case("mode", lambda model: model[2].train())
+    case("smoothing", loss=lambda: nn.CrossEntropyLoss(label_smoothing=0.5 * last))
+    weights = torch.tensor([1.0, 1.0, 1.0 + 9 * last], dtype=torch.float64)
+    case("weights", loss=lambda: nn.CrossEntropyLoss(weight=weights))
+    case("partial", loss=lambda: partial(nn.functional.cross_entropy, weight=weights))
+    case("closure", loss=lambda: lambda f, y: nn.functional.cross_entropy(f * (1 + last), y), reduction="mean")
+    case("count", num_data=10 + last)
+    model, data = normalised(processes)
+    risk = EmpiricalRisk(
+        nn.Sequential(*[model[k] for k in (0, 3, 5)]),  # type: ignore[index]
+        lambda f, y: nn.functional.cross_entropy(f, y) + 0 * model[0].weight.sum(),  # type: ignore[index]
+        data,
+        reduction="mean",
+        processes=processes,
+        example_of_row={"1": lambda X, y: model[3].last},  # type: ignore[index]
+    )
+    found["what a pass notes"] = said(risk.loss)
+    found["what a pass has noted"] = said(risk.loss)
+    case("afterwards")
+    return found
+
+
+def other_vectors(processes: Processes) -> dict[str, str]:
+    """What is said of processes that multiply other vectors, or ask for other matrices."""
+    p, rank = problem("mlp"), processes.rank
+    risk = p.risk(processes.share(p.data), processes=processes)
+    one, G = torch.ones(risk.space.dim, dtype=torch.float64), GGN(risk)
+    K, owned = curvature(risk, KFAC), curvature(risk, KFAC, owned=True)
+    v = one * (1 + rank)
+    estimator = CurvatureEstimator(p.risk((), processes=processes), KFAC)
+    estimator.update(processes.share(p.data)[0])
+    torch.manual_seed(rank)
+    found = {
+        "GGN": said(lambda: G @ v),
+        "one entry": said(lambda: G @ one.index_fill(0, torch.tensor([7]), 1 + 1e-6 * rank)),
+        "order": said(lambda: G @ torch.arange(len(one)).double().roll(rank)),
+        "from the left": said(lambda: v @ G),
+        "adjoint": said(lambda: G.T @ v),
+        "form": said(lambda: G.quadratic_form(v)),
+        "tree": said(lambda: torch.cat([t.flatten() for t in (G @ risk.space.unflatten(v)).values()])),
+        "Hessian": said(lambda: Hessian(risk) @ v),
+        "Fisher": said(lambda: GGN(risk, MonteCarlo(seed=rank)) @ one),
+        "estimated": said(lambda: estimate.hutchinson_trace(G, 5)),
+        "eigenvalues": said(lambda: estimate.top_eigenpairs(G, 2).eigenvalues),
+        "solved": said(lambda: cg(G.shift(1.0), one + torch.randn(len(one)).double())[0]),
+        "seed": said(lambda: curvature(risk, KFAC, vectors=MonteCarlo(seed=rank)).trace),
+        "approximation": said(lambda: curvature(risk, EKFAC if rank else KFAC).trace),
+        "damping": said(lambda: owned.inverse(1.0 + rank) @ one),
+        "heuristic": said(lambda: owned.inverse(HeuristicDamping(1.0 + rank)) @ one),
+        "power": said(lambda: owned.power(0.5 + rank, 0.1) @ one),
+        "shift": said(lambda: owned.shift(1.0 + rank) @ one),
+        "multiple": said(lambda: ((1.0 + rank) * owned).trace),
+        "added": said(lambda: (owned + (1.0 + rank) * owned) @ one),
+        "refresh": said(lambda: estimator.refresh(damping=1.0 + rank)),
+    }
+    found["replicated"] = str(away(K @ v, (1 + rank) * (K @ one)) < 1e-12)  # local, and right
+    found["generator"] = str(
+        away(*(estimate.hutchinson_trace(A, 5, generator=torch.Generator().manual_seed(3)) for A in (G, GGN(p.risk()))))
+        < 1e-10
+    )
+    return found
+
+
+def left_early(processes: Processes) -> dict[str, str]:
+    """What is said if a call fails before processes meet in it, and what of the calls after that."""
+    last, found = processes.rank == processes.world - 1, {}
+    model, data = normalised(processes)
+    used = [p for k in (0, 1, 5) for p in model[k].parameters()]  # type: ignore[index]
+
+    def risk(weight: float = 1.0) -> EmpiricalRisk:
+        loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1.0, weight], dtype=torch.float64))
+        return EmpiricalRisk(model, loss, data, used, processes=processes)
+
+    first = said(lambda: curvature(risk(), DiagonalBlock).trace)
+    for name, make in {
+        "blocks": lambda wrong: curvature(risk(), "nothing" if wrong else DiagonalBlock).trace,
+        "estimator": lambda wrong: CurvatureEstimator(risk(), decay=7 if wrong else 1) and None,
+        "GGN": lambda wrong: GGN(risk(), "nothing" if wrong else None) @ torch.ones(53, dtype=torch.float64),
+        "Hessian": lambda wrong: Hessian(risk(), chunk_size=0 if wrong else None) and None,
+    }.items():
+        found[name] = said(lambda make=make: make(last))
+        found[f"after {name}"] = str(said(lambda: curvature(risk(), DiagonalBlock).trace) == first)
+
+    class Leaves(list):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            raise KeyboardInterrupt
+
+    try:  # not an error: others are not told, and wait
+        found["interrupted"] = said(lambda: risk().with_data(Leaves() if last else data).loss())
+    except KeyboardInterrupt:
+        found["interrupted"] = said(lambda: risk().loss())
+    found["after interrupted"] = str(said(lambda: curvature(risk(), DiagonalBlock).trace) == first)
+    return found
+
+
+def trained_statistics(processes: Processes) -> dict[str, str]:
+    """Batch norm after training by `DistributedDataParallel`, and estimators and optimizers meanwhile."""
+    model, data = normalised(processes)
+    model = nn.Sequential(*[model[k] for k in (0, 1, 2, 5)]).train()  # type: ignore[index]
+    ddp = nn.parallel.DistributedDataParallel(model, process_group=processes.group)
+    loss, found = nn.CrossEntropyLoss(), {}
+    linear = {name: p for name, p in model.named_parameters() if not name.startswith("1.")}
+    estimator = CurvatureEstimator(EmpiricalRisk(ddp, loss, (), linear, processes=processes), EKFAC)
+    for batch in data:
+        with estimator.listen(batch):
+            output = ddp(batch[0])
+        loss(output, batch[1]).backward()
+    found["while training"] = said(lambda: estimator.refresh(damping=1.0) or estimator.operator.trace)
+    ddp.eval()
+    risk = EmpiricalRisk(ddp, loss, data, processes=processes)
+    found["afterwards"] = said(lambda: curvature(risk, KFAC).trace)
+    for b in model.buffers():
+        dist.broadcast(b, 0, processes.group)
+    found["after sending them"] = said(lambda: curvature(risk, KFAC).trace)
     return found

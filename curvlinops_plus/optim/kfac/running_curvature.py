@@ -210,7 +210,7 @@ class RunningCurvature:
             NumericsError: If a batch since the last step could not be added, in any process.
             UnsupportedError: Likewise.
         """
-        self._finish_waiting()
+        self.risk.processes.together("a step", self._finish_waiting)
         error, self._error = self._error, None
         own = error, self.batches, bool(self.seen), self.seen.numbers(), self.estimator.step.untold
         told = self.risk.processes.gather("a step", own)
