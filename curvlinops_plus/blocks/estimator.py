@@ -365,8 +365,7 @@ def _add(estimator: CurvatureEstimator, show: Show, decay: float) -> None:
     step, before = estimator._drawn if decay == 1 or not estimator.updates else (estimator._drawn[0] + 1, 0)
 
     def show_again(consume: Consumer) -> Totals:  # with the same vectors each time
-        # Without tensors: a state that is resumed counts in the same precision.
-        return show(consume, Draws(estimator.vectors.seed or 0, step, before)).detached().plain()
+        return show(consume, Draws(estimator.vectors.seed or 0, step, before)).detached()
 
     batch, totals = sums_of_batch(estimator, show_again)
     batch.require_finite()

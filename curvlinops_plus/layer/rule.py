@@ -260,7 +260,8 @@ class AffineRule(LayerRule):
         def place(name: str) -> int:
             return next(k for k, base in enumerate(cls.__mro__) if name in vars(base))
 
-        stale = [name for method, short in cls._shorter.items() for name in short if place(method) < place(name)]
+        last = cls.__mro__.index(AffineRule)
+        stale = [name for method, short in cls._shorter.items() for name in short if place(method) < place(name) < last]
         for name in stale:
             setattr(cls, name, vars(AffineRule)[name])
         for attribute, method in cls._set_by_methods.items():

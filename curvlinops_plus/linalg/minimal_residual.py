@@ -140,11 +140,21 @@ def minres(
     (With a preconditioner it is the smallest in the norm of that, `<r, M r>`.) True residuals are computed
     every 50 iterations, and when the recurrence claims to be done or its steps become roundings.
 
-    Arguments, results and errors as for `cg`, except:
-
     Args:
+        A: The matrix [n, n]; that it is symmetric is not checked.
+        b: Right-hand sides, anything that `A` multiplies: a tensor [n] or [n, K], a list, a dictionary, NumPy.
+        x0: First guess, any of these; a single vector serves all columns. By default 0.
         tol: A column is done when `‖b - A x‖ <= max(tol ‖b‖, atol)` holds for its true residual.
-        preconditioner: Symmetric positive definite, even if `A` is not.
+        atol: See `tol`.
+        max_iter: Iteration limit, by default the smaller of `10 n` and 1000.
+        preconditioner: Symmetric positive definite, even if `A` is not: an operator (also one in a lower precision), or
+            a function `[n, k] -> [n, k]` for any `k`.
+
+    Returns:
+        `x` in the container type of `b`, and a `SolveInfo`.
+
+    Raises:
+        ValueError: If `A` is not square, shapes do not fit, or a tolerance is negative.
 
     Cost: one product with `A` and the preconditioner per iteration, with as many columns as are not done yet, and one
     product with `A` for each column at its end. Memory: twelve tensors [n, K].

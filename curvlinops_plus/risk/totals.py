@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from curvlinops_plus.distributed import Alone
+from curvlinops_plus.likelihood.sampling import wide_dtype
 
 __all__ = ["Totals"]
 
@@ -117,9 +118,14 @@ class Totals:
         return whole
 
     def detached(self) -> Totals:
-        """The same without a graph behind the losses."""
-        losses = [x.detach() if isinstance(x, Tensor) else x for x in (self.loss, *self.losses)]
-        return replace(self, loss=losses[0], losses=tuple(losses[1:]))
+        """The same without a graph behind the losses, in double precision, as a state has them that is resumed."""
+        loss, count, *each = (_wide(x) for x in (self.loss, self.loss_count, *self.losses, *self.counts))
+        several = len(self.losses)
+        return replace(self, loss=loss, loss_count=count, losses=tuple(each[:several]), counts=tuple(each[several:]))
+
+
+def _wide(x: Number) -> Number:
+    return x.detach().to(wide_dtype(x.device)) if isinstance(x, Tensor) else x
 
 
 def _sum(one: Number, other: Number) -> Number:

@@ -38,6 +38,8 @@ from curvlinops_plus import (
 
 DEVICE = torch.device("meta")
 # Operations that copy, or whose indices may be in main memory.
+# In place, and of the form alone.
+_FORMS = {"squeeze_", "unsqueeze_", "t_", "transpose_"}
 _BETWEEN = {"copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_"}
 # Operations whose results depend on numbers in number or size.
 _READS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "repeat_interleave"}
@@ -79,8 +81,10 @@ class OtherDevice(TorchDispatchMode):
         if there and elsewhere and name not in _BETWEEN:
             raise DevicesMixed(f"{func}: {[(t.device.type, *t.shape) for t in tensors]}")
         found = func(*tree_map(self.numbers, args), **tree_map(self.numbers, kwargs))
-        if found is None or (name.endswith("_") and tensors):
-            return found if found is None else args[0]
+        if found is None:
+            return None
+        if name.endswith("_") and tensors:
+            return func(*args, **kwargs) if name in _FORMS else args[0]
         if to not in (None, DEVICE) or not any(isinstance(t, Tensor) for t in tree_leaves(found)):
             return found
         if name == "_local_scalar_dense" or (name == "index" and not args[0].is_meta):
