@@ -408,15 +408,14 @@ class Accumulator(metaclass=AccumulatorType):
         """Take over sums and divisors; nothing changes if some are missing.
 
         Raises:
-            ValueError: If keys are missing.
+            ValueError: If keys are missing, or the layer is a convolution of other options.
         """
         missing = {"sums", "counts", "examples", "terms", "loss_count", "loss", "shares", "constants"} - set(state)
         if missing:
             raise ValueError(f"The state of {self.layer.title} lacks {sorted(missing)}; is the file cut off?")
+        rows = _rows_of(state, self.layer)
         self.sums = {name: total.to(self.layer.device).clone() for name, total in state["sums"].items()}
-        waiting = state.get("rows", {})  # states of earlier versions have added them
-        form = partial(_packed_form, self.layer)
-        self._rows = {name: GramSum.from_state_dict(rows, self.layer.device, form) for name, rows in waiting.items()}
+        self._rows = rows
         self.counts = {
             name: count.to(self.layer.device) if isinstance(count, Tensor) else count
             for name, count in state["counts"].items()
@@ -501,12 +500,18 @@ def _totals_of(state: Mapping[str, Any]) -> Totals:
     return Totals(*found, weights=tuple(state["shares"]), steps=state.get("steps", 0.0))
 
 
-def _packed_form(layer: Layer) -> PackedForm:
-    """What packed numbers of a layer's inputs mean."""
-    use = layer.uses[0]
-    form = use.rule.packed_form(use.module) if isinstance(use.rule, AffineRule) else None
+def _rows_of(state: Mapping[str, Any], layer: Layer) -> dict[str, GramSum]:
+    waiting = state.get("rows", {})  # states of earlier versions have added them
+    form = partial(_packed_form, layer)
+    return {name: GramSum.from_state_dict(rows, layer.device, form) for name, rows in waiting.items()}
+
+
+def _packed_form(layer: Layer, told: str) -> PackedForm:
+    """What packed numbers of a layer's inputs mean, from what the state tells of it."""
+    forms = [use.rule.packed_form(use.module) for use in layer.uses if isinstance(use.rule, AffineRule)]
+    form = next((form for form in forms if form is not None and repr(form) == told), None)
     if form is None:
-        raise ValueError(f"{layer.title}: the state has sums of correlations, those of a convolution of other options.")
+        raise ValueError(f"{layer.title}: the state is that of a convolution of other options, {told}.")
     return form
 
 

@@ -77,8 +77,14 @@ class SymmetricRiskOperator(RiskOperator):
     @untraced
     def _scaled(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], X: Tensor | None = None) -> Tensor:
         """The result of a sweep over the data, with the vectors `X`, times the factor of the reduction."""
-        total, self._totals = self._summed(sweep, X)
-        return total * self.risk.scale(self._totals)
+        risk = self.risk
+
+        def preserved(weights: LossWeights) -> tuple[Tensor, Totals]:
+            with preserve_state(risk.model, risk.data), differentiable():
+                return sweep(weights)
+
+        total, self._totals = self._summed(preserved, X)
+        return total * risk.scale(self._totals)
 
     def _described(self) -> Mapping[str, Any]:
         """What the matrix depends on besides of the risk, which has to be the same in all processes."""
@@ -99,10 +105,7 @@ class SymmetricRiskOperator(RiskOperator):
             risk.processes.sum_(f"adding {name}", [total])
             return total, totals.over(risk.processes)
 
-        def work() -> tuple[Tensor, Totals]:
-            with preserve_state(risk.model, risk.data), differentiable():
-                return with_consistent_weights(risk, own, self._totals)
-
+        work = partial(with_consistent_weights, risk, own, self._totals)
         return risk.together(f"a product with {name}", work, same=same)
 
     def _check_products(self, cause: str | None = None) -> None:

@@ -249,8 +249,8 @@ class AffineRule(LayerRule):
 
     #: Methods to those that are shorter ways to the same, which a subclass of another first one does not inherit.
     _shorter: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "inputs": ("input_gram", "packed_form", "packed_gram", "mean_inputs", "per_example_grads"),
-        "grads": ("grad_gram", "sum_grads", "per_example_grads"),
+        **dict.fromkeys(("inputs", "rows"), ("input_gram", "packed_gram", "mean_inputs", "per_example_grads")),
+        **dict.fromkeys(("grads", "grad_rows"), ("grad_gram", "sum_grads", "per_example_grads")),
     }
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -10,8 +10,8 @@ the QR decomposition of `P Ω`, which is `Z` times that of `Zᵀ Ω`: unique up 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from operator import sub
 
 import torch
@@ -23,17 +23,22 @@ _TOLERANCE = 64  # times the machine epsilon and the largest eigenvalue: roundin
 _LARGE = 128  # null spaces for which a QR decomposition takes longer than the steps around that of a smaller range
 
 
-def canonical(values: Tensor, Q: Tensor, range_only: bool = False) -> Tensor:  # [*b, d], [*b, d, d] -> [*b, d, d]
+def canonical(  # [*b, d], [*b, d, d], [*b, d] -> [*b, d, d]
+    values: Tensor, Q: Tensor, diagonal: Tensor, range_only: bool = False
+) -> Tensor:
     """Eigenvectors of a positive semi-definite matrix that are, up to signs, determined also if eigenvalues repeat.
 
-    Eigenvalues are 0 up to `64 eps` times the largest, and equal if they differ by no more; those of one of a batch of
-    matrices also up to `(64 eps)²` times the largest of all. Of others the eigenvectors are determined up to `eps`
-    times the largest, divided by the distance to the next one. Where so many are near to each other that no groups can
-    be told, as in single precision, they stay as they are.
+    Eigenvalues are 0 up to `64 eps` times the largest, and equal if they differ by no more; also by no more than `√eps`
+    times the mean `zᵀ diag(M) z` of the diagonal by their eigenvector `z`, so that small eigenvalues of inputs of small
+    scale, beside others of a large one, are told apart. Those of one of a batch of matrices are 0 up to `(64 eps)²`
+    times the largest of all. Of others the eigenvectors are determined up to `eps` times the largest, divided by the
+    distance to the next one. Where so many are near to each other that no groups can be told, as in single precision,
+    they stay as they are.
 
     Args:
         values: Its eigenvalues, ascending.
         Q: Eigenvectors, in columns, that are changed in place.
+        diagonal: Of the matrix.
         range_only: Leave those of the eigenvalue 0.
 
     Returns:
@@ -41,7 +46,8 @@ def canonical(values: Tensor, Q: Tensor, range_only: bool = False) -> Tensor:  #
 
     Example:
         >>> Q = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]  # the identity has any eigenvectors
-        >>> canonical(torch.ones(3, dtype=torch.float64), Q).abs().round(decimals=2)
+        >>> ones = torch.ones(3, dtype=torch.float64)
+        >>> canonical(ones, Q, ones).abs().round(decimals=2)
         tensor([[0.9100, 0.0800, 0.4100],
                 [0.3400, 0.7000, 0.6300],
                 [0.2400, 0.7100, 0.6700]], dtype=torch.float64)
@@ -54,9 +60,12 @@ def canonical(values: Tensor, Q: Tensor, range_only: bool = False) -> Tensor:  #
     # A matrix of what cancels, beside others in a batch, is the square of rounding: all of it counts as zero.
     noise = tolerance * max((max(each[-1], -each[0]) for each in of_each), default=0.0)
     for index, each in enumerate(of_each):
-        allowed = tolerance * max(each[-1], -each[0], noise)
-        nulls = bisect_right(each, allowed)
-        for first, end in _groups(each, allowed, nulls if range_only else 0):
+        most = tolerance * max(each[-1], -each[0], noise)
+        if not most or min(map(sub, each[1:], each)) > most:  # of the matrix zero all are coordinates already
+            continue
+        allowed = _allowed(each, most, tolerance * noise, Q.view(-1, d, d)[index], diagonal.view(-1, d)[index])
+        nulls = next((k for k in range(d) if abs(each[k]) > allowed[k]), d)
+        for first, end in _groups(each, allowed, nulls, nulls if range_only else 0):
             if end == nulls > max(d // 2, _LARGE) and first == 0:
                 _span_complement(Q.view(-1, d, d)[index], end)
             else:
@@ -65,15 +74,28 @@ def canonical(values: Tensor, Q: Tensor, range_only: bool = False) -> Tensor:  #
     return Q
 
 
-def _groups(values: Sequence[float], allowed: float, start: int) -> Iterator[tuple[int, int]]:
+def _allowed(values: Sequence[float], most: float, least: float, Q: Tensor, diagonal: Tensor) -> list[float]:
+    """By how much each eigenvalue may differ from 0 or the next one and still be equal to it."""
+    near = [k for k, (a, b) in enumerate(pairwise(values)) if b - a <= most and b]
+    allowed = [most] * len(values)
+    if near:
+        first, end = near[0], near[-1] + 2
+        scales = diagonal @ Q[:, first:end].square()
+        own = (torch.finfo(Q.dtype).eps ** 0.5 * scales).clamp(least, most).tolist()
+        # No eigenvalue is larger than d times that mean: such ones, of dead units, are rounding.
+        limits = (len(Q) * scales).tolist()
+        pairs = zip(values[first:end], own, limits, strict=True)
+        allowed[first:end] = [most if abs(value) > limit else each for value, each, limit in pairs]
+    return [most if value == 0 else each for value, each in zip(values, allowed, strict=True)]
+
+
+def _groups(values: Sequence[float], allowed: Sequence[float], nulls: int, start: int) -> Iterator[tuple[int, int]]:
     """Where groups of equal values begin and end: of those with small gaps, if all are as near to each other."""
-    gaps = list(map(sub, values[start + 1 :], values[start:]))
-    if not gaps or min(gaps) > allowed or not allowed:  # of the matrix zero all are coordinates already
-        return
-    values = [0.0 if abs(value) <= allowed else value for value in values]
-    ends = [k for k in range(start + 1, len(values)) if values[k] - values[k - 1] > allowed]
-    for first, end in zip([start, *ends], [*ends, len(values)], strict=True):
-        if end - first > 1 and values[end - 1] - values[first] <= allowed:
+    values = [0.0] * nulls + [*values[nulls:]]
+    gaps = (b - a > min(pair) for (a, b), pair in zip(pairwise(values), pairwise(allowed), strict=True))
+    ends = [k for k, wide in enumerate(gaps, 1) if wide and k > start]
+    for first, end in pairwise([start, *ends, len(values)]):
+        if end - first > 1 and values[end - 1] - values[first] <= min(allowed[first:end]):
             yield first, end
 
 

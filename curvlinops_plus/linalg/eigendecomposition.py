@@ -83,7 +83,7 @@ def eigenbasis(  # [*b, d, d] -> [*b, d, d]
 
     def decompose(part: Tensor) -> tuple[Tensor, Tensor]:
         values, Q = _semidefinite(part, what, rtol, refine=False)
-        return values, canonical(values, Q, range_only)
+        return values, canonical(values, Q, part.diagonal(dim1=-2, dim2=-1).contiguous(), range_only)
 
     return _on_support(M, decompose)[1]
 

@@ -191,17 +191,18 @@ class GramSum:
     def state_dict(self) -> dict[str, Any]:
         """What was added, and in which parts: who goes on from here rounds as this object."""
         rows = [*(rows for rows, _ in self._pieces), *([] if self._rows is None else [self._rows[: self._number]])]
-        packed = None if self._packed is None else self._packed[1]
+        form, packed = (None, None) if self._packed is None else self._packed
         found = {"triangle": self._triangle, "packed": packed, "sum": self._sum}
         kept = {**found, "rows": torch.cat(rows) if rows else None}
         tensors = {name: t.detach().clone() for name, t in kept.items() if t is not None}
-        return {"ones": self.ones, "factor": self._factor, "count": _cloned(self._count), **tensors}
+        told = {} if form is None else {"form": repr(form)}
+        return {"ones": self.ones, "factor": self._factor, "count": _cloned(self._count), **told, **tensors}
 
     @classmethod
     def from_state_dict(
-        cls, state: Mapping[str, Any], device: torch.device, form: Callable[[], PackedForm] | None = None
+        cls, state: Mapping[str, Any], device: torch.device, form: Callable[[str], PackedForm] | None = None
     ) -> GramSum:
-        """The sum that `state_dict` returned; `form` is asked what packed numbers mean, if there are some."""
+        """The sum that `state_dict` returned; `form` makes a form of what its `repr` was, if numbers are packed."""
         kept: dict[str, Any] = {
             name: t.to(device, copy=True) if isinstance(t, Tensor) else t for name, t in state.items()
         }
@@ -210,7 +211,7 @@ class GramSum:
         total._sum, total._count = kept.get("sum"), kept["count"]
         if "packed" in kept:
             assert form is not None
-            total._packed = form(), kept["packed"]
+            total._packed = form(kept["form"]), kept["packed"]
         if "rows" in kept:
             total._wait(kept["rows"])
         return total

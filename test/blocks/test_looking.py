@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,10 +48,10 @@ def images() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 3, 3)), nn.Conv2d(1, 6, 2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 4))
 
 
-def correlated() -> nn.Module:
+def correlated(padding: int = 1) -> nn.Module:
     """Of its convolution, correlations of images are summed."""
-    same = nn.Conv2d(4, 2, 3, padding=1)
-    return nn.Sequential(nn.Linear(9, 144), nn.Unflatten(1, (4, 6, 6)), same, nn.Tanh(), nn.Flatten(), nn.Linear(72, 4))
+    images, conv = (nn.Linear(9, 144), nn.Unflatten(1, (4, 6, 6))), nn.Conv2d(4, 2, 3, padding=padding)
+    return nn.Sequential(*images, conv, nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8, 4))
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +74,30 @@ def test_correlations_are_in_the_state() -> None:
     for batch in batches():
         estimator.update(batch)
     assert any(path.endswith("/rows/A/packed") for path, _ in leaves(estimator.state_dict()))
+
+
+def two_paddings() -> nn.Module:
+    """Two convolutions of one kernel, of which the last one is called."""
+    images = nn.Linear(9, 144), nn.Unflatten(1, (4, 6, 6))
+    one, two = (nn.Conv2d(4, 2, 3, padding=padding) for padding in ((2, 1), (1, 2)))
+    two.weight, two.bias = one.weight, one.bias
+    net = nn.Sequential(*images, one, two, nn.Flatten(), nn.Linear(96, 4))
+    net.forward = lambda x: net[5](net[4](two(net[1](net[0](x)))))
+    return net
+
+
+def test_correlations_belong_to_a_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, make in {"two": two_paddings, "one": partial(correlated, 1), "none": partial(correlated, 0)}.items():
+        monkeypatch.setitem(NETWORKS, name, make)
+    running, resumed = stream("two", KFAC), stream("two", KFAC)
+    for batch in batches():
+        running.update(batch)
+    resumed.load_state_dict(running.state_dict())
+    same_bits(running.operator.state_dict(), resumed.operator.state_dict())
+    running = stream("one", KFAC)
+    running.update(next(batches()))
+    with pytest.raises(ValueError, match=r"'2'.*: the state is that of a convolution of other options, .*\(1, 1\)"):
+        stream("none", KFAC).load_state_dict(running.state_dict())
 
 
 def stream(

@@ -162,6 +162,16 @@ class Scaling:
         return 2 * super().grads(module, g)  # type: ignore[misc]
 
 
+def test_checked_rows_of_their_own() -> None:
+    class Doubled(ConvRule):
+        def rows(self, module: nn.Module, x: Tensor) -> Any:
+            return super().rows(module, 2 * x)
+
+    module, x = nn.Conv2d(3, 4, 3, padding=1).double(), torch.rand(40, 3, 8, 8, dtype=torch.float64)
+    torch.testing.assert_close(Doubled().input_gram(module, x)[0], 4 * ConvRule().input_gram(module, x)[0])
+    assert Doubled().packed_gram(module, x, True) is None
+
+
 @pytest.mark.parametrize("mixin", [False, True])
 @pytest.mark.parametrize(
     ("kind", "module", "size"),

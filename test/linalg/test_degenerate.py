@@ -108,17 +108,30 @@ def test_single_precision() -> None:
     A, B = rounded_differently(normal(30, 300))
     assert away(eigenbasis(A.float()), eigenbasis(B.float())) < 2e-3
     values, Q = 1 + torch.arange(500) * 2e-6, orthogonal(500).float()
-    assert torch.equal(canonical(values, Q.clone()), Q)
-    values[20:30] = values[20]  # these are between others, too
-    assert torch.equal(canonical(values, Q.clone()), Q)
+    for _ in range(2):
+        assert torch.equal(canonical(values, Q.clone(), values), Q)
+        values[20:30] = values[20]  # these are between others, too
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("scale", [1e2, 1e3, 1e4])
+def test_inputs_of_other_scales(scale: float, dtype: torch.dtype) -> None:
+    """Small eigenvalues beside those of one large input are told apart, as if that input were not there."""
+    X = normal(500, 10) @ normal(10, 10, seed=1)
+    X[:, 0] = scale * (1 + 0.3 * normal(500))
+    M = (X.T @ X / 500).to(dtype)
+    Q = eigenbasis(M).double()
+    small = (Q.T @ M.double() @ Q)[:-1, :-1]
+    assert (small - small.diagonal().diag()).norm() < 100 * torch.finfo(dtype).eps * small.norm()
 
 
 def test_what_stays() -> None:
     """Eigenvectors that are determined, those of zero, and what is differentiated."""
     Q = orthogonal(5)
     for values in (torch.arange(5.0), torch.zeros(5)):
-        assert torch.equal(canonical(values.double(), Q.clone()), Q)
-    assert not torch.equal(canonical(torch.ones(5, dtype=F64), Q.clone()), Q)
-    assert torch.equal(canonical(torch.ones(5), Q.bfloat16()), Q.bfloat16())
+        assert torch.equal(canonical(values.double(), Q.clone(), values.double()), Q)
+    ones = torch.ones(5, dtype=F64)
+    assert not torch.equal(canonical(ones, Q.clone(), ones), Q)
+    assert torch.equal(canonical(ones, Q.bfloat16(), ones), Q.bfloat16())
     M = torch.eye(3, dtype=F64, requires_grad=True)
     assert eigenbasis(M).requires_grad
