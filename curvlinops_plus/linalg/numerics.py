@@ -4,7 +4,8 @@ Cholesky fails when rounding has made a zero eigenvalue negative. Here every dec
 is finite, retries in float64, and says what to do if that fails too; `eigh` is in a module of its own.
 
 Which eigenvalues are zero? Those of a positive semi-definite `d x d` matrix that was decomposed in finite precision are
-only known up to `d * eps * largest`; whatever is below counts as 0. All of this package follows that rule.
+only known up to `d * eps * largest`; whatever is below counts as 0, unless it is large for the entries of the matrix
+that its eigenvector is made of (see `psd_clip`). All of this package follows that rule.
 """
 
 from __future__ import annotations
@@ -44,13 +45,18 @@ def frobenius(x: Tensor, axes: int | tuple[int, ...] | None = None) -> Tensor:
     return torch.linalg.vector_norm(x, dim=axes, dtype=wide(x)).to(x.dtype.to_real())
 
 
-def psd_clip(values: Tensor, rtol: float | None = None) -> Tensor:  # [*b, d] -> [*b, d]
+def psd_clip(  # [*b, d] -> [*b, d]
+    values: Tensor, rtol: float | None = None, scales: Tensor | None = None
+) -> Tensor:
     """Eigenvalues of a positive semi-definite matrix, with 0 where they are below `rtol` times the largest.
 
     Args:
         values: Eigenvalues along the last axis; leading axes are separate matrices.
         rtol: Relative threshold; by default `d * eps`, the accuracy of an eigendecomposition. With 0 only negative
             numbers become 0.
+        scales: For each eigenvector `z` of a matrix `M` the mean `zᵀ diag(M) z` of its diagonal: with the default of
+            `rtol` what is above `√eps` times that is not 0, so that inputs of a small scale beside others of a large
+            one count, unless it is above `d` times that, which no eigenvalue is.
 
     Example:
         >>> psd_clip(torch.tensor([-1e-9, 1e-9, 0.5, 2.0]))
@@ -58,9 +64,15 @@ def psd_clip(values: Tensor, rtol: float | None = None) -> Tensor:  # [*b, d] ->
     """
     if values.numel() == 0:
         return values
-    rtol = values.shape[-1] * torch.finfo(values.dtype).eps if rtol is None else rtol
-    threshold = rtol * values.detach().amax(-1, keepdim=True).clamp(min=0)
-    return torch.where(values > threshold, values, torch.zeros_like(values))
+    d, eps, largest = (
+        values.shape[-1],
+        torch.finfo(values.dtype).eps,
+        values.detach().amax(-1, keepdim=True).clamp(min=0),
+    )
+    kept = values > (d * eps if rtol is None else rtol) * largest
+    if rtol is None and scales is not None:
+        kept |= (values > eps**0.5 * scales) & (values <= d * scales) & (values > (d * eps) ** 2 * largest)
+    return torch.where(kept, values, torch.zeros_like(values))
 
 
 def powers(values: Tensor, p: float, what: object) -> Tensor:

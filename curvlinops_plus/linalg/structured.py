@@ -177,7 +177,10 @@ class Dense(OneTensor):
     def _decompose(self) -> tuple[Tensor, Dense]:
         semidefinite = self.structure == Structure.PSD
         values, Q = eigh(self._tensor, semidefinite=semidefinite)
-        return (psd_clip(values, self.rtol) if semidefinite else values), Dense(Q)
+        if not semidefinite:
+            return values, Dense(Q)
+        scales = (self._tensor.diagonal(dim1=-2, dim2=-1)[..., None, :] @ Q.square())[..., 0, :].detach()
+        return psd_clip(values, self.rtol, scales), Dense(Q)
 
     def _shift(self, delta: Scalar) -> LinearOperator:
         if self.structure >= Structure.SYMMETRIC:

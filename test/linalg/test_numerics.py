@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
-from curvlinops_plus.linalg import Dense, Kronecker, cholesky_inverse, eigh, gram, numerics, psd_clip
+from curvlinops_plus.linalg import Dense, Kronecker, Structure, cholesky_inverse, eigh, gram, numerics, psd_clip
 from curvlinops_plus.linalg.gram_sum import (
     GramSum,
     PackedGram,
@@ -341,6 +341,23 @@ def test_cholesky_failure_names_a_damping_that_works() -> None:
                 assert torch.isfinite(cholesky_inverse(M, damping)).all()
     with pytest.raises(SingularMatrixError, match=r"with damping 1.0e-01 to 2.0e-01 is not"):
         cholesky_inverse(-torch.eye(2, dtype=F64).expand(2, 2, 2), torch.tensor([0.1, 0.2]))
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("scale", [1e2, 1e3, 1e4])
+def test_inverse_beside_an_input_of_another_scale(scale: float, dtype: torch.dtype) -> None:
+    """Small eigenvalues count where they are large for their rows; of a rank that is low, the others don't."""
+    X = normal(500, 8) @ normal(8, 8, seed=1)
+    X[:, 0] = scale * (1 + 0.3 * normal(500))
+    M = X.T @ X / 500
+    v = torch.ones(8, dtype=F64)
+    for power in (-1.0, -0.5):
+        found = Dense(M.to(dtype), Structure.PSD).power(power, 1e-4) @ v.to(dtype)
+        expected = torch.linalg.eigh(M + 1e-4 * torch.eye(8, dtype=F64))
+        twin = expected[1] @ (expected[0] ** power * (expected[1].T @ v))
+        assert (found.double() - twin).norm() < 2e3 * torch.finfo(dtype).eps * twin.norm()
+    few = Dense((X[:3].T @ X[:3]).to(dtype), Structure.PSD)
+    assert int((few.eigenvalues() > 0).sum()) == 3
 
 
 def test_norm_of_a_product_of_which_one_factor_is_tiny() -> None:
