@@ -4,8 +4,8 @@ Cholesky fails when rounding has made a zero eigenvalue negative. Here every dec
 is finite, retries in float64, and says what to do if that fails too; `eigh` is in a module of its own.
 
 Which eigenvalues are zero? Those of a positive semi-definite `d x d` matrix that was decomposed in finite precision are
-only known up to `d * eps * largest`; whatever is below counts as 0, unless it is large for the entries of the matrix
-that its eigenvector is made of (see `psd_clip`). All of this package follows that rule.
+only known up to `d * eps * largest`; whatever is below counts as 0. All of this package follows that rule; with a
+damping, small ones count where they are large for the entries of the matrix that their eigenvector is made of.
 """
 
 from __future__ import annotations

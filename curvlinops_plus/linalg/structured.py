@@ -159,7 +159,7 @@ class Dense(OneTensor):
     def slogdets(self) -> tuple[Tensor, Tensor]:
         self._need_square()
         if self.structure == Structure.PSD:
-            return self._remember("slogdets", lambda: slogdet_of(self.eigh()[0]))
+            return self._remember("slogdets", lambda: slogdet_of(psd_clip(self.eigh()[0], self.rtol)))
         half = self.dtype in (torch.float16, torch.bfloat16)
         sign, logarithm = torch.linalg.slogdet(self._tensor.float() if half else self._tensor)
         return sign.to(self.dtype), logarithm.to(self.dtype)
@@ -210,6 +210,8 @@ class Dense(OneTensor):
 
     def _power(self, p: float, damping: Scalar) -> Dense:
         values, Q = self.eigh()
+        if is_zero(damping) and self.structure == Structure.PSD:  # what may be rounding has no power of its own
+            values = psd_clip(values, self.rtol)
         result = powers(values + _column(damping), p, self)
         # Formed, because a product with the whole is half the work of two products with its eigenvectors.
         power = self._on_spaces((Q.matrix * result[..., None, :]) @ Q.matrix.mT, Structure.PSD, rtol=0.0)
