@@ -10,18 +10,17 @@ from __future__ import annotations
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from curvlinops_plus.blocks.stored_sums import StoredSums
 from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.linalg.gram_sum import GramSum, PackedForm, PackedGram
+from curvlinops_plus.linalg.gram_sum import GramSum, PackedGram
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 
 if TYPE_CHECKING:
@@ -222,7 +221,10 @@ class Accumulator(metaclass=AccumulatorType):
             return self._scaled[name]
         if name not in self.names:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
-        total, out = _read(self, name)
+        # What is added to later is not written to, and rows that wait go on waiting.
+        own = self._for_good or name in self._rows
+        total = self._total(name)
+        out = total if own else None
         if name not in self.counts:
             scale = torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
             value = torch.mul(total, scale, out=out)
@@ -237,6 +239,14 @@ class Accumulator(metaclass=AccumulatorType):
         if not isfinite(value.sum()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
         return value
+
+    def _total(self, name: str) -> Tensor:
+        if self._for_good:
+            return self.sums[name]
+        if name not in self._rows:
+            return self._sums[name]
+        total = self._rows[name].value()
+        return total.add_(self._sums[name]) if name in self._sums else total
 
     def decompositions(self) -> dict[str, Tensor]:
         """The matrices that `finish` decomposes, by name, so that processes can share this work; none by default."""
@@ -387,22 +397,8 @@ class Accumulator(metaclass=AccumulatorType):
 
     def state_dict(self) -> dict[str, Any]:
         """Sums and divisors, in tensors and plain Python."""
-        return {
-            "sums": {name: total.detach().clone() for name, total in self._sums.items()},
-            "rows": {name: rows.state_dict() for name, rows in self._rows.items()},
-            "counts": {name: _plain(count) for name, count in self.counts.items()},
-            "examples": self.totals.examples,
-            "terms": self.totals.terms,
-            "loss_count": float(self.totals.loss_count),
-            "loss": float(self.totals.loss),
-            "shares": list(self.totals.weights),
-            "steps": self.totals.steps,
-            "constants": {
-                name: _each(t, lambda t: t.detach().clone())
-                for name in self.constants
-                if (t := getattr(self, name)) is not None
-            },
-        }
+        constants = {name: getattr(self, name) for name in self.constants}
+        return StoredSums(self._sums, self._rows, self.counts, self.totals, constants).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over sums and divisors; nothing changes if some are missing.
@@ -410,20 +406,11 @@ class Accumulator(metaclass=AccumulatorType):
         Raises:
             ValueError: If keys are missing, or the layer is a convolution of other options.
         """
-        missing = {"sums", "counts", "examples", "terms", "loss_count", "loss", "shares", "constants"} - set(state)
-        if missing:
-            raise ValueError(f"The state of {self.layer.title} lacks {sorted(missing)}; is the file cut off?")
-        rows = _rows_of(state, self.layer)
-        self.sums = {name: total.to(self.layer.device).clone() for name, total in state["sums"].items()}
-        self._rows = rows
-        self.counts = {
-            name: count.to(self.layer.device) if isinstance(count, Tensor) else count
-            for name, count in state["counts"].items()
-        }
-        self.totals = _totals_of(state)
-        for name in self.constants:
-            t = state["constants"].get(name)
-            setattr(self, name, None if t is None else _each(t, lambda t: t.to(self.layer.device).clone()))
+        stored = StoredSums.of_state(state, self.layer, self.constants)
+        self._sums, self._rows = stored.sums, stored.rows
+        self.counts, self.totals = stored.counts, stored.totals
+        for name, t in stored.constants.items():
+            setattr(self, name, t)
 
 
 class Approximation:
@@ -477,46 +464,6 @@ def finish_work(layer: Layer, accumulators: Mapping[str, Accumulator]) -> float:
     if layer.device.type != "cpu" or not all(a.finishes_side_by_side for a in accumulators.values()):
         return 0.0
     return float(sum(10 * size**3 for group in layer.groups for size in group.layout.matrix_shape[-2:]))
-
-
-def _read(of: Accumulator, name: str) -> tuple[Tensor, Tensor | None]:
-    """A sum, and the same if it may be written to: reading changes nothing that is added to later."""
-    if of._for_good:
-        return of.sums[name], of.sums[name]
-    if name not in of._rows:
-        return of._sums[name], None
-    total = of._rows[name].value()
-    total = total.add_(of._sums[name]) if name in of._sums else total
-    return total, total
-
-
-def _each(t: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`function` of a tensor, or of each of several."""
-    return function(t) if isinstance(t, Tensor) else tuple(map(function, t))
-
-
-def _totals_of(state: Mapping[str, Any]) -> Totals:
-    found = (state[key] for key in ("examples", "terms", "loss_count", "loss"))
-    return Totals(*found, weights=tuple(state["shares"]), steps=state.get("steps", 0.0))
-
-
-def _rows_of(state: Mapping[str, Any], layer: Layer) -> dict[str, GramSum]:
-    waiting = state.get("rows", {})  # states of earlier versions have added them
-    form = partial(_packed_form, layer)
-    return {name: GramSum.from_state_dict(rows, layer.device, form) for name, rows in waiting.items()}
-
-
-def _packed_form(layer: Layer, told: str) -> PackedForm:
-    """What packed numbers of a layer's inputs mean, from what the state tells of it."""
-    forms = [use.rule.packed_form(use.module) for use in layer.uses if isinstance(use.rule, AffineRule)]
-    form = next((form for form in forms if form is not None and repr(form) == told), None)
-    if form is None:
-        raise ValueError(f"{layer.title}: the state is that of a convolution of other options, {told}.")
-    return form
-
-
-def _plain(count: Tensor | float) -> Tensor | float:
-    return count.detach().clone() if isinstance(count, Tensor) else float(count)
 
 
 def _words(cls: type, name: str, shapes: Mapping[str, torch.Size]) -> str:

@@ -179,7 +179,7 @@ class GramSum:
     def value(self) -> Tensor:  # -> [d, d], or [d + 1, d + 1] with ones
         """The sum, as in `plain_mode`. Rows go on waiting: what is added later rounds as if nobody had asked."""
         with plain_mode(self._held.device.type):
-            other = copy(self)
+            other = copy(self)  # whose total is made in its triangle and its list of pieces; the rest is only read
             other._triangle, other._pieces = _cloned(self._triangle), list(self._pieces)
             return other._total()
 

@@ -64,11 +64,8 @@ def psd_clip(  # [*b, d] -> [*b, d]
     """
     if values.numel() == 0:
         return values
-    d, eps, largest = (
-        values.shape[-1],
-        torch.finfo(values.dtype).eps,
-        values.detach().amax(-1, keepdim=True).clamp(min=0),
-    )
+    d, eps = values.shape[-1], torch.finfo(values.dtype).eps
+    largest = values.detach().amax(-1, keepdim=True).clamp(min=0)
     kept = values > (d * eps if rtol is None else rtol) * largest
     if rtol is None and scales is not None:
         kept |= (values > eps**0.5 * scales) & (values <= d * scales) & (values > (d * eps) ** 2 * largest)
