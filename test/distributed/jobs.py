@@ -836,7 +836,7 @@ def second_half(processes: Processes, approximation: str, folder: str, state: by
     return found
 
 
-def traffic(processes: Processes, approximation: str, apart: bool = False) -> tuple[int, int, int, int]:
+def traffic(processes: Processes, approximation: str, apart: bool = False, depth: int = 0) -> tuple[int, int, int, int]:
     """Bytes of sums, of decompositions, of sums for one, and of all else; and whether all have the same bits."""
     sent = {"sums": 0, "decompositions": 0, "to one": 0, "else": 0}
     reduce, broadcast, gather, to_one = dist.all_reduce, dist.broadcast, dist.all_gather, dist.reduce
@@ -850,9 +850,11 @@ def traffic(processes: Processes, approximation: str, apart: bool = False) -> tu
         return call
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 10))
+    layers, norms = (nn.Linear(20, 30), nn.Linear(30, 30), nn.Linear(30, 10)), [nn.LayerNorm(30) for _ in range(depth)]
+    model = nn.Sequential(layers[0], nn.ReLU(), *norms, layers[1], nn.ReLU(), layers[2])
+    params = [p for layer in layers for p in layer.parameters()]
     data = [(torch.randn(50, 20), torch.randint(10, (50,))) for _ in range(2)]
-    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), processes.share(data), processes=processes)
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), processes.share(data), params, processes=processes)
     dist.all_reduce, dist.broadcast = counted("sums", reduce), counted("decompositions", broadcast)
     dist.all_gather, dist.reduce = counted("else", gather), counted("to one", to_one)
     try:

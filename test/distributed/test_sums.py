@@ -51,6 +51,7 @@ def test_bytes(workers: Any) -> None:
                 assert (to_one if apart else sums, decompositions) == expected
                 assert (sums if apart else to_one) == 0
                 assert rest < 2**16
+    assert max(rest for *_, rest in workers.run(3, "traffic", "KFAC", False, 500)) < 2**16  # whatever the depth
 
 
 def test_refused(workers: Any) -> None:
