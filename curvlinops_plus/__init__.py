@@ -2,247 +2,34 @@
 
 The classic door: `KFACLinearOperator`, `EKFACLinearOperator`, `GGNLinearOperator`, …. The composing door:
 `curvature(EmpiricalRisk(model, loss, data), {layer: approximation})` and `GGN(risk)`.
+
+What is behind a name is imported when the name is first used, so that scripts wait only for what they use. The stub
+beside this file says what the names are; type checkers read it too.
 """
 
-from curvlinops_plus.applications import Laplace as Laplace
-from curvlinops_plus.applications import (
-    QuadraticPenalty,
-    attribution_scores,
-    merge,
-    per_example_gradients,
-    prune,
-    self_influence,
-)
-from curvlinops_plus.blocks import (
-    EKFAC,
-    KFAC,
-    TNT,
-    Accumulator,
-    BlockwiseLinearOperator,
-    Checkpoint,
-    CurvatureEstimator,
-    DiagonalBlock,
-    FullBlock,
-    Memory,
-    NearestKronecker,
-    Needs,
-    ScaledIdentity,
-    compute_eigenvalue_correction_linear_weight_sharing,
-    curvature,
-)
-from curvlinops_plus.blocks import (
-    load as load,
-)
-from curvlinops_plus.blocks import (
-    save as save,
-)
-from curvlinops_plus.classic import (
-    ActivationHessianLinearOperator,
-    EFLinearOperator,
-    EKFACLinearOperator,
-    FisherMCLinearOperator,
-    FisherType,
-    GGNDiagonalLinearOperator,
-    GGNFactorLinearOperator,
-    GGNLinearOperator,
-    HessianLinearOperator,
-    JacobianLinearOperator,
-    KFACInverseLinearOperator,
-    KFACLinearOperator,
-    KFACType,
-    KFOCLinearOperator,
-    TransposedJacobianLinearOperator,
-)
-from curvlinops_plus.distributed import Processes
-from curvlinops_plus.errors import (
-    CurvatureWarning,
-    NoClosedForm,
-    NumericsError,
-    ProcessError,
-    SingularMatrixError,
-    UnsupportedError,
-    VerificationError,
-)
-from curvlinops_plus.estimate import (
-    LanczosApproximateLogSpectrumCached,
-    LanczosApproximateSpectrumCached,
-    approximate_boundaries,
-    approximate_boundaries_abs,
-    condition_number,
-    hutchinson_diag,
-    hutchinson_squared_fro,
-    hutchinson_trace,
-    hutchpp_trace,
-    lanczos_approximate_log_spectrum,
-    lanczos_approximate_spectrum,
-    plot_spectrum,
-    random_vector,
-    spectral_norm,
-    top_eigenpairs,
-    xdiag,
-    xtrace,
-)
-from curvlinops_plus.estimate import logdet as logdet
-from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian, Jacobian
-from curvlinops_plus.layer import AffineRule, LayerRule, SparseRows, check_rule, register_rule
-from curvlinops_plus.likelihood import FromDistribution, Likelihood, register_likelihood
-from curvlinops_plus.linalg import (
-    CGInverseLinearOperator,
-    HeuristicDamping,
-    IdentityLinearOperator,
-    LSMRInverseLinearOperator,
-    MINRESInverseLinearOperator,
-    NeumannInverseLinearOperator,
-    ProjectedLinearOperator,
-    RelativeDamping,
-    SolveInfo,
-    SubmatrixLinearOperator,
-    from_scipy,
-    neumann,
-    submatrix,
-)
-from curvlinops_plus.linalg import (
-    LinearOperator as LinearOperator,
-)
-from curvlinops_plus.linalg import (
-    cg as cg,
-)
-from curvlinops_plus.linalg import (
-    lsmr as lsmr,
-)
-from curvlinops_plus.linalg import (
-    minres as minres,
-)
-from curvlinops_plus.optim import (
-    CenteredFisherLinearOperator,
-    KFACOptimizer,
-    KFACPreconditioner,
-    LevenbergMarquardt,
-    NormConstraint,
-    SolveReport,
-    StepReport,
-    StochasticReconfiguration,
-    WeightDecay,
-    fisher_inverse,
-    stochastic_reconfiguration,
-)
-from curvlinops_plus.risk import (
-    CurvaturePropagation,
-    Empirical,
-    EmpiricalRisk,
-    Exact,
-    ForwardOnly,
-    MonteCarlo,
-    as_vectors,
-)
-from curvlinops_plus.version import __version__
+import ast
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-# Names that SciPy or PyTorch have too can be imported by name, and do not come with `*`.
-__all__ = [
-    "EKFAC",
-    "GGN",
-    "KFAC",
-    "TNT",
-    "Accumulator",
-    "ActivationHessian",
-    "ActivationHessianLinearOperator",
-    "AffineRule",
-    "BlockwiseLinearOperator",
-    "CGInverseLinearOperator",
-    "CenteredFisherLinearOperator",
-    "Checkpoint",
-    "CurvatureEstimator",
-    "CurvaturePropagation",
-    "CurvatureWarning",
-    "DiagonalBlock",
-    "EFLinearOperator",
-    "EKFACLinearOperator",
-    "Empirical",
-    "EmpiricalRisk",
-    "Exact",
-    "FisherMCLinearOperator",
-    "FisherType",
-    "ForwardOnly",
-    "FromDistribution",
-    "FullBlock",
-    "GGNDiagonalLinearOperator",
-    "GGNFactor",
-    "GGNFactorLinearOperator",
-    "GGNLinearOperator",
-    "Hessian",
-    "HessianLinearOperator",
-    "HeuristicDamping",
-    "IdentityLinearOperator",
-    "Jacobian",
-    "JacobianLinearOperator",
-    "KFACInverseLinearOperator",
-    "KFACLinearOperator",
-    "KFACOptimizer",
-    "KFACPreconditioner",
-    "KFACType",
-    "KFOCLinearOperator",
-    "LSMRInverseLinearOperator",
-    "LanczosApproximateLogSpectrumCached",
-    "LanczosApproximateSpectrumCached",
-    "LayerRule",
-    "LevenbergMarquardt",
-    "Likelihood",
-    "MINRESInverseLinearOperator",
-    "Memory",
-    "MonteCarlo",
-    "NearestKronecker",
-    "Needs",
-    "NeumannInverseLinearOperator",
-    "NoClosedForm",
-    "NormConstraint",
-    "NumericsError",
-    "ProcessError",
-    "Processes",
-    "ProjectedLinearOperator",
-    "QuadraticPenalty",
-    "RelativeDamping",
-    "ScaledIdentity",
-    "SingularMatrixError",
-    "SolveInfo",
-    "SolveReport",
-    "SparseRows",
-    "StepReport",
-    "StochasticReconfiguration",
-    "SubmatrixLinearOperator",
-    "TransposedJacobianLinearOperator",
-    "UnsupportedError",
-    "VerificationError",
-    "WeightDecay",
-    "__version__",
-    "approximate_boundaries",
-    "approximate_boundaries_abs",
-    "as_vectors",
-    "attribution_scores",
-    "check_rule",
-    "compute_eigenvalue_correction_linear_weight_sharing",
-    "condition_number",
-    "curvature",
-    "fisher_inverse",
-    "from_scipy",
-    "hutchinson_diag",
-    "hutchinson_squared_fro",
-    "hutchinson_trace",
-    "hutchpp_trace",
-    "lanczos_approximate_log_spectrum",
-    "lanczos_approximate_spectrum",
-    "merge",
-    "neumann",
-    "per_example_gradients",
-    "plot_spectrum",
-    "prune",
-    "random_vector",
-    "register_likelihood",
-    "register_rule",
-    "self_influence",
-    "spectral_norm",
-    "stochastic_reconfiguration",
-    "submatrix",
-    "top_eigenpairs",
-    "xdiag",
-    "xtrace",
-]
+from curvlinops_plus.version import __version__ as __version__
+
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+_MODULE_OF = {name.name: node.module for node in _STUB if isinstance(node, ast.ImportFrom) for name in node.names}
+_SUBMODULES = {f"{module}".split(".")[1] for module in _MODULE_OF.values()}
+__all__ = next(ast.literal_eval(node.value) for node in _STUB if isinstance(node, ast.Assign))  # pyright: ignore
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(import_module(f"{_MODULE_OF[name]}"), name)
+    elif name in _SUBMODULES:
+        value = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF, *_SUBMODULES})

@@ -105,8 +105,8 @@ def exported(path: Path) -> list[str]:
 
 
 def imported_at_the_top() -> set[str]:
-    """The public names: what `curvlinops_plus/__init__.py` imports."""
-    body = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8")).body
+    """The public names: what `curvlinops_plus/__init__.pyi` imports."""
+    body = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8")).body
     return {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
 
 

@@ -160,15 +160,32 @@ def test_star_import_shadows_nothing() -> None:
     assert set(NAMES) & taken() == NOT_BY_STAR
 
 
-def test_import_leaves_parts_of_scipy_for_later() -> None:
-    """What takes long to import, and is seldom needed, is imported at its first use."""
+def imported_by(statement: str, depth: int = 1) -> set[str]:
+    """Modules that a new process imports by it, beside what it needs of the required packages."""
     code = (
         "import sys, einops, numpy, scipy, torch, torch.nn.utils.prune, tqdm; before = set(sys.modules); "
-        "import curvlinops_plus; "
-        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+        f"{statement}; print(*sorted(set(sys.modules) - before))"
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.split() == ["curvlinops_plus"]
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return {".".join(name.split(".")[:depth]) for name in shown} - set(sys.stdlib_module_names)
+
+
+def test_import_leaves_parts_of_scipy_for_later() -> None:
+    """What takes long to import, and is seldom needed, is imported at its first use."""
+    assert imported_by("from curvlinops_plus import *") == {"curvlinops_plus"}
+
+
+def test_names_are_imported_when_they_are_used() -> None:
+    assert imported_by("import curvlinops_plus", 2) == {"curvlinops_plus", "curvlinops_plus.version"}
+    found = imported_by("from curvlinops_plus import KFACLinearOperator", 2)
+    assert {f"curvlinops_plus.{room}" for room in ("optim", "applications", "estimate")} & found == set()
+    assert "curvlinops_plus.blocks" in imported_by("import curvlinops_plus; curvlinops_plus.blocks", 2)
+
+
+def test_dir_lists_all_names_and_others_are_refused() -> None:
+    assert set(NAMES) | {"risk", "errors"} <= set(dir(curvlinops_plus))
+    with pytest.raises(AttributeError, match="module 'curvlinops_plus' has no attribute 'KFAK'"):
+        curvlinops_plus.KFAK  # noqa: B018
 
 
 def test_nothing_is_defined_at_the_top() -> None:
