@@ -60,7 +60,10 @@ class SweepCache:
         if self._batches is None or batch.layer not in self.layers:
             return
         # The sweep removes the gradients from its own objects.
-        calls = [replace(call, args=self._own(call.args), kwargs=self._own(dict(call.kwargs))) for call in batch.calls]
+        calls = [
+            replace(call, args=tuple(map(self._own, call.args)), kwargs=self._own(dict(call.kwargs)))
+            for call in batch.calls
+        ]
         mask, weights = self._own(batch.mask), self._own(batch.example_weights)
         tensors = tree_leaves([(call.args, call.kwargs, call.grads) for call in calls] + [mask, weights])
         for t in tensors:
@@ -77,7 +80,11 @@ class SweepCache:
 
     def _own(self, tree: Any) -> Any:
         """Tensors outside of the data's memory, or copies."""
-        return tree_map_only(Tensor, self._copy, tree)
+        if isinstance(tree, Tensor):
+            return self._copy(tree)
+        return (
+            tree if tree is None or (isinstance(tree, dict) and not tree) else tree_map_only(Tensor, self._copy, tree)
+        )
 
     def _copy(self, t: Tensor) -> Tensor:
         if self._of_data is not None and t.untyped_storage().data_ptr() not in self._of_data:
