@@ -133,7 +133,7 @@ class Accumulation:
         desc = f"{self.title} sweep {self.sweeps}{self._of_groups()}"
         self._inputs = SharedInputs(self.pending, self.keepers.owner)
         self._share_totals()
-        add, count = self._add, partial(count_batch, self.pending)
+        add, count, begin = self._add, partial(count_batch, self.pending), None
         if self._cache is not None and self.risk.processes.every("kept", self._cache.can_replay(layers)):
             self._cache.replay(add, count, f"{desc} (kept)" if self.risk.options.progressbar else None)
             return
@@ -141,13 +141,14 @@ class Accumulation:
         if self._max_bytes and again:
             self._cache = SweepCache(self._max_bytes, again)
             add, count = partial(self._add_and_keep, self._cache), partial(self._count_and_keep, self._cache)
+            begin = self._cache.begin
         else:
             self._cache = None
         if self._weights is None and self.vectors.backward:
             self._weights = loss_weights(self.risk)
         # All layers, also those that are finished or come later: so vectors are sent in the same pieces, and numbers
         # do not depend on groups and on what is kept.
-        totals = sweep(self.risk, self.layers, self.vectors, add, count, desc, self._weights, repeatable)
+        totals = sweep(self.risk, self.layers, self.vectors, add, count, desc, self._weights, repeatable, begin)
         self._check(totals)
         self.totals.append(totals)
 

@@ -214,8 +214,9 @@ def _wrong_rule(sent: SentVectors, layer: Layer, key: str, ours: Tensor, theirs:
         why = "Was the module called with other tensors than its parameters (functional_call, swapped weights)?"
     else:
         why = _OTHER_THAN_RECORDED
+    who = "all examples" if sent.every else "one example"
     return OutsideReads(
-        f"{layer.title} ({type(layer.uses[0].owner).__name__}): the gradient of {key!r} for one example, "
+        f"{layer.title} ({type(layer.uses[0].owner).__name__}): the gradient of {key!r} for {who}, "
         f"{sent.where}, has norm {float(ours.norm()):.4g} by the layer's rule and {float(theirs.norm()):.4g} by "
         f"autograd, and they differ by {float((ours - theirs).norm()):.2g}. {why} Leave the parameters "
         f"{list(layer.params)} out of `params`, or "

@@ -17,7 +17,7 @@ from curvlinops_plus.risk.autograd_graph import REENTRANT
 from curvlinops_plus.risk.process_state import exclusive
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["ModelCalls", "tensors_of"]
+__all__ = ["ModelCalls", "copied", "tensors_of"]
 
 
 class ModelCalls:
@@ -57,7 +57,7 @@ class ModelCalls:
         return out
 
     def _call(self, model: Callable[..., Any], batch: Batch) -> Any:
-        given = _copied(batch.X) if self._writes is not False else batch.X
+        given = copied(batch.X) if self._writes is not False else batch.X
         tensors = tensors_of(given)
         before = [_mark(t) for t in tensors]
         try:
@@ -103,14 +103,14 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.layout != torch.strided or one.is_nested or torch.equal(one, other)
 
 
-def _copied(tree: Any) -> Any:
+def copied(tree: Any) -> Any:
     """Copies of the tensors in a tensor, mapping, list or tuple; other objects are passed through."""
     if isinstance(tree, Tensor):
         return _copy(tree)
     if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
         made = copy(tree)
         for key, value in tree.items():
-            made[key] = _copied(value)
+            made[key] = copied(value)
         return made
     return tree_map_only(Tensor, _copy, tree)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.random_state import RandomState, kept_random_state
 from curvlinops_plus.risk.call_kinds import are_rows_unclear, batch_kind, rows_per_example
@@ -243,6 +244,13 @@ class _Check:
         """
         if norms := [*batch_norms(self.risk.model)]:
             self._report(norms)
+        reached = self._compare_some(backward)
+        if backward and self._runs_again():
+            self._compare_every()
+        return reached
+
+    def _compare_some(self, backward: bool) -> set[int]:
+        """As `run`, where rules are compared for a single example."""
         if not (backward and self._is_light()):
             return self._look_apart(backward)
         self._look_apart(backward=False)
@@ -252,6 +260,19 @@ class _Check:
         except UnsupportedError:
             self._look_apart(backward=True)  # knows better of models that keep their parameters elsewhere
             raise
+
+    def _runs_again(self) -> bool:
+        """Whether a rule runs a module again for single examples, which may depend on their places in the batch."""
+        rules = [use.rule for index in self.called for use in self.recorder.layers[index].uses]
+        again = any(not (isinstance(rule, AffineRule) or rule.direct_grads) for rule in rules)
+        return again and self.batch.num_examples > 1
+
+    def _compare_every(self) -> None:
+        """Compare rules for all examples that are looked at, in one sum."""
+        if self._is_light():
+            self._look_again(every=True)
+        elif (few := self._few()) is None or self._look(*few, True, every=True) is None:
+            self._look(self.batch, list(range(self.batch.num_examples)), True, every=True)
 
     def _look_apart(self, backward: bool) -> set[int]:
         """Run a few examples by themselves, or all; arguments and result as for `run`."""

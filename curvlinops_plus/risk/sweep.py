@@ -42,6 +42,7 @@ def sweep(
     desc: str = "sweep",
     weights: LossWeights | None = None,
     repeatable: bool = True,
+    before_batch: Callable[[Batch], None] | None = None,
 ) -> Totals:
     """Read the data once and pass the batches of every layer to `consume`.
 
@@ -54,6 +55,7 @@ def sweep(
         desc: Text of the progress bar.
         weights: Relative weights of the losses; default: `loss_weights(risk)`.
         repeatable: Whether two evaluations of the model have to agree.
+        before_batch: Called with each batch before the model runs on it.
 
     Returns:
         The totals over all batches.
@@ -70,6 +72,8 @@ def sweep(
     with RecordedPasses(risk, layers, vectors, weights, repeatable=repeatable) as passes:
         try:
             for batch in risk.batches(desc):
+                if before_batch is not None:
+                    before_batch(batch)
                 batch_totals = passes.observe(batch, draws, consume)
                 totals.add(batch_totals)
                 if after_batch is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import NETS, problem
@@ -20,6 +21,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.blocks.sweep_cache import SweepCache
 from curvlinops_plus.risk import find_layers
+from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.sweep import sweep
 
 KINDS = {
@@ -97,27 +99,75 @@ def test_layers_that_are_not_asked_for_are_not_kept() -> None:
     assert not cache.has([other])
 
 
-def test_data_in_one_buffer_are_not_kept() -> None:
-    """A loader that writes every batch into the same memory: the inputs of a batch are gone with the next one."""
+@pytest.mark.parametrize("how", ["PyTorch", "NumPy", "data"])
+@pytest.mark.parametrize("inner", [nn.Identity, lambda: nn.Unflatten(1, (1, 3))])
+def test_data_in_one_buffer(inner: Any, how: str) -> None:
+    """A loader that writes every batch into the same memory, with or without telling version counters."""
     torch.manual_seed(0)
-    model, batches = nn.Linear(3, 2).double(), [torch.randn(4, 3, dtype=torch.float64) for _ in range(3)]
-    y = torch.zeros(4, 2, dtype=torch.float64)
+    model = nn.Sequential(inner(), nn.Linear(3, 2), nn.Flatten()).double()
+    data = [(torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64)) for _ in range(3)]
 
     class OneBuffer:
         passes = 0
 
         def __iter__(self) -> Any:
             self.passes += 1
-            buffer = torch.empty_like(batches[0])
-            for X in batches:
-                yield buffer.copy_(X), y
+            array = np.empty((4, 3))
+            buffer = torch.from_numpy(array)
+            write = {"PyTorch": buffer.copy_, "data": buffer.data.copy_, "NumPy": lambda X: np.copyto(array, X.numpy())}
+            for X, y in data:
+                write[how](X)
+                yield buffer, y
+            array[:] = 7
 
-    data = OneBuffer()
-    found = curvature(EmpiricalRisk(model, nn.MSELoss(), data), EKFAC).to_dense()
-    assert data.passes == 2
-    assert torch.equal(
-        found, curvature(EmpiricalRisk(model, nn.MSELoss(), [(X, y) for X in batches]), EKFAC).to_dense()
-    )
+    given = OneBuffer()
+    found = curvature(EmpiricalRisk(model, nn.MSELoss(), given), EKFAC).to_dense()
+    assert given.passes == 1
+    assert torch.equal(found, curvature(EmpiricalRisk(model, nn.MSELoss(), data), EKFAC).to_dense())
+    assert torch.equal(found, curvature(EmpiricalRisk(model, nn.MSELoss(), data), EKFAC, max_kept_bytes=0).to_dense())
+
+
+class Opaque:
+    """Data of a type that nobody can look into."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+def test_data_that_are_no_tensors() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2).double()
+
+        def forward(self, given: Opaque) -> torch.Tensor:
+            return self.layer(given.x)
+
+    torch.manual_seed(0)
+    model, batches = Reads(), [torch.randn(4, 3, dtype=torch.float64) for _ in range(3)]
+    y = torch.zeros(4, 2, dtype=torch.float64)
+
+    class OneBuffer:
+        def __iter__(self) -> Any:
+            array = np.empty((4, 3))
+            for X in batches:
+                array[:] = X.numpy()
+                yield Opaque(torch.from_numpy(array)), y
+
+    options: Any = {"batch_size_fn": lambda X: len(X.x)}
+    found = curvature(EmpiricalRisk(model, nn.MSELoss(), OneBuffer(), **options), EKFAC).to_dense()
+    data = [(Opaque(X), y) for X in batches]
+    assert torch.equal(found, curvature(EmpiricalRisk(model, nn.MSELoss(), data, **options), EKFAC).to_dense())
+
+
+def test_large_data_are_not_copied() -> None:
+    X, y = torch.zeros(4, 3), torch.zeros(4, 2)
+    for max_bytes, copied in ((X.nbytes - 1, False), (X.nbytes, True)):
+        cache = SweepCache(max_bytes, [])
+        cache.begin(Batch(X, y, 4))
+        one, other = cache._own((X, X.detach()))
+        assert (one.data_ptr() != X.data_ptr()) == copied
+        assert one.data_ptr() == other.data_ptr()  # layers that read the same count once
 
 
 def test_what_changes_between_calls_is_seen() -> None:

@@ -200,6 +200,18 @@ class Informed(Base):
         return self.inner(h)
 
 
+class Halves(nn.Module):
+    """Another function of the first half of a batch than of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.w = vector(), vector()
+
+    def forward(self, h: Tensor) -> Tensor:
+        k = len(h) // 2
+        return torch.cat([h[:k] * self.v, torch.sin(h[k:] * self.w)])
+
+
 # ------------------------------------------------------------------------------------------------------ examples, axes
 class TimeMajor(nn.Module):
     """Positions before examples, as one axis or as two."""
@@ -384,6 +396,7 @@ HOSTILE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "experts": (Experts, FLAT),
     "examples sorted": (with_middle(_sorted, inner=lambda: nn.Linear(3, 3)), FLAT),
     "two rows of each example": (with_middle(_doubled_rows, inner=lambda: nn.Linear(3, 3)), FLAT),
+    "halves of a batch": (with_middle(lambda m, h: m.inner(h), inner=Halves), FLAT),
     "examples rolled": (with_middle(lambda m, h: m.inner(h.roll(1, 0)), inner=lambda: nn.Linear(3, 3)), FLAT),
     "first example only": (with_middle(lambda m, h: h + m.inner(h[:1]), inner=lambda: nn.Linear(3, 3)), FLAT),
     "in_proj_weight shared": (lambda: Shared("in_proj_weight"), STEPS),

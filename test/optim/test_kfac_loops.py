@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,6 +133,28 @@ def test_the_exact_quadratic_model_of_unequal_micro_batches(reduction: str) -> N
     d /= d.norm()
     coefficient = -(g @ d) / (d @ C @ d + 0.01)
     torch.testing.assert_close(flat(model) - before, coefficient * d, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("numpy", [False, True])
+def test_micro_batches_in_one_buffer(numpy: bool) -> None:
+    """A loader fills the same memory anew for each batch, while the step waits for all of them."""
+    found = []
+    for one_buffer in (False, True):
+        model, loss = net(), nn.CrossEntropyLoss()
+        optimizer = KFACOptimizer(model, loss, "adaptive", "adaptive", 0.1)
+        buffer = [t.clone() for t in batch()]
+        for step in range(3):
+            optimizer.zero_grad()
+            for micro in range(2):
+                X, y = batch(seed=2 * step + micro)
+                if one_buffer:
+                    for t, new in zip(buffer, (X, y), strict=True):
+                        np.copyto(t.numpy(), new.numpy()) if numpy else t.copy_(new)
+                    X, y = buffer
+                (loss(model(X), y) / 2).backward()
+            optimizer.step()
+        found.append(flat(model))
+    assert torch.equal(*found)
 
 
 def test_mixup_is_one_batch() -> None:

@@ -301,6 +301,58 @@ def test_messages_say_how_many_examples_were_compared(N: int, words: str) -> Non
         _ = curvature(risk_of(Flipped(), [(X[:N], Y[:N])]), DiagonalBlock).trace
 
 
+class TwoHeads(Around):
+    """The first half of a batch goes through another layer than the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(6, 6).double()
+        self.one = nn.Linear(6, 6).double()
+
+    def middle(self, h: Tensor) -> Tensor:
+        k = len(h) // 2
+        return torch.cat([self.one(h[:k]), self.other(h[k:])])
+
+
+class TwoScales(Around):
+    """The same in a module of unknown code."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.v, self.w = (nn.Parameter(torch.ones(6).double()) for _ in range(2))
+
+        def forward(self, h: Tensor) -> Tensor:
+            k = len(h) // 2
+            return torch.cat([h[:k] * self.v, torch.sin(h[k:] * self.w)])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.Inner()
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.scale(h)
+
+
+@pytest.mark.parametrize("N", [2, 3, 4, 6, 8, 12, 32])
+@pytest.mark.parametrize("network", [TwoHeads, TwoScales])
+def test_places_in_a_batch(network: type[nn.Module], N: int) -> None:
+    """What is run again for single examples finds another place for them: the single one that is compared may not."""
+    generator = torch.Generator().manual_seed(N)
+    data = [(torch.randn(N, 4, generator=generator).double(), torch.arange(N) % 3)]
+    for approximation in (FullBlock, KFAC):
+        with pytest.raises(UnsupportedError):
+            curvature(risk_of(network(), data), approximation)
+    estimator = CurvatureEstimator(risk_of(network(), ()), FullBlock)
+    with pytest.raises(UnsupportedError):
+        estimator.update(data[0])
+
+
+def test_messages_say_that_all_examples_were_compared() -> None:
+    with pytest.raises(UnsupportedError, match=r"the gradient of 'scale.v' for all examples, in a check of"):
+        curvature(risk_of(TwoScales(), [(X[:6], Y[:6])]), FullBlock)
+
+
 def test_code_that_depends_on_the_number_of_examples() -> None:
     class Branch(Around):
         def middle(self, h: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from curvlinops_plus.distributed import Alone
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.risk import EmpiricalRisk, Vectors
 from curvlinops_plus.risk.constant_statistics import batch_norms
+from curvlinops_plus.risk.model_calls import copied
 from curvlinops_plus.risk.reading import Batch
 
 __all__ = [
@@ -178,6 +179,8 @@ class StepBatches:
                 "(LevenbergMarquardt, reject=, adaptive coefficients). Call optimizer.step(); to train the model "
                 "without this optimizer, call optimizer.close() before."
             )
+        else:  # a loader may fill the same memory anew for the next batch of the step
+            batch = replace(batch, X=copied(batch.X), y=copied(batch.y))
         self._calls.append(_Call(batch, start, factors, object() if of is None else of))
 
     @property
