@@ -43,7 +43,8 @@ class RunningSums:
     def __init__(self, stages: Mapping[Layer, list[Stage]]) -> None:
         self.stages = dict(stages)
         for own in self.stages.values():
-            share_totals(_all_of(own), _totals(own))
+            first, *others = _all_of(own)
+            share_totals(others, first.totals)
 
     @classmethod
     def of_plan(cls, plan: Sequence[LayerPlan], scale: LossScale) -> RunningSums:
@@ -65,7 +66,7 @@ class RunningSums:
             {layer: [_map(stage, Accumulator.of_batch) for stage in stages] for layer, stages in self.stages.items()}
         )
         totals = fresh._add(show)
-        known, whole = self.called, fresh.over(processes)
+        known, whole = set(self.called), fresh.over(processes)
         new = {layer: whole.stages[layer][-1:] for layer in whole.called if layer not in known}
         while new := RunningSums(new)._following(processes):
             RunningSums(new)._add(show)
@@ -124,12 +125,12 @@ class RunningSums:
             totals: Of the batch.
             step: That it belongs to.
         """
-        self.enter(totals.called, step)
-        step.totals.add(totals)
-        layers = list(self.stages)
-        for own in _distinct(self.stages[layers[index]] for index in step.called):
-            own.add(totals)
         with self._plain_mode():
+            self.enter(totals.called, step)
+            step.totals.add(totals)
+            layers = list(self.stages.values())
+            for own in _distinct(layers[index] for index in step.called):
+                own.add(totals)
             for layer, stages in batch.stages.items():
                 mine = self.stages[layer]
                 for own, stage in zip(mine, stages):
@@ -145,20 +146,20 @@ class RunningSums:
             called: Their indices.
             step: The step.
         """
-        layers, changed = list(self.stages), dict[int, tuple[Totals, Totals]]()
+        layers, changed = list(self.stages.values()), dict[int, tuple[Totals, Totals]]()
         with self._plain_mode():
             for index in step.call(called):
-                stages = self.stages[layers[index]]
-                before = _totals(stages)
+                accumulators = _all_of(layers[index])
+                before = accumulators[0].totals
                 if id(before) not in changed:
                     after = replace(before, called=set(before.called), reached=set(before.reached))
                     after.decay(step.decay)
                     after.steps += 1
                     after.add(step.totals)
                     changed[id(before)] = before, after
-                share_totals(_all_of(stages), changed[id(before)][1])
-                if step.decay != 1:
-                    for accumulator in _all_of(stages):
+                for accumulator in accumulators:
+                    accumulator.totals = changed[id(before)][1]
+                    if step.decay != 1:
                         accumulator.decay_sums(step.decay)
 
     def require_fitting(self, totals: Totals) -> None:
@@ -247,7 +248,7 @@ class RunningSums:
             return  # no layer was called
         norms = torch._foreach_norm(witnesses)  # pyright: ignore[reportPrivateImportUsage]
         # If the sum of squares is finite, so are all entries; else look at them, since it may have overflown by itself.
-        if isfinite(torch.stack(norms).square().sum()):
+        if isfinite(torch.stack(norms).square_().sum()):
             return
         for accumulator in self._accumulators():
             for name, total in accumulator.sums.items():
@@ -357,8 +358,8 @@ def _map(stage: Stage, function: Callable[[Accumulator], Accumulator]) -> Stage:
     return {name: function(accumulator) for name, accumulator in stage.items()}
 
 
-def _all_of(stages: Iterable[Stage]) -> Iterator[Accumulator]:
-    return (accumulator for stage in stages for accumulator in stage.values())
+def _all_of(stages: Iterable[Stage]) -> list[Accumulator]:
+    return [accumulator for stage in stages for accumulator in stage.values()]
 
 
 def _totals(stages: Sequence[Stage]) -> Totals:
