@@ -227,9 +227,7 @@ class HeardPass:
         risk = self._owner.risk
         checked = risk.checked
         checked.taken += 1
-        return risk.options.check and (
-            _is_looked_at(checked.taken) or self._passes.is_unchecked(batch, read[0])
-        )
+        return risk.options.check and (_is_looked_at(checked.taken) or self._passes.is_unchecked(batch, read[0]))
 
     def _compare(self, user: UserBackward, batch: Batch, outputs: Sequence[Tensor], draws: Draws) -> None:
         """Compare what the user has sent back with a pass of our own, which checks the layers."""
