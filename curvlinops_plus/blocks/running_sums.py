@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -145,9 +145,9 @@ class RunningSums:
             called: Their indices.
             step: The step.
         """
-        changed = dict[int, tuple[Totals, Totals]]()
-        with self._plain_mode():
-            for index in step.call(called):
+        late, changed = step.call(called), dict[int, tuple[Totals, Totals]]()
+        with self._plain_mode() if late else nullcontext():
+            for index in late:
                 accumulators = self._of_layers[index]
                 before = accumulators[0].totals
                 if id(before) not in changed:
