@@ -77,7 +77,7 @@ def test_totals_leave_what_is_added_as_it_is() -> None:
 
 
 def test_totals_that_are_kept_are_numbers_of_python_in_double_precision() -> None:
-    """So that a stream's moving averages take no operations on tensors; the same numbers as with tensors, bit by bit."""
+    """A stream's moving averages take no operations on tensors then; the same numbers as with tensors, bit by bit."""
     loss = torch.tensor(0.1, requires_grad=True)
     kept = Totals(2, 2, torch.tensor(2), loss, counts=(torch.tensor(2),), losses=(loss,)).detached()
     assert [type(x) for x in (kept.loss, kept.loss_count, *kept.losses, *kept.counts)] == [float, int, float, int]
