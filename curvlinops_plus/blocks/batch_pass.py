@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
@@ -41,6 +42,13 @@ class PassStart:
         held = () if model is None else model.modules()
         buffers = [(m, name, b.detach().clone()) for m in held for name, b in m._buffers.items() if b is not None]
         return cls(RandomState.now(), buffers)
+
+    @classmethod
+    def in_short(cls, device: torch.device) -> PassStart:
+        """The state of now of PyTorch's generators alone, where another pass is hardly ever needed: fetching all takes
+        as long as a small layer does. A model that depends on more has another output then, and is refused for it.
+        """
+        return cls(RandomState.now(device))
 
     def restore(self) -> None:
         """Begin with the same; inside `preserve_state`, which brings the model's own buffers back."""

@@ -58,18 +58,16 @@ def listen(batch_pass: BatchPass, add: Callable[[Show], None], update: Update) -
         if len(calls) == 1:
             heard.end(out)
 
-    with ExitStack() as contexts:
-        contexts.enter_context(heard)
-        contexts.enter_context(eager())  # before a compiled model is called
+    with heard, eager():  # before a compiled model is called
         handles = [
             model.register_forward_pre_hook(own_calls(begin), with_kwargs=True),
             model.register_forward_hook(own_calls(end)),
         ]
-        for handle in handles:
-            contexts.callback(handle.remove)
-        yield
-        for handle in handles:
-            handle.remove()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
         if len(calls) != 1:
             raise ValueError(
                 f"The model was called {len(calls)} times inside `listen`, expected once, on the batch that `listen` "
@@ -92,19 +90,18 @@ class HeardPass:
 
     Attributes:
         output: What the model returned.
+        contexts: What it is in; closing them leaves no hooks.
     """
 
     def __init__(self, owner: BatchPass, update: Update) -> None:
         self._owner, self._update, self.output = owner, update, None
         # What arrives of the user's backward pass has the weights of examples, and not their roots.
         self._of_loss = owner.vectors.of_loss and owner.vectors.together and owner.risk.options.weight is None
-        self._contexts = ExitStack()
-        weakref.finalize(self, self._contexts.close).atexit = False  # whoever forgets it leaves no hooks
-        self._passes = self._contexts.enter_context(
+        self.contexts = ExitStack()
+        self._passes = self.contexts.enter_context(
             RecordedPasses(owner.risk, owner.layers, owner.vectors, owner.weights, own_pass=False, repeatable=False)
         )
-        self._recording = self._contexts.enter_context(ExitStack())
-        self._idle = self._contexts.enter_context(ExitStack())  # until vectors are sent, nothing is recorded any more
+        self._phase = self.contexts.enter_context(ExitStack())  # the call, then the time until vectors are sent
         self._versions: list[int] = []  # those of the parameters in the call
         self._autocast = False  # whether it was under autocast
         self._start: PassStart | None = None  # what it began with
@@ -115,11 +112,11 @@ class HeardPass:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._contexts.__exit__(*error)
+        self.contexts.__exit__(*error)
 
     def close(self) -> None:
         """Remove all hooks."""
-        self._contexts.close()
+        self.contexts.close()
 
     def begin(self, called: Any) -> None:
         """The call begins.
@@ -137,24 +134,23 @@ class HeardPass:
         self._require_input(called)
         self._versions, self._autocast = self._versions_now(), torch.is_autocast_enabled(risk.device.type)
         norms = batch_norms(risk.model)
-        # Buffers, which may be large masks, are copied only where another pass is likely. Else a model that changes its
-        # buffers is refused there, for other outputs.
-        self._start = PassStart.now(risk.model if norms or self._of_loss else None)
+        likely = norms or not risk.checked.recorded or (self._of_loss and _is_looked_at(risk.checked.taken + 1))
+        self._start = PassStart.now(risk.model) if likely else PassStart.in_short(risk.device)
         if norms:  # only the pass of our own counts
             self._again = "batch norm in training mode"
-            self._recording.enter_context(self._passes.recorder.disabled())
+            self._phase.enter_context(self._passes.recorder.disabled())
         else:
-            self._recording.enter_context(self._passes.recording(self._owner.batch))
+            self._phase.enter_context(self._passes.recording(self._owner.batch))
 
     def end(self, output: Any) -> None:
         """The call has returned."""
         self.output, risk, recorder = output, self._owner.risk, self._passes.recorder
         try:
-            self._recording.close()
+            self._phase.close()
             doubt = recorder.doubt
         except Exception as error:
             doubt = error
-        self._idle.enter_context(recorder.disabled())
+        self._phase.enter_context(recorder.disabled())  # until vectors are sent, nothing is recorded any more
         if doubt is not None:  # a pass of our own finds the same, or takes it
             self._again = f"a pass that can't be recorded as it is ({doubt})"
         if self._of_loss and not self._again:
@@ -163,7 +159,7 @@ class HeardPass:
                 returned = {id(t) for t in tensors_of(output)}
                 if all(id(f) in returned for f in fs):
                     self._backward = UserBackward(recorder, fs)
-                    self._contexts.callback(self._backward.close)
+                    self.contexts.callback(self._backward.close)
 
     def add(self, batch: Batch, add: Callable[[Show], None]) -> None:
         """Call `add`, which is shown the batch.
@@ -176,17 +172,20 @@ class HeardPass:
             ValueError: If the graph is gone.
             UnsupportedError: If a pass of its own is needed, and does something else.
         """
-        self._idle.close()
-        read = self._read_output(batch)
+        self._phase.close()
+        read, checked = self._read_output(batch), self._owner.risk.checked
         user = self._backward if self._backward is not None and self._backward.happened else None
         if user is not None and user.below_range:  # digits are lost, in a pass of our own they are not
             self._again = _INSIDE
         error: OutsideReads | None = None
         if not self._again:
             try:
-                return self._send_through(batch, read, user, add)
+                self._send_through(batch, read, user, add)
+                checked.recorded = True
+                return
             except OutsideReads as found:
                 error, self._again = found, "functions that read parameters"
+        checked.recorded = False
         self.close()  # else our hooks see the passes that look for these
         self._require_unwritten(self._again)
         self._update(batch, self._start, add, self._check(read[0]), error)
@@ -228,9 +227,7 @@ class HeardPass:
         risk = self._owner.risk
         checked = risk.checked
         checked.taken += 1
-        return risk.options.check and (
-            checked.taken & (checked.taken - 1) == 0 or self._passes.is_unchecked(batch, read[0])
-        )
+        return risk.options.check and (_is_looked_at(checked.taken) or self._passes.is_unchecked(batch, read[0]))
 
     def _compare(self, user: UserBackward, batch: Batch, outputs: Sequence[Tensor], draws: Draws) -> None:
         """Compare what the user has sent back with a pass of our own, which checks the layers."""
@@ -307,6 +304,7 @@ class HeardBatch:
     ) -> None:
         self.batch, self.output, self._heard, self._add = batch, None, heard, add
         if heard is not None:
+            weakref.finalize(self, heard.contexts.close).atexit = False  # whoever forgets it leaves no hooks
             heard.begin(batch.X)
 
     def end(self, output: Any) -> None:
@@ -336,6 +334,11 @@ class HeardBatch:
             with suppress(Exception):  # of what was recorded of a call that failed
                 self._heard.close()
             self._heard = None
+
+
+def _is_looked_at(number: int) -> bool:
+    """Whether what the user has sent back in the batch of this number is compared: in the 1st, 2nd, 4th, ..."""
+    return number & (number - 1) == 0
 
 
 def _equal(mine: Tensor, theirs: Tensor) -> bool:

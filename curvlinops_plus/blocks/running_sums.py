@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -42,8 +42,10 @@ class RunningSums:
 
     def __init__(self, stages: Mapping[Layer, list[Stage]]) -> None:
         self.stages = dict(stages)
-        for own in self.stages.values():
-            share_totals(_all_of(own), _totals(own))
+        #: The accumulators of each layer, by its index.
+        self._of_layers = [_all_of(own) for own in self.stages.values()]
+        for first, *others in self._of_layers:
+            share_totals(others, first.totals)
 
     @classmethod
     def of_plan(cls, plan: Sequence[LayerPlan], scale: LossScale) -> RunningSums:
@@ -65,7 +67,7 @@ class RunningSums:
             {layer: [_map(stage, Accumulator.of_batch) for stage in stages] for layer, stages in self.stages.items()}
         )
         totals = fresh._add(show)
-        known, whole = self.called, fresh.over(processes)
+        known, whole = set(self.called), fresh.over(processes)
         new = {layer: whole.stages[layer][-1:] for layer in whole.called if layer not in known}
         while new := RunningSums(new)._following(processes):
             RunningSums(new)._add(show)
@@ -93,8 +95,10 @@ class RunningSums:
 
     def _append(self, layer: Layer, stage: Stage) -> None:
         """One more stage of a layer; all its batches until now count for it, too."""
-        share_totals(stage.values(), _totals(self.stages[layer]))
+        known = self._of_layers[list(self.stages).index(layer)]
+        share_totals(stage.values(), known[0].totals)
         self.stages[layer].append(stage)
+        known += stage.values()
 
     def _sharing(self, totals: Totals) -> RunningSums:
         """The same, of which all layers have these totals."""
@@ -102,14 +106,11 @@ class RunningSums:
         return self
 
     def _accumulators(self) -> Iterator[Accumulator]:
-        return chain.from_iterable(map(_all_of, self.stages.values()))
+        return chain.from_iterable(self._of_layers)
 
     def _add(self, show: Callable[[Callable[[LayerBatch], None]], Totals]) -> Totals:
         """Add the first batch."""
-        pending = {
-            layer: {(k, name): a for k, stage in enumerate(stages) for name, a in stage.items()}
-            for layer, stages in self.stages.items()
-        }
+        pending = {layer: dict(enumerate(own)) for layer, own in zip(self.stages, self._of_layers, strict=True)}
         totals = show(partial(add_batch, pending))
         self._sharing(totals)
         for accumulator in self._accumulators():
@@ -124,12 +125,11 @@ class RunningSums:
             totals: Of the batch.
             step: That it belongs to.
         """
-        self.enter(totals.called, step)
-        step.totals.add(totals)
-        layers = list(self.stages)
-        for own in _distinct(self.stages[layers[index]] for index in step.called):
-            own.add(totals)
         with self._plain_mode():
+            self.enter(totals.called, step)
+            step.totals.add(totals)
+            for own in self._distinct_totals(step.called):
+                own.add(totals)
             for layer, stages in batch.stages.items():
                 mine = self.stages[layer]
                 for own, stage in zip(mine, stages):
@@ -145,20 +145,20 @@ class RunningSums:
             called: Their indices.
             step: The step.
         """
-        layers, changed = list(self.stages), dict[int, tuple[Totals, Totals]]()
-        with self._plain_mode():
-            for index in step.call(called):
-                stages = self.stages[layers[index]]
-                before = _totals(stages)
+        late, changed = step.call(called), dict[int, tuple[Totals, Totals]]()
+        with self._plain_mode() if late else nullcontext():
+            for index in late:
+                accumulators = self._of_layers[index]
+                before = accumulators[0].totals
                 if id(before) not in changed:
                     after = replace(before, called=set(before.called), reached=set(before.reached))
                     after.decay(step.decay)
                     after.steps += 1
                     after.add(step.totals)
                     changed[id(before)] = before, after
-                share_totals(_all_of(stages), changed[id(before)][1])
-                if step.decay != 1:
-                    for accumulator in _all_of(stages):
+                for accumulator in accumulators:
+                    accumulator.totals = changed[id(before)][1]
+                    if step.decay != 1:
                         accumulator.decay_sums(step.decay)
 
     def require_fitting(self, totals: Totals) -> None:
@@ -167,7 +167,7 @@ class RunningSums:
         Raises:
             ValueError: If several losses had other weights there.
         """
-        for own in _distinct(self.stages.values()):
+        for own in self._distinct_totals(range(len(self._of_layers))):
             if problem := own.mismatch(totals):
                 raise ValueError(problem)
 
@@ -208,10 +208,14 @@ class RunningSums:
     def _sharing_equal(self) -> RunningSums:
         """The same, of which layers with equal totals share them."""
         known: dict[str, Totals] = {}
-        for stages in self.stages.values():
-            totals = _totals(stages)
-            share_totals(_all_of(stages), known.setdefault(repr(totals.plain()), totals))
+        for own in self._of_layers:
+            totals = own[0].totals
+            share_totals(own, known.setdefault(repr(totals.plain()), totals))
         return self
+
+    def _distinct_totals(self, indices: Iterable[int]) -> Iterable[Totals]:
+        """The totals of some layers, each once."""
+        return {id(totals := self._of_layers[index][0].totals): totals for index in indices}.values()
 
     def _plain_mode(self) -> AbstractContextManager[None]:
         return plain_mode(next(iter(self.stages)).device.type)
@@ -220,7 +224,7 @@ class RunningSums:
     @property
     def called(self) -> list[Layer]:
         """The layers that a batch has called, in the order of the plan."""
-        return [layer for index, (layer, own) in enumerate(self.stages.items()) if index in _totals(own).called]
+        return [layer for k, layer in enumerate(self.stages) if k in self._of_layers[k][0].totals.called]
 
     @property
     def need_bases(self) -> bool:
@@ -305,8 +309,8 @@ class RunningSums:
 
     def whole_step(self) -> Step:
         """All batches as one step, of states that don't tell their last one."""
-        called = [index for index, own in enumerate(self.stages.values()) if index in _totals(own).called]
-        totals = Totals.union(_distinct(list(self.stages.values())[index] for index in called[:1]))
+        called = [k for k, own in enumerate(self._of_layers) if k in own[0].totals.called]
+        totals = Totals.union(self._distinct_totals(called[:1]))
         return Step(1.0, totals, set(called), set(called))
 
     # --------------------------------------------------------------------------------------------------------- saving
@@ -338,18 +342,18 @@ class RunningSums:
             ValueError: If some are missing.
         """
         loaded = cls.of_plan(plan, scale)
-        for index, stages in enumerate(loaded.stages.values()):
+        for index, (layer, stages) in enumerate(loaded.stages.items()):
             for number in range(len(state[f"{index}"])):
                 if number:
-                    stages.append(_following(stages[-1]))
+                    loaded._append(layer, _following(stages[-1]))
                 for name, accumulator in stages[number].items():
                     accumulator.load_state_dict(state[f"{index}"][f"{number}"][name])
         # States of earlier versions don't tell; their layers have sums.
         called = state.get("called", [k for k, stages in enumerate(loaded.stages.values()) if _used(stages)])
-        for index, stages in enumerate(loaded.stages.values()):
-            totals = replace(_totals(stages), called=set(called)) if index in called else Totals()
+        for index, own in enumerate(loaded._of_layers):
+            totals = replace(own[0].totals, called=set(called)) if index in called else Totals()
             totals.steps = totals.steps or (steps if index in called else 0.0)
-            share_totals(_all_of(stages), totals)
+            share_totals(own, totals)
         return loaded._sharing_equal()
 
 
@@ -357,18 +361,8 @@ def _map(stage: Stage, function: Callable[[Accumulator], Accumulator]) -> Stage:
     return {name: function(accumulator) for name, accumulator in stage.items()}
 
 
-def _all_of(stages: Iterable[Stage]) -> Iterator[Accumulator]:
-    return (accumulator for stage in stages for accumulator in stage.values())
-
-
-def _totals(stages: Sequence[Stage]) -> Totals:
-    """What the accumulators of a layer share."""
-    return next(iter(stages[0].values())).totals
-
-
-def _distinct(layers: Iterable[Sequence[Stage]]) -> Iterable[Totals]:
-    """The totals of some layers, each once."""
-    return {id(totals): totals for totals in map(_totals, layers)}.values()
+def _all_of(stages: Iterable[Stage]) -> list[Accumulator]:
+    return [accumulator for stage in stages for accumulator in stage.values()]
 
 
 def _copied(accumulator: Accumulator) -> Accumulator:
@@ -386,7 +380,7 @@ def _used(stages: list[Stage]) -> bool:
 def _padded(stages: list[Stage], like: list[Stage]) -> list[Stage]:
     """At least as many stages as `like`: those of a layer that was not called yet have no sums."""
     missing = [_map(stage, Accumulator.empty) for stage in like[len(stages) :]]
-    share_totals(_all_of(missing), _totals(stages))
+    share_totals(_all_of(missing), _all_of(stages)[0].totals)
     return [*stages, *missing]
 
 

@@ -74,6 +74,7 @@ class Checked:
         tried: Modules that were looked at, also where all gradients were zero.
         batches: How many batches were seen since then.
         taken: How many backward passes of the user were seen, of which some are looked at.
+        recorded: Whether the last forward pass of the user could be recorded, so that no other was needed.
         kinds: What batches that were looked at look like.
         shapes: Shapes of batches whose outputs were compared.
         said: Messages that were given.
@@ -88,6 +89,7 @@ class Checked:
     tried: set[Any] = field(default_factory=set)
     batches: int = 0
     taken: int = 0
+    recorded: bool = False
     kinds: set[Any] = field(default_factory=set)
     shapes: set[Any] = field(default_factory=set)
     said: set[str] = field(default_factory=set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -220,3 +221,77 @@ def test_a_pass_of_its_own_begins_as_the_users(door: Any) -> None:
         assert torch.equal(after, torch.get_rng_state())
         assert float(model.count) == seed + 1
     torch.testing.assert_close(listening.operator.to_dense(), running.operator.to_dense())
+
+
+class Drawing(nn.Module):
+    """A factor from Python's random numbers; positions for each example, or once for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(T, 2), nn.Linear(2, 3)
+        self.once = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(T)[None] if self.once else torch.arange(T).expand(len(x), T)
+        return self.head(torch.tanh(random.random() * x + self.table(places)).mean(1))
+
+
+def test_what_a_pass_begins_with_is_fetched_where_another_one_is_likely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All random states: in the first batch, and after one that needed another pass. Between them such a batch, of a
+    model that draws from Python's random numbers, has another output there, and is refused for it.
+    """
+    torch.manual_seed(0)
+    model = Drawing().double()
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
+    listening, running = (CurvatureEstimator(risk, vectors=Exact()) for _ in (0, 1))
+    fetched, getstate = [], random.getstate
+    monkeypatch.setattr(random, "getstate", lambda: fetched.append(None) or getstate())
+
+    def hear(seed: int, once: bool) -> int:
+        """How often Python's state was fetched before the block's pass."""
+        model.once = once
+        with listening.listen(batch(seed)):
+            fetched.clear()
+            model(batch(seed)[0])
+            number = len(fetched)
+        return number
+
+    assert [hear(seed, once) for seed, once in enumerate((True, True, False, False))] == [1, 1, 1, 0]
+    before = {name: t.clone() for name, t in tensors_of(listening.state_dict())}
+    with pytest.raises(UnsupportedError, match="draw random numbers that are not PyTorch's"):
+        hear(4, True)
+    assert listening.updates == 4
+    assert all(torch.equal(t, before[name]) for name, t in tensors_of(listening.state_dict()))
+    for seed in range(4, 7):
+        random.seed(seed)
+        hear(seed, True)
+    listening.reset()
+    for seed in range(3):
+        random.seed(seed)
+        assert hear(seed, True) == 1
+        random.seed(seed)
+        running.update(batch(seed))
+    torch.testing.assert_close(listening.operator.to_dense(), running.operator.to_dense())
+
+
+def tensors_of(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
+    if isinstance(state, Tensor):
+        return [(name, state)]
+    return [each for k, v in state.items() for each in tensors_of(v, f"{name}/{k}")] if isinstance(state, dict) else []
+
+
+def test_states_are_fetched_for_backward_passes_inside_that_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the 1st, 2nd, 4th, ... batch, which are compared with a pass of our own."""
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)), nn.CrossEntropyLoss()
+    listening = CurvatureEstimator(EmpiricalRisk(model, loss, ()), vectors=Empirical())
+    fetched, getstate, found = [], random.getstate, []
+    monkeypatch.setattr(random, "getstate", lambda: fetched.append(None) or getstate())
+    for _ in range(9):
+        X = torch.rand(5, 2)
+        with listening.listen((X, Y)):
+            fetched.clear()
+            f = model(X)
+            found.append(len(fetched))
+            loss(f, Y).backward()
+    assert found == [1, 1, 0, 1, 0, 0, 0, 1, 0]

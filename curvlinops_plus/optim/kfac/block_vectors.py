@@ -145,12 +145,12 @@ class BlockVectors:
         for p, k in zip(self.params, self.at, strict=True):
             if (number := numbers[k]) is not None:
                 state[p][name] = number
-            elif p in state:
-                state[p].pop(name, None)
+            elif (kept := state.get(p)) is not None:
+                kept.pop(name, None)
 
     def recall_numbers(self, state: State, name: str) -> list[float | None]:
         """The number that is kept of each parameter, None where there is no entry."""
-        return [state[p].get(name) if p in state else None for p in self.params]
+        return [None if (kept := state.get(p)) is None else kept.get(name) for p in self.params]
 
     def remember(self, state: State, name: str, vectors: Sequence[Tensor | None]) -> None:
         """Keep vectors as an entry of each parameter's state; None removes it.
@@ -179,7 +179,7 @@ class BlockVectors:
 
     def recall(self, state: State, name: str) -> tuple[list[Tensor], list[bool]]:
         """The vectors that are kept, zero where there is no entry; and which parameters have one."""
-        found = [state[p].get(name) if p in state else None for p in self.params]
+        found = [None if (kept := state.get(p)) is None else kept.get(name) for p in self.params]
         there = [t is not None for t in found]
         known, entries, versions = self._known.get(name, ([], [], []))
         if entries and all(t is e and e._version == at for t, e, at in zip(found, entries, versions, strict=True)):
