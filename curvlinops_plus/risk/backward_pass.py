@@ -174,7 +174,9 @@ class BackwardPasses:
 
     def _narrow(self, outputs: Sequence[Tensor]) -> bool:
         """Whether vectors go through float16."""
-        return is_narrow(outputs) or is_narrow(slot.out for recorded in self.recorder.calls for slot in recorded.slots)
+        return is_narrow(outputs) or any(
+            slot.dtype == torch.float16 for recorded in self.recorder.calls for slot in recorded.slots
+        )
 
     def take(self, group: VectorGroup, user: UserBackward) -> None:
         """Take the gradients of a single vector from the user's backward pass."""

@@ -46,7 +46,10 @@ class ModuleUse:
 
     def holds(self, module: nn.Module, params: Mapping[str, Tensor]) -> bool:
         """Whether the module holds all of the parameters at the moment."""
-        return all(_slot(module, local) is params[key] for local, key in self.keys.items())
+        for local, key in self.keys.items():
+            if _slot(module, local) is not params[key]:
+                return False
+        return True
 
     @property
     def without_rule(self) -> bool:

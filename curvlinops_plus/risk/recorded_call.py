@@ -27,7 +27,9 @@ class OutputSlot:
     """One tensor that a call returned, and where its gradient arrives.
 
     Attributes:
-        out: The tensor's shape, dtype and device, on an empty tensor that takes no memory.
+        shape: Of the tensor, which is not kept.
+        dtype: Likewise.
+        device: Likewise.
         axis: The axis that carries the examples.
         fold: Number of examples if that axis carries positions and, inside them, examples.
         expanded: Whether it was one row for all examples before.
@@ -36,7 +38,9 @@ class OutputSlot:
         handle: Of the hook that receives it.
     """
 
-    out: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
     axis: int
     fold: int | None = None
     expanded: bool = False
@@ -49,7 +53,18 @@ class OutputSlot:
         cls, t: Tensor, axis: int, fold: int | None = None, expanded: bool = False, order: RowOrder | None = None
     ) -> OutputSlot:
         """The slot of a tensor that a call returned."""
-        return cls(t.new_empty(()).expand(t.shape), axis, fold, expanded, order)
+        return cls(t.shape, t.dtype, t.device, axis, fold, expanded, order)
+
+    @property
+    def out(self) -> Tensor:
+        """An empty tensor of this shape, which takes no memory."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are on the axis of the examples, when it is the first one."""
+        plain = self.fold is None and self.order is None
+        return self.shape[self.axis] if plain else self.arrange(self.out).shape[0]
 
     @property
     def kept(self) -> Tensor | None:
@@ -71,7 +86,7 @@ class OutputSlot:
     def gradient(self, g: Tensor | None, V: int, batched: bool) -> Tensor:
         """A gradient [V, *out], examples first; zeros for None. Without `batched` it came without the axis V."""
         if g is None:
-            return self.arrange(self.out.new_zeros(V, *self.out.shape), 1)
+            return self.arrange(torch.zeros(V, *self.shape, dtype=self.dtype, device=self.device), 1)
         return self.arrange(g if batched else g[None], 1)
 
 
@@ -152,22 +167,21 @@ def make_recorded_call(
     _check_slots(use, slots, num_examples, (args, kwargs))
     affine = use.rule if isinstance(use.rule, AffineRule) else None
     if affine is not None:  # an affine layer reads one tensor; the rest is not kept alive
-        leaves, spec = [affine.input_of(use.module, args, kwargs)], None
-        axes = iter([axis if slots[0].fold is None else 1])
+        leaves, spec, at = [affine.input_of(use.module, args, kwargs)], None, [0]
+        axes = [axis if slots[0].fold is None else 1]
     else:
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-        tensors = [t for t in leaves if isinstance(t, Tensor)]
-        axes = iter(use.rule.axes(use.module, axis, tensors, inputs=True))
+        at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor)]
+        axes = use.rule.axes(use.module, axis, [leaves[k] for k in at], inputs=True)
     versions: list[tuple[Tensor, int]] = []
     in_axes: list[int] = []
-    expand = num_examples if any(slot.expanded for slot in slots) else 0
-    for k, t in enumerate(leaves):
-        if isinstance(t, Tensor):
-            t = t.detach()
-            if not t.is_inference():
-                versions.append((t, t._version))
-            leaves[k], moved = _examples_first(t, next(axes), slots[0], use.functional, num_examples, expand)
-            in_axes.append(moved)
+    expand = num_examples if True in [slot.expanded for slot in slots] else 0
+    for k, on in zip(at, axes, strict=True):
+        t = leaves[k].detach()
+        if not t.is_inference():
+            versions.append((t, t._version))
+        leaves[k], moved = _examples_first(t, on, slots[0], use.functional, num_examples, expand)
+        in_axes.append(moved)
     positional, named = ((leaves[0],), {}) if spec is None else tree_unflatten(leaves, spec)
     call = Call(use, positional, named, None, in_axes, [slot.axis for slot in slots], slots[0].kept)
     if affine is not None:
@@ -195,18 +209,18 @@ def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int, inputs: An
     for slot in slots:
         if slot.order is not None:
             continue
-        size = slot.out.shape[slot.axis] if slot.out.ndim > slot.axis and slot.fold is None else slot.fold or 0
+        size = slot.shape[slot.axis] if len(slot.shape) > slot.axis and slot.fold is None else slot.fold or 0
         if size == 0 or size % N or (slot.axis != 0 and size != N and not use.functional):
             raise not_by_example(
                 use,
                 inputs,
                 N,
-                f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} in a batch of "
+                f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.shape)} in a batch of "
                 f"{N} examples: axis {slot.axis} should carry the examples, or a multiple of them. If another axis "
                 f"does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). A table for all examples, as of "
                 "positions, needs an axis of size 1 for them, as embedding(places[None]).",
             )
-    if len(slots) > 1 and len(rows := {slot.arrange(slot.out).shape[0] for slot in slots}) > 1:
+    if len(slots) > 1 and len(rows := {slot.num_rows for slot in slots}) > 1:
         raise UnsupportedError(
             f"{title(use.name)} ({type(use.owner).__name__}) returned tensors with {sorted(rows)} rows for {N} "
             "examples; expected one number of rows."
@@ -214,11 +228,11 @@ def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int, inputs: An
 
 
 def _check_rows(call: Call, slots: Sequence[OutputSlot], N: int) -> None:
-    use, (slot, *_) = call.use, slots
-    if call.input.shape[0] != slot.arrange(slot.out).shape[0]:
+    use, slot = call.use, slots[0]
+    if call.input.shape[0] != slot.num_rows:
         raise UnsupportedError(
             f"{title(use.name)} ({type(use.owner).__name__}) got an input of shape {list(call.input.shape)} and "
-            f"returned {list(slot.out.shape)} in a batch of {N} examples: the example axis differs. Add a leading axis "
+            f"returned {list(slot.shape)} in a batch of {N} examples: the example axis differs. Add a leading axis "
             f"for the examples, or say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
         )
 
@@ -241,10 +255,10 @@ def isolate(out: Tensor, use: ModuleUse, several: bool = False) -> Tensor:
             "use_reentrant=False; if it is a frozen part of the model, leave its parameters "
             f"{list(use.keys.values())} out of `params`."
         )
-    if out.requires_grad and not out._is_view() and not several:
-        return out
     if not out.requires_grad:
         out = out.detach().requires_grad_()
+    elif not several and not out._is_view():
+        return out
     # A module of unknown code may have saved its output for backward, and an alias has a version counter of its own.
     if not isinstance(use.rule, AffineRule):
         return out.clone()

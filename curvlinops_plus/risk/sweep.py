@@ -180,7 +180,8 @@ class RecordedPasses:
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():
-            if user is None and risk.options.check and not is_known_chain(risk, recorder, batch):
+            recorder.chain = is_known_chain(risk, recorder, batch)
+            if user is None and risk.options.check and not recorder.chain:
                 check_batch(risk, recorder, batch, fs, self.repeatable)
             passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight)
             batch_totals.called = passes.called
