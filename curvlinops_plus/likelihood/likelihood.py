@@ -177,7 +177,7 @@ class Likelihood(ABC):
         """
         axis = self._class_axis(f_shape, num_examples, class_axis)
         lead = v.shape[:-3]
-        if len(f_shape) == 1:
+        if axis == len(f_shape) - 1:
             return v.reshape(*lead, *f_shape)
         moved = [d for i, d in enumerate(f_shape) if i != axis] + [f_shape[axis]]
         return v.reshape(*lead, *moved).movedim(-1, len(lead) + axis)
@@ -332,8 +332,9 @@ def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor)
 
 def _terms(t: Tensor, num_examples: int, axis: int) -> Tensor:
     """A tensor [M, ...] with class axis `axis` as [N, R, C]."""
-    t = t[:, None] if t.ndim == 1 else t.movedim(axis, -1)
-    return t.reshape(num_examples, -1, t.shape[-1])
+    if 1 < t.ndim != axis + 1:
+        t = t.movedim(axis, -1)
+    return t.reshape(num_examples, -1, 1 if t.ndim == 1 else t.shape[-1])
 
 
 _MAKERS: dict[type, Callable[[Any], Likelihood]] = {}

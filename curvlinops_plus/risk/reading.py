@@ -106,7 +106,7 @@ def require_rereadable(data: Any, reason: str, advice: str = "") -> None:
 def to_device(tree: Any, device: torch.device) -> Any:
     """Every tensor of a tensor, mapping, list or tuple on `device`; other objects are passed through."""
     if isinstance(tree, Tensor):
-        return _usable(tree.to(device))
+        return _usable(tree if tree.device == device else tree.to(device))
     if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
         if callable(move := getattr(tree, "to", None)):
             return move(device)

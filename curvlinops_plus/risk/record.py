@@ -94,7 +94,7 @@ class Recorder:
         self._functions = FunctionUses(layers, self._params)
         self._mode = FunctionCalls(self._function_call) if intercept or self._functions else None
         self._handles: list[Any] = []
-        self._recording = self._disabled = False
+        self._recording, self._off = False, _Disabled()
         self._ours = OwnThread()  # another thread may evaluate the model meanwhile
 
     def __enter__(self) -> Recorder:
@@ -135,7 +135,7 @@ class Recorder:
         out: Any = None,
     ) -> Any:
         """The forward hook of one module; if it was removed while the module ran, PyTorch calls it without kwargs."""
-        if self._disabled or self.doubt is not None or not self._handles or not self._ours():
+        if self._off.depth or self.doubt is not None or not self._handles or not self._ours():
             return None
         try:
             if not self._reads_own(use, module):
@@ -243,7 +243,7 @@ class Recorder:
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, examples: int | None
     ) -> Any:
         """A torch function: note products with weights for the layers whose parameters they read."""
-        if self._disabled or self.doubt is not None or not self._functions:
+        if self._off.depth or self.doubt is not None or not self._functions:
             return out
         try:
             for h, b in added_bias(function, args, kwargs):
@@ -322,16 +322,7 @@ class Recorder:
 
     def disabled(self) -> AbstractContextManager[None]:
         """Modules that run in here are not recorded, and their outputs are not replaced."""
-        return _Disabled(self)
-
-    @contextmanager
-    def receiving(self, receive: Receive) -> Iterator[None]:
-        """Gradients that autograd delivers in here go to `receive`."""
-        self.receive = receive
-        try:
-            yield
-        finally:
-            self.receive = None
+        return self._off
 
     def by_layer(self) -> dict[int, list[RecordedCall]]:
         """Index of a layer to its calls."""
@@ -382,14 +373,13 @@ class Recorder:
 class _Disabled:
     """`Recorder.disabled`, which is entered for each layer of each batch: generators take several times as long."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self._before = recorder, False
+    depth = 0
 
     def __enter__(self) -> None:
-        self._before, self._recorder._disabled = self._recorder._disabled, True
+        self.depth += 1
 
     def __exit__(self, *error: object) -> None:
-        self._recorder._disabled = self._before
+        self.depth -= 1
 
 
 def _float_tensors(leaves: Sequence[Any], out: Any, use: ModuleUse) -> list[int]:

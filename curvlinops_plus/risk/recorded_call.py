@@ -87,7 +87,7 @@ class OutputSlot:
         """A gradient [V, *out], examples first; zeros for None. Without `batched` it came without the axis V."""
         if g is None:
             return self.arrange(torch.zeros(V, *self.shape, dtype=self.dtype, device=self.device), 1)
-        return self.arrange(g if batched else g[None], 1)
+        return self.arrange(g if batched else g.unsqueeze(0), 1)
 
 
 @dataclass(eq=False)
