@@ -308,7 +308,7 @@ class AffineRule(LayerRule):
         Raises:
             ValueError: If that is not a tensor.
         """
-        x = next(iter([*args, *kwargs.values()]), None)
+        x = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(x, Tensor):
             raise ValueError(
                 f"{type(self).__name__} expects a tensor as first input of the layer, got {type(x).__name__}. Override "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
@@ -73,7 +73,11 @@ class OutputSlot:
 
     def connect(self, t: Tensor, receive: Callable[[Tensor], None]) -> None:
         """Let autograd deliver the gradient of the tensor to `receive`."""
-        self.edge, self.handle = get_gradient_edge(t), t.register_hook(receive)
+        node = t.grad_fn
+        # Of a node written in Python, PyTorch makes the edge, which keeps the graph.
+        plain = node is not None and not isinstance(node, torch._C._FunctionBase)
+        self.edge = GradientEdge(node, t.output_nr) if plain else get_gradient_edge(t)
+        self.handle = t.register_hook(receive)
 
     def arrange(self, t: Tensor, lead: int = 0) -> Tensor:
         """The same numbers with the examples first, after `lead` leading axes."""
@@ -114,8 +118,11 @@ class RecordedCall:
 
     def set_gradients(self, grads: dict[int, Tensor], V: int, batched: bool) -> None:
         """Move the gradients of the slots (by identity) into `call.grads`; zeros where there are none."""
-        arranged = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
-        self.call.grads = arranged[0] if self.single else arranged
+        if self.single:
+            slot = self.slots[0]
+            self.call.grads = slot.gradient(grads.pop(id(slot), None), V, batched)
+        else:
+            self.call.grads = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
 
     def require_unchanged(self) -> None:
         """Refuse inputs that were written to since the call.
@@ -180,12 +187,12 @@ def make_recorded_call(
         t = leaves[k].detach()
         if not t.is_inference():
             versions.append((t, t._version))
-        leaves[k], moved = _examples_first(t, on, slots[0], use.functional, num_examples, expand)
+        leaves[k], moved = _examples_first(t, on, slots[0], use.function is not None, num_examples, expand)
         in_axes.append(moved)
     positional, named = ((leaves[0],), {}) if spec is None else tree_unflatten(leaves, spec)
     call = Call(use, positional, named, None, in_axes, [slot.axis for slot in slots], slots[0].kept)
-    if affine is not None:
-        _check_rows(call, slots, num_examples)
+    if affine is not None and leaves[0].shape[0] != slots[0].num_rows:
+        raise _other_rows(call, slots[0], num_examples)
     return RecordedCall(call, layer, slots, single, versions, expanded=bool(expand))
 
 
@@ -227,14 +234,14 @@ def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int, inputs: An
         )
 
 
-def _check_rows(call: Call, slots: Sequence[OutputSlot], N: int) -> None:
-    use, slot = call.use, slots[0]
-    if call.input.shape[0] != slot.num_rows:
-        raise UnsupportedError(
-            f"{title(use.name)} ({type(use.owner).__name__}) got an input of shape {list(call.input.shape)} and "
-            f"returned {list(slot.shape)} in a batch of {N} examples: the example axis differs. Add a leading axis "
-            f"for the examples, or say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
-        )
+def _other_rows(call: Call, slot: OutputSlot, N: int) -> UnsupportedError:
+    """What to raise if input and output have other numbers of rows."""
+    use = call.use
+    return UnsupportedError(
+        f"{title(use.name)} ({type(use.owner).__name__}) got an input of shape {list(call.input.shape)} and "
+        f"returned {list(slot.shape)} in a batch of {N} examples: the example axis differs. Add a leading axis "
+        f"for the examples, or say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
+    )
 
 
 def isolate(out: Tensor, use: ModuleUse, several: bool = False) -> Tensor:
