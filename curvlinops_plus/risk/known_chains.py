@@ -45,7 +45,7 @@ def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> boo
     hooked, axes, kinds = [], X.ndim, set()
     while waiting:
         module = waiting.pop()
-        kind = _kind(module)
+        kind = type(module) if type(module) in _AXES else _kind(module)
         if kind not in _AXES or not _is_plain(module, kind, recorder):
             return False
         axes = _AXES[kind](module, axes)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.risk.process_state import hookable_modules
+from curvlinops_plus.risk.process_state import Uncopied, hookable_modules
 
 __all__ = ["ModuleState"]
 
@@ -65,8 +65,8 @@ def _options(module: nn.Module) -> tuple[Any, ...]:
         if name not in _INTERNAL:
             found += name, value if type(value) in _PLAIN else _value(value)
         elif value and name in _HOOKS:
-            # A list, since finalizers of what is collected meanwhile remove hooks.
-            found.append(tuple(map(_code, [*value.values()])))
+            # A list, since finalizers of what is collected meanwhile remove hooks. Our own tell nothing of the module.
+            found.append(tuple([Uncopied if type(hook) is Uncopied else _code(hook) for hook in [*value.values()]]))
     return tuple(found)
 
 
