@@ -184,16 +184,17 @@ class Likelihood(ABC):
 
     def _class_axis(self, f_shape: torch.Size | tuple[int, ...], num_examples: int, class_axis: int | None) -> int:
         """The class axis as a non-negative number; checks the shape of the output."""
-        if len(f_shape) == 0 or num_examples < 1 or f_shape[0] == 0 or f_shape[0] % num_examples:
+        ndim = len(f_shape)
+        if ndim == 0 or num_examples < 1 or f_shape[0] == 0 or f_shape[0] % num_examples:
             raise ValueError(
                 f"the first axis of the output, of shape {list(f_shape)}, must hold the {num_examples} examples "
                 "(or a positive multiple: positions of one example next to each other)."
             )
         axis = self.class_axis if class_axis is None else class_axis
-        if len(f_shape) == 1 and axis in (0, -1):
+        if ndim == 1 and axis in (0, -1):
             return 0
-        front = axis + len(f_shape) if axis < 0 else axis
-        if not 1 <= front < len(f_shape):
+        front = axis + ndim if axis < 0 else axis
+        if not 1 <= front < ndim:
             raise ValueError(
                 f"{self.name}: axis {axis} of an output of shape {list(f_shape)} can't hold the numbers of a loss "
                 "term; the output needs examples along axis 0 and such an axis beside it."

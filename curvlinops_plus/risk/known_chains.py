@@ -111,12 +111,13 @@ def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
         or not _hidden(kind).isdisjoint(vars(module))
     ):
         return False
-    for hook in (*module._forward_hooks.values(),):
+    for hook in (*module._forward_hooks.values(),) if module._forward_hooks else ():
         if type(hook) is not Uncopied or getattr(hook.func, "__self__", None) is not recorder:
             return False
-    for t in (*module._parameters.values(), *module._buffers.values()):  # none of a subclass, or whose gradient changes
-        if t is not None and (type(t) not in _TENSORS or t._backward_hooks):
-            return False
+    for held in (module._parameters, module._buffers):
+        for t in (*held.values(),) if held else ():  # none of a subclass, and none whose gradient a hook changes
+            if t is not None and (type(t) not in _TENSORS or t._backward_hooks):
+                return False
     return True
 
 

@@ -46,10 +46,7 @@ class ModuleUse:
 
     def holds(self, module: nn.Module, params: Mapping[str, Tensor]) -> bool:
         """Whether the module holds all of the parameters at the moment."""
-        for local, key in self.keys.items():
-            if _slot(module, local) is not params[key]:
-                return False
-        return True
+        return False not in self.own(module, params).values()
 
     @property
     def without_rule(self) -> bool:

@@ -274,7 +274,7 @@ class Recorder:
     def _note(self, recorded: RecordedCall, tensors: Sequence[Tensor]) -> None:
         if self.backward:
             use = recorded.call.use
-            recorded.state = None if use.functional else ModuleState.of(use.module)
+            recorded.state = ModuleState.of(use.module) if use.function is None else None
             for slot, t in zip(recorded.slots, tensors, strict=True):
                 slot.connect(t, partial(self._arrive, recorded, slot))
         self.calls.append(recorded)

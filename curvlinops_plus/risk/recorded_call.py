@@ -74,9 +74,10 @@ class OutputSlot:
     def connect(self, t: Tensor, receive: Callable[[Tensor], None]) -> None:
         """Let autograd deliver the gradient of the tensor to `receive`."""
         node = t.grad_fn
-        # Of a node written in Python, PyTorch makes the edge, which keeps the graph.
-        plain = node is not None and not isinstance(node, torch._C._FunctionBase)
-        self.edge = GradientEdge(node, t.output_nr) if plain else get_gradient_edge(t)
+        if node is None or isinstance(node, torch._C._FunctionBase):
+            self.edge = get_gradient_edge(t)  # which keeps the graph of a node written in Python
+        else:
+            self.edge = GradientEdge(node, t.output_nr)
         self.handle = t.register_hook(receive)
 
     def arrange(self, t: Tensor, lead: int = 0) -> Tensor:
@@ -172,39 +173,34 @@ def make_recorded_call(
         UnsupportedError: If the axes taken for the examples' don't carry them.
     """
     _check_slots(use, slots, num_examples, (args, kwargs))
-    affine = use.rule if isinstance(use.rule, AffineRule) else None
-    if affine is not None:  # an affine layer reads one tensor; the rest is not kept alive
-        leaves, spec, at = [affine.input_of(use.module, args, kwargs)], None, [0]
-        axes = [axis if slots[0].fold is None else 1]
+    slot, out_axes = slots[0], [slot.axis for slot in slots]
+    expand = num_examples if True in [slot.expanded for slot in slots] else 0
+    if isinstance(use.rule, AffineRule):  # it reads one tensor; the rest is not kept alive
+        read = use.rule.input_of(use.module, args, kwargs).detach()
+        x, moved = _examples_first(read, axis if slot.fold is None else 1, use, slot, num_examples, expand)
+        if x.shape[0] != slot.num_rows:
+            raise _other_rows(use, x, slot, num_examples)
+        call, inputs = Call(use, (x,), {}, None, [moved], out_axes, slot.kept), [read]
     else:
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor)]
-        axes = use.rule.axes(use.module, axis, [leaves[k] for k in at], inputs=True)
-    versions: list[tuple[Tensor, int]] = []
-    in_axes: list[int] = []
-    expand = num_examples if True in [slot.expanded for slot in slots] else 0
-    for k, on in zip(at, axes, strict=True):
-        t = leaves[k].detach()
-        if not t.is_inference():
-            versions.append((t, t._version))
-        leaves[k], moved = _examples_first(t, on, slots[0], use.function is not None, num_examples, expand)
-        in_axes.append(moved)
-    positional, named = ((leaves[0],), {}) if spec is None else tree_unflatten(leaves, spec)
-    call = Call(use, positional, named, None, in_axes, [slot.axis for slot in slots], slots[0].kept)
-    if affine is not None and leaves[0].shape[0] != slots[0].num_rows:
-        raise _other_rows(call, slots[0], num_examples)
+        inputs, in_axes = [leaves[k].detach() for k in at], []
+        for k, t, on in zip(at, inputs, use.rule.axes(use.module, axis, inputs, inputs=True), strict=True):
+            leaves[k], moved = _examples_first(t, on, use, slot, num_examples, expand)
+            in_axes.append(moved)
+        positional, named = tree_unflatten(leaves, spec)
+        call = Call(use, positional, named, None, in_axes, out_axes, slot.kept)
+    versions = [(t, t._version) for t in inputs if not t.is_inference()]
     return RecordedCall(call, layer, slots, single, versions, expanded=bool(expand))
 
 
-def _examples_first(
-    t: Tensor, axis: int, slot: OutputSlot, functional: bool, N: int, expand: int
-) -> tuple[Tensor, int]:
+def _examples_first(t: Tensor, axis: int, use: ModuleUse, slot: OutputSlot, N: int, expand: int) -> tuple[Tensor, int]:
     """An input with the examples on axis 0 as in the output, and the axis on which they were."""
     if slot.fold is not None:
         t = t.unflatten(0, (-1, slot.fold))
     if slot.order is not None and t.ndim > axis and t.shape[axis] == slot.order.num_rows:
         t, N = slot.order.filled(t, axis), len(slot.order.index)
-    moved = axis != 0 and t.ndim > axis and (functional or t.shape[axis] in (1, N))
+    moved = axis != 0 and t.ndim > axis and (use.functional or t.shape[axis] in (1, N))
     if moved:
         t = t.movedim(axis, 0)
     if expand and t.ndim and t.shape[0] == 1:
@@ -234,11 +230,10 @@ def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int, inputs: An
         )
 
 
-def _other_rows(call: Call, slot: OutputSlot, N: int) -> UnsupportedError:
+def _other_rows(use: ModuleUse, x: Tensor, slot: OutputSlot, N: int) -> UnsupportedError:
     """What to raise if input and output have other numbers of rows."""
-    use = call.use
     return UnsupportedError(
-        f"{title(use.name)} ({type(use.owner).__name__}) got an input of shape {list(call.input.shape)} and "
+        f"{title(use.name)} ({type(use.owner).__name__}) got an input of shape {list(x.shape)} and "
         f"returned {list(slot.shape)} in a batch of {N} examples: the example axis differs. Add a leading axis "
         f"for the examples, or say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
     )

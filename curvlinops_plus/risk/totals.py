@@ -130,7 +130,7 @@ def _wide(x: Number) -> Number:
 
 def _sum(one: Number, other: Number) -> Number:
     # A zero added to a tensor takes as long as a small layer does.
-    return other if isinstance(one, float) and one == 0 else one + other
+    return other if type(one) is float and one == 0 else one + other
 
 
 def _ratio(weights: tuple[float, ...]) -> str:
