@@ -41,22 +41,33 @@ def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> boo
         return False
     if options.output or options.example_axis or options.example_of_row or _is_watched():
         return False
-    waiting: list[Any] = [risk.model]  # of nested sequences a sequence before its parts, in their order
-    hooked, axes, kinds = [], X.ndim, set()
+    hooked = _hooked_in_chain(risk.model, X.ndim, recorder)
+    return hooked is not None and _are_calls_of(hooked, recorder)
+
+
+def _hooked_in_chain(model: Any, axes: int, recorder: Recorder) -> list[Any] | None:
+    """The modules of a chain on which the recorder has hooks, in the order in which they run; None if it is no chain.
+
+    Args:
+        model: The model.
+        axes: How many axes its input has.
+        recorder: The recorder.
+    """
+    hooked, kinds, waiting = [], set(), [model]  # of nested sequences a sequence before its parts, in their order
     while waiting:
         module = waiting.pop()
         kind = type(module) if type(module) in _AXES else _kind(module)
         if kind not in _AXES or not _is_plain(module, kind, recorder):
-            return False
+            return None
         axes = _AXES[kind](module, axes)
         if not axes:
-            return False
+            return None
         kinds.add((type(module), kind))
         if kind is nn.Sequential:
             waiting.extend(reversed(module._modules.values()))
         if module._forward_hooks:
             hooked.append(module)
-    return _have_own_methods(kinds) and _are_calls_of(hooked, recorder)
+    return hooked if _have_own_methods(kinds) else None
 
 
 def _have_own_methods(kinds: Iterable[tuple[type, type]]) -> bool:
