@@ -122,7 +122,7 @@ def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
         or not _hidden(kind).isdisjoint(vars(module))
     ):
         return False
-    for hook in (*module._forward_hooks.values(),) if module._forward_hooks else ():
+    for hook in (*module._forward_hooks.values(),):
         if type(hook) is not Uncopied or getattr(hook.func, "__self__", None) is not recorder:
             return False
     for held in (module._parameters, module._buffers):
