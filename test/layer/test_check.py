@@ -131,7 +131,7 @@ def test_right_rules_pass(name: str, default: torch.dtype) -> None:
     assert (table.module, table.rule) == (make.__name__, rule.__name__)
     assert bool(table.note) == (name == "scale")
     assert all(error <= 1e-12 for _, error in table.rows)
-    assert len(table.rows) == {"scale": 6, "bags": 13}.get(name, 15)
+    assert len(table.rows) == {"scale": 6, "bags": 13, "heads": 13}.get(name, 15)
 
 
 def test_the_table() -> None:
