@@ -178,7 +178,7 @@ class KFAC(Accumulator):
         if form.split and not rows.sparse:
             self._add_pieces(name, form, *rows.split_inputs(self.reduce))
         elif not form.diagonal and (a := rows.stacked_inputs(self.reduce)) is not None:
-            self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(len(a)))
+            self.add_rows(name, a, ones=a.shape[1] < rows.columns, count=float(a.shape[0]))
         elif not (form.diagonal or self.reduce) and (packed := rows.packed_inputs()) is not None:
             self.add_packed(name, packed)
         else:

@@ -55,7 +55,8 @@ def at_least_float32(tensor: Tensor) -> Tensor:
         >>> at_least_float32(torch.ones(2, dtype=torch.bfloat16)).dtype
         torch.float32
     """
-    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
+    dtype = tensor.dtype
+    return tensor.float() if dtype.itemsize < 4 and dtype.is_floating_point else tensor
 
 
 def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -33,6 +33,8 @@ from curvlinops_plus.linalg.numerics import gram
 
 __all__ = ["AffineRule", "LayerRule", "flat_pattern", "outer_products"]
 
+_OF_INPUTS = ("stacked_inputs", "input_gram", "packed_gram", "mean_inputs", "per_example_grads")
+
 
 class LayerRule:
     """Per-example gradients of any module that treats its examples (dimension 0) independently.
@@ -249,8 +251,8 @@ class AffineRule(LayerRule):
 
     #: Methods to those that are shorter ways to the same, which a subclass of another first one does not inherit.
     _shorter: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        **dict.fromkeys(("inputs", "rows"), ("input_gram", "packed_gram", "mean_inputs", "per_example_grads")),
-        **dict.fromkeys(("grads", "grad_rows"), ("grad_gram", "sum_grads", "per_example_grads")),
+        **dict.fromkeys(("inputs", "rows"), _OF_INPUTS),
+        **dict.fromkeys(("grads", "grad_rows"), ("stacked_grads", "grad_gram", "sum_grads", "per_example_grads")),
     }
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -306,7 +308,7 @@ class AffineRule(LayerRule):
         Raises:
             ValueError: If that is not a tensor.
         """
-        x = next(iter([*args, *kwargs.values()]), None)
+        x = args[0] if args else next(iter(kwargs.values()), None)
         if not isinstance(x, Tensor):
             raise ValueError(
                 f"{type(self).__name__} expects a tensor as first input of the layer, got {type(x).__name__}. Override "
@@ -337,6 +339,16 @@ class AffineRule(LayerRule):
             ones: Whether the sum of `a` is wanted, too.
         """
         return None
+
+    def stacked_inputs(self, module: nn.Module, x: Tensor) -> Tensor | None:  # [B, *in] -> [B·S, i]
+        """The rows `a` one below the other; None if they are sparse, or of several matrices."""
+        a = self.rows(module, x)
+        return a.flatten(0, 1) if isinstance(a, Tensor) and a.ndim == 3 else None
+
+    def stacked_grads(self, module: nn.Module, g: Tensor) -> Tensor | None:  # [V, B, *out] -> [V·B·S, o]
+        """The rows `g` one below the other; None if they are of several matrices."""
+        rows = self.grad_rows(module, g)
+        return rows.flatten(0, 2) if rows.ndim == 4 else None
 
     def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, *in] -> [B, *b, i]
         """Mean of `a` over the positions of each example."""

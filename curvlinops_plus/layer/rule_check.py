@@ -65,8 +65,9 @@ def check_rule(
     """Compare a layer rule with plain autodiff.
 
     Checked are per-example gradients, entry by entry, also for other numbers of vectors and examples; of affine rules
-    also rows and their fast paths (`input_gram`, `mean_inputs`, `grad_gram`, `sum_grads`); and whether the rule changes
-    the module or its inputs. The parameters are used with their values: a zero weight hides errors in its factors.
+    also rows and their fast paths (`stacked_inputs`, `input_gram`, `mean_inputs`, `stacked_grads`, `grad_gram`,
+    `sum_grads`); and whether the rule changes the module or its inputs. The parameters are used with their values: a
+    zero weight hides errors in its factors.
 
     Args:
         module: A layer, in the mode in which it will be used. Not changed: a double precision copy is.
@@ -280,12 +281,15 @@ class _Check:
             A, total, count = rule.input_gram(module, x)
             G, sums = rule.grad_gram(module, g), rule.sum_grads(module, g)
             mean = None if isinstance(a, SparseRows) else rule.mean_inputs(module, x)
+            below = rule.stacked_inputs(module, x), rule.stacked_grads(module, g)
         sparse, number = isinstance(a, SparseRows), float(rows.shape[0] * rows.shape[1])
         if isinstance(a, SparseRows):
             gram, number = rows.square().sum((0, 1)), number if a.kept is None else float(a.kept.sum())
         else:
             gram = torch.einsum("bs...i,bs...j->...ij", rows, rows)
         for name, got, expected, what in (
+            ("stacked_inputs", below[0], rows.flatten(0, 1), "all rows of the input [examples · positions, i]"),
+            ("stacked_grads", below[1], b.flatten(0, 2), "all rows of the gradient [.., o]"),
             ("input_gram", A, gram, "the diagonal of Σ a aᵀ [i]" if sparse else "Σ a aᵀ [*b, i, i]"),
             ("input_gram", total, rows.sum((0, 1)), "Σ a, the second result of input_gram"),
             ("input_gram", torch.tensor(count), torch.tensor(number), "the number of rows, its third result"),

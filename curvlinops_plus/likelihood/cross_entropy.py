@@ -89,7 +89,7 @@ class CrossEntropy(Likelihood):
                 f"classes, 0 to {C - 1} (ignore_index is {self.loss.ignore_index})."
             )
         self._looked = True
-        return y.reshape(len(F), -1)
+        return y.reshape(F.shape[0], -1)
 
     def _checked_probabilities(self, y: Tensor) -> Tensor:
         if not y.is_floating_point():

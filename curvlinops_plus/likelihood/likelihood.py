@@ -177,23 +177,24 @@ class Likelihood(ABC):
         """
         axis = self._class_axis(f_shape, num_examples, class_axis)
         lead = v.shape[:-3]
-        if len(f_shape) == 1:
+        if axis == len(f_shape) - 1:
             return v.reshape(*lead, *f_shape)
         moved = [d for i, d in enumerate(f_shape) if i != axis] + [f_shape[axis]]
         return v.reshape(*lead, *moved).movedim(-1, len(lead) + axis)
 
     def _class_axis(self, f_shape: torch.Size | tuple[int, ...], num_examples: int, class_axis: int | None) -> int:
         """The class axis as a non-negative number; checks the shape of the output."""
-        if len(f_shape) == 0 or num_examples < 1 or f_shape[0] == 0 or f_shape[0] % num_examples:
+        ndim = len(f_shape)
+        if ndim == 0 or num_examples < 1 or f_shape[0] == 0 or f_shape[0] % num_examples:
             raise ValueError(
                 f"the first axis of the output, of shape {list(f_shape)}, must hold the {num_examples} examples "
                 "(or a positive multiple: positions of one example next to each other)."
             )
         axis = self.class_axis if class_axis is None else class_axis
-        if len(f_shape) == 1 and axis in (0, -1):
+        if ndim == 1 and axis in (0, -1):
             return 0
-        front = axis + len(f_shape) if axis < 0 else axis
-        if not 1 <= front < len(f_shape):
+        front = axis + ndim if axis < 0 else axis
+        if not 1 <= front < ndim:
             raise ValueError(
                 f"{self.name}: axis {axis} of an output of shape {list(f_shape)} can't hold the numbers of a loss "
                 "term; the output needs examples along axis 0 and such an axis beside it."
@@ -332,8 +333,9 @@ def hessian_products(function: Callable[[Tensor], Tensor], F: Tensor, V: Tensor)
 
 def _terms(t: Tensor, num_examples: int, axis: int) -> Tensor:
     """A tensor [M, ...] with class axis `axis` as [N, R, C]."""
-    t = t[:, None] if t.ndim == 1 else t.movedim(axis, -1)
-    return t.reshape(num_examples, -1, t.shape[-1])
+    if 1 < t.ndim != axis + 1:
+        t = t.movedim(axis, -1)
+    return t.reshape(num_examples, -1, 1 if t.ndim == 1 else t.shape[-1])
 
 
 _MAKERS: dict[type, Callable[[Any], Likelihood]] = {}

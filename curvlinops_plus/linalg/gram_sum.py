@@ -20,6 +20,7 @@ __all__ = ["GramSum", "PackedForm", "PackedGram", "blas_threads", "gram", "mirro
 
 _BLOCK = 256  # a tile and its transpose fit the cache
 _WAITING = 128  # rows; products with half as many cost what one with all does
+_AS_IT_IS = nullcontext()
 
 
 def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
@@ -249,7 +250,8 @@ class GramSum:
 
     def _add_matrix(self, total: Tensor) -> None:
         """Add a matrix of which the lower triangle counts; the first one is taken over."""
-        self._triangle = total if self._triangle is None else _add_scaled(total, self._triangle, self._factor)
+        own = self._triangle
+        self._triangle = total if own is None else torch.add(total, own, alpha=self._factor, out=own)
         self._factor = 1.0
 
     def _add_piece(self, rows: Tensor) -> None:
@@ -287,13 +289,14 @@ class GramSum:
         self._number = 0
 
     def _multiply(self, rows: Tensor) -> None:
-        rows = _single_at_least(rows)
-        if self._triangle is None and not _half_pays(rows):
-            self._triangle = rows.T @ rows
+        total, rows = self._triangle, _single_at_least(rows)
+        if total is not None and rows.dtype != total.dtype:
+            rows = rows.to(total.dtype)
+        if _half_pays(rows):
+            total = rows.new_zeros(rows.shape[1], rows.shape[1]) if total is None else total
+            self._triangle = _add_triangle(rows, total, self._factor)
         else:
-            if self._triangle is None:
-                self._triangle = rows.new_zeros(rows.shape[1], rows.shape[1])
-            _add_triangle(rows.to(self._triangle.dtype), self._triangle, self._factor)
+            self._triangle = rows.T @ rows if total is None else total.addmm_(rows.T, rows, beta=self._factor)
         self._factor = 1.0
 
 
@@ -306,7 +309,7 @@ def plain_mode(device: str) -> AbstractContextManager[None]:
     # Each context costs as much as a small product does.
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
         return _plain_mode(device)
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
 @contextmanager
@@ -349,16 +352,9 @@ def _half_pays(rows: Tensor) -> bool:
 
 def _add_triangle(rows: Tensor, total: Tensor, factor: float = 1.0) -> Tensor:
     """Add `rowsᵀ rows` to the lower triangle of `factor * total`, in place; above it may stand anything afterwards."""
-    if not _half_pays(rows):
-        return _add_scaled(rows.T @ rows, total, factor)
     if torch.get_num_threads() == 1 and _openblas() is not None:
         return _add_rank_k(rows, total, factor)
     return _add_quarters(rows, total, factor)
-
-
-def _add_scaled(new: Tensor, total: Tensor, factor: float) -> Tensor:
-    """`factor * total + new`, in the memory of `total`."""
-    return torch.add(new, total, alpha=factor, out=total)
 
 
 def _add_rank_k(rows: Tensor, total: Tensor, factor: float = 1.0) -> Tensor:

@@ -123,9 +123,7 @@ class AffineRows:
         if reduce:
             rows = self.mean_inputs()
             return rows if rows.ndim == 2 else None
-        a = rule.rows(call.use.module, self._upcast(call.input))
-        assert isinstance(a, Tensor)
-        return a.flatten(0, 1) if a.ndim == 3 else None
+        return rule.stacked_inputs(call.use.module, self._upcast(call.input))
 
     def packed_inputs(self) -> PackedGram | None:
         """What `input_gram` is made of (expand), where the rule has fewer numbers for it."""
@@ -135,10 +133,12 @@ class AffineRows:
     def stacked_grads(self, reduce: bool = False) -> Tensor | None:
         """The rows behind `grad_gram` as one matrix [M, o]; None as for `stacked_inputs`."""
         call = self._only_call
-        if call is None or self.sparse or call.rule.direct_grad_gram:
+        if call is None or self.sparse or (rule := call.rule).direct_grad_gram:
             return None
-        g = self.summed_grads() if reduce else call.rule.grad_rows(call.use.module, self._upcast(call.grads))
-        return g.flatten(0, -2) if g.ndim == 4 - reduce else None
+        if reduce:
+            g = self.summed_grads()
+            return g.flatten(0, 1) if g.ndim == 3 else None
+        return rule.stacked_grads(call.use.module, self._upcast(call.grads))
 
     def split_inputs(self, reduce: bool = False) -> tuple[Tensor, Tensor | float]:
         """The rows behind `input_gram`, [M, *b, i], and its number of rows: for parts of it. Not of sparse rows."""
@@ -229,18 +229,19 @@ class AffineRows:
         return call.rule.split(module, outer_products(g, a), g)
 
     # ------------------------------------------------------------------------------------------------------- internals
-    @cached_property
+    @property
     def _only_call(self) -> Call | None:
         """The call, if there is one, all of its positions count and it reads all matrices."""
-        call = self.calls[0]
-        plain = len(self.calls) == 1 and self._mask_of(call) is None and call.rule.reads(call.use.module) is None
-        return call if plain else None
+        call, *others = self.calls
+        if others or self._mask_of(call) is not None or call.rule.reads(call.use.module) is not None:
+            return None
+        return call
 
     @property
     def _only_input(self) -> Call | None:
         """The same, if besides all rows count alike, and each is extended by a 1 if the bias is tracked."""
         call = self._only_call
-        if call is None or not self.weight or self.sparse or self.weighted:
+        if call is None or not self.weight or self.sparse or self.example_weights is not None:
             return None
         return call if not self.bias or self.adds_bias(call) else None
 
@@ -304,11 +305,6 @@ class AffineRows:
         mask = self._mask_of(call)
         return g if mask is None else g * mask.view(*mask.shape, *[1] * (g.ndim - 3))
 
-    @property
-    def weighted(self) -> bool:
-        """Whether examples have weights."""
-        return self.example_weights is not None
-
     def _rooted(self, a: Any) -> Any:  # [N, ...] -> [N, ...]
         """Rows times the roots of the weights of their examples: sums of their squares are weighted."""
         if self.example_weights is None:
@@ -326,7 +322,7 @@ class AffineRows:
     def _input_gram(self, call: Call, diagonal: bool) -> tuple[Tensor, Tensor | float]:
         """`Σ a aᵀ` of one call, or its diagonal, and the number of the call's rows."""
         mask, read = self._mask_of(call), call.rule.reads(call.use.module)
-        if mask is not None or not self.weight or diagonal or self.weighted:
+        if mask is not None or not self.weight or diagonal or self.example_weights is not None:
             a = self._rooted(self._rows(call))
             if isinstance(a, SparseRows):
                 return a.square_sum(), self._count(mask, a.shape[1])

@@ -121,7 +121,8 @@ class _LossVectors:
             scaled = v if self.factor == 1 else v * self.factor
             if self.weight is not None:  # of the examples: squares of vectors are weighted
                 scaled = scaled * self.weight.sqrt().to(v)[:, None, None]
-            yield likelihood.restore(scaled, f.shape, len(self.F), self.class_axis).to(narrowest(f.dtype))
+            restored, dtype = likelihood.restore(scaled, f.shape, self.F.shape[0], self.class_axis), narrowest(f.dtype)
+            yield restored if restored.dtype == dtype else restored.to(dtype)
 
 
 def _share_draws(losses: Losses, vectors: Vectors, parts: Sequence[_LossVectors], draws: Draws) -> None:
@@ -174,7 +175,9 @@ class BackwardPasses:
 
     def _narrow(self, outputs: Sequence[Tensor]) -> bool:
         """Whether vectors go through float16."""
-        return is_narrow(outputs) or is_narrow(slot.out for recorded in self.recorder.calls for slot in recorded.slots)
+        return is_narrow(outputs) or any(
+            slot.dtype == torch.float16 for recorded in self.recorder.calls for slot in recorded.slots
+        )
 
     def take(self, group: VectorGroup, user: UserBackward) -> None:
         """Take the gradients of a single vector from the user's backward pass."""
@@ -201,12 +204,16 @@ class BackwardPasses:
         for last, vector in _with_last(vectors):
             if self._first:
                 self.recorder.require_unchanged()
-            self._waiting = {index: sum(len(c.slots) for c in calls) for index, calls in self._calls.items()}
+            self._waiting = dict.fromkeys(self._calls, 0)
+            for recorded in self.recorder.calls:
+                self._waiting[recorded.layer] += len(recorded.slots)
             self._received: dict[int, Tensor] = {}
-            with self.recorder.receiving(self._receive):
+            self.recorder.receive = self._receive
+            try:
                 if sources:
-                    retain = keep_graph or not last
-                    gradients_of(outputs, sources, vector, retain)
+                    gradients_of(outputs, sources, vector, keep_graph or not last)
+            finally:
+                self.recorder.receive = None
             for index, left in self._waiting.items():
                 if left:  # some call, or all of them, does not reach the output: its gradient is zero
                     self._show(index, self._received)

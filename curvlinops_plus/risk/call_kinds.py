@@ -74,7 +74,7 @@ def are_rows_unclear(rows: Sequence[Rows], batch: Batch) -> bool:
 
 def _rows(slot: OutputSlot, N: int) -> int:
     """Rows for an example; 1 if the user says which rows are whose."""
-    return 1 if slot.fold is not None or slot.order is not None else slot.out.shape[slot.axis] // N
+    return 1 if slot.fold is not None or slot.order is not None else slot.shape[slot.axis] // N
 
 
 def _axes(tensors: Sequence[Tensor], number: int, N: int) -> Iterator[tuple[int, int, int]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> boo
     """Whether a recorded forward pass was one of PyTorch's own modules one after the other, with examples in front.
 
     Nothing is left to compare with autograd then: no module mixes examples or draws numbers, each is called once, and
-    the rules of those with parameters are this package's. Nothing is remembered either: types, methods, hooks and
-    options of all modules are looked at in every batch. Any doubt is a no, as a module of another type, or an axis of
-    examples or an output that the user names.
+    the rules of those with parameters are this package's. Nor has its graph to be walked through: nothing but the
+    layers reads their parameters, and all that is above the first one's output is below the model's. Nothing is
+    remembered either: types, methods, hooks and options of all modules are looked at in every batch. Any doubt is a no,
+    as a module of another type, or an axis of examples or an output that the user names.
 
     Args:
         risk: Model and options.
@@ -35,44 +37,58 @@ def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> boo
         batch: The batch.
     """
     X, options = batch.X, risk.options
-    if type(X) is not Tensor or X.layout != torch.strided or not X.ndim or len(X) != batch.num_examples:
+    if type(X) is not Tensor or X.layout != torch.strided or not X.ndim or X.shape[0] != batch.num_examples:
         return False
     if options.output or options.example_axis or options.example_of_row or _is_watched():
         return False
-    chain, axes, kinds = [], X.ndim, set()
-    for module, kind in _in_order(risk.model):
+    hooked = _hooked_in_chain(risk.model, X.ndim, recorder)
+    return hooked is not None and _are_calls_of(hooked, recorder)
+
+
+def _hooked_in_chain(model: Any, axes: int, recorder: Recorder) -> list[Any] | None:
+    """The modules of a chain on which the recorder has hooks, in the order in which they run; None if it is no chain.
+
+    Args:
+        model: The model.
+        axes: How many axes its input has.
+        recorder: The recorder.
+    """
+    hooked, kinds, waiting = [], set(), [model]  # of nested sequences a sequence before its parts, in their order
+    while waiting:
+        module = waiting.pop()
+        kind = type(module) if type(module) in _AXES else _kind(module)
         if kind not in _AXES or not _is_plain(module, kind, recorder):
-            return False
-        kinds.add((type(module), kind))
+            return None
         axes = _AXES[kind](module, axes)
         if not axes:
-            return False
-        chain.append(module)
-    return _have_own_methods(kinds) and _are_calls_of(chain, recorder)
+            return None
+        kinds.add((type(module), kind))
+        if kind is nn.Sequential:
+            waiting.extend(reversed(module._modules.values()))
+        if module._forward_hooks:
+            hooked.append(module)
+    return hooked if _have_own_methods(kinds) else None
 
 
 def _have_own_methods(kinds: Iterable[tuple[type, type]]) -> bool:
     """Whether types have the methods of PyTorch's types that they are, or are taken for."""
-    return all(getattr(kind, name) is method for kind, known in kinds for name, method in _METHODS[known])
+    for kind, known in kinds:
+        get, methods = _METHODS[known]
+        if get(kind) != methods:
+            return False
+    return True
 
 
-def _are_calls_of(chain: Sequence[Any], recorder: Recorder) -> bool:
-    """Whether the recorded calls are those of a chain's modules, one of each layer, which shares nothing then."""
-    uses = [recorded.call.use for recorded in recorder.calls]
-    tracked = {id(use.module) for use in uses}
-    called = [module for module in chain if id(module) in tracked]
-    return len(recorder.layers) == len(uses) == len(called) and all(
-        use.module is module and use.rule is _OWN_RULES.get(type(module)) for use, module in zip(uses, called)
-    )
-
-
-def _in_order(module: Any) -> Iterator[tuple[Any, type]]:
-    """The modules of nested sequences and their types, in the order in which they run, a sequence before its parts."""
-    kind = _kind(module)
-    yield module, kind
-    if kind is nn.Sequential:
-        for child in module._modules.values():
-            yield from _in_order(child)
+def _are_calls_of(hooked: Sequence[Any], recorder: Recorder) -> bool:
+    """Whether the recorded calls are those of the modules with hooks, one of each layer, which shares nothing then."""
+    calls = recorder.calls
+    if not len(recorder.layers) == len(calls) == len(hooked):
+        return False
+    for module, recorded in zip(hooked, calls):
+        use = recorded.call.use
+        if use.module is not module or use.function is not None or use.rule is not _OWN_RULES.get(type(module)):
+            return False
+    return True
 
 
 def _kind(module: Any) -> type:
@@ -98,30 +114,26 @@ def _is_watched() -> bool:
 
 def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
     """Whether a module does what PyTorch's type does: no hooks but the recorder's, no methods or tensors of its own."""
-    attributes = vars(module)
-    return not (
+    if (
         module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or module._compiled_call_impl
-        or not attributes.keys().isdisjoint(_names(kind))
-        or not all(_is_of(recorder, hook) for hook in [*module._forward_hooks.values()])
-        or not all(map(_is_plain_tensor, module._parameters.values()))
-        or not all(map(_is_plain_tensor, module._buffers.values()))
-    )
-
-
-def _is_plain_tensor(t: Tensor | None) -> bool:
-    """Whether a tensor is none of a subclass, and no hook changes its gradient."""
-    return t is None or (type(t) in _TENSORS and not t._backward_hooks)
-
-
-def _is_of(recorder: Recorder, hook: Any) -> bool:
-    return type(hook) is Uncopied and getattr(hook.func, "__self__", None) is recorder
+        or not _hidden(kind).isdisjoint(vars(module))
+    ):
+        return False
+    for hook in (*module._forward_hooks.values(),):
+        if type(hook) is not Uncopied or getattr(hook.func, "__self__", None) is not recorder:
+            return False
+    for held in (module._parameters, module._buffers):
+        for t in (*held.values(),) if held else ():  # none of a subclass, and none whose gradient a hook changes
+            if t is not None and (type(t) not in _TENSORS or t._backward_hooks):
+                return False
+    return True
 
 
 @cache
-def _names(kind: type[nn.Module]) -> frozenset[str]:
+def _hidden(kind: type[nn.Module]) -> frozenset[str]:
     """What attributes of a module would hide: methods, parameters and buffers."""
     methods = (name for base in kind.__mro__ for name, value in vars(base).items() if callable(value))
     return frozenset({*methods, "weight", "bias", "running_mean", "running_var"})
@@ -180,6 +192,7 @@ for _number, _kinds in {
     _AXES |= dict.fromkeys(_kinds, partial(_on_places, _number))
 
 _CALLED = ("forward", "__call__", "_call_impl", "__getattr__", "__iter__", "_conv_forward", "_check_input_dim")
-_METHODS = {kind: [(name, getattr(kind, name)) for name in _CALLED if hasattr(kind, name)] for kind in _AXES}
+_GETTERS = {kind: attrgetter(*(name for name in _CALLED if hasattr(kind, name))) for kind in _AXES}
+_METHODS = {kind: (get, get(kind)) for kind, get in _GETTERS.items()}
 _OWN_RULES = {kind: RULES[kind] for kind in _AXES if kind in RULES}
 _TENSORS = {Tensor, nn.Parameter}

@@ -63,7 +63,7 @@ class ModelCalls:
         try:
             return model(**given) if batch.unpack else model(given)
         finally:
-            written = any(_mark(t) != mark for t, mark in zip(tensors, before))
+            written = before != [_mark(t) for t in tensors]
             if self._writes is None:
                 self._writes = written or not all(map(_equal, tensors, tensors_of(batch.X)))
             elif written and not self._writes:

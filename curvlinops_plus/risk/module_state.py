@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.risk.process_state import hookable_modules
+from curvlinops_plus.risk.process_state import Uncopied, hookable_modules
 
 __all__ = ["ModuleState"]
 
@@ -39,16 +39,15 @@ class ModuleState:
     def of(cls, module: nn.Module) -> ModuleState:
         """The state of a module."""
         modules = [m for _, m in hookable_modules(module)] if module._modules else [module]
-        holders = [held for m in modules for held in (m._parameters, m._buffers) if held]
-        return cls(
-            (type(module), *(_options(m) for m in modules)),
-            tuple(
-                (held, name, t, *_place(t))
-                for held in holders
-                for name, t in held.items()
-                if t is not None and not t.is_inference()
-            ),
-        )
+        options: list[Any] = [type(module)]
+        tensors: list[tuple[Mapping[str, Any], str, Tensor, int, int]] = []
+        for m in modules:
+            options.append(_options(m))
+            for held in (m._parameters, m._buffers):
+                for name, t in held.items() if held else ():
+                    if t is not None and not t.is_inference():
+                        tensors.append((held, name, t, *_place(t)))
+        return cls(tuple(options), tuple(tensors))
 
     def changes(self) -> tuple[Any, ...]:
         """Which tensors are others by now, have been written to since then, and how often, or have other memory."""
@@ -61,12 +60,13 @@ class ModuleState:
 
 
 def _options(module: nn.Module) -> tuple[Any, ...]:
-    attributes = vars(module)
-    # Lists, since finalizers of what is collected meanwhile remove hooks.
-    found: list[Any] = [tuple(map(_code, [*attributes[name].values()])) for name in _HOOKS if attributes.get(name)]
-    for name, value in attributes.items():
+    found: list[Any] = []
+    for name, value in vars(module).items():
         if name not in _INTERNAL:
             found += name, value if type(value) in _PLAIN else _value(value)
+        elif value and name in _HOOKS:
+            # A list, since finalizers of what is collected meanwhile remove hooks. Our own tell nothing of the module.
+            found.append(tuple([Uncopied if type(hook) is Uncopied else _code(hook) for hook in [*value.values()]]))
     return tuple(found)
 
 
@@ -112,8 +112,8 @@ def _tensor(t: Tensor) -> Any:
 
 def _code(function: Any) -> Any:
     """What a function or a hook runs: those that are made anew for each pass run the same code."""
-    if isinstance(function, partial):
-        return _code(function.func)
+    while isinstance(function, partial):
+        function = function.func
     code = getattr(function, "__code__", None)
     return hash(code) if isinstance(code, CodeType) else type(function)
 

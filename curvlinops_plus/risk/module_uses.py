@@ -46,7 +46,7 @@ class ModuleUse:
 
     def holds(self, module: nn.Module, params: Mapping[str, Tensor]) -> bool:
         """Whether the module holds all of the parameters at the moment."""
-        return all(_slot(module, local) is params[key] for local, key in self.keys.items())
+        return False not in self.own(module, params).values()
 
     @property
     def without_rule(self) -> bool:

@@ -106,7 +106,7 @@ def require_rereadable(data: Any, reason: str, advice: str = "") -> None:
 def to_device(tree: Any, device: torch.device) -> Any:
     """Every tensor of a tensor, mapping, list or tuple on `device`; other objects are passed through."""
     if isinstance(tree, Tensor):
-        return _usable(tree.to(device))
+        return _usable(tree if tree.device == device else tree.to(device))
     if isinstance(tree, MutableMapping) and not isinstance(tree, dict):  # UserDict, BatchEncoding
         if callable(move := getattr(tree, "to", None)):
             return move(device)
@@ -142,7 +142,7 @@ def read_batch(
     if isinstance(item, Batch):  # was read before
         return item
     X, y, *rest = _entries(item, index, weight is not None)
-    unpack = isinstance(item, Mapping)
+    unpack = not isinstance(item, (tuple, list))
     X, y = to_device(X, device), to_device(y, device)
     found = None if weight is None else weight(X, y, *rest)  # which may take it out of a mapping
     N = count_examples(X, y, index, batch_size_fn, unpack)
@@ -151,14 +151,14 @@ def read_batch(
 
 def _entries(item: Any, index: int, more: bool) -> Sequence[Any]:
     """Input and target of one item of the data, and `more` if it may have that."""
+    if isinstance(item, (tuple, list)) and (len(item) == 2 or (more and len(item) > 2)):
+        return item
     if isinstance(item, Mapping):
         if "labels" not in item:
             raise ValueError(
                 f"Batch {index} is a mapping with keys {list(item)}; expected a pair (X, y) or a mapping with 'labels'."
             )
         return {key: value for key, value in item.items() if key != "labels"}, item["labels"]
-    if isinstance(item, (tuple, list)) and (len(item) == 2 or (more and len(item) > 2)):
-        return item
     what = f"{type(item).__name__} of length {len(item)}" if hasattr(item, "__len__") else type(item).__name__
     hint = " For one batch, write data=[(X, y)]." if isinstance(item, Tensor) else ""
     if isinstance(item, (tuple, list)) and len(item) > 2:

@@ -62,6 +62,7 @@ class Recorder:
     Attributes:
         calls: What was recorded in the last forward pass.
         num_examples: N of that batch.
+        chain: Whether it was made of one layer after the other, see `is_known_chain`; whoever has looked sets it.
         doubt: Why a pass of others was not recorded to its end.
         receive: Called with call, slot and gradient whenever autograd delivers one; None ignores them.
 
@@ -81,7 +82,7 @@ class Recorder:
     ) -> None:
         self.layers, self.backward, self.intercept = layers, backward, intercept
         self.calls: list[RecordedCall] = []
-        self.num_examples = 0
+        self.num_examples, self.chain = 0, False
         self.doubt: Exception | None = None
         self._own_pass = own_pass
         self.receive: Receive | None = None
@@ -93,7 +94,7 @@ class Recorder:
         self._functions = FunctionUses(layers, self._params)
         self._mode = FunctionCalls(self._function_call) if intercept or self._functions else None
         self._handles: list[Any] = []
-        self._recording = self._disabled = False
+        self._recording, self._off = False, _Disabled()
         self._ours = OwnThread()  # another thread may evaluate the model meanwhile
 
     def __enter__(self) -> Recorder:
@@ -134,12 +135,12 @@ class Recorder:
         out: Any = None,
     ) -> Any:
         """The forward hook of one module; if it was removed while the module ran, PyTorch calls it without kwargs."""
-        if self._disabled or self.doubt is not None or not self._handles or not self._ours():
+        if self._off.depth or self.doubt is not None or not self._handles or not self._ours():
             return None
         try:
             if not self._reads_own(use, module):
                 return None
-            if (order := packed_order(use, out, self.num_examples)) is None:
+            if isinstance(out, Tensor) or (order := packed_order(use, out, self.num_examples)) is None:
                 return self._output(index, use, args, kwargs, out)
             packed, *states = out
             inputs = order.without_packed(args), order.without_packed(kwargs)
@@ -169,7 +170,8 @@ class Recorder:
         """
         single = isinstance(out, Tensor)
         leaves, spec = ([out], None) if single else tree_flatten(out)
-        given = args if not kwargs and all(isinstance(x, Tensor) for x in args) else tree_leaves((args, kwargs))
+        only = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
+        given = args if only else tree_leaves((args, kwargs))
         refuse_call(use, [*given, *leaves])
         at = _float_tensors(leaves, out, use)
         axis = self._axes.get(use.name, 0)
@@ -217,7 +219,9 @@ class Recorder:
         for t, axis in zip(tensors, axes, strict=True):
             if self.backward:
                 t = isolate(t, use, several=len(tensors) > 1)
-            order = packed if packed is not None and not slots else self._order(use, t, axis)
+            order = packed if not slots else None
+            if order is None and self._example_of_row:
+                order = self._order(use, t, axis)
             # One row for all examples (position embeddings): each example gets a gradient of its own.
             one_row = self.num_examples > 1 and t.ndim > axis and t.shape[axis] == 1 and fold is None and order is None
             if one_row and not self._own_pass:
@@ -239,7 +243,7 @@ class Recorder:
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, examples: int | None
     ) -> Any:
         """A torch function: note products with weights for the layers whose parameters they read."""
-        if self._disabled or self.doubt is not None or not self._functions:
+        if self._off.depth or self.doubt is not None or not self._functions:
             return out
         try:
             for h, b in added_bias(function, args, kwargs):
@@ -270,7 +274,7 @@ class Recorder:
     def _note(self, recorded: RecordedCall, tensors: Sequence[Tensor]) -> None:
         if self.backward:
             use = recorded.call.use
-            recorded.state = None if use.functional else ModuleState.of(use.module)
+            recorded.state = ModuleState.of(use.module) if use.function is None else None
             for slot, t in zip(recorded.slots, tensors, strict=True):
                 slot.connect(t, partial(self._arrive, recorded, slot))
         self.calls.append(recorded)
@@ -292,6 +296,7 @@ class Recorder:
         self._release()
         self._functions.start()
         self.num_examples, self._data, self._recording, self.doubt = num_examples, data, True, None
+        self.chain = False
         self._ours = OwnThread()
         frozen = [p for p in self._params.values() if not p.requires_grad]
         # Frozen parameters leave no trace in the graph that tells which operations read them.
@@ -317,16 +322,7 @@ class Recorder:
 
     def disabled(self) -> AbstractContextManager[None]:
         """Modules that run in here are not recorded, and their outputs are not replaced."""
-        return _Disabled(self)
-
-    @contextmanager
-    def receiving(self, receive: Receive) -> Iterator[None]:
-        """Gradients that autograd delivers in here go to `receive`."""
-        self.receive = receive
-        try:
-            yield
-        finally:
-            self.receive = None
+        return self._off
 
     def by_layer(self) -> dict[int, list[RecordedCall]]:
         """Index of a layer to its calls."""
@@ -349,9 +345,11 @@ class Recorder:
             ValueError: If a parameter is read by something else than its layer.
             UnsupportedError: If a product to which a bias is added is used without it, too.
 
-        Cost: a walk through the graph.
+        Cost: a walk through the graph, unless it is a chain.
         """
         edges = [slot.edge for recorded in self.calls for slot in recorded.slots if slot.edge is not None]
+        if self.chain:
+            return edges[:1]
         marked = {edge.node for edge in edges}
         above: dict[Any, bool] = {}  # whether a recorded edge is below the node
         readers: dict[int, int] = {}
@@ -375,14 +373,13 @@ class Recorder:
 class _Disabled:
     """`Recorder.disabled`, which is entered for each layer of each batch: generators take several times as long."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self._before = recorder, False
+    depth = 0
 
     def __enter__(self) -> None:
-        self._before, self._recorder._disabled = self._recorder._disabled, True
+        self.depth += 1
 
     def __exit__(self, *error: object) -> None:
-        self._recorder._disabled = self._before
+        self.depth -= 1
 
 
 def _float_tensors(leaves: Sequence[Any], out: Any, use: ModuleUse) -> list[int]:
@@ -391,6 +388,8 @@ def _float_tensors(leaves: Sequence[Any], out: Any, use: ModuleUse) -> list[int]
     Raises:
         UnsupportedError: If there are none, or several where the rule of the layer knows one.
     """
+    if isinstance(out, Tensor) and out.is_floating_point():
+        return [0]
     at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
     if not at or isinstance(out, PackedSequence) or (len(at) > 1 and isinstance(use.rule, AffineRule)):
         what = f"a {out.dtype} tensor" if isinstance(out, Tensor) else f"a {type(out).__name__}"

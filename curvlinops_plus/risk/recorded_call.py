@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
@@ -27,7 +27,9 @@ class OutputSlot:
     """One tensor that a call returned, and where its gradient arrives.
 
     Attributes:
-        out: The tensor's shape, dtype and device, on an empty tensor that takes no memory.
+        shape: Of the tensor, which is not kept.
+        dtype: Likewise.
+        device: Likewise.
         axis: The axis that carries the examples.
         fold: Number of examples if that axis carries positions and, inside them, examples.
         expanded: Whether it was one row for all examples before.
@@ -36,7 +38,9 @@ class OutputSlot:
         handle: Of the hook that receives it.
     """
 
-    out: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
     axis: int
     fold: int | None = None
     expanded: bool = False
@@ -49,7 +53,18 @@ class OutputSlot:
         cls, t: Tensor, axis: int, fold: int | None = None, expanded: bool = False, order: RowOrder | None = None
     ) -> OutputSlot:
         """The slot of a tensor that a call returned."""
-        return cls(t.new_empty(()).expand(t.shape), axis, fold, expanded, order)
+        return cls(t.shape, t.dtype, t.device, axis, fold, expanded, order)
+
+    @property
+    def out(self) -> Tensor:
+        """An empty tensor of this shape, which takes no memory."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are on the axis of the examples, when it is the first one."""
+        plain = self.fold is None and self.order is None
+        return self.shape[self.axis] if plain else self.arrange(self.out).shape[0]
 
     @property
     def kept(self) -> Tensor | None:
@@ -58,7 +73,12 @@ class OutputSlot:
 
     def connect(self, t: Tensor, receive: Callable[[Tensor], None]) -> None:
         """Let autograd deliver the gradient of the tensor to `receive`."""
-        self.edge, self.handle = get_gradient_edge(t), t.register_hook(receive)
+        node = t.grad_fn
+        if node is None or isinstance(node, torch._C._FunctionBase):
+            self.edge = get_gradient_edge(t)  # which keeps the graph of a node written in Python
+        else:
+            self.edge = GradientEdge(node, t.output_nr)
+        self.handle = t.register_hook(receive)
 
     def arrange(self, t: Tensor, lead: int = 0) -> Tensor:
         """The same numbers with the examples first, after `lead` leading axes."""
@@ -71,8 +91,8 @@ class OutputSlot:
     def gradient(self, g: Tensor | None, V: int, batched: bool) -> Tensor:
         """A gradient [V, *out], examples first; zeros for None. Without `batched` it came without the axis V."""
         if g is None:
-            return self.arrange(self.out.new_zeros(V, *self.out.shape), 1)
-        return self.arrange(g if batched else g[None], 1)
+            return self.arrange(torch.zeros(V, *self.shape, dtype=self.dtype, device=self.device), 1)
+        return self.arrange(g if batched else g.unsqueeze(0), 1)
 
 
 @dataclass(eq=False)
@@ -99,8 +119,11 @@ class RecordedCall:
 
     def set_gradients(self, grads: dict[int, Tensor], V: int, batched: bool) -> None:
         """Move the gradients of the slots (by identity) into `call.grads`; zeros where there are none."""
-        arranged = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
-        self.call.grads = arranged[0] if self.single else arranged
+        if self.single:
+            slot = self.slots[0]
+            self.call.grads = slot.gradient(grads.pop(id(slot), None), V, batched)
+        else:
+            self.call.grads = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
 
     def require_unchanged(self) -> None:
         """Refuse inputs that were written to since the call.
@@ -150,40 +173,34 @@ def make_recorded_call(
         UnsupportedError: If the axes taken for the examples' don't carry them.
     """
     _check_slots(use, slots, num_examples, (args, kwargs))
-    affine = use.rule if isinstance(use.rule, AffineRule) else None
-    if affine is not None:  # an affine layer reads one tensor; the rest is not kept alive
-        leaves, spec = [affine.input_of(use.module, args, kwargs)], None
-        axes = iter([axis if slots[0].fold is None else 1])
+    slot, out_axes = slots[0], [slot.axis for slot in slots]
+    expand = num_examples if True in [slot.expanded for slot in slots] else 0
+    if isinstance(use.rule, AffineRule):  # it reads one tensor; the rest is not kept alive
+        read = use.rule.input_of(use.module, args, kwargs).detach()
+        x, moved = _examples_first(read, axis if slot.fold is None else 1, use, slot, num_examples, expand)
+        if x.shape[0] != slot.num_rows:
+            raise _other_rows(use, x, slot, num_examples)
+        call, inputs = Call(use, (x,), {}, None, [moved], out_axes, slot.kept), [read]
     else:
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-        tensors = [t for t in leaves if isinstance(t, Tensor)]
-        axes = iter(use.rule.axes(use.module, axis, tensors, inputs=True))
-    versions: list[tuple[Tensor, int]] = []
-    in_axes: list[int] = []
-    expand = num_examples if any(slot.expanded for slot in slots) else 0
-    for k, t in enumerate(leaves):
-        if isinstance(t, Tensor):
-            t = t.detach()
-            if not t.is_inference():
-                versions.append((t, t._version))
-            leaves[k], moved = _examples_first(t, next(axes), slots[0], use.functional, num_examples, expand)
+        at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor)]
+        inputs, in_axes = [leaves[k].detach() for k in at], []
+        for k, t, on in zip(at, inputs, use.rule.axes(use.module, axis, inputs, inputs=True), strict=True):
+            leaves[k], moved = _examples_first(t, on, use, slot, num_examples, expand)
             in_axes.append(moved)
-    positional, named = ((leaves[0],), {}) if spec is None else tree_unflatten(leaves, spec)
-    call = Call(use, positional, named, None, in_axes, [slot.axis for slot in slots], slots[0].kept)
-    if affine is not None:
-        _check_rows(call, slots, num_examples)
+        positional, named = tree_unflatten(leaves, spec)
+        call = Call(use, positional, named, None, in_axes, out_axes, slot.kept)
+    versions = [(t, t._version) for t in inputs if not t.is_inference()]
     return RecordedCall(call, layer, slots, single, versions, expanded=bool(expand))
 
 
-def _examples_first(
-    t: Tensor, axis: int, slot: OutputSlot, functional: bool, N: int, expand: int
-) -> tuple[Tensor, int]:
+def _examples_first(t: Tensor, axis: int, use: ModuleUse, slot: OutputSlot, N: int, expand: int) -> tuple[Tensor, int]:
     """An input with the examples on axis 0 as in the output, and the axis on which they were."""
     if slot.fold is not None:
         t = t.unflatten(0, (-1, slot.fold))
     if slot.order is not None and t.ndim > axis and t.shape[axis] == slot.order.num_rows:
         t, N = slot.order.filled(t, axis), len(slot.order.index)
-    moved = axis != 0 and t.ndim > axis and (functional or t.shape[axis] in (1, N))
+    moved = axis != 0 and t.ndim > axis and (use.functional or t.shape[axis] in (1, N))
     if moved:
         t = t.movedim(axis, 0)
     if expand and t.ndim and t.shape[0] == 1:
@@ -195,32 +212,31 @@ def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int, inputs: An
     for slot in slots:
         if slot.order is not None:
             continue
-        size = slot.out.shape[slot.axis] if slot.out.ndim > slot.axis and slot.fold is None else slot.fold or 0
+        size = slot.shape[slot.axis] if len(slot.shape) > slot.axis and slot.fold is None else slot.fold or 0
         if size == 0 or size % N or (slot.axis != 0 and size != N and not use.functional):
             raise not_by_example(
                 use,
                 inputs,
                 N,
-                f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} in a batch of "
+                f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.shape)} in a batch of "
                 f"{N} examples: axis {slot.axis} should carry the examples, or a multiple of them. If another axis "
                 f"does, say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}). A table for all examples, as of "
                 "positions, needs an axis of size 1 for them, as embedding(places[None]).",
             )
-    if len(slots) > 1 and len(rows := {slot.arrange(slot.out).shape[0] for slot in slots}) > 1:
+    if len(slots) > 1 and len(rows := {slot.num_rows for slot in slots}) > 1:
         raise UnsupportedError(
             f"{title(use.name)} ({type(use.owner).__name__}) returned tensors with {sorted(rows)} rows for {N} "
             "examples; expected one number of rows."
         )
 
 
-def _check_rows(call: Call, slots: Sequence[OutputSlot], N: int) -> None:
-    use, (slot, *_) = call.use, slots
-    if call.input.shape[0] != slot.arrange(slot.out).shape[0]:
-        raise UnsupportedError(
-            f"{title(use.name)} ({type(use.owner).__name__}) got an input of shape {list(call.input.shape)} and "
-            f"returned {list(slot.out.shape)} in a batch of {N} examples: the example axis differs. Add a leading axis "
-            f"for the examples, or say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
-        )
+def _other_rows(use: ModuleUse, x: Tensor, slot: OutputSlot, N: int) -> UnsupportedError:
+    """What to raise if input and output have other numbers of rows."""
+    return UnsupportedError(
+        f"{title(use.name)} ({type(use.owner).__name__}) got an input of shape {list(x.shape)} and "
+        f"returned {list(slot.shape)} in a batch of {N} examples: the example axis differs. Add a leading axis "
+        f"for the examples, or say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}})."
+    )
 
 
 def isolate(out: Tensor, use: ModuleUse, several: bool = False) -> Tensor:
@@ -241,10 +257,10 @@ def isolate(out: Tensor, use: ModuleUse, several: bool = False) -> Tensor:
             "use_reentrant=False; if it is a frozen part of the model, leave its parameters "
             f"{list(use.keys.values())} out of `params`."
         )
-    if out.requires_grad and not out._is_view() and not several:
-        return out
     if not out.requires_grad:
         out = out.detach().requires_grad_()
+    elif not several and not out._is_view():
+        return out
     # A module of unknown code may have saved its output for backward, and an alias has a version counter of its own.
     if not isinstance(use.rule, AffineRule):
         return out.clone()

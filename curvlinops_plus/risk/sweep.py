@@ -128,8 +128,10 @@ class RecordedPasses:
         grad_mode = torch.enable_grad if vectors.backward else torch.no_grad
         statistics = partial(constant_statistics, risk.model)
         watching = self.recorder.watching
-        self._modes = (partial(torch.inference_mode, False), grad_mode, statistics, watching) if own_pass else ()
-        self._watching = nullcontext if own_pass else watching  # between passes of others no mode of ours is on
+        self._modes = (partial(torch.inference_mode, False), grad_mode, statistics, watching, eager) if own_pass else ()
+        # Between passes of others no mode of ours is on. Hooks of a compiled model that ran before never fire; running
+        # eagerly leaves nothing behind.
+        self._watching, self._eager = (nullcontext, nullcontext) if own_pass else (watching, eager)
         self._contexts = ExitStack()
 
     def __enter__(self) -> RecordedPasses:
@@ -147,8 +149,7 @@ class RecordedPasses:
     @contextmanager
     def recording(self, batch: Batch) -> Iterator[None]:
         """One forward pass of the model on a batch happens in here."""
-        # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
-        with eager(), self._watching(), self.recorder.recording(batch.num_examples, (batch.X, batch.y)):
+        with self._eager(), self._watching(), self.recorder.recording(batch.num_examples, (batch.X, batch.y)):
             yield
 
     def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
@@ -184,7 +185,8 @@ class RecordedPasses:
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():
-            if user is None and risk.options.check and not is_known_chain(risk, recorder, batch):
+            recorder.chain = is_known_chain(risk, recorder, batch)
+            if user is None and risk.options.check and not recorder.chain:
                 check_batch(risk, recorder, batch, fs, self.repeatable)
             passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight)
             batch_totals.called = passes.called

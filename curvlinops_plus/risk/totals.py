@@ -47,7 +47,7 @@ class Totals:
     def mismatch(self, other: Totals) -> str | None:
         """Why statistics of these and other totals must not be added, None if they may."""
         mine, theirs = self.weights, other.weights
-        if not mine or not theirs:
+        if mine == theirs or not mine or not theirs:
             return None
         if len(mine) == len(theirs) and all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(mine, theirs)):
             return None
@@ -133,7 +133,7 @@ def _wide(x: Number) -> Number:
 
 def _sum(one: Number, other: Number) -> Number:
     # A zero added to a tensor takes as long as a small layer does.
-    return other if isinstance(one, float) and one == 0 else one + other
+    return other if type(one) is float and one == 0 else one + other
 
 
 def _ratio(weights: tuple[float, ...]) -> str:

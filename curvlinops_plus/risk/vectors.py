@@ -247,7 +247,7 @@ class MonteCarlo(Vectors):
         return self.samples
 
     def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
-        yield from self._draw(likelihood, F, Y, draws)
+        yield from self._draw(likelihood, F, Y, draws).unbind()
 
     def root(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Root:
         # Draws of different loss terms and losses are independent: their cross terms are 0 in the mean.

@@ -131,14 +131,14 @@ def test_right_rules_pass(name: str, default: torch.dtype) -> None:
     assert (table.module, table.rule) == (make.__name__, rule.__name__)
     assert bool(table.note) == (name == "scale")
     assert all(error <= 1e-12 for _, error in table.rows)
-    assert len(table.rows) == {"scale": 6, "bags": 12}.get(name, 13)
+    assert len(table.rows) == {"scale": 6, "bags": 13, "heads": 13}.get(name, 15)
 
 
 def test_the_table() -> None:
     lines = str(check_rule(nn.Linear(i, o), torch.randn(B, i))).splitlines()
     assert lines[0] == "LinearRule of Linear"
-    assert lines[-1] == "all 13 checks passed"
-    assert len(lines) == 15
+    assert lines[-1] == "all 15 checks passed"
+    assert len(lines) == 17
     assert len({len(line) for line in lines[1:-1]}) == 1  # columns
     other = str(
         check_rule(nn.Tanh.__base__ and nn.Bilinear(2, 3, 4), torch.randn(B, 2), torch.randn(B, 3), rule=LayerRule)
@@ -316,6 +316,8 @@ WRONG: dict[str, Any] = {
     "input_gram": (KernelRule, fast("input_gram", worse(0)), r"'fast path input_gram': off by 1.0e-03.*Σ a aᵀ \[\*b"),
     "its sum": (KernelRule, fast("input_gram", worse(1)), "'fast path input_gram': off by 1.0e-03.*Σ a, the second"),
     "its count": (KernelRule, fast("input_gram", worse(2)), "'fast path input_gram': off by 1.0e-03.*number of rows"),
+    "stacked_inputs": (KernelRule, fast("stacked_inputs", lambda t: t.flip(0)), "'fast path stacked_inputs': off by"),
+    "stacked_grads": (KernelRule, fast("stacked_grads", lambda t: t * 2), "'fast path stacked_grads': off by 1.0e.00"),
     "mean_inputs": (KernelRule, fast("mean_inputs", lambda t: t * 3), "'fast path mean_inputs': off by 2.0e.00"),
     "shape of a mean": (
         KernelRule,

@@ -17,6 +17,7 @@ from curvlinops_plus import DiagonalBlock, EmpiricalRisk, FullBlock, Unsupported
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.rule_registry import RULES
 from curvlinops_plus.risk.known_chains import is_known_chain
+from curvlinops_plus.risk.record import Recorder
 
 N = 7
 
@@ -113,6 +114,23 @@ def test_some_of_the_parameters(looks: list[bool]) -> None:
     K, other = (curvature(risk_of(m, 4, params=params), FullBlock) for m in (model, Same(model)))
     assert looks == [True, False]
     close(K.to_dense(), other.to_dense())
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_graph_of_a_chain_says_where_it_begins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the walk through the graph, which is left out."""
+    (make, shape), own, same = CHAINS[name], Recorder.sources, []
+
+    def both(recorder: Recorder, outputs: Any) -> list[Any]:
+        known = own(recorder, outputs) if recorder.chain else []
+        recorder.chain = False
+        walked = own(recorder, outputs)
+        same.append(known == walked)
+        return walked
+
+    monkeypatch.setattr(Recorder, "sources", both)
+    curvature(risk_of(make(), *shape), FullBlock)
+    assert same == [True]
 
 
 # ------------------------------------------------------------------------- changed after an operator has been computed
