@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.linalg import Space
-from curvlinops_plus.risk.parameters import common_device, common_dtype, named_params, value_of, write_parameters
-from curvlinops_plus.risk.replaced_parameters import parameter_places, paths_to, replaced_parameters, require_places
+from curvlinops_plus.risk.parameters import common_device, common_dtype, named_params, values_of, write_parameters
+from curvlinops_plus.risk.replaced_parameters import parameter_places, paths_in, replaced_parameters, require_places
 from curvlinops_plus.risk.sharded import WholeParameters
 from curvlinops_plus.risk.usable_model import refuse_parameters
 
@@ -31,6 +31,7 @@ class ModelParameters:
     Args:
         model: The model.
         params: As for `EmpiricalRisk`.
+        modules: The modules of the model, by name.
         owned: All parameters of the model, by name.
         processes: The processes that share the data.
 
@@ -47,17 +48,18 @@ class ModelParameters:
         self,
         model: nn.Module,
         params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+        modules: Mapping[str, nn.Module],
         owned: Mapping[str, Tensor],
         processes: Alone,
     ) -> None:
         self.model = model
         self._own = named_params(model, params, owned)
         self.whole = WholeParameters(model, owned, processes)
-        self.params = {key: self.whole.of(value_of(params, key, p)) for key, p in self._own.items()}
+        self.params = self.whole.of(values_of(params, self._own))
         # Found before any parameter is replaced, because replacements may be nested.
-        self._places = parameter_places(model, self._own)
-        self._paths = paths_to(model, self._places)
-        refuse_parameters(model, owned, self._own)
+        self._places = parameter_places(modules.values(), self._own)
+        self._paths = paths_in(modules.values())
+        refuse_parameters(modules, owned, self._own)
         self.space, self.device = Space.of(self.params), common_device(self.params)
         self.dtype = common_dtype(self.params)
 
@@ -159,7 +161,7 @@ class ModelParameters:
         Raises:
             ValueError: Naming some parameters.
         """
-        if other := [key for key, own in self._own.items() if self.params[key] is not self.whole.of(own)]:
+        if other := [key for key, p in self.whole.of(self._own).items() if self.params[key] is not p]:
             raise ValueError(
                 f"{what} watches the model at its own parameters, and `params` holds other values of {other[:3]}. Use "
                 "`update`, which runs the model at these."

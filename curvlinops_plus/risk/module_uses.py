@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
 from curvlinops_plus.layer.functions import LINEAR, Function
 from curvlinops_plus.layer.rule_registry import GENERIC
+from curvlinops_plus.risk.module_tree import modules_of
 
 __all__ = ["ModuleUse", "find_uses", "title"]
 
@@ -72,8 +73,8 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
     key_of = {id(p): key for key, p in params.items()}
     uses: list[ModuleUse] = []
     claimed: set[int] = set()  # modules whose parameters another one answers for
-    for name, module in _not_empty(model):
-        if id(module) in claimed:
+    for name, module in modules_of(model).items():
+        if not (module._parameters or module._modules) or id(module) in claimed:
             continue
         if is_parametrized(module):
             claimed |= {id(m) for m in module.get_submodule("parametrizations").modules()}
@@ -89,11 +90,6 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
             rule.check(module)
             uses.append(ModuleUse(name, module, rule, keys, module))
     return [use for use in uses if not _alias(use, uses)]
-
-
-def _not_empty(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that hold parameters or other modules, with their names."""
-    return [(name, m) for name, m in model.named_modules() if m._parameters or m._modules]
 
 
 def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["common_device", "common_dtype", "named_params", "value_of", "write_parameters"]
+__all__ = ["common_device", "common_dtype", "named_params", "values_of", "write_parameters"]
 
 
 def named_params(
@@ -106,9 +106,14 @@ def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, ke
     return key
 
 
-def value_of(params: Any, key: str, own: Tensor) -> Tensor:
-    """What stands for a parameter: the model's own tensor, or another value given under its name."""
-    given = params[key] if isinstance(params, Mapping) else own
+def values_of(params: Any, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What stands for parameters: the model's own tensors, or other values given under their names."""
+    if not isinstance(params, Mapping):
+        return own
+    return {key: _value(params[key], p) for key, p in own.items()}
+
+
+def _value(given: Tensor, own: Tensor) -> Tensor:
     if given is own or (given.data_ptr() == own.data_ptr() and given.shape == own.shape and own.numel()):
         return own
     return given if isinstance(given, nn.Parameter) else nn.Parameter(given.detach(), given.requires_grad)

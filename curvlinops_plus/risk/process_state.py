@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from curvlinops_plus.risk.module_tree import modules_of
+
 __all__ = [
     "NoHook",
     "OwnThread",
@@ -129,7 +131,7 @@ def _is_compiler_loaded() -> bool:
 
 def hookable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that take hooks, with their names: all but those compiled by `torch.jit`."""
-    return ((name, m) for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule))
+    return ((name, m) for name, m in modules_of(model).items() if not isinstance(m, torch.jit.ScriptModule))
 
 
 class OwnThread:
