@@ -14,7 +14,7 @@ pytrees. Parameters behind a parametrization (`torch.nn.utils.parametrize`) are 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -69,19 +69,18 @@ def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         >>> list(differentiable_parameters(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))))
         ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
-    first: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, p in _own_parameters(module):
-        first.setdefault(id(p), (name, p))
-    return dict(first.values())
+    every = _own_parameters(module)
+    first = {id(p): name for name, p in reversed(every)}
+    return {name: p for name, p in every if first[id(p)] == name}
 
 
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Names and differentiable parameters, once per name."""
-    every = [(name, p) for name, p in module._parameters.items() if p is not None]
-    if parametrize.is_parametrized(module):
+    every = [*module._parameters.items()]
+    if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         inner = getattr(module, "parametrizations")  # noqa: B009 (unknown to type checkers)
         every += inner.named_parameters(prefix="parametrizations", remove_duplicate=False)
-    return ((name, p) for name, p in every if p.dtype.is_floating_point)
+    return [(name, p) for name, p in every if p is not None and p.dtype.is_floating_point]
 
 
 def why_computed(module: nn.Module, names: Sequence[str]) -> str | None:

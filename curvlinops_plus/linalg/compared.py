@@ -46,11 +46,12 @@ class Sums(Mapping[str, list[float]]):
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         gathered = device.type in ("cpu", "cuda")
         with torch.no_grad():
-            short = {key: p.flatten() for key, p in tensors.items() if gathered and _is_short(p, device)}
-            self._copy = torch.cat([*short.values()]) if short else None
-            long = {key: torch.stack(_sums(p)).to(device) for key, p in tensors.items() if key not in short}
-        self._keys, self._long = list(tensors), long
-        self._lengths = {key: p.numel() for key, p in short.items()}
+            short = [(key, p.flatten()) for key, p in tensors.items() if gathered and _is_short(p, device)]
+            self._copy = torch.cat([p for _, p in short]) if short else None
+            self._lengths = {key: p.shape[0] for key, p in short}
+            long = {key: p for key, p in tensors.items() if key not in self._lengths}
+            self._long = {key: torch.stack(_sums(p)).to(device) for key, p in long.items()}
+        self._keys = list(tensors)
 
     @cached_property
     def _numbers(self) -> dict[str, list[float]]:
@@ -181,7 +182,7 @@ def _finite(t: Tensor) -> Tensor:
 
 def _is_short(p: Tensor, device: torch.device) -> bool:
     """Whether the sums of a tensor are computed together with those of others on the device."""
-    plain = type(p) in (Tensor, nn.Parameter) and p.is_floating_point() and p.layout == torch.strided
+    plain = type(p) in (Tensor, nn.Parameter) and p.dtype.is_floating_point and p.layout == torch.strided
     return plain and p.numel() <= _SHORT and p.device == device
 
 

@@ -160,7 +160,8 @@ def find_layers(
 def _require_names(layers: Sequence[Layer]) -> None:
     """Refuse two blocks of one name."""
     names = [group.name for layer in layers for group in layer.groups]
-    if twice := {name for name in names if names.count(name) > 1}:
+    if len({*names}) < len(names):
+        twice = {name for name in names if names.count(name) > 1}
         raise ValueError(
             f"Several blocks would be named {sorted(twice)}: a parameter has a key that is the name of a module. Give "
             "it another key in `params`."

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from operator import is_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -142,12 +143,15 @@ class ModelParameters:
         with self.whole.placed(), replaced_parameters(self._places, values):
             return function(self.model)
 
-    @contextmanager
-    def placed(self) -> Iterator[None]:
-        """The model has the values of `params` in here, where these are not its own tensors."""
+    def placed(self) -> AbstractContextManager[None]:
+        """Context in which the model has the values of `params`, where these are not its own tensors."""
         self.require_in_place()
-        own = all(self.params[key] is p for key, p in self._own.items())
-        with self.whole.placed(), nullcontext() if own else replaced_parameters(self._places, self.params):
+        own = all(map(is_, self.params.values(), self._own.values()))
+        return nullcontext() if own and not self.whole else self._placed()
+
+    @contextmanager
+    def _placed(self) -> Iterator[None]:
+        with self.whole.placed(), replaced_parameters(self._places, self.params):
             yield
 
     def require_in_place(self) -> None:

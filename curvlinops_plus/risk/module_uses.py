@@ -76,7 +76,7 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
     for name, module in modules_of(model).items():
         if not (module._parameters or module._modules) or id(module) in claimed:
             continue
-        if is_parametrized(module):
+        if "parametrizations" in module._modules and is_parametrized(module):
             claimed |= {id(m) for m in module.get_submodule("parametrizations").modules()}
         rule, in_parts = rule_of(module), set()
         for part in rule.parts(module):
@@ -85,7 +85,9 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
             if keys := _tracked(part.params, key_of):
                 full = ".".join([name, part.name]).lstrip(".")
                 uses.append(ModuleUse(full, part.module, part.rule, keys, module, LINEAR))
-        own = {local: p for local, p in differentiable_parameters(module).items() if id(p) not in in_parts}
+        own = differentiable_parameters(module)
+        if in_parts:
+            own = {local: p for local, p in own.items() if id(p) not in in_parts}
         if keys := _tracked(own, key_of):
             rule.check(module)
             uses.append(ModuleUse(name, module, rule, keys, module))

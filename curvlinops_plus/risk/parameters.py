@@ -42,17 +42,18 @@ def named_params(
                 )
             raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
     names = {id(p): name for name, p in owned.items()}
-    names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
+    in_memory: dict[Any, str] = {}
     own: dict[str, Tensor] = {}
-    labels: dict[str, str] = {}
+    places: dict[str, int | str] = {}  # the model's names, and where parameters are given
     for position, (key, p) in enumerate(_items(params)):
-        label = f"params[{position if key is None else key!r}]"
-        name = _own_name(model, names, p, label, key)
-        if name in labels:
+        place = position if key is None else key
+        name = names.get(id(p)) or _own_name(model, owned, in_memory, p, f"params[{place!r}]", key)
+        if name in places:
             raise ValueError(
-                f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
+                f"params[{place!r}] is the same parameter as params[{places[name]!r}]: the model's {name!r}. Name each "
+                "parameter once."
             )
-        labels[name] = label
+        places[name] = place
         own[key or name] = owned[name]
     if not own:
         raise ValueError("`params` is empty; there is no matrix of size 0.")
@@ -78,11 +79,23 @@ def _items(params: Any) -> Iterable[tuple[str | None, Any]]:
         raise TypeError(
             f"`params` is a {type(params).__name__}; expected a list or a dict of the model's parameters: {advice}."
         )
-    return ((None, p) for p in params)
+    return [(None, p) for p in params]
 
 
-def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, key: str | None) -> str:
-    """The model's name of a parameter, found by identity or memory, or else the key if that is one of its names."""
+def _memory(p: Tensor) -> Any:
+    """Where its numbers are."""
+    return p.data_ptr(), p.shape, p.stride()
+
+
+def _own_name(
+    model: nn.Module,
+    owned: Mapping[str, Tensor],
+    in_memory: dict[Any, str],
+    p: Any,
+    label: str,
+    key: str | None,
+) -> str:
+    """The model's name of a tensor that is none of its own, found by memory, or else the key if that is a name."""
     if not isinstance(p, Tensor):
         hints = {
             tuple: " Of pairs (name, parameter) make a dict: params=dict(model.named_parameters()).",
@@ -92,10 +105,11 @@ def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, ke
         }
         hint = next((text for kind, text in hints.items() if isinstance(p, kind)), "")
         raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.{hint}")
-    name = names.get(id(p)) or names.get((p.data_ptr(), p.shape, p.stride()))
-    if name is not None:
+    if not in_memory:  # for all of them once
+        in_memory |= {_memory(own): name for name, own in owned.items() if own.numel()}
+    if (name := in_memory.get(_memory(p))) is not None:
         return name
-    own = dict(model.named_parameters()).get(key or "")
+    own = owned.get(key or "")
     if key is None or own is None or p.shape != own.shape:
         expected = "" if own is None else f" (its own {key!r} has {list(own.shape)})"
         raise ValueError(

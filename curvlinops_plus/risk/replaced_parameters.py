@@ -71,7 +71,7 @@ def require_places(
     Raises:
         ValueError: Naming some parameters.
     """
-    gone = [child for parent, name, child in paths if parent._modules.get(name) is not child]
+    gone = [m for parent, name, m in paths if name not in parent._modules or parent._modules[name] is not m]
     inside = {module for child in gone for module in child.modules()}
     other = [
         key

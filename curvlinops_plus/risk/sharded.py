@@ -72,6 +72,8 @@ class WholeParameters:
 
     def renew(self) -> None:
         """Take over the present values. Collective, if there are any."""
+        if not self._parts:
+            return
         self.give_up()
         with torch.no_grad():
             for name, p in self._parts.items():
