@@ -47,7 +47,8 @@ class FactorForm(NamedTuple):
         bytes: Of its matrices, before `max_bytes` was asked.
         diagonal: Whether only the diagonal is kept.
         pieces: Rows of each matrix on its diagonal, if it is split; else of the only one.
-        itemsize: Bytes of a number.
+        kept: Bytes of what is kept.
+        waiting: Bytes of rows that wait.
     """
 
     size: int
@@ -55,22 +56,13 @@ class FactorForm(NamedTuple):
     bytes: int
     diagonal: bool
     pieces: tuple[int, ...]
-    itemsize: int
+    kept: int
+    waiting: int
 
     @property
     def split(self) -> bool:
         """Whether matrices on the diagonal are kept, and nothing between them."""
         return len(self.pieces) > 1 and not self.diagonal
-
-    @property
-    def kept(self) -> int:
-        """Bytes of what is kept."""
-        return prod(self.batch) * self.size * self.itemsize if self.diagonal else self.bytes
-
-    @property
-    def waiting(self) -> int:
-        """Bytes of rows that wait."""
-        return 0 if self.diagonal or self.batch else self.size * min(self.pieces[0], _WAITING) * self.itemsize
 
 
 def factor_forms(layer: Layer, max_bytes: int, split: int | None = None) -> dict[str, FactorForm]:
@@ -86,8 +78,12 @@ def factor_forms(layer: Layer, max_bytes: int, split: int | None = None) -> dict
     def form(size: int, batch: Sequence[int], sparse: bool = False) -> FactorForm:
         number = 1 if split is None else max(1, -(-size // split))
         pieces = tuple([size // number + (k < size % number) for k in range(number)])
-        bytes_ = prod(batch) * sum([piece**2 for piece in pieces]) * itemsize
-        return FactorForm(size, (*batch,), bytes_, sparse or bytes_ > max_bytes, pieces, itemsize)
+        row = prod(batch) * itemsize
+        bytes_ = row * sum([piece**2 for piece in pieces])
+        if sparse or bytes_ > max_bytes:
+            return FactorForm(size, (*batch,), bytes_, True, pieces, row * size, 0)
+        waiting = 0 if batch else row * size * min(pieces[0], _WAITING)
+        return FactorForm(size, (*batch,), bytes_, False, pieces, bytes_, waiting)
 
     forms: dict[str, FactorForm] = {}
     for group in layer.groups:

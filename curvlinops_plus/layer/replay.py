@@ -70,17 +70,19 @@ def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
     every = _own_parameters(module)
-    first = {id(p): name for name, p in reversed(every)}
-    return {name: p for name, p in every if first[id(p)] == name}
+    if len({*map(id, every.values())}) == len(every):
+        return every
+    first = {id(p): name for name, p in reversed(every.items())}
+    return {name: p for name, p in every.items() if first[id(p)] == name}
 
 
-def _own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and differentiable parameters, once per name."""
-    every = [*module._parameters.items()]
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Differentiable parameters by all of their names."""
+    every: dict[str, nn.Parameter | None] = {**module._parameters}
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         inner = getattr(module, "parametrizations")  # noqa: B009 (unknown to type checkers)
-        every += inner.named_parameters(prefix="parametrizations", remove_duplicate=False)
-    return [(name, p) for name, p in every if p is not None and p.dtype.is_floating_point]
+        every |= inner.named_parameters(prefix="parametrizations", remove_duplicate=False)
+    return {name: p for name, p in every.items() if p is not None and p.dtype.is_floating_point}
 
 
 def why_computed(module: nn.Module, names: Sequence[str]) -> str | None:
@@ -185,8 +187,8 @@ class _Call:
         self.params = {name: at_least_float32(p.detach().clone()) for name, p in own.items()}
         # An own parameter may have two names. A child that shares it keeps using its own copy (`tie_weights=False`).
         first = {id(p): name for name, p in own.items()}
-        every = _own_parameters(module) if names is None else inner.items()
-        self.aliases = {name: first[id(p)] for name, p in every if id(p) in first}
+        every = _own_parameters(module) if names is None else inner
+        self.aliases = {name: first[id(p)] for name, p in every.items() if id(p) in first}
         self.frozen = {n: at_least_float32(p.detach()) for n, p in inner.items() if n not in self.aliases}
         self.buffers = {n: at_least_float32(b.detach()) for n, b in module.named_buffers(remove_duplicate=False)}
 

@@ -46,10 +46,10 @@ class Sums(Mapping[str, list[float]]):
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         gathered = device.type in ("cpu", "cuda")
         with torch.no_grad():
-            short = [(key, p.flatten()) for key, p in tensors.items() if gathered and _is_short(p, device)]
-            self._copy = torch.cat([p for _, p in short]) if short else None
-            self._lengths = {key: p.shape[0] for key, p in short}
-            long = {key: p for key, p in tensors.items() if key not in self._lengths}
+            short = {key: p.flatten() for key, p in tensors.items() if gathered and _is_short(p, device)}
+            self._copy = torch.cat([*short.values()]) if short else None
+            self._lengths = {key: p.shape[0] for key, p in short.items()}
+            long = {key: p for key, p in tensors.items() if key not in short}
             self._long = {key: torch.stack(_sums(p)).to(device) for key, p in long.items()}
         self._keys = list(tensors)
 

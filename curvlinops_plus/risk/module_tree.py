@@ -50,5 +50,7 @@ def parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
         for own, p in module._parameters.items()
         if p is not None
     }
+    if len({*map(id, named.values())}) == len(named):
+        return named
     first = {id(p): name for name, p in reversed(named.items())}
-    return named if len(first) == len(named) else {name: p for name, p in named.items() if first[id(p)] == name}
+    return {name: p for name, p in named.items() if first[id(p)] == name}

@@ -70,7 +70,7 @@ def title(name: str) -> str:
 
 def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]:
     """The modules that read some parameters, and the function calls inside attention (key to the model's own)."""
-    key_of = {id(p): key for key, p in params.items()}
+    key_of = dict(zip(map(id, params.values()), params))
     uses: list[ModuleUse] = []
     claimed: set[int] = set()  # modules whose parameters another one answers for
     for name, module in modules_of(model).items():
@@ -96,7 +96,7 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
 
 def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str]) -> dict[str, str]:
     """Local name to key, of those parameters that have one."""
-    return {local: key_of[id(p)] for local, p in params.items() if id(p) in key_of}
+    return {local: key_of[place] for local, p in params.items() if (place := id(p)) in key_of}
 
 
 def _alias(use: ModuleUse, uses: list[ModuleUse]) -> bool:

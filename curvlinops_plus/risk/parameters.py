@@ -41,7 +41,7 @@ def named_params(
                     "in this order."
                 )
             raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
-    names = {id(p): name for name, p in owned.items()}
+    names = dict(zip(map(id, owned.values()), owned))
     in_memory: dict[Any, str] = {}
     own: dict[str, Tensor] = {}
     places: dict[str, int | str] = {}  # the model's names, and where parameters are given
@@ -146,7 +146,7 @@ def common_device(params: Mapping[str, Tensor]) -> torch.device:
 def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     """The widest of the parameters' dtypes, float32 at least."""
     dtypes = {p.dtype for p in params.values()}
-    if not all(dtype.is_floating_point for dtype in dtypes):
+    if not all([dtype.is_floating_point for dtype in dtypes]):
         raise ValueError(
             f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have "
             "a curvature here."

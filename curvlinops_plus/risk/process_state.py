@@ -59,18 +59,19 @@ def exclusive() -> AbstractContextManager[Any]:
 class _OwnPasses(threading.local):
     depth = 0
 
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
 
 _own_passes = _OwnPasses()
 
 
-@contextmanager
-def own_passes() -> Iterator[None]:
+def own_passes() -> AbstractContextManager[None]:
     """Context in which this thread's calls of models are this package's own, not the user's."""
-    _own_passes.depth += 1
-    try:
-        yield
-    finally:
-        _own_passes.depth -= 1
+    return _own_passes
 
 
 def in_own_passes() -> bool:

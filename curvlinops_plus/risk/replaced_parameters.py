@@ -41,10 +41,13 @@ class _Replaced(dict[str, Any]):
 
 def parameter_places(modules: Iterable[nn.Module], params: Mapping[str, Tensor]) -> Places:
     """Where parameters are: a module may have two names, a parameter two modules."""
-    keys = {id(p): key for key, p in params.items()}
-    holding = (module for module in modules if module._parameters)
-    held = [(m, {name: keys[id(p)] for name, p in m._parameters.items() if id(p) in keys}) for m in holding]
-    return [(module, names) for module, names in held if names]
+    key_of = dict(zip(map(id, params.values()), params))
+    places: list[tuple[nn.Module, Mapping[str, str]]] = []
+    for module in modules:
+        held = module._parameters.items() if module._parameters else ()
+        if names := {name: key_of[place] for name, p in held if (place := id(p)) in key_of}:
+            places.append((module, names))
+    return places
 
 
 def paths_in(modules: Iterable[nn.Module]) -> Paths:

@@ -45,7 +45,7 @@ class Shared(Protocol):
 
 def all_parameters(risk: Any) -> dict[str, Tensor]:
     """The parameters of a risk under their keys, and others of its model under their names after "model."."""
-    tracked = {id(p) for p in risk.params.values()}
+    tracked = {*map(id, risk.params.values())}
     every = risk.whole.of(parameters_of(modules_of(risk.model)))
     return risk.params | {f"model.{name}": p for name, p in every.items() if id(p) not in tracked}
 

@@ -64,7 +64,8 @@ def refuse_parameters(
             f"The parameters {_some(meta)} are on the meta device, so they have shapes and no values. Materialize the "
             "model first: model.to_empty(device=...) and load_state_dict(...)."
         )
-    if frozen := [key for key, p in params.items() if p.is_inference()]:
+    if any(map(Tensor.is_inference, params.values())):
+        frozen = [key for key, p in params.items() if p.is_inference()]
         raise UnsupportedError(
             f"The parameters {_some(frozen)} were made in torch.inference_mode(), so nothing can be differentiated "
             "with respect to them. Make or load the model outside of it, or take a copy: copy.deepcopy(model)."
