@@ -44,11 +44,13 @@ class SharedInputs:
             return
         first, self._seen = self._seen is None, calls
         if first:
-            found: dict[Any, KFAC] = {}
+            found: dict[Any, list[KFAC]] = {}
             for layer, accumulator in self.candidates.items():
                 if (key := _read(calls.get(layer, ()))) is not None:
-                    leader = found.setdefault((key, self._owners[layer], *accumulator.input_kind), accumulator)
-                    accumulator.leader = None if leader is accumulator else leader
+                    before = found.setdefault((key, self._owners[layer]), [])
+                    same = [a for a in before if a.input_kind == accumulator.input_kind]
+                    accumulator.leader = same[0] if same else None
+                    before.append(accumulator)
             return
         for follower, leader in self._pairs():
             mine, theirs = (calls.get(a.layer, ()) for a in (follower, leader))

@@ -43,7 +43,7 @@ def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> li
     """
     with risk.placed():
         uses = find_uses(risk.model, risk.params)
-        if risk.reads is None and any(use.rule is GENERIC for use in uses) and _is_readable(risk.data):
+        if risk.reads is None and GENERIC in [use.rule for use in uses] and _is_readable(risk.data):
             try:
                 look_for_functions(risk)
             except Exception:  # of the model or the data; recording runs them again, and names layers

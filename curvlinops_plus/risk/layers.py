@@ -91,7 +91,7 @@ class Layer:
     def sparse(self) -> bool:
         """Whether the input factor is a diagonal."""
         return self.affine and all(
-            _affine(use).sparse and not role.transposed for role in self.roles for use in role.uses
+            [_affine(use).sparse and not role.transposed for role in self.roles for use in role.uses]
         )
 
     @cached_property
@@ -227,14 +227,13 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
     for use in roles[0].uses if roles else uses:
         known = use.rule.patterns(use.module)
         sizes |= use.rule.sizes(use.module)
-        for local, key in use.keys.items():
-            patterns.setdefault(key, known[local])
+        patterns |= {key: known[local] for local, key in use.keys.items() if key not in patterns}
     if not roles and len(uses) > 1:
         # Two modules may see the same parameter as different matrices; what is left in common is a flat vector.
         patterns = {key: flat_pattern(params[key].ndim) for key in patterns}
     name, keys = uses[0].name, list(patterns)
     blocks = {key: [key] for key in keys} if separate else {name or keys[0]: keys}
-    groups = tuple(_make_group(label, own, patterns, sizes, params) for label, own in blocks.items())
+    groups = tuple([_make_group(label, own, patterns, sizes, params) for label, own in blocks.items()])
     return Layer(name, tuple(uses), {key: params[key] for key in keys}, groups, roles)
 
 
@@ -257,7 +256,7 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
     They have one if all share the weight, seen as one matrix or its transpose, and a bias belongs to one role alone;
     as a separate block it would need the gradient factor of that role, which the nearest product does not have.
     """
-    if not all(isinstance(use.rule, AffineRule) for use in uses):
+    if not all([isinstance(use.rule, AffineRule) for use in uses]):
         return ()
     if len(uses) == 1 or _share_only_a_bias(uses):
         return (Role(tuple(uses)),)
