@@ -224,9 +224,9 @@ class KFAC(Accumulator):
 
     def _sum(self, name: str) -> Parts | None:
         """A factor that was added to, None for another."""
-        if name in (names := self.names):
+        if name in self._sums or name in self._rows:
             return self.value(name)
-        return tuple(self.value(part) for part in numbered(names, name)) or None
+        return tuple(self.value(part) for part in numbered(self.names, name)) or None
 
     def _gradient_factor(self, number: int) -> Parts:
         if (found := self._sum(f"G{number or ''}")) is not None:

@@ -152,7 +152,7 @@ def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
             "a curvature here."
         )
     wide = torch.float32
-    for dtype in dtypes:
+    for dtype in dtypes - {wide}:
         wide = torch.promote_types(wide, dtype)
     return wide
 
