@@ -89,7 +89,7 @@ class Layout:
                 f"Expected parameters of one layout to have the same rows, got matrices {matrices} "
                 f"from patterns {self.patterns}."
             )
-        self._permutes = any([steps.permutes for steps in parsed])
+        self._permutes = any(steps.permutes for steps in parsed)
         self._widths = [steps.matrix[-1] for steps in parsed]
         #: `(rows, cols)` or `(batch, rows, cols)`.
         self.matrix_shape: tuple[int, ...] = (*parsed[0].matrix[:-1], sum(self._widths))

@@ -91,7 +91,7 @@ class Layer:
     def sparse(self) -> bool:
         """Whether the input factor is a diagonal."""
         return self.affine and all(
-            [_affine(use).sparse and not role.transposed for role in self.roles for use in role.uses]
+            _affine(use).sparse and not role.transposed for role in self.roles for use in role.uses
         )
 
     @cached_property
@@ -256,7 +256,7 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
     They have one if all share the weight, seen as one matrix or its transpose, and a bias belongs to one role alone;
     as a separate block it would need the gradient factor of that role, which the nearest product does not have.
     """
-    if not all([isinstance(use.rule, AffineRule) for use in uses]):
+    if not all(isinstance(use.rule, AffineRule) for use in uses):
         return ()
     if len(uses) == 1 or _share_only_a_bias(uses):
         return (Role(tuple(uses)),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,26 +41,27 @@ def named_params(
                     "in this order."
                 )
             raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
-    names = dict(zip(map(id, owned.values()), owned))
-    in_memory: dict[Any, str] = {}
+    given = _items(params)
+    names: dict[Any, str] = dict(zip(map(id, owned.values()), owned))
+    if {id(p) for _, p in given} - names.keys():
+        names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
     own: dict[str, Tensor] = {}
-    places: dict[str, int | str] = {}  # the model's names, and where parameters are given
-    for position, (key, p) in enumerate(_items(params)):
-        place = position if key is None else key
-        name = names.get(id(p)) or _own_name(model, owned, in_memory, p, f"params[{place!r}]", key)
-        if name in places:
+    labels: dict[str, str] = {}
+    for position, (key, p) in enumerate(given):
+        label = f"params[{position if key is None else key!r}]"
+        name = names.get(id(p)) or _own_name(model, names, p, label, key)
+        if name in labels:
             raise ValueError(
-                f"params[{place!r}] is the same parameter as params[{places[name]!r}]: the model's {name!r}. Name each "
-                "parameter once."
+                f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
             )
-        places[name] = place
+        labels[name] = label
         own[key or name] = owned[name]
     if not own:
         raise ValueError("`params` is empty; there is no matrix of size 0.")
     return own
 
 
-def _items(params: Any) -> Iterable[tuple[str | None, Any]]:
+def _items(params: Any) -> Collection[tuple[str | None, Any]]:
     """Keys, where there are some, and parameters.
 
     Raises:
@@ -82,20 +83,8 @@ def _items(params: Any) -> Iterable[tuple[str | None, Any]]:
     return [(None, p) for p in params]
 
 
-def _memory(p: Tensor) -> Any:
-    """Where its numbers are."""
-    return p.data_ptr(), p.shape, p.stride()
-
-
-def _own_name(
-    model: nn.Module,
-    owned: Mapping[str, Tensor],
-    in_memory: dict[Any, str],
-    p: Any,
-    label: str,
-    key: str | None,
-) -> str:
-    """The model's name of a tensor that is none of its own, found by memory, or else the key if that is a name."""
+def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, key: str | None) -> str:
+    """The model's name of a parameter, found by memory, or else the key if that is one of its names."""
     if not isinstance(p, Tensor):
         hints = {
             tuple: " Of pairs (name, parameter) make a dict: params=dict(model.named_parameters()).",
@@ -105,11 +94,9 @@ def _own_name(
         }
         hint = next((text for kind, text in hints.items() if isinstance(p, kind)), "")
         raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.{hint}")
-    if not in_memory:  # for all of them once
-        in_memory |= {_memory(own): name for name, own in owned.items() if own.numel()}
-    if (name := in_memory.get(_memory(p))) is not None:
+    if (name := names.get((p.data_ptr(), p.shape, p.stride()))) is not None:
         return name
-    own = owned.get(key or "")
+    own = dict(model.named_parameters()).get(key or "")
     if key is None or own is None or p.shape != own.shape:
         expected = "" if own is None else f" (its own {key!r} has {list(own.shape)})"
         raise ValueError(
@@ -146,13 +133,13 @@ def common_device(params: Mapping[str, Tensor]) -> torch.device:
 def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     """The widest of the parameters' dtypes, float32 at least."""
     dtypes = {p.dtype for p in params.values()}
-    if not all([dtype.is_floating_point for dtype in dtypes]):
+    if not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(
             f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have "
             "a curvature here."
         )
     wide = torch.float32
-    for dtype in dtypes - {wide}:
+    for dtype in dtypes:
         wide = torch.promote_types(wide, dtype)
     return wide
 

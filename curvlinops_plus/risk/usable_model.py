@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.module_tree import parameters_of
@@ -37,7 +37,7 @@ def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Module], dict[st
     give_up_gathered(modules.values())
     owned = parameters_of(modules)
     buffers = {f"{name}.{own}": b for name, m in modules.items() if m._buffers for own, b in m._buffers.items()}
-    if lazy := [name for name, t in (owned | buffers).items() if isinstance(t, UninitializedTensorMixin)]:
+    if lazy := [name for name, t in (owned | buffers).items() if is_lazy(t)]:
         raise ValueError(
             f"{_some(lazy)} of the model have no shapes yet: their modules are lazy, such as nn.LazyLinear. Call the "
             "model once on a batch, model(X), which gives them their shapes."
