@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ def _is_known(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) in _FORWARDS
 
 
-def constant_statistics(model: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def constant_statistics(model: nn.Module) -> Iterator[None]:
     """Context in which batch norms in training mode return the same numbers, and derivatives leave the statistics out.
 
     Running statistics change as without it. Batch norms with a forward of their own are left as they are.
@@ -40,20 +41,14 @@ def constant_statistics(model: nn.Module) -> AbstractContextManager[None]:
     Args:
         model: The model.
     """
-    norms = batch_norms(model).values()
-    return _at_constants(norms) if norms else nullcontext()
-
-
-@contextmanager
-def _at_constants(norms: Iterable[Any]) -> Iterator[None]:
     with ExitStack() as hooks:
-        for module in norms:
-            handle = module.register_forward_hook(own_calls(_output), prepend=True, with_kwargs=True)
+        for module in batch_norms(model).values():
+            handle = module.register_forward_hook(own_calls(_at_constants), prepend=True, with_kwargs=True)
             hooks.callback(handle.remove)
         yield
 
 
-def _output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+def _at_constants(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
     x: Tensor = next(iter([*args, *kwargs.values()]))
     others = [axis for axis in range(x.ndim) if axis != 1]
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))  # as PyTorch sums in half precision

@@ -16,10 +16,6 @@ ExampleOfRow = Callable[[Any, Any], Tensor]
 def example_axes(modules: Mapping[str, nn.Module], given: Mapping[str, int] | None) -> dict[str, int]:
     """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user says.
 
-    Args:
-        modules: The modules of the model, by name.
-        given: What the user says.
-
     Raises:
         TypeError: If one is no integer, or they are not in a dict.
         ValueError: If a glob matches no module.

@@ -46,4 +46,5 @@ def test_the_walk_is_that_of_pytorch(make: Callable[[], nn.Module]) -> None:
     modules = modules_of(model)
     assert [*modules.items()] == [*model.named_modules()]
     found, expected = parameters_of(modules), dict(model.named_parameters())
-    assert [*found] == [*expected] and all(found[name] is p for name, p in expected.items())
+    assert [*found] == [*expected]
+    assert all(found[name] is p for name, p in expected.items())
