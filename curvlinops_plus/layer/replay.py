@@ -78,7 +78,7 @@ def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Differentiable parameters by all of their names."""
-    every: dict[str, nn.Parameter | None] = {**module._parameters}
+    every = dict(module._parameters.items())  # by its method, which knows what other threads may see
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         inner = getattr(module, "parametrizations")  # noqa: B009 (unknown to type checkers)
         every |= inner.named_parameters(prefix="parametrizations", remove_duplicate=False)
