@@ -44,18 +44,21 @@ class SharedInputs:
             return
         first, self._seen = self._seen is None, calls
         if first:
-            found: dict[Any, list[KFAC]] = {}
-            for layer, accumulator in self.candidates.items():
-                if (key := _read(calls.get(layer, ()))) is not None:
-                    before = found.setdefault((key, self._owners[layer]), [])
-                    same = [a for a in before if a.input_kind == accumulator.input_kind]
-                    accumulator.leader = same[0] if same else None
-                    before.append(accumulator)
-            return
+            return self._find_leaders(calls)
         for follower, leader in self._pairs():
             mine, theirs = (calls.get(a.layer, ()) for a in (follower, leader))
             if (mine or theirs) and (_read(mine) is None or _read(mine) != _read(theirs)):
                 follower.part_from_leader()
+
+    def _find_leaders(self, calls: Calls) -> None:
+        """Let layers that read the same in the first batch share."""
+        found: dict[Any, list[KFAC]] = {}
+        for layer, accumulator in self.candidates.items():
+            if (key := _read(calls.get(layer, ()))) is not None:
+                before = found.setdefault((key, self._owners[layer]), [])
+                same = [a for a in before if a.input_kind == accumulator.input_kind]
+                accumulator.leader = same[0] if same else None
+                before.append(accumulator)
 
     def _pairs(self) -> Iterator[tuple[KFAC, KFAC]]:
         for accumulator in self.candidates.values():

@@ -40,6 +40,7 @@ __all__ = [
     "at_least_float32",
     "differentiable_parameters",
     "in_chunks",
+    "is_parametrized",
     "replay_per_example",
     "why_computed",
 ]
@@ -76,10 +77,15 @@ def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in every.items() if first[id(p)] == name}
 
 
+def is_parametrized(module: nn.Module) -> bool:
+    """Whether some of its tensors are computed by `torch.nn.utils.parametrize`."""
+    return "parametrizations" in module._modules and parametrize.is_parametrized(module)
+
+
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Differentiable parameters by all of their names."""
     every = dict(module._parameters.items())  # by its method, which knows what other threads may see
-    if "parametrizations" in module._modules and parametrize.is_parametrized(module):
+    if is_parametrized(module):
         inner = getattr(module, "parametrizations")  # noqa: B009 (unknown to type checkers)
         every |= inner.named_parameters(prefix="parametrizations", remove_duplicate=False)
     return {name: p for name, p in every.items() if p is not None and p.dtype.is_floating_point}

@@ -83,11 +83,9 @@ class BlockDiagonal(LinearOperator):
             raise ValueError(f"Expected each of the parameters {list(shapes)} in one layout, got {listed}.")
         for name, layout in self.layouts.items():
             for parameter, shape in layout.shapes.items():
-                if shape != shapes[parameter]:
-                    raise ValueError(
-                        f'block "{name}": expected parameter "{parameter}" of shape {list(shapes[parameter])}, got '
-                        f"{list(shape)}."
-                    )
+                if shape != (own := shapes[parameter]):
+                    where = f'block "{name}": expected parameter "{parameter}" of shape {list(own)}'
+                    raise ValueError(f"{where}, got {list(shape)}.")
 
     def _check_blocks(self, sizes: Mapping[str, int]) -> None:
         for name, block in self.blocks.items():

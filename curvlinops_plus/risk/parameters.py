@@ -42,9 +42,7 @@ def named_params(
                 )
             raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
     given = _items(params)
-    names: dict[Any, str] = dict(zip(map(id, owned.values()), owned))
-    if {id(p) for _, p in given} - names.keys():
-        names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
+    names = _names(owned, [p for _, p in given])
     own: dict[str, Tensor] = {}
     labels: dict[str, str] = {}
     for position, (key, p) in enumerate(given):
@@ -81,6 +79,14 @@ def _items(params: Any) -> Collection[tuple[str | None, Any]]:
             f"`params` is a {type(params).__name__}; expected a list or a dict of the model's parameters: {advice}."
         )
     return [(None, p) for p in params]
+
+
+def _names(owned: Mapping[str, Tensor], given: Iterable[Any]) -> dict[Any, str]:
+    """The names of a model's parameters by identity, and by memory if other tensors are among those that are given."""
+    names: dict[Any, str] = dict(zip(map(id, owned.values()), owned))
+    if not names.keys() >= {*map(id, given)}:
+        names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
+    return names
 
 
 def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, key: str | None) -> str:
