@@ -32,10 +32,12 @@ class SharedInputs:
     def __init__(
         self, pending: Mapping[Layer, Mapping[str, Accumulator]], owner: Callable[[str, Accumulator], int | None]
     ) -> None:
-        every = [(layer, *item) for layer, own in pending.items() for item in own.items()]
-        found = {layer: (a, owner(name, a)) for layer, name, a in every if isinstance(a, KFAC) and a.may_share_inputs}
-        self.candidates = {layer: a for layer, (a, _) in found.items()}
-        self._owners = {layer: rank for layer, (_, rank) in found.items()}
+        self.candidates: dict[Layer, KFAC] = {}
+        self._owners: dict[Layer, int | None] = {}
+        for layer, own in pending.items():
+            for name, a in own.items():
+                if isinstance(a, KFAC) and a.may_share_inputs:
+                    self.candidates[layer], self._owners[layer] = a, owner(name, a)
         self._seen: Calls | None = None
 
     def begin(self, calls: Calls | None) -> None:

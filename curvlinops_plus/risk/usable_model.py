@@ -36,7 +36,13 @@ def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Module], dict[st
     inner, modules = inner_model(model)
     give_up_gathered(modules.values())
     owned = parameters_of(modules)
-    buffers = {f"{name}.{own}".lstrip("."): b for name, m in modules.items() for own, b in m._buffers.items()}
+    buffers = {
+        f"{name}.{own}".lstrip("."): b
+        for name, module in modules.items()
+        if module._buffers
+        for own, b in module._buffers.items()
+        if b is not None
+    }
     if lazy := [name for name, t in (owned | buffers).items() if is_lazy(t)]:
         raise ValueError(
             f"{_some(lazy)} of the model have no shapes yet: their modules are lazy, such as nn.LazyLinear. Call the "
