@@ -17,9 +17,10 @@ def shared_modules() -> nn.Module:
 
 
 def tied_weights() -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.PReLU())
-    model[1].weight = model[0].weight
-    model.register_parameter("own", model[0].bias)
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+    second.weight = first.weight
+    model = nn.Sequential(first, second, nn.PReLU())
+    model.register_parameter("own", first.bias)
     return model
 
 
