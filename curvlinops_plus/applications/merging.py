@@ -63,7 +63,7 @@ def merge(
         >>> merged.weight.detach().round(decimals=3)  # (2 · 0 + 1 · 3) / 3, (2 · 0 + 4 · 3) / 6
         tensor([[1., 2.]])
     """
-    models, curvatures = [cast(Model, inner_model(model)) for model in models], list(curvatures)
+    models, curvatures = [cast(Model, inner_model(model)[0]) for model in models], list(curvatures)
     _check(models, curvatures)
     names = [_names(model, K, f"curvatures[{k}]") for k, (model, K) in enumerate(zip(models, curvatures))]
     if any(other != names[0] for other in names):

@@ -174,12 +174,8 @@ class Accumulation:
     def _finish(self) -> None:
         """Turn sums into blocks, or into the accumulators of the next sweep."""
         try:
-            named = [item for of_layer in self.pending.values() for item in of_layer.items()]
-            accumulators, owners = [a for _, a in named], [self.keepers.owner(*item) for item in named]
-            self._inputs.agree(self.risk.processes)
-            sum_over_processes(accumulators, self.risk.processes, owners)
-            decompose_together(accumulators, self.risk.processes, owners)
-            del named, accumulators  # the sums of each end with its block
+            if self.risk.processes.world > 1:
+                self._add_over_processes()
             finished: dict[str, LinearOperator] = {}
             for layer, results in self._finish_accumulators().items():
                 for name, result in results.items():
@@ -195,6 +191,14 @@ class Accumulation:
             raise NumericsError(
                 f"{error} {f'First seen: {where}.' if where else 'The forward pass is finite.'}"
             ) from error
+
+    def _add_over_processes(self) -> None:
+        """Sums of all processes in place of those of this one, and their decompositions."""
+        named = [item for of_layer in self.pending.values() for item in of_layer.items()]
+        accumulators, owners = [a for _, a in named], [self.keepers.owner(*item) for item in named]
+        self._inputs.agree(self.risk.processes)
+        sum_over_processes(accumulators, self.risk.processes, owners)
+        decompose_together(accumulators, self.risk.processes, owners)
 
     def _put_away(self, blocks: Mapping[str, LinearOperator]) -> dict[str, LinearOperator]:
         assert self._store is not None
@@ -328,6 +332,8 @@ def _run_accumulation(
 
 def _agree_on_reads(K: Planned) -> None:
     """Take over what other processes know of functions that read parameters; those without examples know nothing."""
+    if K.risk.processes.world == 1:
+        return
     own = describe_reads(K.risk.reads)
     found = [one for one in K.risk.processes.gather("what functions read", own) if one is not None]
     most = max(found, key=lambda one: len(one["products"]) + len(one["enclosing"]), default=None)

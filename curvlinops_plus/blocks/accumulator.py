@@ -20,7 +20,7 @@ from curvlinops_plus.blocks.stored_sums import StoredSums
 from curvlinops_plus.errors import NumericsError, UnsupportedError
 from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.linalg import LinearOperator
-from curvlinops_plus.linalg.gram_sum import GramSum, PackedGram
+from curvlinops_plus.linalg.gram_sum import GramSum, PackedGram, plain_mode
 from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 
 if TYPE_CHECKING:
@@ -140,10 +140,12 @@ class Accumulator(metaclass=AccumulatorType):
     @property
     def sums(self) -> dict[str, Tensor]:
         """The running sums by name, to be written to; rows that wait are added, so that later ones round otherwise."""
-        while self._rows:
-            name, rows = self._rows.popitem()
-            total = rows.take()
-            self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
+        if self._rows:
+            with plain_mode(self.layer.device.type):
+                while self._rows:
+                    name, rows = self._rows.popitem()
+                    total = rows.take()
+                    self._sums[name] = self._sums[name].add_(total) if name in self._sums else total
         return self._sums
 
     @sums.setter
@@ -219,15 +221,21 @@ class Accumulator(metaclass=AccumulatorType):
         """
         if self._scaled is not None and name in self._scaled:
             return self._scaled[name]
-        if name not in self.names:
+        if name not in self._sums and name not in self._rows:
             raise KeyError(f"{self.layer.title}: nothing was added to {name!r} yet.")
         # What is added to later is not written to, and rows that wait go on waiting.
-        own = self._for_good or name in self._rows
-        total = self._total(name)
-        out = total if own else None
+        out = None
+        if self._scaled is not None:
+            total = out = self.sums[name]
+        elif name in self._rows:
+            total = out = self._rows[name].value()
+            if name in self._sums:
+                total += self._sums[name]
+        else:
+            total = self._sums[name]
         if name not in self.counts:
-            scale = torch.as_tensor(self.scale(self.totals), dtype=total.dtype, device=total.device)
-            value = torch.mul(total, scale, out=out)
+            scale = self.scale(self.totals)
+            value = torch.mul(total, scale.to(total) if isinstance(scale, Tensor) else scale, out=out)
         elif isinstance(count := self.counts[name], Tensor):
             count = count.to(total)
             value = torch.div(total, torch.where(count > 0, count, torch.ones_like(count)), out=out)
@@ -239,14 +247,6 @@ class Accumulator(metaclass=AccumulatorType):
         if not isfinite(value.sum()) and not bool(value.isfinite().all()):
             raise NumericsError(f"{self.layer.title}: the statistic {name!r} has NaN or infinite entries.")
         return value
-
-    def _total(self, name: str) -> Tensor:
-        if self._for_good:
-            return self.sums[name]
-        if name not in self._rows:
-            return self._sums[name]
-        total = self._rows[name].value()
-        return total.add_(self._sums[name]) if name in self._sums else total
 
     def decompositions(self) -> dict[str, Tensor]:
         """The matrices that `finish` decomposes, by name, so that processes can share this work; none by default."""

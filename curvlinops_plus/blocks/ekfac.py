@@ -97,7 +97,7 @@ class EKFAC(KFAC):
 
     def needs(self) -> Needs:
         first, itemsize = super().needs(), self.layer.accumulation_dtype.itemsize
-        bases = sum(form.needed(itemsize) for form in self.forms.values() if not form.diagonal)
+        bases = sum(form.kept for form in self.forms.values() if not form.diagonal)
         kept = bases + itemsize * sum(p.numel() for p in self.layer.params.values())
         return Needs(first.computing + kept, kept)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
 from itertools import count, takewhile
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,16 +38,17 @@ Parts = Tensor | tuple[Tensor, ...]
 _WAITING = 128
 
 
-@dataclass(frozen=True)
-class FactorForm:
+class FactorForm(NamedTuple):
     """What is kept of a factor.
 
     Attributes:
         size: Its rows.
         batch: Its batch axis, () or (b,).
-        bytes: Of what is kept, before `max_bytes` was asked.
-        diagonal: Whether only the diagonal is.
+        bytes: Of its matrices, before `max_bytes` was asked.
+        diagonal: Whether only the diagonal is kept.
         pieces: Rows of each matrix on its diagonal, if it is split; else of the only one.
+        kept: Bytes of what is kept.
+        waiting: Bytes of rows that wait.
     """
 
     size: int
@@ -55,20 +56,13 @@ class FactorForm:
     bytes: int
     diagonal: bool
     pieces: tuple[int, ...]
+    kept: int
+    waiting: int
 
     @property
     def split(self) -> bool:
         """Whether matrices on the diagonal are kept, and nothing between them."""
         return len(self.pieces) > 1 and not self.diagonal
-
-    def needed(self, itemsize: int) -> int:
-        """Bytes of what is kept."""
-        numbers = self.size if self.diagonal else sum(piece**2 for piece in self.pieces)
-        return prod(self.batch) * numbers * itemsize
-
-    def waiting(self, itemsize: int) -> int:
-        """Bytes of rows that wait."""
-        return 0 if self.diagonal or self.batch else self.size * min(max(self.pieces), _WAITING) * itemsize
 
 
 def factor_forms(layer: Layer, max_bytes: int, split: int | None = None) -> dict[str, FactorForm]:
@@ -79,22 +73,25 @@ def factor_forms(layer: Layer, max_bytes: int, split: int | None = None) -> dict
         max_bytes: What takes more is diagonal, and so is `A` of sparse rows.
         split: Factors with more rows are split into as few matrices of equal size as possible, up to one row.
     """
+    itemsize, weight = layer.accumulation_dtype.itemsize, layer.weight
+
+    def form(size: int, batch: Sequence[int], sparse: bool = False) -> FactorForm:
+        number = 1 if split is None else max(1, -(-size // split))
+        pieces = tuple([size // number + (k < size % number) for k in range(number)])
+        row = prod(batch) * itemsize
+        bytes_ = row * sum([piece**2 for piece in pieces])
+        if sparse or bytes_ > max_bytes:
+            return FactorForm(size, (*batch,), bytes_, True, pieces, row * size, 0)
+        waiting = 0 if batch else row * size * min(pieces[0], _WAITING)
+        return FactorForm(size, (*batch,), bytes_, False, pieces, bytes_, waiting)
+
     forms: dict[str, FactorForm] = {}
     for group in layer.groups:
         *batch, o, i = group.layout.matrix_shape
-        sides = {"G": o, "A": i} if layer.weight in group.keys else {"G": o}
-        for name, size in sides.items():
-            pieces = _pieces(size, split)
-            numbers = prod(batch) * sum(piece**2 for piece in pieces)
-            bytes_ = numbers * layer.accumulation_dtype.itemsize
-            sparse = name == "A" and layer.sparse
-            forms[name] = FactorForm(size, (*batch,), bytes_, sparse or bytes_ > max_bytes, pieces)
+        forms["G"] = form(o, batch)
+        if weight in group.keys:
+            forms["A"] = form(i, batch, layer.sparse)
     return forms
-
-
-def _pieces(size: int, split: int | None) -> tuple[int, ...]:
-    number = 1 if split is None else max(1, -(-size // split))
-    return tuple(size // number + (k < size % number) for k in range(number))
 
 
 def form_in_role(layer: Layer, role: int, forms: dict[str, FactorForm]) -> tuple[FactorForm | None, FactorForm]:

@@ -104,9 +104,9 @@ class KFAC(Accumulator):
             raise ValueError(
                 f"split={split!r}: expected the most rows that a factor may have, an integer of at least 1."
             )
-        self.reduce = kfac_approx == "reduce"
+        self.reduce, weight = kfac_approx == "reduce", layer.weight
         #: The group that has the weight: its columns are those of A. None if only the bias is tracked.
-        self.weight_group = next((g for g in layer.groups if layer.weight in g.keys), None)
+        self.weight_group = next((g for g in layer.groups if weight in g.keys), None)
         #: What is kept of each factor, by its name.
         self.forms = factor_forms(layer, max_bytes, split)
         #: Another accumulator whose layer reads the same inputs: the input factor is its.
@@ -159,9 +159,8 @@ class KFAC(Accumulator):
         return ", ".join(said)
 
     def needs(self) -> Needs:
-        itemsize = self.layer.accumulation_dtype.itemsize
-        factors = sum(form.needed(itemsize) for form in self.forms.values())
-        waiting = sum(form.waiting(itemsize) for form in self.forms.values())
+        factors = sum([form.kept for form in self.forms.values()])
+        waiting = sum([form.waiting for form in self.forms.values()])
         return Needs(max(1, len(self.layer.roles)) * (factors + waiting), factors)
 
     def update(self, batch: LayerBatch) -> None:
@@ -225,9 +224,9 @@ class KFAC(Accumulator):
 
     def _sum(self, name: str) -> Parts | None:
         """A factor that was added to, None for another."""
-        if name in (names := self.names):
+        if name in self._sums or name in self._rows:
             return self.value(name)
-        return tuple(self.value(part) for part in numbered(names, name)) or None
+        return tuple(self.value(part) for part in numbered(self.names, name)) or None
 
     def _gradient_factor(self, number: int) -> Parts:
         if (found := self._sum(f"G{number or ''}")) is not None:

@@ -184,8 +184,10 @@ def warn_of_memory(
                 CurvatureWarning,
                 stacklevel=level_of_user(),
             )
-    sizes = {layer.name: [a.needs() for a in own.values()] for layer, own in first.items()}
-    needed = {name: sum(needs.computing for needs in own if needs is not None) for name, own in sizes.items()}
+    needed = {
+        layer.name: sum([needs.computing for a in own.values() if (needs := a.needs()) is not None])
+        for layer, own in first.items()
+    }
     total = sum(needed.values())
     if total < _LITTLE or (free := _free(plan[0].layer.device)) is None or total <= free:
         return

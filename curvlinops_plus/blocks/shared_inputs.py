@@ -32,10 +32,12 @@ class SharedInputs:
     def __init__(
         self, pending: Mapping[Layer, Mapping[str, Accumulator]], owner: Callable[[str, Accumulator], int | None]
     ) -> None:
-        every = [(layer, *item) for layer, own in pending.items() for item in own.items()]
-        found = {layer: (a, owner(name, a)) for layer, name, a in every if isinstance(a, KFAC) and a.may_share_inputs}
-        self.candidates = {layer: a for layer, (a, _) in found.items()}
-        self._owners = {layer: rank for layer, (_, rank) in found.items()}
+        self.candidates: dict[Layer, KFAC] = {}
+        self._owners: dict[Layer, int | None] = {}
+        for layer, own in pending.items():
+            for name, a in own.items():
+                if isinstance(a, KFAC) and a.may_share_inputs:
+                    self.candidates[layer], self._owners[layer] = a, owner(name, a)
         self._seen: Calls | None = None
 
     def begin(self, calls: Calls | None) -> None:
@@ -44,16 +46,21 @@ class SharedInputs:
             return
         first, self._seen = self._seen is None, calls
         if first:
-            found: dict[Any, KFAC] = {}
-            for layer, accumulator in self.candidates.items():
-                if (key := _read(calls.get(layer, ()))) is not None:
-                    leader = found.setdefault((key, self._owners[layer], *accumulator.input_kind), accumulator)
-                    accumulator.leader = None if leader is accumulator else leader
-            return
+            return self._find_leaders(calls)
         for follower, leader in self._pairs():
             mine, theirs = (calls.get(a.layer, ()) for a in (follower, leader))
             if (mine or theirs) and (_read(mine) is None or _read(mine) != _read(theirs)):
                 follower.part_from_leader()
+
+    def _find_leaders(self, calls: Calls) -> None:
+        """Let layers that read the same in the first batch share."""
+        found: dict[Any, list[KFAC]] = {}
+        for layer, accumulator in self.candidates.items():
+            if (key := _read(calls.get(layer, ()))) is not None:
+                before = found.setdefault((key, self._owners[layer]), [])
+                same = [a for a in before if a.input_kind == accumulator.input_kind]
+                accumulator.leader = same[0] if same else None
+                before.append(accumulator)
 
     def _pairs(self) -> Iterator[tuple[KFAC, KFAC]]:
         for accumulator in self.candidates.values():

@@ -121,11 +121,11 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         offload: str | torch.device | None = None,
         split: int | None = None,
     ) -> None:
-        supported = [FisherType(item).value for item in self._SUPPORTED_FISHER_TYPE]
-        if fisher_type not in supported:
+        if fisher_type not in self._SUPPORTED_FISHER_TYPE:
+            supported = [FisherType(item).value for item in self._SUPPORTED_FISHER_TYPE]
             raise ValueError(f"Invalid fisher_type: {fisher_type!r}. Supported by {type(self).__name__}: {supported}.")
-        if kfac_approx not in (kinds := [item.value for item in KFACType]):
-            raise ValueError(f"Invalid kfac_approx: {kfac_approx!r}. Supported: {kinds}.")
+        if kfac_approx not in KFACType:
+            raise ValueError(f"Invalid kfac_approx: {kfac_approx!r}. Supported: {[item.value for item in KFACType]}.")
         if fisher_type != FisherType.MC and mc_samples != 1:
             raise ValueError(
                 f"Invalid mc_samples: {mc_samples}. fisher_type={FisherType(fisher_type).value!r} draws nothing, "
@@ -150,18 +150,17 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         approximation, expand = self._APPROXIMATION, kfac_approx == KFACType.EXPAND
         changed = {} if expand else {"kfac_approx": "reduce"}
         changed |= {} if split is None else {"split": split}
-        # KFAC-expand sums over positions independently: with R > 1 loss terms a random sign for each saves R times the
-        # passes. Per-example gradients need every term by itself.
-        exact = Exact(signs=approximation is KFAC and expand, seed=seed)
-        vectors: dict[str, Vectors] = {
-            FisherType.TYPE2: exact,
-            FisherType.EMPIRICAL: Empirical(),
-            FisherType.FORWARD_ONLY: ForwardOnly(),
-        }
+        vectors: Vectors = Empirical() if fisher_type == FisherType.EMPIRICAL else ForwardOnly()
+        if fisher_type == FisherType.MC:
+            vectors = MonteCarlo(mc_samples, seed)
+        elif fisher_type == FisherType.TYPE2:
+            # KFAC-expand sums over positions independently: with R > 1 loss terms a random sign for each saves R times
+            # the passes. Per-example gradients need every term by itself.
+            vectors = Exact(signs=approximation is KFAC and expand, seed=seed)
         super().__init__(
             risk,
             approximation.using(**changed) if changed else approximation,
-            vectors=MonteCarlo(mc_samples, seed) if fisher_type == FisherType.MC else vectors[fisher_type],
+            vectors=vectors,
             separate_weight_and_bias=separate_weight_and_bias,
             check_deterministic=check_deterministic,
             max_kept_bytes=max_kept_bytes,

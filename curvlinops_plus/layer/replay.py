@@ -14,7 +14,7 @@ pytrees. Parameters behind a parametrization (`torch.nn.utils.parametrize`) are 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -40,6 +40,7 @@ __all__ = [
     "at_least_float32",
     "differentiable_parameters",
     "in_chunks",
+    "is_parametrized",
     "replay_per_example",
     "why_computed",
 ]
@@ -70,19 +71,25 @@ def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         >>> list(differentiable_parameters(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))))
         ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
-    first: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, p in _own_parameters(module):
-        first.setdefault(id(p), (name, p))
-    return dict(first.values())
+    every = _own_parameters(module)
+    if len({*map(id, every.values())}) == len(every):
+        return every
+    first = {id(p): name for name, p in reversed(every.items())}
+    return {name: p for name, p in every.items() if first[id(p)] == name}
 
 
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and differentiable parameters, once per name."""
-    every = [(name, p) for name, p in module._parameters.items() if p is not None]
-    if parametrize.is_parametrized(module):
+def is_parametrized(module: nn.Module) -> bool:
+    """Whether some of its tensors are computed by `torch.nn.utils.parametrize`."""
+    return "parametrizations" in module._modules and parametrize.is_parametrized(module)
+
+
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Differentiable parameters by all of their names."""
+    every = dict(module._parameters.items())  # by its method, which knows what other threads may see
+    if is_parametrized(module):
         inner = getattr(module, "parametrizations")  # noqa: B009 (unknown to type checkers)
-        every += inner.named_parameters(prefix="parametrizations", remove_duplicate=False)
-    return ((name, p) for name, p in every if p.dtype.is_floating_point)
+        every |= inner.named_parameters(prefix="parametrizations", remove_duplicate=False)
+    return {name: p for name, p in every.items() if p is not None and p.dtype.is_floating_point}
 
 
 def why_computed(module: nn.Module, names: Sequence[str]) -> str | None:
@@ -187,8 +194,8 @@ class _Call:
         self.params = {name: at_least_float32(p.detach().clone()) for name, p in own.items()}
         # An own parameter may have two names. A child that shares it keeps using its own copy (`tie_weights=False`).
         first = {id(p): name for name, p in own.items()}
-        every = _own_parameters(module) if names is None else inner.items()
-        self.aliases = {name: first[id(p)] for name, p in every if id(p) in first}
+        every = _own_parameters(module) if names is None else inner
+        self.aliases = {name: first[id(p)] for name, p in every.items() if id(p) in first}
         self.frozen = {n: at_least_float32(p.detach()) for n, p in inner.items() if n not in self.aliases}
         self.buffers = {n: at_least_float32(b.detach()) for n, b in module.named_buffers(remove_duplicate=False)}
 

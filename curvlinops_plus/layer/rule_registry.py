@@ -112,12 +112,12 @@ def _find(module: nn.Module) -> LayerRule | str:
         return reason
     # Of a parametrized module, `weight` is computed from other parameters, which the module holds instead.
     direct, named = differentiable_parameters(module), rule.patterns(module)
-    if missing := [name for name in named if name not in direct and not hasattr(module, name)]:
-        raise ValueError(
-            f"{type(rule).__name__}.patterns names {missing}, but {kind.__name__} has the parameters {list(direct)}. "
-            "Use the names of the parameters in the module."
-        )
     if direct.keys() != named.keys():
+        if missing := [name for name in named if name not in direct and not hasattr(module, name)]:
+            raise ValueError(
+                f"{type(rule).__name__}.patterns names {missing}, but {kind.__name__} has the parameters "
+                f"{list(direct)}. Use the names of the parameters in the module."
+            )
         return (
             f"this {kind.__name__} holds the parameters {list(direct)}, expected {list(named)} (is one of them "
             "computed from others, as by weight normalization?)"

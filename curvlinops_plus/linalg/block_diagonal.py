@@ -72,20 +72,20 @@ class BlockDiagonal(LinearOperator):
         self.blocks, self.layouts = dict(blocks), {name: layouts[name] for name in blocks}
         self._check_spaces()
         self._check_blocks({name: layout.dim for name, layout in self.layouts.items()})
+        order = {key: place for place, key in enumerate(space.shapes)}
         #: Where the parameters of each block are among the tensors of the space.
-        self._places = {name: [space.names.index(key) for key in layout.names] for name, layout in self.layouts.items()}
+        self._places = {name: [order[key] for key in layout.shapes] for name, layout in self.layouts.items()}
 
     def _check_spaces(self) -> None:
-        listed = [parameter for layout in self.layouts.values() for parameter in layout.names]
-        if sorted(listed) != sorted(self.in_space.names):
-            raise ValueError(f"Expected each of the parameters {self.in_space.names} in one layout, got {listed}.")
+        shapes = self.space.shapes
+        listed = [parameter for layout in self.layouts.values() for parameter in layout.shapes]
+        if sorted(listed) != sorted(shapes):
+            raise ValueError(f"Expected each of the parameters {list(shapes)} in one layout, got {listed}.")
         for name, layout in self.layouts.items():
             for parameter, shape in layout.shapes.items():
-                if shape != self.in_space.shapes[parameter]:
-                    expected = list(self.in_space.shapes[parameter])
-                    raise ValueError(
-                        f'block "{name}": expected parameter "{parameter}" of shape {expected}, got {list(shape)}.'
-                    )
+                if shape != (own := shapes[parameter]):
+                    where = f'block "{name}": expected parameter "{parameter}" of shape {list(own)}'
+                    raise ValueError(f"{where}, got {list(shape)}.")
 
     def _check_blocks(self, sizes: Mapping[str, int]) -> None:
         for name, block in self.blocks.items():

@@ -48,9 +48,10 @@ class Sums(Mapping[str, list[float]]):
         with torch.no_grad():
             short = {key: p.flatten() for key, p in tensors.items() if gathered and _is_short(p, device)}
             self._copy = torch.cat([*short.values()]) if short else None
-            long = {key: torch.stack(_sums(p)).to(device) for key, p in tensors.items() if key not in short}
-        self._keys, self._long = list(tensors), long
-        self._lengths = {key: p.numel() for key, p in short.items()}
+            self._lengths = {key: p.shape[0] for key, p in short.items()}
+            long = {key: p for key, p in tensors.items() if key not in short}
+            self._long = {key: torch.stack(_sums(p)).to(device) for key, p in long.items()}
+        self._keys = list(tensors)
 
     @cached_property
     def _numbers(self) -> dict[str, list[float]]:
@@ -181,7 +182,7 @@ def _finite(t: Tensor) -> Tensor:
 
 def _is_short(p: Tensor, device: torch.device) -> bool:
     """Whether the sums of a tensor are computed together with those of others on the device."""
-    plain = type(p) in (Tensor, nn.Parameter) and p.is_floating_point() and p.layout == torch.strided
+    plain = type(p) in (Tensor, nn.Parameter) and p.dtype.is_floating_point and p.layout == torch.strided
     return plain and p.numel() <= _SHORT and p.device == device
 
 

@@ -182,12 +182,7 @@ class GramSum:
         with plain_mode(self._held.device.type):
             other = copy(self)  # whose total is made in its triangle and its list of pieces; the rest is only read
             other._triangle, other._pieces = _cloned(self._triangle), list(self._pieces)
-            return other._total()
-
-    def take(self) -> Tensor:
-        """The same in the memory of the object, which must not be used afterwards."""
-        with plain_mode(self._held.device.type):
-            return self._total()
+            return other.take()
 
     def state_dict(self) -> dict[str, Any]:
         """What was added, and in which parts: who goes on from here rounds as this object."""
@@ -217,7 +212,8 @@ class GramSum:
             total._wait(kept["rows"])
         return total
 
-    def _total(self) -> Tensor:
+    def take(self) -> Tensor:
+        """As `value` in the memory of the object, which must not be used afterwards; in `plain_mode`."""
         self._flush()
         self._unpack()
         self._rows = None
@@ -227,7 +223,7 @@ class GramSum:
             total *= self._factor
         if self._sum is None:
             return mirror(total)
-        framed = total.new_empty(len(total) + 1, len(total) + 1)
+        framed = total.new_empty(total.shape[0] + 1, total.shape[0] + 1)
         framed[:-1, :-1], framed[-1, :-1], framed[-1, -1] = total, self._sum, self._count
         self._triangle = None
         del total

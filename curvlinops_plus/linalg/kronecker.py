@@ -71,14 +71,19 @@ class Kronecker(LinearOperator):
         super().__init__(dtype=self.G.dtype, device=self.G.device)
 
     # Spaces are made when asked for: most products of eigenvectors never are.
+    @property
+    def shape(self) -> tuple[int, int]:
+        b = prod(self.batch)
+        return b * self.G.rows * self.A.rows, b * self.G.size * self.A.size
+
     @cached_property
     def in_space(self) -> Space:
-        return Space.flat(prod(self.batch) * self.G.size * self.A.size)
+        return Space.flat(self.shape[1])
 
     @cached_property
     def out_space(self) -> Space:
-        square = self.G.rows == self.G.size and self.A.rows == self.A.size
-        return self.in_space if square else Space.flat(prod(self.batch) * self.G.rows * self.A.rows)
+        m, n = self.shape
+        return self.in_space if m == n else Space.flat(m)
 
     @property
     def structure(self) -> Structure:

@@ -80,21 +80,19 @@ class Layout:
         self.patterns = dict(patterns)
         self.shapes = {name: torch.Size(shapes[name]) for name in patterns}
         self.sizes = dict(sizes or {})
-        self._steps = {
-            name: _parse(name, pattern, self.shapes[name], (*self.sizes.items(),))
-            for name, pattern in self.patterns.items()
-        }
-        matrices = {name: steps.matrix for name, steps in self._steps.items()}
-        if len({matrix[:-1] for matrix in matrices.values()}) > 1:
+        given = (*self.sizes.items(),)
+        self._steps = {name: _parse(name, pattern, self.shapes[name], given) for name, pattern in self.patterns.items()}
+        parsed = [*self._steps.values()]
+        if len({steps.matrix[:-1] for steps in parsed}) > 1:
+            matrices = {name: steps.matrix for name, steps in self._steps.items()}
             raise ValueError(
                 f"Expected parameters of one layout to have the same rows, got matrices {matrices} "
                 f"from patterns {self.patterns}."
             )
-        self._permutes = any(steps.permutes for steps in self._steps.values())
-        first = next(iter(matrices.values()))
-        self._widths = [matrix[-1] for matrix in matrices.values()]
+        self._permutes = any(steps.permutes for steps in parsed)
+        self._widths = [steps.matrix[-1] for steps in parsed]
         #: `(rows, cols)` or `(batch, rows, cols)`.
-        self.matrix_shape: tuple[int, ...] = (*first[:-1], sum(self._widths))
+        self.matrix_shape: tuple[int, ...] = (*parsed[0].matrix[:-1], sum(self._widths))
         #: The number of entries of the matrix.
         self.dim: int = prod(self.matrix_shape)
 

@@ -36,8 +36,8 @@ def side_by_side(function: Callable[[T], R], items: Iterable[T], work: Callable[
         [1, 2]
     """
     items = list(items)
-    costs = [work(item) for item in items]
     available = torch.get_num_threads()
+    costs = [work(item) for item in items] if available > 1 else []
     threads = min(available, sum(cost > 0 for cost in costs))
     if threads < 2 or sum(costs) - max(costs) < _MUCH:
         return [function(item) for item in items]

@@ -36,7 +36,7 @@ class OneTensor(Factor):
     """What `Dense` and `Diagonal` share: one tensor, kept by reference, and results remembered until it changes."""
 
     def __init__(self, tensor: Tensor, axes: int, space: Space | None = None) -> None:
-        if not isinstance(tensor, Tensor) or tensor.ndim not in (axes, axes + 1) or not tensor.is_floating_point():
+        if not isinstance(tensor, Tensor) or tensor.ndim not in (axes, axes + 1) or not tensor.dtype.is_floating_point:
             given = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(
                 f"{type(self).__name__}: expected a real tensor with {axes} axes, or {axes + 1} for a batch; "
@@ -94,8 +94,10 @@ class Dense(OneTensor):
         if self.rows != self.size and (structure > Structure.GENERAL or self.batch):
             kind = f"a {structure.name} matrix" if structure > Structure.GENERAL else "a batch of matrices"
             raise ValueError(f"Dense: expected {kind} to be square, got {list(matrix.shape)}.")
+        if in_space is None and out_space is None:
+            return
         b = prod(self.batch)
-        if (in_space or out_space) is not None and self.shape != (b * self.rows, b * self.size):
+        if self.shape != (b * self.rows, b * self.size):
             raise ValueError(
                 f"Dense: expected spaces of {b * self.rows} rows and {b * self.size} columns, got {self.out_space} "
                 f"and {self.in_space}."

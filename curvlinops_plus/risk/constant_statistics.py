@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from curvlinops_plus.risk.process_state import hookable_modules, own_calls
+from curvlinops_plus.risk.module_tree import modules_of
+from curvlinops_plus.risk.process_state import own_calls
 
 __all__ = ["batch_norms", "constant_statistics"]
 
@@ -21,8 +22,8 @@ _FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
 
 def batch_norms(model: nn.Module) -> dict[str, Any]:
     """The batch norms of a model that are in training mode, by name."""
-    found = {name: m for name, m in hookable_modules(model) if isinstance(m, _BatchNorm) and m.training}
-    return {name: m for name, m in found.items() if _is_known(m)}
+    modules = modules_of(model).items()
+    return {name: m for name, m in modules if isinstance(m, _BatchNorm) and m.training and _is_known(m)}
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -42,15 +42,17 @@ def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> li
     Cost: once per risk, and only with such modules, two forward passes on two and three examples.
     """
     with risk.placed():
-        readable = not is_iterator(risk.data) and not (isinstance(risk.data, Sized) and not len(risk.data))
         uses = find_uses(risk.model, risk.params)
-        unknown = risk.reads is None and any(use.rule is GENERIC for use in uses)
-        if unknown and readable:
+        if risk.reads is None and GENERIC in [use.rule for use in uses] and _is_readable(risk.data):
             try:
                 look_for_functions(risk)
             except Exception:  # of the model or the data; recording runs them again, and names layers
                 risk.reads = FoundReads()
         return find_layers(risk.model, risk.params, separate_weight_and_bias, risk.reads, uses)
+
+
+def _is_readable(data: Any) -> bool:
+    return not is_iterator(data) and not (isinstance(data, Sized) and not len(data))
 
 
 def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: ValueError | None = None) -> None:

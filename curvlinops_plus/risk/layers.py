@@ -160,7 +160,8 @@ def find_layers(
 def _require_names(layers: Sequence[Layer]) -> None:
     """Refuse two blocks of one name."""
     names = [group.name for layer in layers for group in layer.groups]
-    if twice := {name for name in names if names.count(name) > 1}:
+    if len({*names}) < len(names):
+        twice = {name for name in names if names.count(name) > 1}
         raise ValueError(
             f"Several blocks would be named {sorted(twice)}: a parameter has a key that is the name of a module. Give "
             "it another key in `params`."
@@ -226,14 +227,13 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
     for use in roles[0].uses if roles else uses:
         known = use.rule.patterns(use.module)
         sizes |= use.rule.sizes(use.module)
-        for local, key in use.keys.items():
-            patterns.setdefault(key, known[local])
+        patterns |= {key: known[local] for local, key in use.keys.items() if key not in patterns}
     if not roles and len(uses) > 1:
         # Two modules may see the same parameter as different matrices; what is left in common is a flat vector.
         patterns = {key: flat_pattern(params[key].ndim) for key in patterns}
     name, keys = uses[0].name, list(patterns)
     blocks = {key: [key] for key in keys} if separate else {name or keys[0]: keys}
-    groups = tuple(_make_group(label, own, patterns, sizes, params) for label, own in blocks.items())
+    groups = tuple([_make_group(label, own, patterns, sizes, params) for label, own in blocks.items()])
     return Layer(name, tuple(uses), {key: params[key] for key in keys}, groups, roles)
 
 

@@ -76,7 +76,7 @@ class OutputLoss:
     @cached_property
     def known(self) -> bool:
         """Whether it has a likelihood."""
-        return has_likelihood(self.loss)
+        return "likelihood" in vars(self) or has_likelihood(self.loss)
 
     @cached_property
     def likelihood(self) -> Likelihood:
@@ -246,7 +246,7 @@ class Losses(tuple[OutputLoss, ...]):
             UnsupportedError: Naming the loss or its option.
         """
         for one in self:
-            _ = one.likelihood, one.reduction
+            _ = one.likelihood
 
     def options(self) -> dict[str, Any]:
         """Everything that determines the losses and their weights, in one flat dict; see `rebuild_losses`."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from operator import is_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.linalg import Space
-from curvlinops_plus.risk.parameters import common_device, common_dtype, named_params, value_of, write_parameters
-from curvlinops_plus.risk.replaced_parameters import parameter_places, paths_to, replaced_parameters, require_places
+from curvlinops_plus.risk.parameters import common_device, common_dtype, named_params, values_of, write_parameters
+from curvlinops_plus.risk.replaced_parameters import parameter_places, paths_in, replaced_parameters, require_places
 from curvlinops_plus.risk.sharded import WholeParameters
 from curvlinops_plus.risk.usable_model import refuse_parameters
 
@@ -31,6 +32,7 @@ class ModelParameters:
     Args:
         model: The model.
         params: As for `EmpiricalRisk`.
+        modules: The modules of the model, by name.
         owned: All parameters of the model, by name.
         processes: The processes that share the data.
 
@@ -47,17 +49,18 @@ class ModelParameters:
         self,
         model: nn.Module,
         params: Sequence[Tensor] | Mapping[str, Tensor] | None,
+        modules: Mapping[str, nn.Module],
         owned: Mapping[str, Tensor],
         processes: Alone,
     ) -> None:
         self.model = model
         self._own = named_params(model, params, owned)
         self.whole = WholeParameters(model, owned, processes)
-        self.params = {key: self.whole.of(value_of(params, key, p)) for key, p in self._own.items()}
+        self.params = self.whole.of(values_of(params, self._own))
         # Found before any parameter is replaced, because replacements may be nested.
-        self._places = parameter_places(model, self._own)
-        self._paths = paths_to(model, self._places)
-        refuse_parameters(model, owned, self._own)
+        self._places = parameter_places(modules.values(), self._own)
+        self._paths = paths_in(modules.values())
+        refuse_parameters(modules, owned, self._own)
         self.space, self.device = Space.of(self.params), common_device(self.params)
         self.dtype = common_dtype(self.params)
 
@@ -140,12 +143,15 @@ class ModelParameters:
         with self.whole.placed(), replaced_parameters(self._places, values):
             return function(self.model)
 
-    @contextmanager
-    def placed(self) -> Iterator[None]:
-        """The model has the values of `params` in here, where these are not its own tensors."""
+    def placed(self) -> AbstractContextManager[None]:
+        """Context in which the model has the values of `params`, where these are not its own tensors."""
         self.require_in_place()
-        own = all(self.params[key] is p for key, p in self._own.items())
-        with self.whole.placed(), nullcontext() if own else replaced_parameters(self._places, self.params):
+        own = all(map(is_, self.params.values(), self._own.values()))
+        return nullcontext() if own and not self.whole else self._placed()
+
+    @contextmanager
+    def _placed(self) -> Iterator[None]:
+        with self.whole.placed(), replaced_parameters(self._places, self.params):
             yield
 
     def require_in_place(self) -> None:
@@ -159,7 +165,7 @@ class ModelParameters:
         Raises:
             ValueError: Naming some parameters.
         """
-        if other := [key for key, own in self._own.items() if self.params[key] is not self.whole.of(own)]:
+        if other := [key for key, p in self.whole.of(self._own).items() if self.params[key] is not p]:
             raise ValueError(
                 f"{what} watches the model at its own parameters, and `params` holds other values of {other[:3]}. Use "
                 "`update`, which runs the model at these."

@@ -13,7 +13,7 @@ __all__ = ["ExampleOfRow", "example_axes", "functions_of_rows"]
 ExampleOfRow = Callable[[Any, Any], Tensor]
 
 
-def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str, int]:
+def example_axes(modules: Mapping[str, nn.Module], given: Mapping[str, int] | None) -> dict[str, int]:
     """Axis of the examples by module name: 1 inside `batch_first=False` modules, then what the user says.
 
     Raises:
@@ -22,7 +22,7 @@ def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str,
     """
     axes: dict[str, int] = {}
     layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         flag = module.self_attn.batch_first if isinstance(module, layers) else getattr(module, "batch_first", None)
         if flag is False:
             for inner, _ in module.named_modules(prefix=name):
@@ -30,11 +30,13 @@ def example_axes(model: nn.Module, given: Mapping[str, int] | None) -> dict[str,
     for glob, axis in _items("example_axis", given, "1"):
         if not isinstance(axis, int) or isinstance(axis, bool):
             raise TypeError(f"example_axis={{{glob!r}: {axis!r}}} is a {type(axis).__name__}; expected an int.")
-        axes |= dict.fromkeys(_matching(model, glob, f"example_axis={{{glob!r}: {axis}}}"), axis)
+        axes |= dict.fromkeys(_matching(modules, glob, f"example_axis={{{glob!r}: {axis}}}"), axis)
     return axes
 
 
-def functions_of_rows(model: nn.Module, given: Mapping[str, ExampleOfRow] | None) -> dict[str, ExampleOfRow]:
+def functions_of_rows(
+    modules: Mapping[str, nn.Module], given: Mapping[str, ExampleOfRow] | None
+) -> dict[str, ExampleOfRow]:
     """Module name to the function that says which rows are whose, from names and globs.
 
     Raises:
@@ -49,7 +51,7 @@ def functions_of_rows(model: nn.Module, given: Mapping[str, ExampleOfRow] | None
                 f"{option} is a {type(function).__name__}; expected a function of a batch, "
                 "`(X, y) -> LongTensor [rows]`, the number of the example that each row belongs to."
             )
-        found |= dict.fromkeys(_matching(model, glob, option), function)
+        found |= dict.fromkeys(_matching(modules, glob, option), function)
     return found
 
 
@@ -63,10 +65,9 @@ def _items(option: str, given: Any, value: str) -> Iterable[tuple[str, Any]]:
     return (given or {}).items()
 
 
-def _matching(model: nn.Module, glob: str, option: str) -> list[str]:
+def _matching(modules: Mapping[str, nn.Module], glob: str, option: str) -> list[str]:
     """The modules that an option is about; `option` is how the user wrote it."""
-    names = [name for name, _ in model.named_modules()]
-    matching = [name for name in names if fnmatchcase(name, glob)]
+    matching = [name for name in modules if fnmatchcase(name, glob)]
     if not matching:
-        raise ValueError(f"{option} matches no module of the model; its modules are {names[1:]}.")
+        raise ValueError(f"{option} matches no module of the model; its modules are {[*modules][1:]}.")
     return matching

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from curvlinops_plus.layer import AffineRule, LayerRule, differentiable_parameters, rule_of
 from curvlinops_plus.layer.functions import LINEAR, Function
+from curvlinops_plus.layer.replay import is_parametrized
 from curvlinops_plus.layer.rule_registry import GENERIC
+from curvlinops_plus.risk.module_tree import modules_of
 
 __all__ = ["ModuleUse", "find_uses", "title"]
 
@@ -69,7 +70,7 @@ def title(name: str) -> str:
 
 def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]:
     """The modules that read some parameters, and the function calls inside attention (key to the model's own)."""
-    key_of = {id(p): key for key, p in params.items()}
+    key_of = dict(zip(map(id, params.values()), params))
     uses: list[ModuleUse] = []
     claimed: set[int] = set()  # modules whose parameters another one answers for
     for name, module in _not_empty(model):
@@ -77,15 +78,14 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
             continue
         if is_parametrized(module):
             claimed |= {id(m) for m in module.get_submodule("parametrizations").modules()}
-        rule, in_parts = rule_of(module), set()
+        rule, in_parts = rule_of(module), set[int]()
         for part in rule.parts(module):
             claimed.add(id(part.module))
             in_parts |= {id(p) for p in part.params.values()}
             if keys := _tracked(part.params, key_of):
                 full = ".".join([name, part.name]).lstrip(".")
                 uses.append(ModuleUse(full, part.module, part.rule, keys, module, LINEAR))
-        own = {local: p for local, p in differentiable_parameters(module).items() if id(p) not in in_parts}
-        if keys := _tracked(own, key_of):
+        if keys := _tracked(differentiable_parameters(module), key_of, in_parts):
             rule.check(module)
             uses.append(ModuleUse(name, module, rule, keys, module))
     return [use for use in uses if not _alias(use, uses)]
@@ -93,12 +93,12 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
 
 def _not_empty(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that hold parameters or other modules, with their names."""
-    return [(name, m) for name, m in model.named_modules() if m._parameters or m._modules]
+    return [(name, m) for name, m in modules_of(model).items() if m._parameters or m._modules]
 
 
-def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str]) -> dict[str, str]:
-    """Local name to key, of those parameters that have one."""
-    return {local: key_of[id(p)] for local, p in params.items() if id(p) in key_of}
+def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str], without: Collection[int] = ()) -> dict[str, str]:
+    """Local name to key, of those parameters that have one, `without` some."""
+    return {local: key_of[at] for local, p in params.items() if (at := id(p)) in key_of and at not in without}
 
 
 def _alias(use: ModuleUse, uses: list[ModuleUse]) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["common_device", "common_dtype", "named_params", "value_of", "write_parameters"]
+__all__ = ["common_device", "common_dtype", "named_params", "values_of", "write_parameters"]
 
 
 def named_params(
@@ -41,13 +41,13 @@ def named_params(
                     "in this order."
                 )
             raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
-    names = {id(p): name for name, p in owned.items()}
-    names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
+    given = _items(params)
+    names = _names(owned, [p for _, p in given])
     own: dict[str, Tensor] = {}
     labels: dict[str, str] = {}
-    for position, (key, p) in enumerate(_items(params)):
+    for position, (key, p) in enumerate(given):
         label = f"params[{position if key is None else key!r}]"
-        name = _own_name(model, names, p, label, key)
+        name = names.get(id(p)) or _own_name(model, names, p, label, key)
         if name in labels:
             raise ValueError(
                 f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
@@ -59,7 +59,7 @@ def named_params(
     return own
 
 
-def _items(params: Any) -> Iterable[tuple[str | None, Any]]:
+def _items(params: Any) -> Collection[tuple[str | None, Any]]:
     """Keys, where there are some, and parameters.
 
     Raises:
@@ -78,11 +78,19 @@ def _items(params: Any) -> Iterable[tuple[str | None, Any]]:
         raise TypeError(
             f"`params` is a {type(params).__name__}; expected a list or a dict of the model's parameters: {advice}."
         )
-    return ((None, p) for p in params)
+    return [(None, p) for p in params]
+
+
+def _names(owned: Mapping[str, Tensor], given: Iterable[Any]) -> dict[Any, str]:
+    """The names of a model's parameters by identity, and by memory if other tensors are among those that are given."""
+    names: dict[Any, str] = dict(zip(map(id, owned.values()), owned))
+    if not names.keys() >= {*map(id, given)}:
+        names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
+    return names
 
 
 def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, key: str | None) -> str:
-    """The model's name of a parameter, found by identity or memory, or else the key if that is one of its names."""
+    """The model's name of a parameter, found by memory, or else the key if that is one of its names."""
     if not isinstance(p, Tensor):
         hints = {
             tuple: " Of pairs (name, parameter) make a dict: params=dict(model.named_parameters()).",
@@ -92,8 +100,7 @@ def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, ke
         }
         hint = next((text for kind, text in hints.items() if isinstance(p, kind)), "")
         raise ValueError(f"{label} is a {type(p).__name__}; expected a parameter of the model.{hint}")
-    name = names.get(id(p)) or names.get((p.data_ptr(), p.shape, p.stride()))
-    if name is not None:
+    if (name := names.get((p.data_ptr(), p.shape, p.stride()))) is not None:
         return name
     own = dict(model.named_parameters()).get(key or "")
     if key is None or own is None or p.shape != own.shape:
@@ -106,9 +113,14 @@ def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, ke
     return key
 
 
-def value_of(params: Any, key: str, own: Tensor) -> Tensor:
-    """What stands for a parameter: the model's own tensor, or another value given under its name."""
-    given = params[key] if isinstance(params, Mapping) else own
+def values_of(params: Any, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What stands for parameters: the model's own tensors, or other values given under their names."""
+    if not isinstance(params, Mapping):
+        return own
+    return {key: _value(params[key], p) for key, p in own.items()}
+
+
+def _value(given: Tensor, own: Tensor) -> Tensor:
     if given is own or (given.data_ptr() == own.data_ptr() and given.shape == own.shape and own.numel()):
         return own
     return given if isinstance(given, nn.Parameter) else nn.Parameter(given.detach(), given.requires_grad)

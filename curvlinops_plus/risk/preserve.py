@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.layer.embedding import refuse_renormalization
 from curvlinops_plus.random_state import RandomState
+from curvlinops_plus.risk.module_tree import modules_of, parameters_of
 from curvlinops_plus.risk.process_state import exclusive, own_passes
 
 __all__ = ["data_generators", "kept_attributes", "preserve_state"]
@@ -38,16 +39,17 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
         UnsupportedError: If an embedding's `max_norm` would rewrite its weight.
         RuntimeError: If parameters were written to meanwhile, as by another thread that trains.
     """
-    with exclusive(), own_passes(), ExitStack() as contexts:
-        modules = [*model.modules()]
-        before = {p: _version(p) for module in modules for p in module._parameters.values() if p is not None}
-        for kind in filter(torch.is_autocast_enabled, {"cpu", *(p.device.type for p in before)}):
-            contexts.enter_context(torch.autocast(kind, enabled=False))
-        contexts.enter_context(kept_attributes(modules))
-        contexts.enter_context(_restored(modules, data))
-        yield
-        if any(_version(p) != version for p, version in before.items()):
-            changed = [name for name, p in model.named_parameters() if p in before and _version(p) != before[p]]
+    with exclusive(), own_passes(), ExitStack() as no_autocast:
+        modules = modules_of(model)
+        params = parameters_of(modules)
+        versions = _versions(params)
+        for kind in filter(torch.is_autocast_enabled, {"cpu", *[p.device.type for p in params.values()]}):
+            no_autocast.enter_context(torch.autocast(kind, enabled=False))
+        with kept_attributes(modules.values()), _restored(modules.values(), data):
+            yield
+            now = _versions(params)
+        if now != versions:
+            changed = [name for name, version in versions.items() if now[name] != version]
             raise RuntimeError(
                 f"The parameters {changed[:5]}{' …' if len(changed) > 5 else ''} were written to during this pass over "
                 "the data, so its sums belong to no values of them. Does another thread train the model, or the model "
@@ -58,12 +60,11 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
 @contextmanager
 def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """What modules store in themselves while they run, as activations and counters, is as before at the end."""
-    before = [(module, dict(vars(module))) for module in modules]
+    before = [(vars(module), dict(vars(module))) for module in modules]
     try:
         yield
     finally:
-        for module, attributes in before:
-            own = vars(module)
+        for own, attributes in before:
             for name in own.keys() - attributes.keys():
                 del own[name]
             own.update(attributes)
@@ -76,7 +77,8 @@ def _restored(modules: Iterable[nn.Module], data: Any) -> Iterator[None]:
     random = RandomState.now()
     buffers, tables = [], []
     for module in modules:
-        buffers += [(module, name, b, b.detach().clone()) for name, b in module._buffers.items() if b is not None]
+        if module._buffers:
+            buffers += [(module, name, b, b.detach().clone()) for name, b in module._buffers.items() if b is not None]
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             refuse_renormalization(module)
             tables.append((module, {name: getattr(module, name) for name in _PLAIN}))
@@ -94,9 +96,9 @@ def _restored(modules: Iterable[nn.Module], data: Any) -> Iterator[None]:
             _restore(*buffer)
 
 
-def _version(p: Tensor) -> int | None:
-    """What changes when a tensor is written to."""
-    return None if p.is_inference() else p._version
+def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int | None]:
+    """What changes when a tensor is written to, of each."""
+    return {name: None if t.is_inference() else t._version for name, t in tensors.items()}
 
 
 def data_generators(data: Any) -> list[torch.Generator]:

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
+from curvlinops_plus.risk.module_tree import modules_of
+
 __all__ = [
     "NoHook",
     "OwnThread",
@@ -57,18 +59,19 @@ def exclusive() -> AbstractContextManager[Any]:
 class _OwnPasses(threading.local):
     depth = 0
 
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
 
 _own_passes = _OwnPasses()
 
 
-@contextmanager
-def own_passes() -> Iterator[None]:
+def own_passes() -> AbstractContextManager[None]:
     """Context in which this thread's calls of models are this package's own, not the user's."""
-    _own_passes.depth += 1
-    try:
-        yield
-    finally:
-        _own_passes.depth -= 1
+    return _own_passes
 
 
 def in_own_passes() -> bool:
@@ -129,7 +132,7 @@ def _is_compiler_loaded() -> bool:
 
 def hookable_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that take hooks, with their names: all but those compiled by `torch.jit`."""
-    return ((name, m) for name, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule))
+    return ((name, m) for name, m in modules_of(model).items() if not isinstance(m, torch.jit.ScriptModule))
 
 
 class OwnThread:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from curvlinops_plus.layer.run_again import as_parameters
 from curvlinops_plus.risk.process_state import OwnThread
 
-__all__ = ["Places", "copied_buffers", "parameter_places", "paths_to", "replaced_parameters", "require_places"]
+__all__ = ["Places", "copied_buffers", "parameter_places", "paths_in", "replaced_parameters", "require_places"]
 
 #: Every module that holds a parameter, and the keys of those it holds, by their names in it.
 Places = Sequence[tuple[nn.Module, Mapping[str, str]]]
@@ -39,33 +39,26 @@ class _Replaced(dict[str, Any]):
         return super().values() if self.ours() else self.own.values()  # pyright: ignore[reportReturnType]
 
 
-def parameter_places(model: nn.Module, params: Mapping[str, Tensor]) -> Places:
+def parameter_places(modules: Iterable[nn.Module], params: Mapping[str, Tensor]) -> Places:
     """Where parameters are: a module may have two names, a parameter two modules."""
-    keys = {id(p): key for key, p in params.items()}
-    held = {
-        module: {name: keys[id(p)] for name, p in module._parameters.items() if id(p) in keys}
-        for module in model.modules()
-    }
-    return [(module, names) for module, names in held.items() if names]
+    key_of = dict(zip(map(id, params.values()), params))
+    places: list[tuple[nn.Module, Mapping[str, str]]] = []
+    for module in modules:
+        held = module._parameters.items() if module._parameters else ()
+        if names := {name: key_of[place] for name, p in held if (place := id(p)) in key_of}:
+            places.append((module, names))
+    return places
 
 
-def paths_to(model: nn.Module, places: Places) -> Paths:
-    """Parent, name and child of each module on the way to one that holds a parameter."""
-    paths: list[tuple[nn.Module, str, nn.Module]] = []
-    known = dict.fromkeys((module for module, _ in places), True)
-    seen: set[nn.Module] = set()
-
-    def leads(module: nn.Module) -> bool:
-        if module not in seen:
-            seen.add(module)
-            for name, child in module._modules.items():
-                if child is not None and leads(child):
-                    paths.append((module, name, child))
-                    known[module] = True
-        return module in known
-
-    leads(model)
-    return paths
+def paths_in(modules: Iterable[nn.Module]) -> Paths:
+    """Parent, name and child of each module that holds parameters or other modules."""
+    return [
+        (module, name, child)
+        for module in modules
+        if module._modules
+        for name, child in module._modules.items()
+        if child is not None and (child._parameters or child._modules)
+    ]
 
 
 def require_places(
@@ -75,13 +68,13 @@ def require_places(
 
     Args:
         places: Where the parameters were.
-        paths: The modules on the way to these.
+        paths: The modules on the way to these, and maybe others.
         own: The parameters.
 
     Raises:
         ValueError: Naming some parameters.
     """
-    gone = {child for parent, name, child in paths if parent._modules.get(name) is not child}
+    gone = [m for parent, name, m in paths if name not in parent._modules or parent._modules[name] is not m]
     inside = {module for child in gone for module in child.modules()}
     other = [
         key

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.linalg.compared import compared, described
 from curvlinops_plus.risk.losses import Losses
+from curvlinops_plus.risk.module_tree import modules_of, parameters_of
 from curvlinops_plus.risk.sharded import WholeParameters
 
 __all__ = ["all_parameters", "require_replicas"]
@@ -44,9 +45,9 @@ class Shared(Protocol):
 
 def all_parameters(risk: Any) -> dict[str, Tensor]:
     """The parameters of a risk under their keys, and others of its model under their names after "model."."""
-    params, tracked = dict(risk.params), {id(p) for p in risk.params.values()}
-    others = ((name, risk.whole.of(p)) for name, p in risk.model.named_parameters())
-    return params | {f"model.{name}": p for name, p in others if id(p) not in tracked}
+    tracked = {*map(id, risk.params.values())}
+    every = risk.whole.of(parameters_of(modules_of(risk.model)))
+    return risk.params | {f"model.{name}": p for name, p in every.items() if id(p) not in tracked}
 
 
 def require_replicas(risk: Shared, over_data: bool, more: Callable[[], Mapping[str, Any]] = dict) -> None:

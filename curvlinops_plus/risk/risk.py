@@ -211,17 +211,17 @@ class EmpiricalRisk(ModelParameters):
         weight: Callable[..., Any] | None = None,
         processes: Processes | None = None,
     ) -> None:
-        inner, owned = require_module(model)
+        inner, modules, owned = require_module(model)
         check_data(data)
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
         self.data, self._calls = data, ModelCalls()
         self.losses = Losses(loss, reduction)
-        super().__init__(inner, params, owned, self.processes)
+        super().__init__(inner, params, modules, owned, self.processes)
         self.options = RiskOptions(
             output,
             mask,
-            example_axes(self.model, example_axis),
+            example_axes(modules, example_axis),
             batch_size_fn,
             _number(num_data),
             _number(num_per_example_loss_terms),
@@ -229,7 +229,7 @@ class EmpiricalRisk(ModelParameters):
             progressbar,
             reduction,
             check,
-            functions_of_rows(self.model, example_of_row),
+            functions_of_rows(modules, example_of_row),
             example_ids,
             weight,
         )

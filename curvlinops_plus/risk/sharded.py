@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -43,17 +43,18 @@ class WholeParameters:
         self._whole = {
             name: nn.Parameter(p.detach().full_tensor().clone(), p.requires_grad) for name, p in self._parts.items()
         }
-        self._names = {id(p): name for name, p in self._parts.items()}
-        self._places = parameter_places(model, self._parts) if self._parts else ()
+        self._places = parameter_places(model.modules(), self._parts) if self._parts else ()
 
     def __bool__(self) -> bool:
         """Whether there are such parameters."""
         return bool(self._parts)
 
-    def of(self, p: Tensor) -> Tensor:
-        """The whole of a parameter of the model; itself if it is not spread."""
-        name = self._names.get(id(p))
-        return p if name is None else self._whole[name]
+    def of(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Key to the whole of a parameter of the model; itself if it is not spread."""
+        if not self._parts:
+            return dict(params)
+        names = {id(p): name for name, p in self._parts.items()}
+        return {key: self._whole[names[id(p)]] if id(p) in names else p for key, p in params.items()}
 
     def refuse(self, what: str, advice: str) -> None:
         """Refuse what needs the layers' own parameters in the user's pass.
@@ -67,10 +68,12 @@ class WholeParameters:
     def give_up(self) -> None:
         """Let `fully_shard` give up what it has gathered for a pass; it gathers it again where it is needed."""
         if self._parts:
-            give_up_gathered(self._model)
+            give_up_gathered(self._model.modules())
 
     def renew(self) -> None:
         """Take over the present values. Collective, if there are any."""
+        if not self._parts:
+            return
         self.give_up()
         with torch.no_grad():
             for name, p in self._parts.items():
@@ -98,9 +101,9 @@ class WholeParameters:
                 table.update([*hooks, *since])
 
 
-def give_up_gathered(model: nn.Module) -> None:
-    """Let `fully_shard` give up what it has gathered for a pass, so that the model has its own parameters."""
-    for module in model.modules():
+def give_up_gathered(modules: Iterable[nn.Module]) -> None:
+    """Let `fully_shard` give up what it has gathered for a pass, so that modules have their own parameters."""
+    for module in modules:
         if _is_sharded(type(module)):
             module.reshard()  # type: ignore[operator]
 

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.risk.module_tree import parameters_of
 from curvlinops_plus.risk.sharded import give_up_gathered
 from curvlinops_plus.risk.wrappers import inner_model
 
 __all__ = ["refuse_parameters", "require_module"]
 
 
-def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """A model without its wrapper, and its parameters by their names; refuses what is no model, or not yet one.
+def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Parameter]]:
+    """A model without its wrapper, its modules and parameters by their names; refuses what is no model, or not yet one.
 
     Raises:
         ValueError: If it is no module, or has parameters without shapes.
@@ -32,22 +33,31 @@ def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Parameter]]:
                 " A function (params, X) is a model for KFACLinearOperator(function, loss, params, data) and the like."
             )
         raise ValueError(f"`model` is {what}; layers can only be recorded in a torch.nn.Module.{advice}")
-    give_up_gathered(model)
-    inner = inner_model(model)
-    owned = dict(inner.named_parameters())
-    if lazy := [name for name, p in [*owned.items(), *model.named_buffers()] if is_lazy(p)]:
+    inner, modules = inner_model(model)
+    give_up_gathered(modules.values())
+    owned = parameters_of(modules)
+    buffers = {
+        f"{name}.{own}".lstrip("."): b
+        for name, module in modules.items()
+        if module._buffers
+        for own, b in module._buffers.items()
+        if b is not None
+    }
+    if lazy := [name for name, t in (owned | buffers).items() if is_lazy(t)]:
         raise ValueError(
             f"{_some(lazy)} of the model have no shapes yet: their modules are lazy, such as nn.LazyLinear. Call the "
             "model once on a batch, model(X), which gives them their shapes."
         )
-    return inner, owned
+    return inner, modules, owned
 
 
-def refuse_parameters(model: nn.Module, owned: Mapping[str, Tensor], params: Mapping[str, Tensor]) -> None:
+def refuse_parameters(
+    modules: Mapping[str, nn.Module], owned: Mapping[str, Tensor], params: Mapping[str, Tensor]
+) -> None:
     """Refuse parameters that have no derivatives here.
 
     Args:
-        model: The model.
+        modules: The modules of the model, by name.
         owned: All of its parameters, by name.
         params: Those that something is differentiated with respect to, by key.
 
@@ -60,15 +70,15 @@ def refuse_parameters(model: nn.Module, owned: Mapping[str, Tensor], params: Map
             f"The parameters {_some(meta)} are on the meta device, so they have shapes and no values. Materialize the "
             "model first: model.to_empty(device=...) and load_state_dict(...)."
         )
-    if frozen := [key for key, p in params.items() if p.is_inference()]:
+    if any(map(Tensor.is_inference, params.values())):
+        frozen = [key for key, p in params.items() if p.is_inference()]
         raise UnsupportedError(
             f"The parameters {_some(frozen)} were made in torch.inference_mode(), so nothing can be differentiated "
             "with respect to them. Make or load the model outside of it, or take a copy: copy.deepcopy(model)."
         )
-    own = {id(p): key for key, p in params.items()}
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         scripted = isinstance(module, torch.jit.ScriptModule)
-        if scripted and (keys := [own[id(p)] for p in module.parameters() if id(p) in own]):
+        if scripted and (keys := [key for key, p in params.items() if any(p is q for q in module.parameters())]):
             where = f"Its module {name!r}" if name else "It"
             raise UnsupportedError(
                 f"The model can't be differentiated with respect to {_some(keys)}. {where} "

@@ -10,6 +10,7 @@ from torch import nn
 
 from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
+from curvlinops_plus.risk.module_tree import modules_of
 
 __all__ = ["common_processes", "inner_model", "wrapped_processes", "wrapper_of"]
 
@@ -17,19 +18,21 @@ __all__ = ["common_processes", "inner_model", "wrapped_processes", "wrapper_of"]
 _told: set[str] = set()
 
 
-def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside of `DistributedDataParallel`, by whose names layers are known.
+def inner_model(model: nn.Module) -> tuple[nn.Module, dict[str, nn.Module]]:
+    """The model inside of `DistributedDataParallel`, and its modules by the names by which layers are known.
 
     Raises:
         UnsupportedError: If it is inside of `FullyShardedDataParallel`.
     """
-    for name, module in model.named_modules():
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    modules = modules_of(inner)
+    for name, module in modules.items():
         if type(module).__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(
                 f"{f'The module {name!r}' if name else 'The model'} is a FullyShardedDataParallel, whose parameters "
                 "are pieces of flat tensors. Use fully_shard of torch.distributed.fsdp, or DistributedDataParallel."
             )
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return inner, modules
 
 
 def wrapper_of(model: nn.Module) -> tuple[str, Any]:
@@ -76,8 +79,10 @@ def common_processes(model: nn.Module, processes: Any) -> Alone:
         raise TypeError(
             f"processes is a {type(processes).__name__}; expected Processes(), or None for this process alone."
         )
+    if not dist.is_available() or not dist.is_initialized():
+        return Alone()
     name, group = wrapper_of(model)
-    if name and name not in _told and dist.is_initialized() and dist.get_world_size(group) > 1:
+    if name and name not in _told and dist.get_world_size(group) > 1:
         _told.add(name)
         warn(
             f"The model is wrapped by {name}, and the risk has processes=None: each process computes with its own part "
