@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg.aligned import aligned, is_aligned
+
 __all__ = ["Basis", "multiplied", "rotate", "row_products", "squared_gradients"]
 
 # An orthogonal matrix, or those on the diagonal of one.
@@ -12,7 +14,6 @@ Basis = Tensor | tuple[Tensor, ...]
 
 # Products per example are formed in pieces of about this many bytes, which stay in a processor's cache.
 _CHUNK_BYTES = 2**20
-_LINE_BYTES = 64  # of a processor's cache
 
 
 def rotate(J: Tensor, QG: Basis | None, QA: Basis | None) -> Tensor:  # [..., *b, o, i] -> [..., *b, o, i]
@@ -32,7 +33,7 @@ def multiplied(t: Tensor, Q: Basis | None) -> Tensor:  # [..., *b, m, k] -> [...
         return t
     if Q.ndim > 2:
         return torch.einsum("...bmk,bkl->...bml", t, Q.to(t.dtype))
-    found, Q = _aligned(*t.shape[:-1], Q.shape[1], like=t), Q.to(t.dtype)
+    found, Q = aligned(*t.shape[:-1], Q.shape[1], like=t), Q.to(t.dtype)
     if t.stride(-1) == 1 or t.ndim == 2:
         torch.mm(t.flatten(0, -2), Q, out=found.flatten(0, -2))
     else:  # as of images: a copy would take longer than the difference between one product and several
@@ -79,12 +80,12 @@ def squared_gradients(
     if i >= S:
         g, QG = multiplied(g, QG), None
     if total is None:
-        total = _aligned(*batch, o, i, like=g).zero_()
+        total = aligned(*batch, o, i, like=g).zero_()
     if S == 1:
         g, a = (t.square() if t is one else t.square_() for t, one in zip((g, a), given, strict=True))
         return _add_unshared(total, g[..., 0, :], a[..., 0, :])
     step = max(1, _CHUNK_BYTES // (total.numel() * g.element_size()))
-    J = _aligned(min(step, len(g)), *batch, o, i, like=g)
+    J = aligned(min(step, len(g)), *batch, o, i, like=g)
     for g_n, a_n in zip(g.split(step), a.split(step), strict=True):
         J_n = J[: len(g_n)]
         torch.bmm(g_n.mT.flatten(0, -3), a_n.flatten(0, -3), out=J_n[..., : a.shape[-1]].flatten(0, -3))
@@ -128,8 +129,8 @@ def _add_unshared(total: Tensor, g: Tensor, a: Tensor) -> Tensor:  # [*b, o, i],
     """`total + Σ_n g aᵀ`, in its place where that is aligned."""
     if g.ndim > 2 or total.dtype != g.dtype:
         return total.add_(torch.einsum("n...o,n...i->...oi", g, a))
-    if total.stride(0) * total.element_size() % _LINE_BYTES:  # as one that was stored, or came from other processes
-        total = _aligned(*total.shape, like=total).copy_(total)
+    if not is_aligned(total):  # as one that was stored, or came from other processes
+        total = aligned(*total.shape, like=total).copy_(total)
     return total.addmm_(g.T, a)
 
 
@@ -139,9 +140,3 @@ def _inputs(a: Tensor, QA: Basis | None, bias: bool) -> Tensor:  # [N, *b, S, i]
         i = a.shape[-1]
         return multiplied(a, QA[..., :i, :]).add_(QA[..., i:, :])
     return multiplied(torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1) if bias else a, QA)
-
-
-def _aligned(*shape: int, like: Tensor) -> Tensor:
-    """An empty tensor whose rows begin cache lines: elsewhere products take up to half as long again."""
-    per_line = _LINE_BYTES // like.element_size()
-    return like.new_empty(*shape[:-1], -(-shape[-1] // per_line) * per_line)[..., : shape[-1]]
