@@ -17,7 +17,8 @@ def aligned(*shape: int, like: Tensor) -> Tensor:
         like: Gives dtype and device.
 
     Example:
-        >>> aligned(2, 5, like=torch.zeros(1)).stride()
+        >>> import torch
+        >>> aligned(2, 5, like=torch.zeros(1, dtype=torch.float32)).stride()
         (16, 1)
     """
     per_line = _LINE_BYTES // like.element_size()
