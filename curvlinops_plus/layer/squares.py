@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg.aligned import aligned, is_aligned
+
 __all__ = ["Basis", "multiplied", "rotate", "row_products", "squared_gradients"]
 
 # An orthogonal matrix, or those on the diagonal of one.
@@ -16,9 +18,10 @@ _CHUNK_BYTES = 2**20
 
 def rotate(J: Tensor, QG: Basis | None, QA: Basis | None) -> Tensor:  # [..., *b, o, i] -> [..., *b, o, i]
     """`Q_Gᵀ J Q_A`; None is the identity."""
-    if QG is not None:
-        J = QG.mT @ J if isinstance(QG, Tensor) and QG.ndim == 2 else multiplied(J.mT, QG).mT
-    return multiplied(J, QA)
+    J = multiplied(J, QA)
+    if QG is None:
+        return J
+    return QG.mT @ J if isinstance(QG, Tensor) and QG.ndim == 2 else multiplied(J.mT, QG).mT
 
 
 def multiplied(t: Tensor, Q: Basis | None) -> Tensor:  # [..., *b, m, k] -> [..., *b, m, l]
@@ -26,9 +29,17 @@ def multiplied(t: Tensor, Q: Basis | None) -> Tensor:  # [..., *b, m, k] -> [...
     if isinstance(Q, tuple):
         parts = t.split_with_sizes([part.shape[-2] for part in Q], -1)
         return torch.cat([multiplied(some, part) for some, part in zip(parts, Q, strict=True)], -1)
-    if Q is None or Q.ndim == 2:
-        return t if Q is None else t @ Q.to(t.dtype)
-    return torch.einsum("...bmk,bkl->...bml", t, Q.to(t.dtype))
+    if Q is None:
+        return t
+    if Q.ndim > 2:
+        return torch.einsum("...bmk,bkl->...bml", t, Q.to(t.dtype))
+    found, Q = aligned(*t.shape[:-1], Q.shape[1], like=t), Q.to(t.dtype)
+    if t.stride(-1) == 1 or t.ndim == 2:
+        torch.mm(t.flatten(0, -2), Q, out=found.flatten(0, -2))
+    else:  # as of images: a copy would take longer than the difference between one product and several
+        t = t.flatten(0, -3)
+        torch.bmm(t, Q.expand(len(t), *Q.shape), out=found.flatten(0, -3))
+    return found
 
 
 def squared_gradients(
@@ -52,37 +63,39 @@ def squared_gradients(
     Returns:
         [*b, o, i], with one more column for a bias.
 
-    Cost: products per example are formed in pieces of a megabyte, and rotated before or after, whichever takes
+    Cost: products per example are formed in pieces of a megabyte. Each side is rotated before or after, whichever takes
     fewer operations. Without weight sharing (S = 1) nothing per example is formed at all.
 
     Example:
         >>> squared_gradients(torch.ones(1, 2, 1), torch.ones(1, 2, 3))
         tensor([[4., 4., 4.]])
     """
-    S, o, i = g.shape[1], g.shape[-1], a.shape[-1]
+    S, o, i = g.shape[1], g.shape[-1], a.shape[-1] + bias
     batch = g.shape[2:-1]
     if batch:  # [N, b, S, .]
         g, a = g.movedim(2, 1), a.movedim(2, 1)
-    if bias and (S == 1 or isinstance(QA, tuple)):
-        a, bias = _with_ones(a), False
-        i += 1
+    given = g, a
+    if o >= S:
+        a, QA, bias = _inputs(a, QA, bias), None, False
+    if i >= S:
+        g, QG = multiplied(g, QG), None
+    if total is None:
+        total = aligned(*batch, o, i, like=g).zero_()
     if S == 1:
-        return _unshared(_squares(g[..., 0, :], QG), _squares(a[..., 0, :], QA), total)
-    rotate_first = S * (o * o + i * i) <= o * i * (o + i)
-    if rotate_first:
-        g = multiplied(g, QG)
-        if bias and isinstance(QA, Tensor):
-            a, bias = multiplied(a, QA[..., :i, :]).add_(QA[..., i:, :]), False
-        elif QA is not None:
-            a = multiplied(a, QA)
-    total = g.new_zeros(*batch, o, a.shape[-1] + bias) if total is None else total
+        g, a = (t.square() if t is one else t.square_() for t, one in zip((g, a), given, strict=True))
+        return _add_unshared(total, g[..., 0, :], a[..., 0, :])
     step = max(1, _CHUNK_BYTES // (total.numel() * g.element_size()))
+    J = aligned(min(step, len(g)), *batch, o, i, like=g)
     for g_n, a_n in zip(g.split(step), a.split(step), strict=True):
-        J = g_n.mT @ a_n
+        J_n = J[: len(g_n)]
+        torch.bmm(g_n.mT.flatten(0, -3), a_n.flatten(0, -3), out=J_n[..., : a.shape[-1]].flatten(0, -3))
         if bias:  # one more column of J rather than one more entry for each of S inputs
-            J = torch.cat([J, g_n.sum(-2)[..., None]], -1)
-        J = J if rotate_first else rotate(J, QG, QA)
-        total += J.square_().sum(0)
+            torch.sum(g_n, -2, out=J_n[..., -1])
+        rotated = rotate(J_n, QG, QA)
+        if step == 1:
+            total.addcmul_(rotated[0], rotated[0])
+        else:
+            total += rotated.square_().sum(0)
     return total
 
 
@@ -112,18 +125,18 @@ def row_products(g: Tensor, a: Tensor, C: Tensor, right: Tensor | None = None) -
     return torch.einsum("vno,kno->vnk", g, a @ C.mT)
 
 
-def _unshared(g: Tensor, a: Tensor, total: Tensor | None) -> Tensor:  # [N, *b, o], [N, *b, i] -> [*b, o, i]
-    """`Σ_n g aᵀ`, added to `total`."""
-    if total is None or g.ndim > 2 or total.dtype != g.dtype:
-        found = torch.einsum("n...o,n...i->...oi", g, a)
-        return found if total is None else total.add_(found)
+def _add_unshared(total: Tensor, g: Tensor, a: Tensor) -> Tensor:  # [*b, o, i], [N, *b, o], [N, *b, i]
+    """`total + Σ_n g aᵀ`, in its place where that is aligned."""
+    if g.ndim > 2 or total.dtype != g.dtype:
+        return total.add_(torch.einsum("n...o,n...i->...oi", g, a))
+    if not is_aligned(total):  # as one that was stored, or came from other processes
+        total = aligned(*total.shape, like=total).copy_(total)
     return total.addmm_(g.T, a)
 
 
-def _squares(rows: Tensor, Q: Basis | None) -> Tensor:  # [N, *b, m] -> [N, *b, k]
-    """The squares of rows in a basis."""
-    return rows.square() if Q is None else multiplied(rows[..., None, :], Q)[..., 0, :].square_()
-
-
-def _with_ones(a: Tensor) -> Tensor:
-    return torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
+def _inputs(a: Tensor, QA: Basis | None, bias: bool) -> Tensor:  # [N, *b, S, i] -> [N, *b, S, k]
+    """Inputs in a basis that, for a bias, has a row more for the one that is not stored with them."""
+    if bias and isinstance(QA, Tensor):
+        i = a.shape[-1]
+        return multiplied(a, QA[..., :i, :]).add_(QA[..., i:, :])
+    return multiplied(torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1) if bias else a, QA)

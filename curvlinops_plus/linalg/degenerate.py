@@ -17,6 +17,8 @@ from operator import sub
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg.gram_sum import gram
+
 __all__ = ["canonical", "householder"]
 
 _TOLERANCE = 64  # times the machine epsilon and the largest eigenvalue: rounding of a Gram matrix is about 10 of these
@@ -137,6 +139,6 @@ def householder(L: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # [d, r] -> [d, r]
     V.diagonal().fill_(1)
     V.mul_(tau != 0)  # a reflection with tau = 0 is the identity
     # W = S Vᵀ with S⁻¹ = striu(VᵀV) + diag(1 / tau)
-    inverse = (V.T @ V).triu_(1)
+    inverse = gram(V).triu_(1)
     inverse.diagonal().copy_(torch.where(tau == 0, 1, 1 / tau))
     return V, torch.linalg.solve_triangular(inverse.T, V, upper=False, left=False).T, T

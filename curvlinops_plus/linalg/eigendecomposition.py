@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
+from curvlinops_plus.linalg.aligned import aligned
 from curvlinops_plus.linalg.degenerate import canonical, householder
-from curvlinops_plus.linalg.gram_sum import blas_threads
+from curvlinops_plus.linalg.gram_sum import blas_threads, gram
 from curvlinops_plus.linalg.numerics import check_finite
+from curvlinops_plus.linalg.scipy_lapack import eigh_of_scipy
 
 __all__ = ["eigenbasis", "eigh"]
 
@@ -34,7 +36,7 @@ def eigh(
 ) -> tuple[Tensor, Tensor]:  # [*b, d, d] -> [*b, d], [*b, d, d]
     """Eigenvalues (ascending) and eigenvectors (columns) of a symmetric matrix, in its own dtype.
 
-    Works in float32 at least. When PyTorch fails it retries in float64, then in float64 on the CPU.
+    Works in float32 at least. When that fails it retries in float64, then in float64 on the CPU.
 
     Args:
         M: The matrix, or a batch of them.
@@ -96,7 +98,7 @@ def _eigh(M: Tensor, what: str) -> tuple[Tensor, Tensor]:
     failures = []
     for device, dtype in dict.fromkeys(attempts):
         try:
-            values, Q = torch.linalg.eigh(M.to(device, dtype))
+            values, Q = eigh_of_scipy(there := M.to(device, dtype)) or torch.linalg.eigh(there)
         except (RuntimeError, TypeError) as error:  # not converged, cuSOLVER gave up, or a device without float64
             failures.append(f"{dtype} on {device}: {str(error).splitlines()[0]}")
             continue
@@ -153,13 +155,13 @@ def _by_range(M: Tensor, what: str, rtol: float, refine: bool) -> tuple[Tensor, 
     r = L.shape[1]
     V, W, T = householder(L)  # I - V W is orthogonal, and its first r columns times T are L
     del L  # everything here is as large as half of M, or a quarter
-    Q = torch.empty_like(M, memory_format=torch.contiguous_format)
+    Q = aligned(d, d, like=M)
     complement, range_ = Q[:, : d - r], Q[:, d - r :]
     for part, columns in ((complement, slice(r, d)), (range_, slice(r))):
         torch.mm(V, W[:, columns], out=part).neg_()
         part[columns].diagonal().add_(1)
     del V, W
-    small = range_.T @ (M @ range_) if refine else T @ T.T
+    small = range_.T @ (M @ range_) if refine else gram(T.T)
     del T
     values, U = _eigh(small, what)
     range_.copy_(range_ @ U)

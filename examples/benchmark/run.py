@@ -29,9 +29,10 @@ from tasks import curvlinops, tasks, tiny_tasks, training_tasks, yard
 from workloads import CPU, CUDA, MAKERS, make
 
 import curvlinops_plus
+from curvlinops_plus.linalg.eigendecomposition import eigh
 
 #: Decompositions of a symmetric matrix that are compared; another algorithm is a line here.
-EIGH = {"torch.linalg.eigh": torch.linalg.eigh}
+EIGH = {"torch.linalg.eigh": torch.linalg.eigh, "curvlinops_plus": eigh}
 TABLES = ["time", "eigh", "tiny", "training", "memory", "slopes"]
 
 

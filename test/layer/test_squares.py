@@ -1,0 +1,84 @@
+"""Squares of per-example gradients in a basis, against the formula, whichever side is rotated first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from curvlinops_plus.layer import squares
+from curvlinops_plus.layer.squares import Basis, squared_gradients
+from curvlinops_plus.linalg.aligned import aligned, is_aligned
+
+F64 = torch.float64
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def basis(kind: str, size: int, groups: tuple[int, ...]) -> Basis | None:
+    if kind == "none":
+        return None
+    if kind == "split":
+        return tuple(torch.linalg.qr(normal(part, part, seed=part))[0] for part in (size // 2, size - size // 2))
+    return torch.linalg.qr(normal(*groups, size, size, seed=size))[0]
+
+
+def dense(Q: Basis | None, size: int) -> Tensor:
+    if Q is None:
+        return torch.eye(size, dtype=F64)
+    return Q if isinstance(Q, Tensor) else torch.block_diag(*Q)
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kinds", [("full", "full"), ("full", "none"), ("none", "full"), ("split", "split")])
+@pytest.mark.parametrize("groups", [(), (2,)])
+@pytest.mark.parametrize("S", [1, 4, 9, 20])  # of 12 rows and 7 columns, or 7 and 12
+@pytest.mark.parametrize(("o", "i"), [(12, 7), (7, 12)])
+def test_squares_are_those_of_the_formula(
+    o: int,
+    i: int,
+    S: int,
+    groups: tuple[int, ...],
+    kinds: tuple[str, str],
+    bias: bool,
+    one_by_one: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if groups and "split" in kinds:
+        pytest.skip("parts of one matrix")
+    monkeypatch.setattr(squares, "_CHUNK_BYTES", 8 if one_by_one else 2000)
+    g, a = normal(5, S, *groups, o), normal(5, S, *groups, i, seed=1)
+    QG, QA = basis(kinds[0], o, groups), basis(kinds[1], i + bias, groups)
+    extended = torch.cat([a, torch.ones_like(a[..., :1])], -1) if bias else a
+    J = torch.einsum("ns...o,ns...i->n...oi", g, extended)
+    expected = (dense(QG, o).mT @ J @ dense(QA, i + bias)).square().sum(0)
+    before = g.clone(), a.clone()
+    images = g.movedim(1, -1).contiguous().movedim(-1, 1)  # channels before positions, as of convolutions
+    for rows in (g, images):
+        found = squared_gradients(rows, a, QG, QA, bias)
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+        for total in (found, expected.clone()):  # as it is returned, and as it is stored
+            added = squared_gradients(rows, a, QG, QA, bias, total)
+            torch.testing.assert_close(added, 2 * expected, rtol=1e-11, atol=1e-11)
+    assert torch.equal(g, before[0])
+    assert torch.equal(a, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_rows_of_totals_begin_cache_lines(dtype: torch.dtype) -> None:
+    """Also of those that were stored, so that who goes on from them rounds as who goes on from the first."""
+    M = aligned(3, 21, like=torch.zeros(1, dtype=dtype))
+    assert M.shape == (3, 21)
+    assert M.dtype == dtype
+    assert is_aligned(M)
+    assert not is_aligned(torch.zeros(3, 21, dtype=dtype))
+    assert not is_aligned(torch.zeros(32, 32, dtype=dtype).T[:, ::2])
+    g, a = normal(4, 1, 3).to(dtype), normal(4, 1, 21).to(dtype)
+    total = squared_gradients(g, a)
+    assert is_aligned(total)
+    stored = squared_gradients(g, a, total=total.contiguous())
+    assert is_aligned(stored)
+    assert torch.equal(stored, squared_gradients(g, a, total=total))
