@@ -12,6 +12,7 @@ from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.risk.process_state import quiet
 
 __all__ = [
+    "add_vjp",
     "agree",
     "checked_chunk_size",
     "columns_at_once",
@@ -144,3 +145,24 @@ def vjp(
         rows = [vjp(outputs, inputs, [v[k : k + 1] for v in vectors]) for k in range(len(vectors[0]))]
     columns = zip(*rows, strict=True)
     return [None if column[0] is None else torch.cat([g for g in column if g is not None]) for column in columns]
+
+
+def add_vjp(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tensor], total: Tensor, last: bool = False
+) -> Tensor:
+    """`total + Jᵀ u` in place, [1, n], for vectors `[1, *output]` and leaves of the graph.
+
+    Each part is added as soon as it is there, so those of all inputs are never held at once. As for `vjp` else.
+    """
+    if not outputs:
+        return total
+    if any(p.dtype != total.dtype for p in inputs):
+        return join_rows(vjp(outputs, inputs, vectors, last), inputs, 1, total.dtype, total)
+    try:
+        for p, own in zip(inputs, total[0].split([p.numel() for p in inputs]), strict=True):
+            p.grad = own.view(p.shape)  # which a backward pass adds to
+        torch.autograd.backward(outputs, [v[0] for v in vectors], retain_graph=not last, inputs=inputs)
+    finally:
+        for p in inputs:
+            p.grad = None
+    return total

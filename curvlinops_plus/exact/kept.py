@@ -8,21 +8,20 @@ unless model and data are proved to be the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from curvlinops_plus.exact.batched import agree, is_generic, join_rows, split_rows, vjp
+from curvlinops_plus.exact.batched import agree, is_generic
+from curvlinops_plus.exact.kept_graph import KeptGraph, kept_graph
 from curvlinops_plus.exact.model_passes import OutputProduct, Outputs
-from curvlinops_plus.exact.program import WORDS as _WORDS
-from curvlinops_plus.exact.program import Fingerprints, Program, Unclear
+from curvlinops_plus.exact.program import Program, Unclear, fingerprint
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import postorder
@@ -42,43 +41,18 @@ class _Linearization:
     """The linearisation of one batch.
 
     Attributes:
-        batch: A copy of the batch, from which it was computed.
-        F: Outputs, with their graph.
-        extra: What was read beside them.
-        free: The parameters in that graph.
-        w: Vectors of the outputs' shapes.
-        back: Where `Jᵀ w` is in the graph, which is linear in `w`; None for parameters that no output depends on.
+        batch: The batch, whose tensors are shared with the data.
+        prints: Their fingerprints.
+        extra: What was read beside the outputs.
+        graph: What products are computed from.
         program: What the forward pass did.
     """
 
     batch: Batch
-    F: Outputs
+    prints: list[Any]
     extra: Any
-    free: list[Tensor]
-    w: list[Tensor]
-    back: list[GradientEdge | None]
+    graph: KeptGraph
     program: Program
-
-    def product(
-        self, row: Tensor, output_product: OutputProduct, total: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor], Sequence[Tensor | None]]:
-        """`Jᵀ M J v` for one vector [1, n], added to `total` if there is one; and `J v` and `M J v` on the way."""
-        used = [(g, v) for g, v in zip(self.back, split_rows(row, self.free), strict=True) if g is not None]
-        found = vjp([g for g, _ in used], self.w, [v for _, v in used])
-        JV = [torch.zeros_like(f)[None] if t is None else t.detach() for f, t in zip(self.F, found, strict=True)]
-        MJV = output_product(self.F, self.extra)(JV)
-        sent = [(f, u.to(f.dtype)) for f, u in zip(self.F, MJV, strict=True) if u is not None]
-        parts = vjp([f for f, _ in sent], self.free, [u for _, u in sent])
-        return join_rows(parts, self.free, 1, row.dtype, total), JV, MJV
-
-    def bytes(self, model: nn.Module) -> int:
-        """What it holds, without the model's parameters and buffers."""
-        graph = postorder([*(f.grad_fn for f in self.F), *(edge.node for edge in self.back if edge is not None)])
-        tensors = [*_saved(node for node, _ in graph), *self.F, *self.w, *_tensors(self.batch)]
-        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        for p in (*self.free, *model.parameters(), *model.buffers()):
-            held.pop(p.untyped_storage().data_ptr(), None)
-        return sum(held.values())
 
 
 class KeptLinearizations:
@@ -105,7 +79,6 @@ class KeptLinearizations:
         self._kept: dict[int, _Linearization] = {}
         self._held = 0  # bytes
         self._numbers: list[Any] | None = None  # fingerprints of the parameters in the product before
-        self._prints = Fingerprints()  # of this product
         self._products = 1  # with these parameters, with that which found out how to differentiate
         self._patience = 1  # products before something stays
         self._useful = self.max_bytes > 0  # whether linearisations fit, and are fast, right and proved
@@ -139,14 +112,12 @@ class KeptLinearizations:
             return None
         if not index:
             self._begin()
-        self._prints = Fingerprints()  # a loader may fill its memory anew for each batch
+            if not self._useful:
+                return None
         kept = self._kept.get(index)
         if kept is not None:
             if self._is_same(kept, batch):
-                try:
-                    return self._at(kept.free, lambda model: kept.product(row, output_product, total)[0])
-                except RuntimeError:  # a tensor of the graph was written to, if with the same numbers
-                    pass
+                return self._product(kept, row, output_product, total)[0]
             self._drop()
         if not self._may_stay(numbers * batch.num_examples * self.risk.dtype.itemsize):
             return None
@@ -154,6 +125,19 @@ class KeptLinearizations:
             return None
         found = self._make(index, batch, row, output_product)
         return found if found is None or total is None else total.add_(found)
+
+    def _product(
+        self, kept: _Linearization, row: Tensor, output_product: OutputProduct, total: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """`Jᵀ M J v` for one vector [1, n], added to `total` if there is one; and `J v` and `M J v` on the way."""
+
+        def inside(model: nn.Module) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+            JV = kept.graph.jvp(row)
+            MJV = output_product(kept.graph.F, kept.extra)(JV)
+            found = torch.zeros_like(row, dtype=self.risk.dtype) if total is None else total
+            return kept.graph.add_vjp(MJV, found), JV, [Mv for Mv in MJV if Mv is not None]
+
+        return self._at(kept.graph.free, inside)
 
     @property
     def _params(self) -> list[Tensor]:
@@ -165,8 +149,11 @@ class KeptLinearizations:
     # --------------------------------------------------------------------------------------------------- is it the same
     def _begin(self) -> None:
         """At the beginning of a product: are the parameters those of the product before?"""
-        self._prints = Fingerprints()
-        numbers = [self._prints(p.detach()) for p in self._params]
+        try:
+            numbers = [(fingerprint(p.detach()), p.data_ptr()) for p in self._params]  # a graph holds that memory
+        except Unclear:  # parameters of a class of their own
+            self._useful = False
+            return
         changed = self._numbers is not None and numbers != self._numbers
         if changed or _has_hooks(self.risk.model):  # hooks, which may only watch, want to be called
             self._drop()
@@ -179,10 +166,14 @@ class KeptLinearizations:
 
     def _is_same(self, kept: _Linearization, batch: Batch) -> bool:
         def follows(model: nn.Module) -> bool:
-            inputs = [*kept.free, *_tensors(kept.batch)]
-            return kept.program.is_repeated_by(lambda: self.read(model, kept.batch)[0], inputs, self._prints)
+            inputs = [*kept.graph.free, *_tensors(kept.batch)]
+            return kept.program.is_repeated_by(lambda: self.read(model, kept.batch)[0], inputs)
 
-        return _equal(kept.batch, batch) and self._at(kept.free, follows)
+        try:
+            same = kept.graph.is_untouched and _is_same_batch(kept, batch)
+        except Unclear:
+            return False
+        return same and self._at(kept.graph.free, follows)
 
     # ------------------------------------------------------------------------------------------------------ making one
     def _may_stay(self, size: int) -> bool:
@@ -199,10 +190,10 @@ class KeptLinearizations:
         try:
             made = self._linearize(batch)
             if made is not None:
-                found, JV, MJV = self._at(made.free, lambda model: made.product(row, output_product))
-                u = [Mv for Mv in MJV if Mv is not None]
-                if len(u) == len(JV) and agree(row, JV, u, found, made.F):
-                    size = made.bytes(self.risk.model)
+                found, JV, MJV = self._product(made, row, output_product)
+                if len(MJV) == len(JV) and agree(row, JV, MJV, found, made.graph.F):
+                    model = self.risk.model
+                    size = made.graph.bytes([*model.parameters(), *model.buffers()])
                     if self._held + size <= self.max_bytes:
                         self._kept[index] = made
                     self._held = min(self._held + size, self.max_bytes)  # full: no other one is tried
@@ -221,17 +212,12 @@ class KeptLinearizations:
         """
         if not _is_plain(batch):
             raise Unclear
-        batch = Batch(_copies(batch.X), _copies(batch.y), batch.num_examples, batch.unpack)
+        batch = Batch(_shared(batch.X), _shared(batch.y), batch.num_examples, batch.unpack)
+        prints = [fingerprint(t) for t in _tensors(batch)]
         free = [p.detach().requires_grad_() for p in self._params]
         F, extra, program = self._forward(batch, free)
-        nodes = (node for node, _ in postorder([f.grad_fn for f in F]))
-        if not all(f.requires_grad for f in F) or any("Convolution" in node.name() for node in nodes):
-            return None
-        w = [torch.zeros_like(f, requires_grad=True) for f in F]
-        back = self._at(free, lambda model: torch.autograd.grad(F, free, w, create_graph=True, allow_unused=True))
-        # The gradients themselves are zero.
-        edges = [get_gradient_edge(g) if g is not None and g.requires_grad else None for g in back]
-        return _Linearization(batch, F, extra, free, w, edges, program)
+        graph = self._at(free, lambda model: kept_graph(F, free))
+        return None if graph is None else _Linearization(batch, prints, extra, graph, program)
 
     def _forward(self, batch: Batch, free: list[Tensor]) -> tuple[Outputs, Any, Program]:
         """What `read` returns, and a program that tells everything about it."""
@@ -242,7 +228,7 @@ class KeptLinearizations:
                 read.append(self.read(model, batch))
                 return read[0][0]
 
-            return Program(forward, [*free, *_tensors(batch)], self._prints)
+            return Program(forward, [*free, *_tensors(batch)])
 
         state, held = RandomState.now(self.risk.device), _held_tensors(self.risk.model)
         program = self._at(free, run)
@@ -269,29 +255,23 @@ def _held_tensors(model: nn.Module) -> list[Tensor]:
     return [t for m in model.modules() for t in tree_leaves(list(vars(m).values())) if isinstance(t, Tensor)]
 
 
-def _saved(nodes: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors that nodes of a graph hold."""
-    for node in nodes:
-        names = [name for name in dir(type(node)) if name.startswith("_saved_")]
-        for value in [*(getattr(node, name) for name in names), getattr(node, "saved_tensors", ())]:
-            yield from (t for t in tree_flatten(value)[0] if isinstance(t, Tensor))
-
-
 def _tensors(batch: Batch) -> list[Tensor]:
     leaves = tree_flatten((batch.X, batch.y))[0]
     return [t for t in leaves if isinstance(t, Tensor)]
 
 
 def _is_plain(batch: Batch) -> bool:
-    """Whether the tensors of a batch are nothing else than numbers, so that copies are the same."""
-    return all(type(t) is Tensor and not vars(t) and t.layout == torch.strided for t in _tensors(batch))
+    """Whether nothing is in a batch but numbers."""
+    leaves = tree_flatten((batch.X, batch.y))[0]
+    return all(_is_plain_tensor(x) if isinstance(x, Tensor) else isinstance(x, _SIMPLE) for x in leaves)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    words = _WORDS[one.element_size()]
-    return torch.equal(one.contiguous().view(words), other.contiguous().view(words))
+def _is_plain_tensor(t: Tensor) -> bool:
+    return type(t) is Tensor and not vars(t) and not t.requires_grad
+
+
+def _shared(tree: Any) -> Any:
+    return tree_map_only(Tensor, lambda t: t.detach(), tree)
 
 
 def _in_modes() -> bool:
@@ -299,19 +279,18 @@ def _in_modes() -> bool:
     return bool(_get_current_function_mode_stack() or _get_current_dispatch_mode_stack())
 
 
-def _copies(tree: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: t.detach().clone(), tree)
-
-
-def _equal(one: Batch, other: Batch) -> bool:
-    """Whether two batches are equal; False where it can't be told."""
-    a, b = tree_flatten((one.X, one.y)), tree_flatten((other.X, other.y))
-    if a[1] != b[1] or one.num_examples != other.num_examples or one.unpack != other.unpack:
+def _is_same_batch(kept: _Linearization, batch: Batch) -> bool:
+    """Whether a batch is equal to the one of a linearisation, whose tensors hold what they held."""
+    a, b = tree_flatten((kept.batch.X, kept.batch.y)), tree_flatten((batch.X, batch.y))
+    if a[1] != b[1] or kept.batch.num_examples != batch.num_examples or kept.batch.unpack != batch.unpack:
         return False
+    prints = iter(kept.prints)
     for s, t in zip(a[0], b[0], strict=True):
-        if isinstance(s, Tensor) and isinstance(t, Tensor):
-            if s.dtype != t.dtype or s.shape != t.shape or s.stride() != t.stride() or not _same_bits(s, t):
+        if not isinstance(s, Tensor):
+            if type(s) is not type(t) or s != t:
                 return False
-        elif not (isinstance(s, _SIMPLE) and type(s) is type(t) and s == t):
+        elif not _is_plain_tensor(t) or fingerprint(t) != (known := next(prints)):
+            return False
+        elif t.data_ptr() != s.data_ptr() and fingerprint(s) != known:
             return False
     return True

@@ -12,21 +12,23 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["WORDS", "Fingerprints", "Program", "Unclear"]
+__all__ = ["Program", "Unclear", "fingerprint"]
 
 Run = Callable[[], Sequence[Tensor]]  # a forward pass, which returns its outputs
-_PLAIN = {bool, int, str, complex, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
-_SCALARS = {*_PLAIN, float}
-#: Integers of as many bytes.
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN = {bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
+_SCALARS = {*_PLAIN, float, complex}
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # integers of as many bytes
 # What lets numbers be read or written unseen.
+_BUILTINS = {type(torch.sin), type(Tensor.sin), type(Tensor.__getitem__), type(Tensor.shape.__get__)}  # type: ignore[attr-defined]
 _UNSEEN = {Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}  # type: ignore[attr-defined]
 
 
@@ -34,25 +36,15 @@ class Unclear(Exception):
     """A forward pass does something that calls of PyTorch's functions don't tell, or not in full."""
 
 
-class Fingerprints:
-    """Which numbers tensors hold: computed once for each, while nothing is written behind PyTorch's back."""
+def fingerprint(t: Tensor) -> Any:
+    """Equal for two tensors of the same numbers and form.
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int | None, Any]] = {}
-
-    def __call__(self, t: Tensor) -> Any:
-        """Equal for two tensors of the same numbers and form.
-
-        Raises:
-            Unclear: If the tensor is of a class of its own, or part of a graph.
-        """
-        if type(t) not in (Tensor, nn.Parameter, nn.Buffer) or t.grad_fn is not None or t.layout != torch.strided:
-            raise Unclear
-        ref, version, found = self._known.get(id(t), (None, None, None))
-        if ref is None or ref() is not t or version != _version(t):
-            found = t.shape, t.stride(), t.dtype, t.device, t.requires_grad, _numbers(t)
-            self._known[id(t)] = weakref.ref(t), _version(t), found
-        return found
+    Raises:
+        Unclear: If the tensor is of a class of its own, or part of a graph.
+    """
+    if type(t) not in (Tensor, nn.Parameter, nn.Buffer) or t.grad_fn is not None or t.layout != torch.strided:
+        raise Unclear
+    return t.shape, t.stride(), t.dtype, t.device, t.requires_grad, _numbers(t)
 
 
 class Program:
@@ -61,24 +53,23 @@ class Program:
     Args:
         run: The forward pass.
         inputs: Tensors that it reads, of which the caller knows whether they are the same.
-        fingerprints: Of all others.
 
     Raises:
         Unclear: If calls don't tell everything.
     """
 
-    def __init__(self, run: Run, inputs: Sequence[Tensor], fingerprints: Fingerprints) -> None:
-        with _Writing(inputs, fingerprints) as calls:
+    def __init__(self, run: Run, inputs: Sequence[Tensor]) -> None:
+        with _Writing(inputs) as calls:
             self._outputs = [calls.place(f) for f in run()]
-        if any(_version(t) != version for t, version in calls.versions):
+        if None in self._outputs or any(_version(t) != version for t, version in calls.versions):
             raise Unclear
         self._steps, self._settings = calls.steps, _settings()
 
-    def is_repeated_by(self, run: Run, inputs: Sequence[Tensor], fingerprints: Fingerprints) -> bool:
+    def is_repeated_by(self, run: Run, inputs: Sequence[Tensor]) -> bool:
         """Whether a forward pass makes the same calls; none of them is carried out."""
         if self._settings != _settings():
             return False
-        calls = _Following(inputs, fingerprints, self._steps)
+        calls = _Following(inputs, self._steps)
         try:
             with calls:
                 outputs = run()
@@ -98,13 +89,15 @@ class _Place:
 class _Calls(TorchFunctionMode):
     """Tensors have numbers, in the order in which they are seen."""
 
-    def __init__(self, inputs: Sequence[Tensor], fingerprints: Fingerprints) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.fingerprints, self.kind, self.count = fingerprints, inputs[0].device.type, 0
+        self.kind, self.count = inputs[0].device.type, 0
         self.places: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.versions: list[tuple[Tensor, int | None]] = []  # of what calls may not write to
+        self.others: set[int] = set()  # that were there before, and are no inputs
         for t in inputs:
-            self.read(t)
+            self.versions.append((t, _version(t)))
+            self.put(t)
 
     def put(self, t: Tensor) -> int:
         self.places[id(t)] = weakref.ref(t), self.count
@@ -113,6 +106,7 @@ class _Calls(TorchFunctionMode):
 
     def read(self, t: Tensor) -> int:
         self.versions.append((t, _version(t)))
+        self.others.add(self.count)
         return self.put(t)
 
     def place(self, t: Tensor) -> int | None:
@@ -128,11 +122,13 @@ class _Calls(TorchFunctionMode):
     def words(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             number = self.place(x)
-            return (self.fingerprints(x), self.read(x)) if number is None else number
+            if number is None or number in self.others:  # which may be written to behind PyTorch's back
+                return fingerprint(x), x.data_ptr(), self.read(x) if number is None else number
+            return number
         kind = type(x)
         if kind in _PLAIN:
             return kind, x
-        if kind is float:
+        if kind in (float, complex):
             return repr(x)  # NaN is equal to NaN then, and -0 is not to 0
         if isinstance(x, (tuple, list)):
             return kind, [self.words(part) for part in x]
@@ -146,15 +142,17 @@ class _Calls(TorchFunctionMode):
 class _Writing(_Calls):
     """Carries calls out, and writes down what they are and what they return."""
 
-    def __init__(self, inputs: Sequence[Tensor], fingerprints: Fingerprints) -> None:
-        super().__init__(inputs, fingerprints)
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__(inputs)
         self.steps: list[tuple[Any, Any]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _UNSEEN or _draws(func):
+        if func in _UNSEEN or not _is_of_pytorch(func) or _top_saved_tensors_default_hooks(False) is not None:
             raise Unclear
-        call = self.call(func, args, kwargs)
+        call, state = self.call(func, args, kwargs), torch.default_generator.get_state()
         out = func(*args, **(kwargs or {}))
+        if not torch.equal(state, torch.default_generator.get_state()):  # which may be set and restored around it
+            raise Unclear
         if not all(isinstance(x, Tensor) or type(x) in _SCALARS for x in tree_leaves(out)):
             raise Unclear
         self.steps.append((call, tree_map_only(Tensor, self.returned, out)))
@@ -173,9 +171,9 @@ class _Writing(_Calls):
 class _Following(_Calls):
     """Compares calls with those that were written down, and answers them."""
 
-    def __init__(self, inputs: Sequence[Tensor], fingerprints: Fingerprints, steps: Sequence[tuple[Any, Any]]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], steps: Sequence[tuple[Any, Any]]) -> None:
         self.seen: list[Tensor] = []
-        super().__init__(inputs, fingerprints)
+        super().__init__(inputs)
         self.steps, self.at = steps, 0
 
     def put(self, t: Tensor) -> int:
@@ -198,17 +196,20 @@ class _Following(_Calls):
         return self.seen[place.number]
 
 
-def _draws(func: Any) -> bool:
-    """Whether a function draws random numbers: they may come from a state that is set and restored around it."""
-    name = getattr(func, "__name__", "")
-    return any(
-        part in name for part in ("rand", "normal", "dropout", "bernoulli", "multinomial", "poisson", "exponential")
-    )
+def _is_of_pytorch(func: Any) -> bool:
+    """Whether a function is one of PyTorch's, and not of a user's who lets modes see it: it may read anything."""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return func.__module__ in ("torch._ops.aten", "torch._ops.prims")
+    if isinstance(func, FunctionType):
+        return func.__module__.partition(".")[0] == "torch"
+    return type(func) in _BUILTINS
 
 
 def _settings() -> tuple[Any, ...]:
     """Of PyTorch, which say how exact products are."""
-    return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    backends = (getattr(torch.backends.mkldnn, name, None) for name in ("matmul", "conv", "rnn"))
+    precisions = [getattr(backend, "fp32_precision", None) for backend in backends]
+    return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), precisions
 
 
 def _version(t: Tensor) -> int | None:
@@ -222,7 +223,7 @@ def _numbers(t: Tensor) -> int:
     cancel. A write to `t.data` tells no version counter.
     """
     t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
-    words = t.contiguous().flatten().view(WORDS[min(t.element_size(), 4)])
+    words = t.contiguous().flatten().view(_WORDS[min(t.element_size(), 4)])
     pieces = [(w.to(torch.int64) * _weights(len(w), t.device)).sum() for w in words.split(2**18)]
     return int((torch.stack(pieces) * _weights(len(pieces), t.device)).sum())
 

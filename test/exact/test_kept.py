@@ -29,7 +29,7 @@ from curvlinops_plus import (
 )
 from curvlinops_plus.exact import GGN, Jacobian
 from curvlinops_plus.exact import kept as kept_module
-from curvlinops_plus.exact.program import Fingerprints
+from curvlinops_plus.exact.program import fingerprint
 
 
 def net() -> nn.Sequential:
@@ -605,7 +605,7 @@ def test_random_numbers_of_a_state_that_is_restored(draw: str) -> None:
 
 
 def test_masks_of_equal_counts_have_other_fingerprints() -> None:
-    prints, low = Fingerprints(), torch.finfo(torch.float32).min
+    prints, low = fingerprint, torch.finfo(torch.float32).min
     for shape in ((4, 8), (2, 1, 1, 16), (128, 128)):
         seen = set()
         for seed in range(20):
