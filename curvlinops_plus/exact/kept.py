@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from curvlinops_plus.exact.batched import agree, is_generic
+from curvlinops_plus.exact.batched import agree, is_generic, join_rows, split_rows
 from curvlinops_plus.exact.kept_graph import KeptGraph, kept_graph
 from curvlinops_plus.exact.model_passes import OutputProduct, Outputs
 from curvlinops_plus.exact.program import Program, Unclear, fingerprint
@@ -79,6 +79,7 @@ class KeptLinearizations:
         self._kept: dict[int, _Linearization] = {}
         self._held = 0  # bytes
         self._numbers: list[Any] | None = None  # fingerprints of the parameters in the product before
+        self._generic: bool | None = None  # whether the vector of this product can tell whether one is right
         self._products = 1  # with these parameters, with that which found out how to differentiate
         self._patience = 1  # products before something stays
         self._useful = self.max_bytes > 0  # whether linearisations fit, and are fast, right and proved
@@ -117,27 +118,21 @@ class KeptLinearizations:
         kept = self._kept.get(index)
         if kept is not None:
             if self._is_same(kept, batch):
-                return self._product(kept, row, output_product, total)[0]
+                return self._at(kept.graph.free, lambda model: self._product(kept, row, output_product, total))
             self._drop()
         if not self._may_stay(numbers * batch.num_examples * self.risk.dtype.itemsize):
             return None
-        if not is_generic(row[0], self._params):
-            return None
-        found = self._make(index, batch, row, output_product)
-        return found if found is None or total is None else total.add_(found)
+        if self._generic is None:
+            self._generic = is_generic(row[0], self._params)
+        return self._make(index, batch, row, output_product, total) if self._generic else None
 
     def _product(
-        self, kept: _Linearization, row: Tensor, output_product: OutputProduct, total: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """`Jᵀ M J v` for one vector [1, n], added to `total` if there is one; and `J v` and `M J v` on the way."""
-
-        def inside(model: nn.Module) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-            JV = kept.graph.jvp(row)
-            MJV = output_product(kept.graph.F, kept.extra)(JV)
-            found = torch.zeros_like(row, dtype=self.risk.dtype) if total is None else total
-            return kept.graph.add_vjp(MJV, found), JV, [Mv for Mv in MJV if Mv is not None]
-
-        return self._at(kept.graph.free, inside)
+        self, kept: _Linearization, row: Tensor, output_product: OutputProduct, total: Tensor | None
+    ) -> Tensor:
+        JV = kept.graph.jvp(row)
+        MJV = output_product(kept.graph.F, kept.extra)(JV)
+        total = torch.zeros_like(row, dtype=self.risk.dtype) if total is None else total
+        return kept.graph.add_vjp([_filled(Mv, v) for Mv, v in zip(MJV, JV, strict=True)], total)
 
     @property
     def _params(self) -> list[Tensor]:
@@ -157,7 +152,7 @@ class KeptLinearizations:
         changed = self._numbers is not None and numbers != self._numbers
         if changed or _has_hooks(self.risk.model):  # hooks, which may only watch, want to be called
             self._drop()
-        self._numbers, self._products = numbers, self._products + 1
+        self._numbers, self._products, self._generic = numbers, self._products + 1, None
 
     def _drop(self) -> None:
         if self._kept and self._products < self._patience + 3:
@@ -165,15 +160,17 @@ class KeptLinearizations:
         self._kept, self._held, self._products = {}, 0, 0
 
     def _is_same(self, kept: _Linearization, batch: Batch) -> bool:
+        try:
+            return kept.graph.is_untouched and _is_same_batch(kept, batch) and self._is_repeated(kept)
+        except Unclear:
+            return False
+
+    def _is_repeated(self, kept: _Linearization) -> bool:
         def follows(model: nn.Module) -> bool:
             inputs = [*kept.graph.free, *_tensors(kept.batch)]
             return kept.program.is_repeated_by(lambda: self.read(model, kept.batch)[0], inputs)
 
-        try:
-            same = kept.graph.is_untouched and _is_same_batch(kept, batch)
-        except Unclear:
-            return False
-        return same and self._at(kept.graph.free, follows)
+        return self._at(kept.graph.free, follows)
 
     # ------------------------------------------------------------------------------------------------------ making one
     def _may_stay(self, size: int) -> bool:
@@ -184,25 +181,42 @@ class KeptLinearizations:
         self._useful = fits or bool(self._kept)  # else not even the first one does
         return fits
 
-    def _make(self, index: int, batch: Batch, row: Tensor, output_product: OutputProduct) -> Tensor | None:
+    def _make(
+        self, index: int, batch: Batch, row: Tensor, output_product: OutputProduct, total: Tensor | None
+    ) -> Tensor | None:
         """The product with a new linearisation, which stays if it fits; None if it is slow, wrong or unclear."""
         state = RandomState.now(self.risk.device)
         try:
             made = self._linearize(batch)
-            if made is not None:
-                found, JV, MJV = self._product(made, row, output_product)
-                if len(MJV) == len(JV) and agree(row, JV, MJV, found, made.graph.F):
-                    model = self.risk.model
-                    size = made.graph.bytes([*model.parameters(), *model.buffers()])
-                    if self._held + size <= self.max_bytes:
-                        self._kept[index] = made
-                    self._held = min(self._held + size, self.max_bytes)  # full: no other one is tried
-                    return found
+            parts = made and self._at(made.graph.free, lambda model: self._checked(made, row, output_product))
         except (Unclear, RuntimeError):  # an operation that can't be differentiated twice; all else fails again
-            pass
-        self._useful, self._kept, self._held = False, {}, 0
-        state.restore()
-        return None
+            made = parts = None
+        if made is None or parts is None:
+            self._useful, self._kept, self._held = False, {}, 0
+            state.restore()
+            return None
+        size = made.graph.bytes(self._users_tensors(index))
+        if self._held + size <= self.max_bytes:
+            self._kept[index] = made
+        self._held = min(self._held + size, self.max_bytes)  # full: no other one is tried
+        return join_rows(parts, made.graph.free, 1, self.risk.dtype, total)
+
+    def _checked(
+        self, made: _Linearization, row: Tensor, output_product: OutputProduct
+    ) -> list[Tensor | None] | None:
+        """The parts of `Jᵀ M J v` if they are right."""
+        F, free = made.graph.F, made.graph.free
+        JV = made.graph.jvp(row)
+        MJV = output_product(F, made.extra)(JV)
+        parts = made.graph.vjp([_filled(Mv, v) for Mv, v in zip(MJV, JV, strict=True)])
+        told = all(Mv is not None for Mv in MJV) and agree(split_rows(row, free), JV, MJV, parts, F)
+        return parts if told else None
+
+    def _users_tensors(self, index: int) -> list[Tensor]:
+        """Tensors that are there anyway: the model's, and the data's if they are a list."""
+        model, data = self.risk.model, self.risk.data
+        batch = tree_leaves(data[index]) if isinstance(data, (list, tuple)) and index < len(data) else []
+        return [*model.parameters(), *model.buffers(), *(t for t in batch if isinstance(t, Tensor))]
 
     def _linearize(self, batch: Batch) -> _Linearization | None:
         """The linearisation of a batch, None where products from it would be slow.
@@ -217,7 +231,12 @@ class KeptLinearizations:
         free = [p.detach().requires_grad_() for p in self._params]
         F, extra, program = self._forward(batch, free)
         graph = self._at(free, lambda model: kept_graph(F, free))
-        return None if graph is None else _Linearization(batch, prints, extra, graph, program)
+        if graph is None:
+            return None
+        made = _Linearization(batch, prints, extra, graph, program)
+        if not self._is_repeated(made):
+            raise Unclear
+        return made
 
     def _forward(self, batch: Batch, free: list[Tensor]) -> tuple[Outputs, Any, Program]:
         """What `read` returns, and a program that tells everything about it."""
@@ -228,7 +247,9 @@ class KeptLinearizations:
                 read.append(self.read(model, batch))
                 return read[0][0]
 
-            return Program(forward, [*free, *_tensors(batch)])
+            modules = [one.loss for one in self.risk.losses if isinstance(one.loss, nn.Module)]
+            others = [t for module in (model, *modules) for t in _held_tensors(module)]
+            return Program(forward, [*free, *_tensors(batch)], others)
 
         state, held = RandomState.now(self.risk.device), _held_tensors(self.risk.model)
         program = self._at(free, run)
@@ -244,6 +265,10 @@ class KeptLinearizations:
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
+def _filled(Mv: Tensor | None, v: Tensor) -> Tensor:
+    return torch.zeros_like(v) if Mv is None else Mv
+
+
 def _has_hooks(model: nn.Module) -> bool:
     kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     everywhere = any(getattr(nn.modules.module, f"_global_{kind}") for kind in kinds)

@@ -49,10 +49,13 @@ class KeptGraph:
         found = vjp([edge for edge, _ in used], self.w, [v for _, v in used])
         return [torch.zeros_like(f)[None] if t is None else t.detach() for f, t in zip(self.F, found, strict=True)]
 
-    def add_vjp(self, vectors: Sequence[Tensor | None], total: Tensor) -> Tensor:
+    def vjp(self, vectors: Sequence[Tensor]) -> list[Tensor | None]:
+        """The parts of `Jᵀ u` for vectors [1, *output]."""
+        return vjp(self.F, self.free, [u.to(f.dtype) for f, u in zip(self.F, vectors, strict=True)])
+
+    def add_vjp(self, vectors: Sequence[Tensor], total: Tensor) -> Tensor:
         """`total + Jᵀ u`, [1, n], in place, for vectors [1, *output]."""
-        sent = [(f, u.to(f.dtype)) for f, u in zip(self.F, vectors, strict=True) if u is not None]
-        return add_vjp([f for f, _ in sent], self.free, [u for _, u in sent], total)
+        return add_vjp(self.F, self.free, [u.to(f.dtype) for f, u in zip(self.F, vectors, strict=True)], total)
 
     def bytes(self, others: Iterable[Tensor]) -> int:
         """What its tensors hold, without the storages of others."""

@@ -8,8 +8,9 @@ computation. If all calls are the same, on the same numbers, so are their result
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FunctionType
@@ -27,6 +28,7 @@ Run = Callable[[], Sequence[Tensor]]  # a forward pass, which returns its output
 _PLAIN = {bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _SCALARS = {*_PLAIN, float, complex}
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # integers of as many bytes
+_PIECE = 2**15  # words that are summed at a time, within a cache
 # What lets numbers be read or written unseen.
 _BUILTINS = {type(torch.sin), type(Tensor.sin), type(Tensor.__getitem__), type(Tensor.shape.__get__)}  # type: ignore[attr-defined]
 _UNSEEN = {Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}  # type: ignore[attr-defined]
@@ -53,13 +55,14 @@ class Program:
     Args:
         run: The forward pass.
         inputs: Tensors that it reads, of which the caller knows whether they are the same.
+        others: Tensors that were there before it, which it may read.
 
     Raises:
         Unclear: If calls don't tell everything.
     """
 
-    def __init__(self, run: Run, inputs: Sequence[Tensor]) -> None:
-        with _Writing(inputs) as calls:
+    def __init__(self, run: Run, inputs: Sequence[Tensor], others: Iterable[Tensor]) -> None:
+        with _Writing(inputs, others) as calls:
             self._outputs = [calls.place(f) for f in run()]
         if None in self._outputs or any(_version(t) != version for t, version in calls.versions):
             raise Unclear
@@ -69,13 +72,20 @@ class Program:
         """Whether a forward pass makes the same calls; none of them is carried out."""
         if self._settings != _settings():
             return False
-        calls = _Following(inputs, self._steps)
+        before = self._references()
         try:
-            with calls:
+            with _Following(inputs, self._steps) as calls:
                 outputs = run()
+            same = calls.at == len(self._steps) and [calls.place(f) for f in outputs] == self._outputs
         except Exception:  # whatever code does that gets no numbers
             return False
-        return calls.at == len(self._steps) and [calls.place(f) for f in outputs] == self._outputs
+        del calls, outputs
+        return same and self._references() == before  # else somebody has results now, and may write to them
+
+    def _references(self) -> list[int]:
+        """How often each tensor without numbers is held."""
+        places = (place for _, out in self._steps for place in tree_leaves(out) if isinstance(place, _Place))
+        return [sys.getrefcount(place.empty) for place in places if place.empty is not None]
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ class _Calls(TorchFunctionMode):
         """A call in words, which are equal for equal calls."""
         cast = torch.get_autocast_dtype(self.kind) if torch.is_autocast_enabled(self.kind) else None
         modes = torch.is_grad_enabled(), cast, torch.get_default_dtype()
-        return func, [self.words(x) for x in args], kwargs and self.words(kwargs), modes
+        return func, _parts(func), [self.words(x) for x in args], kwargs and self.words(kwargs), modes
 
     def words(self, x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -142,9 +152,10 @@ class _Calls(TorchFunctionMode):
 class _Writing(_Calls):
     """Carries calls out, and writes down what they are and what they return."""
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], others: Iterable[Tensor]) -> None:
         super().__init__(inputs)
         self.steps: list[tuple[Any, Any]] = []
+        self.known = {id(t): t for t in others}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _UNSEEN or not _is_of_pytorch(func) or _top_saved_tensors_default_hooks(False) is not None:
@@ -157,6 +168,11 @@ class _Writing(_Calls):
             raise Unclear
         self.steps.append((call, tree_map_only(Tensor, self.returned, out)))
         return out
+
+    def read(self, t: Tensor) -> int:
+        if id(t) not in self.known:  # made by code that is no PyTorch, which can't be given tensors without numbers
+            raise Unclear
+        return super().read(t)
 
     def returned(self, t: Tensor) -> _Place:
         number = self.place(t)
@@ -205,6 +221,13 @@ def _is_of_pytorch(func: Any) -> bool:
     return type(func) in _BUILTINS
 
 
+def _parts(func: Any) -> list[Any]:
+    """What a function of PyTorch's that is written in Python calls: somebody may replace it."""
+    if not isinstance(func, FunctionType):
+        return []
+    return [func.__globals__.get(name) for name in func.__code__.co_names]
+
+
 def _settings() -> tuple[Any, ...]:
     """Of PyTorch, which say how exact products are."""
     backends = (getattr(torch.backends.mkldnn, name, None) for name in ("matmul", "conv", "rnn"))
@@ -224,11 +247,15 @@ def _numbers(t: Tensor) -> int:
     """
     t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
     words = t.contiguous().flatten().view(_WORDS[min(t.element_size(), 4)])
-    pieces = [(w.to(torch.int64) * _weights(len(w), t.device)).sum() for w in words.split(2**18)]
+    pieces = [(w.to(torch.int64) * _weights(len(w), t.device)).sum() for w in words.split(_PIECE)]
     return int((torch.stack(pieces) * _weights(len(pieces), t.device)).sum())
 
 
-@lru_cache(maxsize=64)
 def _weights(n: int, device: torch.device) -> Tensor:
+    return _all_weights(max(n, _PIECE), device)[:n]
+
+
+@lru_cache(maxsize=8)
+def _all_weights(n: int, device: torch.device) -> Tensor:
     """Products and sums of 64-bit integers are right modulo 2⁶⁴, and odd numbers have inverses there."""
     return (2 * torch.randint(-(2**62), 2**62, (n,), generator=torch.Generator().manual_seed(n)) + 1).to(device)
