@@ -30,8 +30,9 @@ from curvlinops_plus.risk.takes_risk import checked_bytes
 
 __all__ = ["KEPT_BYTES", "KeptLinearizations"]
 
-#: Memory in which linearisations stay by default: none. Whoever asks for it says that the model is a function.
-KEPT_BYTES = 0
+#: Memory in which linearisations stay by default, or that of a vector of all parameters where it is more: products
+#: from them hold about so much less than others.
+KEPT_BYTES = 2**24
 
 _SIMPLE = (bool, int, float, str, type(None))
 
@@ -65,14 +66,20 @@ class KeptLinearizations:
     Args:
         risk: Model, parameters and data; the matrix of every loss is known from the output.
         read: As in `Linearizer`.
-        max_bytes: The largest memory that all that stay may hold.
+        max_bytes: The largest memory that all that stay may hold, without tensors of the model and lists of data;
+            None for `KEPT_BYTES`.
 
     Raises:
         ValueError: If `max_bytes` is no integer of at least 0.
     """
 
-    def __init__(self, risk: EmpiricalRisk, read: Callable[[nn.Module, Batch], Any], max_bytes: int) -> None:
-        self.risk, self.read, self.max_bytes = risk, read, checked_bytes(max_bytes, "products")
+    def __init__(
+        self, risk: EmpiricalRisk, read: Callable[[nn.Module, Batch], Any], max_bytes: int | None = None
+    ) -> None:
+        self.risk, self.read = risk, read
+        if max_bytes is None:
+            max_bytes = max(KEPT_BYTES, risk.space.dim * risk.dtype.itemsize)
+        self.max_bytes = checked_bytes(max_bytes, "products")
         self._forget()
 
     def _forget(self) -> None:
@@ -120,7 +127,7 @@ class KeptLinearizations:
             if self._is_same(kept, batch):
                 return self._at(kept.graph.free, lambda model: self._product(kept, row, output_product, total))
             self._drop()
-        if not self._may_stay(numbers * batch.num_examples * self.risk.dtype.itemsize):
+        if not self._may_stay(batch, numbers):
             return None
         if self._generic is None:
             self._generic = is_generic(row[0], self._params)
@@ -173,8 +180,9 @@ class KeptLinearizations:
         return self._at(kept.graph.free, follows)
 
     # ------------------------------------------------------------------------------------------------------ making one
-    def _may_stay(self, size: int) -> bool:
-        """Whether another one may stay, which holds about so many bytes."""
+    def _may_stay(self, batch: Batch, numbers: int) -> bool:
+        """Whether another one may stay, which holds about half of what operations return."""
+        size = numbers * batch.num_examples * self.risk.dtype.itemsize // 2
         if self._products <= self._patience:
             return False
         fits = self._held + size <= self.max_bytes
