@@ -56,12 +56,13 @@ class GGN(ParameterCurvature):
             are random. None: two evaluations of a few examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
         max_kept_bytes: Memory in which linearisations of batches may stay between products with single vectors, on a
-            CPU; 0 keeps none. Default: 16 MiB, or that of one vector where it is more. A product with one needs no
-            forward pass; the second product with the same parameters makes them. One is used again only if its forward
-            pass is proved to be the same: the model's code runs on tensors without numbers, and each call of a function
-            of PyTorch's is compared. So changes of parameters, buffers, data, attributes, modes, and of the code are
-            noticed. Nothing stays of models with convolutions, checkpointing, hooks, backward passes or operations of
-            their own, random numbers, or tensors from elsewhere, nor with losses without likelihood.
+            CPU; 0 keeps none. Default: 16 MiB, or that of one vector where it is more, and nothing of small networks. A
+            product with one needs no forward pass; the second product with the same parameters makes them. One is used
+            again only if its forward pass is proved to be the same: the model's code runs on tensors without numbers,
+            and each call of a function of PyTorch's is compared. So changes of parameters, buffers, data, attributes,
+            modes, and of the code are noticed. Nothing stays of models with convolutions, checkpointing, hooks,
+            backward passes or operations of their own, random numbers, or tensors that neither model nor loss holds,
+            nor with losses without likelihood.
 
     Raises:
         ValueError: If `vectors` sends nothing (`ForwardOnly()`), `chunk_size` is less than one, or `max_kept_bytes` is

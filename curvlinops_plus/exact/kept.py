@@ -33,6 +33,8 @@ __all__ = ["KEPT_BYTES", "KeptLinearizations"]
 #: Memory in which linearisations stay by default, or that of a vector of all parameters where it is more: products
 #: from them hold about so much less than others.
 KEPT_BYTES = 2**24
+#: By default batches of which operations return fewer numbers run again: proofs take as long as their forward pass.
+LEAST_NUMBERS = 2**18
 
 _SIMPLE = (bool, int, float, str, type(None))
 
@@ -67,7 +69,7 @@ class KeptLinearizations:
         risk: Model, parameters and data; the matrix of every loss is known from the output.
         read: As in `Linearizer`.
         max_bytes: The largest memory that all that stay may hold, without tensors of the model and lists of data;
-            None for `KEPT_BYTES`.
+            None for `KEPT_BYTES` and `LEAST_NUMBERS`.
 
     Raises:
         ValueError: If `max_bytes` is no integer of at least 0.
@@ -77,8 +79,9 @@ class KeptLinearizations:
         self, risk: EmpiricalRisk, read: Callable[[nn.Module, Batch], Any], max_bytes: int | None = None
     ) -> None:
         self.risk, self.read = risk, read
+        self.least = 0
         if max_bytes is None:
-            max_bytes = max(KEPT_BYTES, risk.space.dim * risk.dtype.itemsize)
+            max_bytes, self.least = max(KEPT_BYTES, risk.space.dim * risk.dtype.itemsize), LEAST_NUMBERS
         self.max_bytes = checked_bytes(max_bytes, "products")
         self._forget()
 
@@ -92,7 +95,7 @@ class KeptLinearizations:
         self._useful = self.max_bytes > 0  # whether linearisations fit, and are fast, right and proved
 
     def __getstate__(self) -> dict[str, Any]:  # graphs can't be copied or stored
-        return {"risk": self.risk, "read": self.read, "max_bytes": self.max_bytes}
+        return {name: getattr(self, name) for name in ("risk", "read", "max_bytes", "least")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -182,10 +185,10 @@ class KeptLinearizations:
     # ------------------------------------------------------------------------------------------------------ making one
     def _may_stay(self, batch: Batch, numbers: int) -> bool:
         """Whether another one may stay, which holds about half of what operations return."""
-        size = numbers * batch.num_examples * self.risk.dtype.itemsize // 2
+        numbers *= batch.num_examples
         if self._products <= self._patience:
             return False
-        fits = self._held + size <= self.max_bytes
+        fits = self._held + numbers * self.risk.dtype.itemsize // 2 <= self.max_bytes and numbers >= self.least
         self._useful = fits or bool(self._kept)  # else not even the first one does
         return fits
 
@@ -193,12 +196,13 @@ class KeptLinearizations:
         self, index: int, batch: Batch, row: Tensor, output_product: OutputProduct, total: Tensor | None
     ) -> Tensor | None:
         """The product with a new linearisation, which stays if it fits; None if it is slow, wrong or unclear."""
-        state = RandomState.now(self.risk.device)
+        state, parts = RandomState.now(self.risk.device), None
         try:
             made = self._linearize(batch)
-            parts = made and self._at(made.graph.free, lambda model: self._checked(made, row, output_product))
+            if made is not None:
+                parts = self._checked(made, row, output_product)
         except (Unclear, RuntimeError):  # an operation that can't be differentiated twice; all else fails again
-            made = parts = None
+            made = None
         if made is None or parts is None:
             self._useful, self._kept, self._held = False, {}, 0
             state.restore()
@@ -209,16 +213,19 @@ class KeptLinearizations:
         self._held = min(self._held + size, self.max_bytes)  # full: no other one is tried
         return join_rows(parts, made.graph.free, 1, self.risk.dtype, total)
 
-    def _checked(
-        self, made: _Linearization, row: Tensor, output_product: OutputProduct
-    ) -> list[Tensor | None] | None:
+    def _checked(self, made: _Linearization, row: Tensor, output_product: OutputProduct) -> list[Tensor | None] | None:
         """The parts of `Jᵀ M J v` if they are right."""
-        F, free = made.graph.F, made.graph.free
-        JV = made.graph.jvp(row)
-        MJV = output_product(F, made.extra)(JV)
-        parts = made.graph.vjp([_filled(Mv, v) for Mv, v in zip(MJV, JV, strict=True)])
-        told = all(Mv is not None for Mv in MJV) and agree(split_rows(row, free), JV, MJV, parts, F)
-        return parts if told else None
+
+        def inside(model: nn.Module) -> list[Tensor | None] | None:
+            F, free = made.graph.F, made.graph.free
+            JV = made.graph.jvp(row)
+            MJV = [Mv for Mv in output_product(F, made.extra)(JV) if Mv is not None]
+            if len(MJV) < len(JV):
+                return None
+            parts = made.graph.vjp(MJV)
+            return parts if agree(split_rows(row, free), JV, MJV, parts, F) else None
+
+        return self._at(made.graph.free, inside)
 
     def _users_tensors(self, index: int) -> list[Tensor]:
         """Tensors that are there anyway: the model's, and the data's if they are a list."""
@@ -322,8 +329,10 @@ def _is_same_batch(kept: _Linearization, batch: Batch) -> bool:
         if not isinstance(s, Tensor):
             if type(s) is not type(t) or s != t:
                 return False
-        elif not _is_plain_tensor(t) or fingerprint(t) != (known := next(prints)):
-            return False
-        elif t.data_ptr() != s.data_ptr() and fingerprint(s) != known:
-            return False
+        else:
+            known = next(prints)
+            if not _is_plain_tensor(t) or fingerprint(t) != known:
+                return False
+            if t.data_ptr() != s.data_ptr() and fingerprint(s) != known:
+                return False
     return True
