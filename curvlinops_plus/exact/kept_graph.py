@@ -77,10 +77,19 @@ def kept_graph(F: Outputs, free: list[Tensor]) -> KeptGraph | None:
     if not all(f.requires_grad for f in F) or any("Convolution" in node.name() for node in forward):
         return None
     w = [torch.zeros((), dtype=f.dtype, device=f.device).expand(f.shape).requires_grad_() for f in F]
+    back = _places_of_gradients(F, free, w)
+    own = {get_gradient_edge(t).node for t in w}
+    nodes = [*postorder(edge.node for edge in back if edge is not None)]
+    _drop_what_depends_on(own, nodes)
+    found = {id(t): t for t in _saved([*forward, *(node for node, _ in nodes)])}
+    return KeptGraph(F, free, w, back, [(t, t._version) for t in found.values()])
+
+
+def _places_of_gradients(F: Outputs, free: list[Tensor], w: list[Tensor]) -> list[GradientEdge | None]:
+    """Where `Jᵀ w` is in a graph; each gradient, which is zero, goes before the next one is made."""
     back: list[GradientEdge | None] = [None] * len(free)
 
     def note(k: int, g: Tensor) -> Tensor:
-        """The place of a gradient in the graph stays; the gradient, which is zero, goes before the next one is made."""
         back[k] = get_gradient_edge(g) if g.requires_grad else None
         return g.detach().new_zeros(()).expand(g.shape)
 
@@ -90,11 +99,7 @@ def kept_graph(F: Outputs, free: list[Tensor]) -> KeptGraph | None:
     finally:
         for hook in hooks:
             hook.remove()
-    own = {get_gradient_edge(t).node for t in w}
-    nodes = [*postorder(edge.node for edge in back if edge is not None)]
-    _drop_what_depends_on(own, nodes)
-    found = {id(t): t for t in _saved([*forward, *(node for node, _ in nodes)])}
-    return KeptGraph(F, free, w, back, [(t, t._version) for t in found.values()])
+    return back
 
 
 def _drop_what_depends_on(own: set[Any], nodes: Iterable[tuple[Any, list[Any]]]) -> None:

@@ -209,6 +209,11 @@ class ModelPasses:
             if total is None:
                 total = torch.zeros(1, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
             return add_vjp([f for f, _ in sent], free, [v for _, v in sent], total, last)
+        return self._vjp_of_several(sent, free, K, total, last)
+
+    def _vjp_of_several(
+        self, sent: list[tuple[Tensor, Tensor]], free: list[Tensor], K: int, total: Tensor | None, last: bool
+    ) -> Tensor:
         size = columns_sent_back(self.chunk_size, self._numbers_of_a_column, self.largest or 1, self.risk.device)
         if total is None and size < K:
             total = torch.zeros(K, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
