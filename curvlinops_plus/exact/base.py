@@ -84,7 +84,7 @@ class SymmetricRiskOperator(RiskOperator):
                 return sweep(weights)
 
         total, self._totals = self._summed(preserved, X)
-        return total * risk.scale(self._totals)
+        return total.mul_(risk.scale(self._totals))
 
     def _described(self) -> Mapping[str, Any]:
         """What the matrix depends on besides of the risk, which has to be the same in all processes."""

@@ -12,6 +12,7 @@ from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.risk.process_state import quiet
 
 __all__ = [
+    "add_vjp",
     "agree",
     "checked_chunk_size",
     "columns_at_once",
@@ -92,28 +93,34 @@ def is_generic(v: Tensor, params: Sequence[Tensor]) -> bool:  # v [n]
         part = part.view(p.shape)
         square = part.square()
         own = square.mean()
-        told += [own > 0.01 * mean, (square > 0.01 * own).sum() > 0.5 * part.numel()]
+        told += [own > 0.01 * mean, (square > 0.01 * own).count_nonzero() > 0.5 * part.numel()]
         told += [part.mean(k).square().mean() < 0.99 * own for k, size in enumerate(p.shape) if size > 1]
     return bool(torch.stack(told).all())
 
 
 def agree(
-    v: Tensor, JV: Sequence[Tensor], MJV: Sequence[Tensor], back: Tensor, of: Sequence[Tensor]
-) -> bool:  # v, back [1, n]
+    v: Sequence[Tensor],
+    JV: Sequence[Tensor],
+    MJV: Sequence[Tensor],
+    back: Sequence[Tensor | None],
+    of: Sequence[Tensor],
+) -> bool:
     """Whether `<M J v, J v> = <v, Jᵀ M J v>`, and rounding errors are too small to hide that it is not.
 
     Args:
-        v: A vector like a random one.
+        v: A vector like a random one, whole or in parts.
         JV: `J v`.
         MJV: `M J v`.
-        back: `Jᵀ M J v`.
+        back: `Jᵀ M J v`, in parts as `v`; None is zero.
         of: Tensors whose dtypes limit the digits.
     """
-    eps = max(torch.finfo(t.dtype).eps for t in (v, *of))
-    V, U = (torch.cat([t.flatten().to(v.dtype) for t in ts]) for ts in (JV, MJV))
+    eps, dtype = max(torch.finfo(t.dtype).eps for t in (*v, *of)), v[0].dtype
+    V, U = (torch.cat([t.flatten().to(dtype) for t in ts]) for ts in (JV, MJV))
     inner = U.dot(V)
-    enough = torch.maximum(1e-3 * U.norm() * V.norm(), 0.1 * back.norm() * v.norm() / v.numel() ** 0.5)
-    away = (v[0].dot(back[0]) - inner).abs()
+    pairs = [(own.flatten(), g.flatten().to(own.dtype)) for own, g in zip(v, back, strict=True) if g is not None]
+    length, size = (torch.stack([t.norm().to(dtype) for t in ts]).norm() for ts in zip(*pairs, strict=True))
+    enough = torch.maximum(1e-3 * U.norm() * V.norm(), 0.1 * size * length / sum(t.numel() for t in v) ** 0.5)
+    away = (torch.stack([own.dot(g).to(dtype) for own, g in pairs]).sum() - inner).abs()
     return bool((inner.abs() > enough) & (away <= min(10 * eps**0.5, 0.1) * inner.abs()))
 
 
@@ -144,3 +151,24 @@ def vjp(
         rows = [vjp(outputs, inputs, [v[k : k + 1] for v in vectors]) for k in range(len(vectors[0]))]
     columns = zip(*rows, strict=True)
     return [None if column[0] is None else torch.cat([g for g in column if g is not None]) for column in columns]
+
+
+def add_vjp(
+    outputs: Sequence[Any], inputs: Sequence[Tensor], vectors: Sequence[Tensor], total: Tensor, last: bool = False
+) -> Tensor:
+    """`total + Jᵀ u` in place, [1, n], for vectors `[1, *output]` and leaves of the graph.
+
+    Each part is added as soon as it is there, so those of all inputs are never held at once. As for `vjp` else.
+    """
+    if not outputs:
+        return total
+    if any(p.dtype != total.dtype for p in inputs):
+        return join_rows(vjp(outputs, inputs, vectors, last), inputs, 1, total.dtype, total)
+    try:
+        for p, own in zip(inputs, total[0].split([p.numel() for p in inputs]), strict=True):
+            p.grad = own.view(p.shape)  # which a backward pass adds to
+        torch.autograd.backward(outputs, [v[0] for v in vectors], retain_graph=not last, inputs=inputs)
+    finally:
+        for p in inputs:
+            p.grad = None
+    return total

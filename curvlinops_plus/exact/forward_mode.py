@@ -79,7 +79,7 @@ class ForwardMode:
             if len(MJV) < len(JV):
                 return None
             back = self.passes.vjp(F, free, MJV, 1, last=True)
-            if not agree(rows, JV, MJV, back, [*F, *free]):
+            if not agree([rows], JV, MJV, [back], [*F, *free]):
                 return None
             self.graphs.add(_graph(F))
             return back

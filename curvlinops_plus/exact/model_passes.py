@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.batched import (
+    add_vjp,
     checked_chunk_size,
     columns_at_once,
     columns_sent_back,
@@ -204,6 +205,15 @@ class ModelPasses:
     ) -> Tensor:
         """`Jᵀ u` for K vectors, [K, *output] -> [K, n], added to `total` if there is one; the last frees the graph."""
         sent = [(f, v.to(f.dtype)) for f, v in zip(F, vectors, strict=True) if v is not None and f.requires_grad]
+        if K == 1:
+            if total is None:
+                total = torch.zeros(1, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
+            return add_vjp([f for f, _ in sent], free, [v for _, v in sent], total, last)
+        return self._vjp_of_several(sent, free, K, total, last)
+
+    def _vjp_of_several(
+        self, sent: list[tuple[Tensor, Tensor]], free: list[Tensor], K: int, total: Tensor | None, last: bool
+    ) -> Tensor:
         size = columns_sent_back(self.chunk_size, self._numbers_of_a_column, self.largest or 1, self.risk.device)
         if total is None and size < K:
             total = torch.zeros(K, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)

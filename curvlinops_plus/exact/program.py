@@ -8,25 +8,29 @@ computation. If all calls are the same, on the same numbers, so are their result
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["WORDS", "Fingerprints", "Program", "Unclear"]
+__all__ = ["Program", "Unclear", "fingerprint"]
 
 Run = Callable[[], Sequence[Tensor]]  # a forward pass, which returns its outputs
-_PLAIN = {bool, int, str, complex, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
-_SCALARS = {*_PLAIN, float}
-#: Integers of as many bytes.
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN = {bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
+_SCALARS = {*_PLAIN, float, complex}
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # integers of as many bytes
+_PIECE = 2**15  # words that are summed at a time, within a cache
 # What lets numbers be read or written unseen.
+_BUILTINS = {type(torch.sin), type(Tensor.sin), type(Tensor.__getitem__), type(Tensor.shape.__get__)}  # type: ignore[attr-defined]
 _UNSEEN = {Tensor.data.__get__, Tensor.data.__set__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}  # type: ignore[attr-defined]
 
 
@@ -34,25 +38,15 @@ class Unclear(Exception):
     """A forward pass does something that calls of PyTorch's functions don't tell, or not in full."""
 
 
-class Fingerprints:
-    """Which numbers tensors hold: computed once for each, while nothing is written behind PyTorch's back."""
+def fingerprint(t: Tensor) -> Any:
+    """Equal for two tensors of the same numbers and form.
 
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int | None, Any]] = {}
-
-    def __call__(self, t: Tensor) -> Any:
-        """Equal for two tensors of the same numbers and form.
-
-        Raises:
-            Unclear: If the tensor is of a class of its own, or part of a graph.
-        """
-        if type(t) not in (Tensor, nn.Parameter, nn.Buffer) or t.grad_fn is not None or t.layout != torch.strided:
-            raise Unclear
-        ref, version, found = self._known.get(id(t), (None, None, None))
-        if ref is None or ref() is not t or version != _version(t):
-            found = t.shape, t.stride(), t.dtype, t.device, t.requires_grad, _numbers(t)
-            self._known[id(t)] = weakref.ref(t), _version(t), found
-        return found
+    Raises:
+        Unclear: If the tensor is of a class of its own, or part of a graph.
+    """
+    if type(t) not in (Tensor, nn.Parameter, nn.Buffer) or t.grad_fn is not None or t.layout != torch.strided:
+        raise Unclear
+    return t.shape, t.stride(), t.dtype, t.device, t.requires_grad, _numbers(t)
 
 
 class Program:
@@ -61,30 +55,37 @@ class Program:
     Args:
         run: The forward pass.
         inputs: Tensors that it reads, of which the caller knows whether they are the same.
-        fingerprints: Of all others.
+        others: Tensors that were there before it, which it may read.
 
     Raises:
         Unclear: If calls don't tell everything.
     """
 
-    def __init__(self, run: Run, inputs: Sequence[Tensor], fingerprints: Fingerprints) -> None:
-        with _Writing(inputs, fingerprints) as calls:
+    def __init__(self, run: Run, inputs: Sequence[Tensor], others: Iterable[Tensor]) -> None:
+        with _Writing(inputs, others) as calls:
             self._outputs = [calls.place(f) for f in run()]
-        if any(_version(t) != version for t, version in calls.versions):
+        if None in self._outputs or any(_version(t) != version for t, version in calls.versions):
             raise Unclear
         self._steps, self._settings = calls.steps, _settings()
 
-    def is_repeated_by(self, run: Run, inputs: Sequence[Tensor], fingerprints: Fingerprints) -> bool:
+    def is_repeated_by(self, run: Run, inputs: Sequence[Tensor]) -> bool:
         """Whether a forward pass makes the same calls; none of them is carried out."""
         if self._settings != _settings():
             return False
-        calls = _Following(inputs, fingerprints, self._steps)
+        before = self._references()
         try:
-            with calls:
+            with _Following(inputs, self._steps) as calls:
                 outputs = run()
+            same = calls.at == len(self._steps) and [calls.place(f) for f in outputs] == self._outputs
         except Exception:  # whatever code does that gets no numbers
             return False
-        return calls.at == len(self._steps) and [calls.place(f) for f in outputs] == self._outputs
+        del calls, outputs
+        return same and self._references() == before  # else somebody has results now, and may write to them
+
+    def _references(self) -> list[int]:
+        """How often each tensor without numbers is held."""
+        places = (place for _, out in self._steps for place in tree_leaves(out) if isinstance(place, _Place))
+        return [sys.getrefcount(place.empty) for place in places if place.empty is not None]
 
 
 @dataclass(frozen=True)
@@ -98,13 +99,15 @@ class _Place:
 class _Calls(TorchFunctionMode):
     """Tensors have numbers, in the order in which they are seen."""
 
-    def __init__(self, inputs: Sequence[Tensor], fingerprints: Fingerprints) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.fingerprints, self.kind, self.count = fingerprints, inputs[0].device.type, 0
+        self.kind, self.count = inputs[0].device.type, 0
         self.places: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.versions: list[tuple[Tensor, int | None]] = []  # of what calls may not write to
+        self.others: set[int] = set()  # that were there before, and are no inputs
         for t in inputs:
-            self.read(t)
+            self.versions.append((t, _version(t)))
+            self.put(t)
 
     def put(self, t: Tensor) -> int:
         self.places[id(t)] = weakref.ref(t), self.count
@@ -113,6 +116,7 @@ class _Calls(TorchFunctionMode):
 
     def read(self, t: Tensor) -> int:
         self.versions.append((t, _version(t)))
+        self.others.add(self.count)
         return self.put(t)
 
     def place(self, t: Tensor) -> int | None:
@@ -123,16 +127,18 @@ class _Calls(TorchFunctionMode):
         """A call in words, which are equal for equal calls."""
         cast = torch.get_autocast_dtype(self.kind) if torch.is_autocast_enabled(self.kind) else None
         modes = torch.is_grad_enabled(), cast, torch.get_default_dtype()
-        return func, [self.words(x) for x in args], kwargs and self.words(kwargs), modes
+        return func, _parts(func), [self.words(x) for x in args], kwargs and self.words(kwargs), modes
 
     def words(self, x: Any) -> Any:
         if isinstance(x, Tensor):
             number = self.place(x)
-            return (self.fingerprints(x), self.read(x)) if number is None else number
+            if number is None or number in self.others:  # which may be written to behind PyTorch's back
+                return fingerprint(x), x.data_ptr(), self.read(x) if number is None else number
+            return number
         kind = type(x)
         if kind in _PLAIN:
             return kind, x
-        if kind is float:
+        if kind in (float, complex):
             return repr(x)  # NaN is equal to NaN then, and -0 is not to 0
         if isinstance(x, (tuple, list)):
             return kind, [self.words(part) for part in x]
@@ -146,19 +152,27 @@ class _Calls(TorchFunctionMode):
 class _Writing(_Calls):
     """Carries calls out, and writes down what they are and what they return."""
 
-    def __init__(self, inputs: Sequence[Tensor], fingerprints: Fingerprints) -> None:
-        super().__init__(inputs, fingerprints)
+    def __init__(self, inputs: Sequence[Tensor], others: Iterable[Tensor]) -> None:
+        super().__init__(inputs)
         self.steps: list[tuple[Any, Any]] = []
+        self.known = {id(t): t for t in others}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _UNSEEN or _draws(func):
+        if func in _UNSEEN or not _is_of_pytorch(func) or _top_saved_tensors_default_hooks(False) is not None:
             raise Unclear
-        call = self.call(func, args, kwargs)
+        call, state = self.call(func, args, kwargs), torch.default_generator.get_state()
         out = func(*args, **(kwargs or {}))
+        if not torch.equal(state, torch.default_generator.get_state()):  # which may be set and restored around it
+            raise Unclear
         if not all(isinstance(x, Tensor) or type(x) in _SCALARS for x in tree_leaves(out)):
             raise Unclear
         self.steps.append((call, tree_map_only(Tensor, self.returned, out)))
         return out
+
+    def read(self, t: Tensor) -> int:
+        if id(t) not in self.known:  # made by code that is no PyTorch, which can't be given tensors without numbers
+            raise Unclear
+        return super().read(t)
 
     def returned(self, t: Tensor) -> _Place:
         number = self.place(t)
@@ -173,9 +187,9 @@ class _Writing(_Calls):
 class _Following(_Calls):
     """Compares calls with those that were written down, and answers them."""
 
-    def __init__(self, inputs: Sequence[Tensor], fingerprints: Fingerprints, steps: Sequence[tuple[Any, Any]]) -> None:
+    def __init__(self, inputs: Sequence[Tensor], steps: Sequence[tuple[Any, Any]]) -> None:
         self.seen: list[Tensor] = []
-        super().__init__(inputs, fingerprints)
+        super().__init__(inputs)
         self.steps, self.at = steps, 0
 
     def put(self, t: Tensor) -> int:
@@ -198,17 +212,27 @@ class _Following(_Calls):
         return self.seen[place.number]
 
 
-def _draws(func: Any) -> bool:
-    """Whether a function draws random numbers: they may come from a state that is set and restored around it."""
-    name = getattr(func, "__name__", "")
-    return any(
-        part in name for part in ("rand", "normal", "dropout", "bernoulli", "multinomial", "poisson", "exponential")
-    )
+def _is_of_pytorch(func: Any) -> bool:
+    """Whether a function is one of PyTorch's, and not of a user's who lets modes see it: it may read anything."""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return func.__module__ in ("torch._ops.aten", "torch._ops.prims")
+    if isinstance(func, FunctionType):
+        return func.__module__.partition(".")[0] == "torch"
+    return type(func) in _BUILTINS
+
+
+def _parts(func: Any) -> list[Any]:
+    """What a function of PyTorch's that is written in Python calls: somebody may replace it."""
+    if not isinstance(func, FunctionType):
+        return []
+    return [func.__globals__.get(name) for name in func.__code__.co_names]
 
 
 def _settings() -> tuple[Any, ...]:
     """Of PyTorch, which say how exact products are."""
-    return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    backends = (getattr(torch.backends.mkldnn, name, None) for name in ("matmul", "conv", "rnn"))
+    precisions = [getattr(backend, "fp32_precision", None) for backend in backends]
+    return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), precisions
 
 
 def _version(t: Tensor) -> int | None:
@@ -222,12 +246,16 @@ def _numbers(t: Tensor) -> int:
     cancel. A write to `t.data` tells no version counter.
     """
     t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
-    words = t.contiguous().flatten().view(WORDS[min(t.element_size(), 4)])
-    pieces = [(w.to(torch.int64) * _weights(len(w), t.device)).sum() for w in words.split(2**18)]
+    words = t.contiguous().flatten().view(_WORDS[min(t.element_size(), 4)])
+    pieces = [(w.to(torch.int64) * _weights(len(w), t.device)).sum() for w in words.split(_PIECE)]
     return int((torch.stack(pieces) * _weights(len(pieces), t.device)).sum())
 
 
-@lru_cache(maxsize=64)
 def _weights(n: int, device: torch.device) -> Tensor:
+    return _all_weights(max(n, _PIECE), device)[:n]
+
+
+@lru_cache(maxsize=8)
+def _all_weights(n: int, device: torch.device) -> Tensor:
     """Products and sums of 64-bit integers are right modulo 2⁶⁴, and odd numbers have inverses there."""
     return (2 * torch.randint(-(2**62), 2**62, (n,), generator=torch.Generator().manual_seed(n)) + 1).to(device)

@@ -191,7 +191,7 @@ def test_columns_of_large_results(loss: nn.Module, chunk_bytes: int, monkeypatch
     assert set(sent) == {1}
     sent.clear()
     close(GGN(risk, chunk_size=3) @ V, expected)
-    assert {3, 1} <= set(sent)
+    assert 3 in sent
 
 
 def test_vectors_that_are_none_make_zero() -> None:
