@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.exact import GGN, ActivationHessian, GGNFactor, Hessian, Jacobian
+from curvlinops_plus.exact.kept import KEPT_BYTES
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.linalg.operator import Adjoint
@@ -77,7 +78,7 @@ class GGNLinearOperator(GGN):
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
         chunk_size: int | None = None,
-        max_kept_bytes: int | None = None,
+        max_kept_bytes: int = KEPT_BYTES,
         mc_samples: int = 0,
         seed: int = 2147483647,
         **risk_options: Any,
@@ -160,7 +161,7 @@ class FisherMCLinearOperator(GGN):
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
         chunk_size: int | None = None,
-        max_kept_bytes: int | None = None,
+        max_kept_bytes: int = KEPT_BYTES,
         **risk_options: Any,
     ) -> None:
         if (whole(mc_samples) or 0) < 1:

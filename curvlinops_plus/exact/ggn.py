@@ -11,7 +11,7 @@ from torch import Tensor
 
 from curvlinops_plus.exact.base import ParameterCurvature
 from curvlinops_plus.exact.double_backward import loss_hessian_product
-from curvlinops_plus.exact.kept import KeptLinearizations
+from curvlinops_plus.exact.kept import KEPT_BYTES, KeptLinearizations
 from curvlinops_plus.exact.linearize import Linearizer, OutputMap, Outputs
 from curvlinops_plus.exact.loss_terms import LossTerms, check_vectors, loss_roots, run_losses
 from curvlinops_plus.linalg import Structure
@@ -56,13 +56,13 @@ class GGN(ParameterCurvature):
             are random. None: two evaluations of a few examples have to agree, once per risk. False: not even these.
         chunk_size: Columns that are computed together. Default: as many as keep within 256 MiB of copies.
         max_kept_bytes: Memory in which linearisations of batches may stay between products with single vectors, on a
-            CPU; 0 keeps none. Default: 16 MiB, or that of one vector where it is more, and nothing of small networks. A
-            product with one needs no forward pass; the second product with the same parameters makes them. One is used
-            again only if its forward pass is proved to be the same: the model's code runs on tensors without numbers,
-            and each call of a function of PyTorch's is compared. So changes of parameters, buffers, data, attributes,
-            modes, and of the code are noticed. Nothing stays of models with convolutions, checkpointing, hooks,
-            backward passes or operations of their own, random numbers, or tensors that neither model nor loss holds,
-            nor with losses without likelihood.
+            CPU; 0, the default, keeps none. A product with one needs no forward pass; the second product with the same
+            parameters makes them. By giving it you say that the model is a function of parameters, buffers and batch,
+            and that neither it nor anything that it calls remembers what was computed: its code runs again on tensors
+            without numbers, and each call of a function of PyTorch's is compared. So changes of parameters, buffers,
+            data, attributes, modes, and of the code are noticed. Nothing stays of models with convolutions,
+            checkpointing, hooks, backward passes or operations of their own, random numbers, or tensors that neither
+            model nor loss holds, nor with losses without likelihood.
 
     Raises:
         ValueError: If `vectors` sends nothing (`ForwardOnly()`), `chunk_size` is less than one, or `max_kept_bytes` is
@@ -102,7 +102,7 @@ class GGN(ParameterCurvature):
         *,
         check_deterministic: bool | None = None,
         chunk_size: int | None = None,
-        max_kept_bytes: int | None = None,
+        max_kept_bytes: int = KEPT_BYTES,
     ) -> None:
         super().__init__(risk, check_deterministic)
         self.vectors = as_vectors(vectors)

@@ -30,11 +30,8 @@ from curvlinops_plus.risk.takes_risk import checked_bytes
 
 __all__ = ["KEPT_BYTES", "KeptLinearizations"]
 
-#: Memory in which linearisations stay by default, or that of a vector of all parameters where it is more: products
-#: from them hold about so much less than others.
-KEPT_BYTES = 2**24
-#: By default batches of which operations return fewer numbers run again: proofs take as long as their forward pass.
-LEAST_NUMBERS = 2**18
+#: Memory in which linearisations stay by default: none. Whoever asks for it says that the model is a function.
+KEPT_BYTES = 0
 
 _SIMPLE = (bool, int, float, str, type(None))
 
@@ -68,21 +65,14 @@ class KeptLinearizations:
     Args:
         risk: Model, parameters and data; the matrix of every loss is known from the output.
         read: As in `Linearizer`.
-        max_bytes: The largest memory that all that stay may hold, without tensors of the model and lists of data;
-            None for `KEPT_BYTES` and `LEAST_NUMBERS`.
+        max_bytes: The largest memory that all that stay may hold, without tensors of the model and lists of data.
 
     Raises:
         ValueError: If `max_bytes` is no integer of at least 0.
     """
 
-    def __init__(
-        self, risk: EmpiricalRisk, read: Callable[[nn.Module, Batch], Any], max_bytes: int | None = None
-    ) -> None:
-        self.risk, self.read = risk, read
-        self.least = 0
-        if max_bytes is None:
-            max_bytes, self.least = max(KEPT_BYTES, risk.space.dim * risk.dtype.itemsize), LEAST_NUMBERS
-        self.max_bytes = checked_bytes(max_bytes, "products")
+    def __init__(self, risk: EmpiricalRisk, read: Callable[[nn.Module, Batch], Any], max_bytes: int) -> None:
+        self.risk, self.read, self.max_bytes = risk, read, checked_bytes(max_bytes, "products")
         self._forget()
 
     def _forget(self) -> None:
@@ -95,7 +85,7 @@ class KeptLinearizations:
         self._useful = self.max_bytes > 0  # whether linearisations fit, and are fast, right and proved
 
     def __getstate__(self) -> dict[str, Any]:  # graphs can't be copied or stored
-        return {name: getattr(self, name) for name in ("risk", "read", "max_bytes", "least")}
+        return {"risk": self.risk, "read": self.read, "max_bytes": self.max_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -188,7 +178,7 @@ class KeptLinearizations:
         numbers *= batch.num_examples
         if self._products <= self._patience:
             return False
-        fits = self._held + numbers * self.risk.dtype.itemsize // 2 <= self.max_bytes and numbers >= self.least
+        fits = self._held + numbers * self.risk.dtype.itemsize // 2 <= self.max_bytes
         self._useful = fits or bool(self._kept)  # else not even the first one does
         return fits
 

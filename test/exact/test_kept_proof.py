@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from curvlinops_plus import EmpiricalRisk
 from curvlinops_plus.exact import GGN
-from curvlinops_plus.exact import kept as kept_module
 from curvlinops_plus.exact.batched import add_vjp
 from curvlinops_plus.exact.kept_graph import kept_graph
 
@@ -225,16 +224,6 @@ def test_only_activations_stay() -> None:
     activations = 256 * 128 * 4
     assert activations <= sizes[0] < activations + small
     assert X.nbytes + activations <= sizes[1] < X.nbytes + activations + small + y.nbytes
-
-
-def test_small_networks_run_again_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, X, y = wide()
-    for least, expected in ((2**18, 0), (2**16, 1)):
-        monkeypatch.setattr(kept_module, "LEAST_NUMBERS", least)
-        G = GGN(EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, y)]))
-        for _ in range(3):
-            _ = G @ torch.randn(G.shape[1])
-        assert stay(G) == expected
 
 
 def test_a_formula_that_needs_a_dropped_tensor_gives_no_number() -> None:
