@@ -24,7 +24,6 @@ from curvlinops_plus.linalg.aligned import aligned
 from curvlinops_plus.linalg.degenerate import canonical, householder
 from curvlinops_plus.linalg.gram_sum import blas_threads, gram
 from curvlinops_plus.linalg.numerics import check_finite
-from curvlinops_plus.linalg.scipy_lapack import eigh_of_scipy
 
 __all__ = ["eigenbasis", "eigh"]
 
@@ -36,7 +35,7 @@ def eigh(
 ) -> tuple[Tensor, Tensor]:  # [*b, d, d] -> [*b, d], [*b, d, d]
     """Eigenvalues (ascending) and eigenvectors (columns) of a symmetric matrix, in its own dtype.
 
-    Works in float32 at least. When that fails it retries in float64, then in float64 on the CPU.
+    Works in float32 at least. When PyTorch fails it retries in float64, then in float64 on the CPU.
 
     Args:
         M: The matrix, or a batch of them.
@@ -98,7 +97,7 @@ def _eigh(M: Tensor, what: str) -> tuple[Tensor, Tensor]:
     failures = []
     for device, dtype in dict.fromkeys(attempts):
         try:
-            values, Q = eigh_of_scipy(there := M.to(device, dtype)) or torch.linalg.eigh(there)
+            values, Q = torch.linalg.eigh(M.to(device, dtype))
         except (RuntimeError, TypeError) as error:  # not converged, cuSOLVER gave up, or a device without float64
             failures.append(f"{dtype} on {device}: {str(error).splitlines()[0]}")
             continue

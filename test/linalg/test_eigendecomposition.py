@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from helpers import peak
 from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
-from curvlinops_plus.linalg import Dense, Structure, eigendecomposition, scipy_lapack
+from curvlinops_plus.linalg import Dense, Structure
 from curvlinops_plus.linalg.eigendecomposition import _by_range, eigenbasis, eigh
-from curvlinops_plus.linalg.gram_sum import _openblas
-from curvlinops_plus.linalg.scipy_lapack import eigh_of_scipy
 
 from .cases import F64, normal
 
@@ -81,40 +77,10 @@ def test_the_check_can_fail() -> None:
             check(M, *wrong)
 
 
-@pytest.mark.parametrize("dtype", [F64, F32])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_eigensolver_of_scipy(kind: str, dtype: torch.dtype) -> None:
-    """As exact as PyTorch's, from the lower triangle alone, whatever the layout; the matrix stays."""
-    X = rows(kind, 600).to(dtype)
-    M = X.T @ X / 600
-    for given in (M, M.tril(), M.tril().T.contiguous().T, torch.cat([M.tril(), M], 1)[:, :D]):
-        before, found = given.clone(), eigh_of_scipy(given)
-        if found is None:
-            assert _openblas() is None
-            return
-        check(M, *found)
-        assert torch.equal(given, before)
-    assert peak(lambda: eigh_of_scipy(M)) < 3.2 * M.element_size() * D * D
-
-
-def test_what_the_eigensolver_of_scipy_leaves_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    M = torch.eye(D, dtype=F64)
-    for other in (M[:50, :50], M[None], M.half(), M.to("meta"), M.clone().requires_grad_(), M.to(torch.complex64)):
-        assert eigh_of_scipy(other) is None
-
-    def fails(*arguments: Any) -> None:
-        arguments[-1]._obj.value = 3  # the iteration did not converge
-
-    monkeypatch.setattr(scipy_lapack, "_syevd", lambda dtype: fails)
-    assert eigh_of_scipy(M) is None
-    check(M, *eigh(M))
-
-
 def sizes_of_eigh(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     eigh = torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda M: seen.append(M.shape[-1]) or eigh(M))
-    monkeypatch.setattr(eigendecomposition, "eigh_of_scipy", lambda M: None)
     return seen
 
 
