@@ -33,9 +33,7 @@ def dense(Q: Basis | None, size: int) -> Tensor:
 
 @pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("kind_g", "kind_a"), [("full", "full"), ("full", "none"), ("none", "full"), ("split", "split")]
-)
+@pytest.mark.parametrize("kinds", [("full", "full"), ("full", "none"), ("none", "full"), ("split", "split")])
 @pytest.mark.parametrize("groups", [(), (2,)])
 @pytest.mark.parametrize("S", [1, 4, 9, 20])  # of 12 rows and 7 columns, or 7 and 12
 @pytest.mark.parametrize(("o", "i"), [(12, 7), (7, 12)])
