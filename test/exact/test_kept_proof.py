@@ -259,7 +259,7 @@ def test_peak_memory_of_products_is_a_few_vectors() -> None:
     """The second product, which makes linearisations, takes little more than others."""
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 10))
     data = [(torch.randn(64, 1024), torch.arange(64) % 10) for _ in range(3)]
-    G = GGN(EmpiricalRisk(model, nn.CrossEntropyLoss(), data))
+    G = GGN(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), max_kept_bytes=2**24)
     vector = 4 * G.shape[1]
     peaks = [_peak(G) / vector for _ in range(4)]
     assert stay(G) == 3
