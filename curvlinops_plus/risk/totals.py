@@ -125,10 +125,7 @@ class Totals:
 
 
 def _wide(x: Number) -> Number:
-    if not isinstance(x, Tensor):
-        return x
-    # A number of Python is in double precision, too, and adding it costs a tenth; of a GPU it would have to be awaited.
-    return x.item() if x.device.type == "cpu" else x.detach().to(wide_dtype(x.device))
+    return x.detach().to(wide_dtype(x.device)) if isinstance(x, Tensor) else x
 
 
 def _sum(one: Number, other: Number) -> Number:
