@@ -6,7 +6,7 @@ from torch import Tensor
 
 __all__ = ["aligned", "is_aligned"]
 
-_LINE_BYTES = 64
+_CACHE_LINE = 64
 
 
 def aligned(*shape: int, like: Tensor) -> Tensor:
@@ -21,10 +21,10 @@ def aligned(*shape: int, like: Tensor) -> Tensor:
         >>> aligned(2, 5, like=torch.zeros(1, dtype=torch.float32)).stride()
         (16, 1)
     """
-    per_line = _LINE_BYTES // like.element_size()
+    per_line = _CACHE_LINE // like.element_size()
     return like.new_empty(*shape[:-1], -(-shape[-1] // per_line) * per_line)[..., : shape[-1]]
 
 
 def is_aligned(M: Tensor) -> bool:  # [m, k]
     """Whether a matrix is laid out in that way."""
-    return M.stride(1) == 1 and M.stride(0) * M.element_size() % _LINE_BYTES == 0
+    return M.stride(1) == 1 and M.stride(0) * M.element_size() % _CACHE_LINE == 0
