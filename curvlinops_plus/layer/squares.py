@@ -75,9 +75,9 @@ def squared_gradients(
     if batch:  # [N, b, S, .]
         g, a = g.movedim(2, 1), a.movedim(2, 1)
     given = g, a
-    if S <= o:
+    if o >= S:
         a, QA, bias = _inputs(a, QA, bias), None, False
-    if S <= i:
+    if i >= S:
         g, QG = multiplied(g, QG), None
     if total is None:
         total = aligned(*batch, o, i, like=g).zero_()

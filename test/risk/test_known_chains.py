@@ -345,8 +345,9 @@ def test_a_batch_that_is_computed_from_the_parameters() -> None:
 
 
 def test_a_buffer_that_is_computed_from_the_parameters() -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4, bias=False)).double()
-    del model[2].weight
-    model[2].register_buffer("weight", model[0].weight.t())
+    first, last = nn.Linear(4, 3).double(), nn.Linear(3, 4, bias=False).double()
+    del last.weight
+    last.register_buffer("weight", first.weight.t())
+    model = nn.Sequential(first, nn.Tanh(), last)
     with pytest.raises(UnsupportedError, match=r"reads the parameters \['0.weight'\] from elsewhere"):
         curvature(risk_of(model, 4), FullBlock)
