@@ -143,8 +143,10 @@ class HeardPass:
             raise ValueError("The batch has no examples.")
         self._require_input(called)
         self._versions, self._autocast = self._versions_now(), torch.is_autocast_enabled(risk.device.type)
-        norms = batch_norms(risk.model)
-        likely = norms or not risk.checked.recorded or (self._of_loss and _is_looked_at(risk.checked.taken + 1))
+        norms, checked = batch_norms(risk.model), risk.checked
+        # What a backward pass inside has left may have to be compared in any batch, as the last one, which is smaller.
+        compared = self._of_loss and (not checked.chain or _is_looked_at(checked.taken + 1))
+        likely = norms or compared or not checked.recorded
         self._start = PassStart.now(risk.model) if likely else PassStart.in_short(risk.device)
         if norms:  # only the pass of our own counts
             self._again = "batch norm in training mode"
@@ -191,11 +193,11 @@ class HeardPass:
         if not self._again:
             try:
                 self._send_through(batch, read, user, add)
-                checked.recorded = True
+                checked.recorded, checked.chain = True, self._passes.recorder.chain
                 return
             except OutsideReads as found:
                 error, self._again = found, "functions that read parameters"
-        checked.recorded = False
+        checked.recorded = checked.chain = False
         self.close()  # else our hooks see the passes that look for these
         self._require_unwritten(self._again)
         self._update(batch, self._start, add, self._check(read[0]), error)

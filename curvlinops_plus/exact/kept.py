@@ -282,7 +282,9 @@ def _has_hooks(model: nn.Module) -> bool:
 
 def _held_tensors(model: nn.Module) -> list[Tensor]:
     """The tensors in attributes of modules."""
-    return [t for m in model.modules() for t in tree_leaves(list(vars(m).values())) if isinstance(t, Tensor)]
+    # Where parameters are replaced they are in a dict of a type of its own, into which PyTorch does not look.
+    held = ([*vars(m).values(), *m._parameters.values()] for m in model.modules())
+    return [t for attributes in held for t in tree_leaves(attributes) if isinstance(t, Tensor)]
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

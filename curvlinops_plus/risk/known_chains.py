@@ -39,6 +39,8 @@ def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> boo
     X, options = batch.X, risk.options
     if type(X) is not Tensor or X.layout != torch.strided or not X.ndim or X.shape[0] != batch.num_examples:
         return False
+    if X.grad_fn is not None:  # the batch itself may be computed from the parameters
+        return False
     if options.output or options.example_axis or options.example_of_row or _is_watched():
         return False
     hooked = _hooked_in_chain(risk.model, X.ndim, recorder)
@@ -126,8 +128,9 @@ def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
         if type(hook) is not Uncopied or getattr(hook.func, "__self__", None) is not recorder:
             return False
     for held in (module._parameters, module._buffers):
-        for t in (*held.values(),) if held else ():  # none of a subclass, and none whose gradient a hook changes
-            if t is not None and (type(t) not in _TENSORS or t._backward_hooks):
+        # None of a subclass, none whose gradient a hook changes, and none that is computed, as from other parameters.
+        for t in (*held.values(),) if held else ():
+            if t is not None and (type(t) not in _TENSORS or t._backward_hooks or t.grad_fn is not None):
                 return False
     return True
 

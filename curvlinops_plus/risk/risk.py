@@ -75,6 +75,7 @@ class Checked:
         batches: How many batches were seen since then.
         taken: How many backward passes of the user were seen, of which some are looked at.
         recorded: Whether the last forward pass of the user could be recorded, so that no other was needed.
+        chain: Whether it was one of a chain, see `is_known_chain`, and not compared with a pass of our own.
         kinds: What batches that were looked at look like.
         shapes: Shapes of batches whose outputs were compared.
         said: Messages that were given.
@@ -90,6 +91,7 @@ class Checked:
     batches: int = 0
     taken: int = 0
     recorded: bool = False
+    chain: bool = False
     kinds: set[Any] = field(default_factory=set)
     shapes: set[Any] = field(default_factory=set)
     said: set[str] = field(default_factory=set)

@@ -298,7 +298,7 @@ def tensors_of(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
 
 
 def test_states_are_fetched_for_backward_passes_inside_that_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the 1st, 2nd, 4th, ... batch, which are compared with a pass of our own."""
+    """Those of the 1st, 2nd, 4th, ... batch, which are compared with a pass of our own, and the one after these."""
     torch.manual_seed(0)
     model, loss = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)), nn.CrossEntropyLoss()
     listening = CurvatureEstimator(EmpiricalRisk(model, loss, ()), vectors=Empirical())
@@ -311,4 +311,34 @@ def test_states_are_fetched_for_backward_passes_inside_that_are_looked_at(monkey
             f = model(X)
             found.append(len(fetched))
             loss(f, Y).backward()
-    assert found == [1, 1, 0, 1, 0, 0, 0, 1, 0]
+    assert found == [1, 1, 1, 1, 1, 0, 0, 1, 1]
+
+
+class Averaging(nn.Module):
+    """A factor from Python's random numbers, and a buffer that each pass writes to and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(random.random() * self.body(x)).mean(1)
+        self.mean.mul_(0.9).add_(h.detach().mean(0))
+        return self.head(h + self.mean)
+
+
+def test_a_backward_pass_inside_is_compared_in_a_smaller_last_batch() -> None:
+    """Its pass of our own begins with the same random numbers and buffers, whichever batch it is."""
+    torch.manual_seed(0)
+    model, loss = Averaging().double(), nn.CrossEntropyLoss()
+    listening = CurvatureEstimator(EmpiricalRisk(model, loss, ()), vectors=Empirical())
+    random.seed(0)
+    for seed, N in enumerate((5, 5, 5, 5, 5, 4)):
+        X, y = batch(seed, N)
+        with listening.listen((X, y)):
+            loss(model(X), y).backward()
+    after = random.random()
+    random.seed(0)
+    assert after == [random.random() for _ in range(7)][-1]
+    assert listening.updates == 6

@@ -279,3 +279,22 @@ def _peak(G: GGN) -> float:
         held += event.nbytes()
         peak = max(peak, held)
     return float(peak)
+
+
+@pytest.mark.parametrize("how", ["frozen", "left out"])
+def test_a_module_with_a_parameter_of_its_own_beside_the_operator_s(how: str) -> None:
+    model = Net().double()
+    if how == "frozen":
+        model.first.weight.requires_grad_(False)
+    params = [p for p in model.parameters() if p is not model.first.weight]
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(normal(6, 4), torch.arange(6) % 3)], params=params)
+    G, plain = GGN(risk, max_kept_bytes=2**28), GGN(risk)
+    for seed in range(3):
+        v = normal(G.shape[1], seed=seed)
+        close(G @ v, plain @ v)
+    kept = G._linear.kept
+    assert kept is not None
+    assert len(kept._kept) == 1
+    with torch.no_grad():
+        model.first.weight.mul_(1.5)
+    close(G @ v, plain @ v)

@@ -332,3 +332,22 @@ def test_examples_on_no_axis(model: nn.Module, shape: tuple[int, ...], looks: li
     with pytest.raises((UnsupportedError, ValueError, RuntimeError)):
         curvature(risk_of(model.double(), *shape), DiagonalBlock)
     assert not any(looks)
+
+
+# ------------------------------------------------------------------------------------- parameters that are read twice
+def test_a_batch_that_is_computed_from_the_parameters() -> None:
+    """Only the graph shows it, from the second batch on, which is not copied any more."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    X = torch.randn(2, N, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    data = [(model[0](x), torch.arange(N) % 3) for x in X]
+    with pytest.raises(UnsupportedError, match=r"reads the parameters \['0.weight', '0.bias'\] from elsewhere"):
+        curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), FullBlock)
+
+
+def test_a_buffer_that_is_computed_from_the_parameters() -> None:
+    first, last = nn.Linear(4, 3).double(), nn.Linear(3, 4, bias=False).double()
+    del last.weight
+    last.register_buffer("weight", first.weight.t())
+    model = nn.Sequential(first, nn.Tanh(), last)
+    with pytest.raises(UnsupportedError, match=r"reads the parameters \['0.weight'\] from elsewhere"):
+        curvature(risk_of(model, 4), FullBlock)
