@@ -1,9 +1,11 @@
 """Sums of `a aᵀ` over the patches of a convolution, and of `g gᵀ` over images: the products behind Kronecker factors.
 
-There are two algorithms for the Gram matrix of patches. They agree up to rounding; `input_gram` picks the faster one.
+There are three algorithms for the Gram matrix of patches. They agree up to rounding; `input_gram` picks the faster one
+of the first two, and `packed_gram`, for sums over many batches, that of the last two if one of them pays.
 
     patch_gram        forms the patches, a few examples at a time: for every convolution
     correlation_gram  never forms them: for stride 1, zeros around the input and no dilation
+    Images            multiplies whole images, of which the matrix is made in the end: for every convolution
 
 A grouped convolution has one Gram matrix per group. `grouped_gram` batches the products of many small groups.
 """
@@ -25,7 +27,7 @@ from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.linalg.gram_sum import PackedGram
 from curvlinops_plus.linalg.numerics import gram
 
-__all__ = ["Correlations", "correlation_gram", "grouped_gram", "image_gram", "input_gram", "packed_gram", "patch_gram"]
+__all__ = ["Correlations", "Images", "correlation_gram", "grouped_gram", "image_gram", "input_gram", "packed_gram", "patch_gram"]
 
 # Work memory for patches; larger pieces exceed the cache and gain nothing.
 _PATCH_BYTES = 8 * 2**20
@@ -42,6 +44,11 @@ _MIN_PATCHES = 512
 _MIN_PRODUCTS = 1.5e8
 # Multiplications that repay those of sums of many batches, of which the matrix is made once.
 _MIN_PACKED_PRODUCTS = 4e7
+# Multiplications that take as long as adding up a number of the result, and as copying a number of a patch.
+_ADDING = 40
+_COPYING = 100
+# A Gram matrix of whole images may be larger than that of patches up to this size.
+_IMAGE_BYTES = 2**20
 
 
 def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
@@ -120,29 +127,46 @@ def correlation_pays(geometry: Geometry, x: Tensor, least: float) -> bool:
     return patches >= _MIN_PATCHES and patches * d**2 >= least and torch.backends.mkldnn.is_available()
 
 
-def packed_gram(form: Correlations, x: Tensor, ones: bool) -> PackedGram | None:
-    """The Gram matrix of patches as `correlations`, which are added up over batches before it is made of them.
+def images_pay(geometry: Geometry, x: Tensor) -> bool:
+    """Whether the Gram matrix of whole images takes fewer multiplications than that of their patches, and little memory.
+
+    Patches are counted with what it costs to copy them, and images with what it costs to add up their matrix.
+    """
+    columns, D, B = x.shape[1] * prod(geometry.kernel), prod(x.shape[1:]), len(x)
+    if D**2 > max(columns**2, _IMAGE_BYTES // x.element_size()):
+        return False
+    return D**2 * (2 * B + _ADDING) < B * geometry.positions(x) * columns * (columns + _COPYING)
+
+
+def packed_gram(geometry: Geometry, x: Tensor, ones: bool) -> PackedGram | None:
+    """Numbers that are added up over batches before the Gram matrix of patches is made of them.
 
     Args:
-        form: Of the convolution.
+        geometry: Of the convolution.
         x: Its input [B, c, *size].
         ones: Whether the sum of patches is wanted, too.
 
     Returns:
-        None if that is slower, or the matrix has fewer numbers: without padding most lines are not visited.
+        The Gram matrix of small images, or their `correlations` unless these are more numbers than there are in the
+        matrix: without padding most lines are not visited. None if neither is faster than the matrix itself.
     """
-    geometry = form.geometry
-    if geometry.pointwise or not correlation_pays(geometry, x, _MIN_PACKED_PRODUCTS):
+    if geometry.pointwise:
         return None
-    if form.size > form.columns**2 // 2:
-        return None
+    c = x.shape[1]
+    if images_pay(geometry, x):
+        form, values = Images(geometry, c), gram(x.flatten(1)).view(*x.shape[1:], *x.shape[1:])
+    else:
+        form = Correlations(geometry, c)
+        if not correlation_pays(geometry, x, _MIN_PACKED_PRODUCTS) or form.size > form.columns**2 // 2:
+            return None
+        values = torch.cat(correlations(geometry, x))
     row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0] if ones else None
-    return PackedGram(torch.cat(correlations(geometry, x)), form, row_sum, float(len(x) * geometry.positions(x)))
+    return PackedGram(values, form, row_sum, float(len(x) * geometry.positions(x)))
 
 
 @dataclass(frozen=True)
-class Correlations:
-    """What numbers mean that `correlations` returns for a convolution; images of any size larger than the kernel."""
+class _OfPatches:
+    """What numbers mean of which the Gram matrix of a convolution's patches is made."""
 
     geometry: Geometry
     channels: int
@@ -151,6 +175,32 @@ class Correlations:
     def columns(self) -> int:
         """Numbers in a patch."""
         return self.channels * prod(self.geometry.kernel)
+
+
+class Images(_OfPatches):
+    """The Gram matrix of whole images, `Σ x xᵀ` over images `x [c, *size]`. For every convolution.
+
+    A patch is a selection of the pixels of its image, so that `Σ a aᵀ` has the same selection of rows and columns of
+    that matrix, summed over positions. Each entry is a sum of `x_i x_j`, as if the patches had been multiplied.
+    """
+
+    def unpack(self, values: Tensor) -> Tensor:  # [c, *size, c, *size] -> [c·kernel, c·kernel]
+        """The Gram matrix of patches."""
+        n, pixels = len(self.geometry.kernel), prod(values.shape[: values.ndim // 2])
+        numbers = torch.arange(1.0, pixels + 1, dtype=torch.float64, device=values.device)  # not all modes pad integers
+        padded = self.geometry.pad(numbers.view(1, *values.shape[: n + 1]))[0]  # zeros at the border: entries without pixel
+        places = padded.flatten().long()
+        products = F.pad(values.reshape(pixels, pixels), (1, 0, 1, 0)).index_select(0, places).index_select(1, places)
+        windows = self.geometry.windows(products.view(padded.shape * 2), 1)  # [c, *out, c, *padded, *kernel]
+        windows = self.geometry.windows(windows, n + 2)  # [c, *out, c, *out, *kernel, *kernel]
+        for dims in range(n, 0, -1):
+            windows = windows.diagonal(dim1=1, dim2=dims + 2)  # the same position of both patches, at the end
+        sums = windows.sum(tuple(range(-n, 0)))  # [c, c, *kernel, *kernel]
+        return sums.movedim(1, n + 1).reshape(self.columns, self.columns)
+
+
+class Correlations(_OfPatches):
+    """What numbers mean that `correlations` returns for a convolution; images of any size larger than the kernel."""
 
     @property
     def size(self) -> int:

@@ -44,7 +44,7 @@ def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
 
 
 class PackedForm(Protocol):
-    """How a symmetric matrix follows from fewer numbers; equal if it does so in the same way."""
+    """How a symmetric matrix follows from other numbers; equal if it does so in the same way."""
 
     @property
     def columns(self) -> int: ...
@@ -56,10 +56,10 @@ class PackedForm(Protocol):
 
 @dataclass(eq=False)
 class PackedGram:
-    """`Σ rowsᵀ rows` by fewer numbers, of rows that were not formed.
+    """`Σ rowsᵀ rows` by other numbers, of rows that were not formed.
 
     Attributes:
-        values: These numbers, a vector.
+        values: These numbers. Only values of one shape are added up.
         form: What they mean.
         row_sum: The sum of rows [d]; None if it is not wanted.
         rows: How many rows there are.
@@ -237,7 +237,7 @@ class GramSum:
         self._count = self._count + count
 
     def _add_values(self, form: PackedForm, values: Tensor) -> None:
-        if self._packed is not None and self._packed[0] != form:
+        if self._packed is not None and (self._packed[0] != form or self._packed[1].shape != values.shape):
             self._unpack()
         self._packed = form, values if self._packed is None else self._packed[1].add_(values)
 
