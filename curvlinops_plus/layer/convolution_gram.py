@@ -24,10 +24,19 @@ from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from curvlinops_plus.layer.patches import Geometry
-from curvlinops_plus.linalg.gram_sum import PackedGram
+from curvlinops_plus.linalg.gram_sum import PackedGram, lower_gram, mirror
 from curvlinops_plus.linalg.numerics import gram
 
-__all__ = ["Correlations", "Images", "correlation_gram", "grouped_gram", "image_gram", "input_gram", "packed_gram", "patch_gram"]
+__all__ = [
+    "Correlations",
+    "Images",
+    "correlation_gram",
+    "grouped_gram",
+    "image_gram",
+    "input_gram",
+    "packed_gram",
+    "patch_gram",
+]
 
 # Work memory for patches; larger pieces exceed the cache and gain nothing.
 _PATCH_BYTES = 8 * 2**20
@@ -44,10 +53,10 @@ _MIN_PATCHES = 512
 _MIN_PRODUCTS = 1.5e8
 # Multiplications that repay those of sums of many batches, of which the matrix is made once.
 _MIN_PACKED_PRODUCTS = 4e7
-# Multiplications that take as long as adding up a number of the result, and as copying a number of a patch.
-_ADDING = 40
-_COPYING = 100
-# A Gram matrix of whole images may be larger than that of patches up to this size.
+# Multiplications that take as long as copying a number of a patch, and as what is done to an entry of a sum of images.
+_PER_COPY = 100
+_PER_ENTRY = 80
+# Up to this size a Gram matrix of whole images may be larger than that of their patches.
 _IMAGE_BYTES = 2**20
 
 
@@ -128,14 +137,15 @@ def correlation_pays(geometry: Geometry, x: Tensor, least: float) -> bool:
 
 
 def images_pay(geometry: Geometry, x: Tensor) -> bool:
-    """Whether the Gram matrix of whole images takes fewer multiplications than that of their patches, and little memory.
+    """Whether the Gram matrix of whole images takes much less work than that of patches, and little memory.
 
-    Patches are counted with what it costs to copy them, and images with what it costs to add up their matrix.
+    Multiplications are counted (twice those of images, whose matrix has to pay), with what it costs to copy patches, to
+    add up the matrix of images, and to make that of patches, as if it were read after each batch.
     """
-    columns, D, B = x.shape[1] * prod(geometry.kernel), prod(x.shape[1:]), len(x)
-    if D**2 > max(columns**2, _IMAGE_BYTES // x.element_size()):
+    B, D, d = len(x), prod(x.shape[1:]), x.shape[1] * prod(geometry.kernel)
+    if max(d**2, _IMAGE_BYTES // x.element_size()) < D**2:
         return False
-    return D**2 * (2 * B + _ADDING) < B * geometry.positions(x) * columns * (columns + _COPYING)
+    return 2 * B * D**2 + _PER_ENTRY * (D**2 + d**2) < B * geometry.positions(x) * d * (d + _PER_COPY)
 
 
 def packed_gram(geometry: Geometry, x: Tensor, ones: bool) -> PackedGram | None:
@@ -154,7 +164,7 @@ def packed_gram(geometry: Geometry, x: Tensor, ones: bool) -> PackedGram | None:
         return None
     c = x.shape[1]
     if images_pay(geometry, x):
-        form, values = Images(geometry, c), gram(x.flatten(1)).view(*x.shape[1:], *x.shape[1:])
+        form, values = Images(geometry, c), lower_gram(x.flatten(1)).view(x.shape[1:] * 2)
     else:
         form = Correlations(geometry, c)
         if not correlation_pays(geometry, x, _MIN_PACKED_PRODUCTS) or form.size > form.columns**2 // 2:
@@ -178,25 +188,30 @@ class _OfPatches:
 
 
 class Images(_OfPatches):
-    """The Gram matrix of whole images, `Σ x xᵀ` over images `x [c, *size]`. For every convolution.
+    """What `lower_gram` of whole images means, `Σ x xᵀ` over images `x [c, *size]`. For every convolution.
 
-    A patch is a selection of the pixels of its image, so that `Σ a aᵀ` has the same selection of rows and columns of
-    that matrix, summed over positions. Each entry is a sum of `x_i x_j`, as if the patches had been multiplied.
+    A patch holds pixels of its image, so that the Gram matrix of patches sums entries of that matrix, one dimension
+    after the other: no difference is taken, and it rounds as the products of patches do.
     """
 
     def unpack(self, values: Tensor) -> Tensor:  # [c, *size, c, *size] -> [c·kernel, c·kernel]
         """The Gram matrix of patches."""
-        n, pixels = len(self.geometry.kernel), prod(values.shape[: values.ndim // 2])
-        numbers = torch.arange(1.0, pixels + 1, dtype=torch.float64, device=values.device)  # not all modes pad integers
-        padded = self.geometry.pad(numbers.view(1, *values.shape[: n + 1]))[0]  # zeros at the border: entries without pixel
-        places = padded.flatten().long()
-        products = F.pad(values.reshape(pixels, pixels), (1, 0, 1, 0)).index_select(0, places).index_select(1, places)
-        windows = self.geometry.windows(products.view(padded.shape * 2), 1)  # [c, *out, c, *padded, *kernel]
-        windows = self.geometry.windows(windows, n + 2)  # [c, *out, c, *out, *kernel, *kernel]
-        for dims in range(n, 0, -1):
-            windows = windows.diagonal(dim1=1, dim2=dims + 2)  # the same position of both patches, at the end
-        sums = windows.sum(tuple(range(-n, 0)))  # [c, c, *kernel, *kernel]
-        return sums.movedim(1, n + 1).reshape(self.columns, self.columns)
+        n, D = len(self.geometry.kernel), prod(values.shape[: values.ndim // 2])
+        values = mirror(values.reshape(D, D).clone()).view(values.shape)
+        for dim, line in enumerate(self.geometry.lines):  # [k, k, ...] of those done, c, *size, c, *size of the others
+            pixels = values.movedim((2 * dim + 1, dim + n + 2), (0, 1))
+            sums = _pairs(line, len(pixels)).to(pixels) @ pixels.flatten(2).flatten(0, 1)
+            values = sums.view(*line.kernel, *line.kernel, *pixels.shape[2:])
+        first, second = ([2 * n + side, *range(2 * n - 2 + side, -1, -2)] for side in (0, 1))
+        return values.permute(*first, *second).reshape(self.columns, self.columns)
+
+
+@lru_cache(256)
+def _pairs(line: Geometry, size: int) -> Tensor:  # -> [k², size²]
+    """At how many positions of a kernel in one dimension each pair of its taps meets each pair of pixels."""
+    with torch.inference_mode(False):
+        taps = line.rows(torch.eye(size, dtype=torch.float64)[:, None])  # [size, S, k]
+        return torch.einsum("psu,qsv->uvpq", taps, taps).flatten(2).flatten(0, 1)
 
 
 class Correlations(_OfPatches):

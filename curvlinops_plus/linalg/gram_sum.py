@@ -16,7 +16,7 @@ import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
-__all__ = ["GramSum", "PackedForm", "PackedGram", "blas_threads", "gram", "mirror", "plain_mode"]
+__all__ = ["GramSum", "PackedForm", "PackedGram", "blas_threads", "gram", "lower_gram", "mirror", "plain_mode"]
 
 _BLOCK = 256  # a tile and its transpose fit the cache
 _WAITING = 128  # rows; products with half as many cost what one with all does
@@ -36,11 +36,18 @@ def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
     if rows.ndim == 3:
         items = rows.transpose(0, 1)
         return items.mT @ items
-    M, d = rows.shape
     # Half of the work, M d² operations, must pay for mirroring d² entries; what is written in place has no derivative.
-    if M < 192 or not _half_pays(rows) or rows.requires_grad:
+    if len(rows) < 192 or not _half_pays(rows) or rows.requires_grad:
         return rows.T @ rows
-    return mirror(_add_triangle(rows, rows.new_zeros(d, d)))
+    return mirror(lower_gram(rows))
+
+
+def lower_gram(rows: Tensor) -> Tensor:  # [M, d] -> [d, d]
+    """The lower triangle of `gram(rows)`, and above it anything: what `mirror` takes, also as a sum of several."""
+    rows = _single_at_least(rows)
+    if not _half_pays(rows):
+        return rows.T @ rows
+    return _add_triangle(rows, rows.new_zeros(rows.shape[1], rows.shape[1]))
 
 
 class PackedForm(Protocol):
@@ -287,13 +294,10 @@ class GramSum:
         self._number = 0
 
     def _multiply(self, rows: Tensor) -> None:
-        rows = _single_at_least(rows)
-        if self._triangle is None and not _half_pays(rows):
-            self._triangle = rows.T @ rows
+        if self._triangle is None:
+            self._triangle = lower_gram(rows)
         else:
-            if self._triangle is None:
-                self._triangle = rows.new_zeros(rows.shape[1], rows.shape[1])
-            _add_triangle(rows.to(self._triangle.dtype), self._triangle, self._factor)
+            _add_triangle(_single_at_least(rows).to(self._triangle.dtype), self._triangle, self._factor)
         self._factor = 1.0
 
 
