@@ -87,8 +87,8 @@ class StoredSums:
 
 def _packed_form(layer: Layer, told: str) -> PackedForm:
     """What packed numbers of a layer's inputs mean, from what the state tells of it."""
-    forms = [use.rule.packed_form(use.module) for use in layer.uses if isinstance(use.rule, AffineRule)]
-    form = next((form for form in forms if form is not None and repr(form) == told), None)
+    rules = ((use.rule, use.module) for use in layer.uses if isinstance(use.rule, AffineRule))
+    form = next((form for rule, module in rules for form in rule.packed_forms(module) if repr(form) == told), None)
     if form is None:
         raise ValueError(f"{layer.title}: the state is that of a convolution of other options, {told}.")
     return form

@@ -10,6 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.convolution_gram import (
     Correlations,
+    Images,
     grouped_gram,
     image_gram,
     input_gram,
@@ -19,7 +20,7 @@ from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.layer.rule_registry import register_rule
-from curvlinops_plus.linalg.gram_sum import PackedGram
+from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram
 
 __all__ = ["ConvRule", "GroupedRule"]
 
@@ -127,16 +128,15 @@ class ConvRule(GroupedRule):
         row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0]
         return total, self.grouped(module, row_sum), float(len(x) * geometry.positions(x))
 
-    def packed_form(self, module: nn.Module) -> Correlations | None:
-        """Correlations of the images, of a convolution without groups."""
+    def packed_forms(self, module: nn.Module) -> tuple[PackedForm, ...]:
+        """The Gram matrix of whole images or their correlations, of a convolution without groups."""
         assert isinstance(module, _CONVOLUTIONS)
-        return Correlations(Geometry.of(module), module.weight.shape[1]) if module.groups == 1 else None
+        return tuple(form(Geometry.of(module), module.weight.shape[1]) for form in (Images, Correlations))
 
     def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> PackedGram | None:
-        """Correlations of the images, where these are fewer numbers."""
-        self._geometry(module, x)  # refuses what is no such convolution
-        form = self.packed_form(module)
-        return None if form is None else packed_gram(form, at_least_float32(x), ones)
+        """What takes less work than the patches, of a convolution without groups."""
+        geometry = self._geometry(module, x)
+        return packed_gram(geometry, at_least_float32(x), ones) if self.convolution(module).groups == 1 else None
 
     def mean_inputs(self, module: nn.Module, x: Tensor) -> Tensor:  # [B, b·i, *size] -> [B, *b, i·kernel]
         """Mean patch of each example, without forming patches."""

@@ -326,9 +326,9 @@ class AffineRule(LayerRule):
             return a.square_sum(), a.sum(), a.count()
         return gram(a.flatten(0, 1)), a.sum((0, 1)), float(a.shape[0] * a.shape[1])
 
-    def packed_form(self, module: nn.Module) -> PackedForm | None:
-        """What the numbers mean that `packed_gram` returns; None if it returns none."""
-        return None
+    def packed_forms(self, module: nn.Module) -> tuple[PackedForm, ...]:
+        """What the numbers may mean that `packed_gram` returns."""
+        return ()
 
     def packed_gram(self, module: nn.Module, x: Tensor, ones: bool) -> PackedGram | None:
         """The sum of `a aᵀ` by fewer numbers, which take less work; None if there is no such way.

@@ -16,7 +16,7 @@ import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
-__all__ = ["GramSum", "PackedForm", "PackedGram", "blas_threads", "gram", "mirror", "plain_mode"]
+__all__ = ["GramSum", "PackedForm", "PackedGram", "blas_threads", "gram", "lower_gram", "mirror", "plain_mode"]
 
 _BLOCK = 256  # a tile and its transpose fit the cache
 _WAITING = 128  # rows; products with half as many cost what one with all does
@@ -37,15 +37,22 @@ def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
     if rows.ndim == 3:
         items = rows.transpose(0, 1)
         return items.mT @ items
-    M, d = rows.shape
     # Half of the work, M d² operations, must pay for mirroring d² entries; what is written in place has no derivative.
-    if M < 192 or not _half_pays(rows) or rows.requires_grad:
+    if len(rows) < 192 or not _half_pays(rows) or rows.requires_grad:
         return rows.T @ rows
-    return mirror(_add_triangle(rows, rows.new_zeros(d, d)))
+    return mirror(lower_gram(rows))
+
+
+def lower_gram(rows: Tensor) -> Tensor:  # [M, d] -> [d, d]
+    """The lower triangle of `gram(rows)`, and above it anything: what `mirror` takes, also as a sum of several."""
+    rows = _single_at_least(rows)
+    if not _half_pays(rows):
+        return rows.T @ rows
+    return _add_triangle(rows, rows.new_zeros(rows.shape[1], rows.shape[1]))
 
 
 class PackedForm(Protocol):
-    """How a symmetric matrix follows from fewer numbers; equal if it does so in the same way."""
+    """How a symmetric matrix follows from other numbers; equal if it does so in the same way."""
 
     @property
     def columns(self) -> int: ...
@@ -57,10 +64,10 @@ class PackedForm(Protocol):
 
 @dataclass(eq=False)
 class PackedGram:
-    """`Σ rowsᵀ rows` by fewer numbers, of rows that were not formed.
+    """`Σ rowsᵀ rows` by other numbers, of rows that were not formed.
 
     Attributes:
-        values: These numbers, a vector.
+        values: These numbers. Only values of one shape are added up.
         form: What they mean.
         row_sum: The sum of rows [d]; None if it is not wanted.
         rows: How many rows there are.
@@ -234,7 +241,7 @@ class GramSum:
         self._count = self._count + count
 
     def _add_values(self, form: PackedForm, values: Tensor) -> None:
-        if self._packed is not None and self._packed[0] != form:
+        if self._packed is not None and (self._packed[0] != form or self._packed[1].shape != values.shape):
             self._unpack()
         self._packed = form, values if self._packed is None else self._packed[1].add_(values)
 
@@ -288,11 +295,12 @@ class GramSum:
         total, rows = self._triangle, _single_at_least(rows)
         if total is not None and rows.dtype != total.dtype:
             rows = rows.to(total.dtype)
-        if _half_pays(rows):
-            total = rows.new_zeros(rows.shape[1], rows.shape[1]) if total is None else total
-            self._triangle = _add_triangle(rows, total, self._factor)
+        if total is None:
+            self._triangle = lower_gram(rows)
+        elif _half_pays(rows):
+            _add_triangle(rows, total, self._factor)
         else:
-            self._triangle = rows.T @ rows if total is None else total.addmm_(rows.T, rows, beta=self._factor)
+            total.addmm_(rows.T, rows, beta=self._factor)
         self._factor = 1.0
 
 

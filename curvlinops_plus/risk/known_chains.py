@@ -127,12 +127,15 @@ def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
     for hook in (*module._forward_hooks.values(),):
         if type(hook) is not Uncopied or getattr(hook.func, "__self__", None) is not recorder:
             return False
-    for held in (module._parameters, module._buffers):
-        # None of a subclass, none whose gradient a hook changes, and none that is computed, as from other parameters.
-        for t in (*held.values(),) if held else ():
-            if t is not None and (type(t) not in _TENSORS or t._backward_hooks or t.grad_fn is not None):
-                return False
+    for t in (*module._parameters.values(), *module._buffers.values()):
+        if t is not None and not _is_plain_tensor(t):
+            return False
     return True
+
+
+def _is_plain_tensor(t: Tensor) -> bool:
+    """Whether it is none of a subclass, no hook changes its gradient, and it isn't computed, as from other parameters."""
+    return type(t) in _TENSORS and not t._backward_hooks and t.grad_fn is None
 
 
 @cache

@@ -122,13 +122,14 @@ def test_moving_average(approximation: str, reduction: str) -> None:
 @pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_moving_average_of_convolutions(approximation: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Input factors are sums of correlations, which become matrices when somebody looks."""
+    """Input factors are sums of correlations or of products of images, which become matrices when somebody looks."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=bias), nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1), Flat())
     model, data = model.float(), [(torch.rand(6, 3, s, s).float(), torch.randint(3, (6,))) for s in (8, 8, 5, 8)]
     seen = []
-    for packs in (False, True):
+    for packs in (None, "Correlations", "Images"):
         monkeypatch.setattr(convolution_gram, "_MIN_PATCHES", 1)
         monkeypatch.setattr(convolution_gram, "_MIN_PACKED_PRODUCTS", 1 if packs else torch.inf)
+        monkeypatch.setattr(convolution_gram, "_PER_ENTRY", 0 if packs == "Images" else torch.inf)
         risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
         streams = [CurvatureEstimator(risk, EVERY[approximation], vectors=Exact(), decay=0.9) for _ in range(2)]
         for step, (X, y) in enumerate(data):
@@ -136,7 +137,7 @@ def test_moving_average_of_convolutions(approximation: str, bias: bool, monkeypa
                 model(X)
             streams[1].update((X, y))
             rows = [rows for a in streams[0]._sums._accumulators() for rows in a._rows.values()]
-            assert any(one._packed for one in rows) == packs
+            assert {type(one._packed[0]).__name__ for one in rows if one._packed} == ({packs} if packs else set())
             if step == 1:
                 streams[0].refresh(1e-2)
         if approximation == "KFAC":
@@ -146,6 +147,7 @@ def test_moving_average_of_convolutions(approximation: str, bias: bool, monkeypa
         seen.append(resumed.operator.to_dense())
         close(streams[0].operator.to_dense(), seen[-1], 1e-6)
     close(seen[1], seen[0], 1e-5)
+    close(seen[2], seen[0], 1e-5)
 
 
 class Flat(nn.Module):

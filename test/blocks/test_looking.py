@@ -48,9 +48,10 @@ def images() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 3, 3)), nn.Conv2d(1, 6, 2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 4))
 
 
-def correlated(padding: int = 1) -> nn.Module:
-    """Of its convolution, correlations of images are summed."""
-    images, conv = (nn.Linear(9, 144), nn.Unflatten(1, (4, 6, 6))), nn.Conv2d(4, 2, 3, padding=padding)
+def correlated(padding: int = 1, size: int = 6) -> nn.Module:
+    """Of its convolution, correlations of images are summed, or products of those that are as small as the kernel."""
+    images = nn.Linear(9, 4 * size**2), nn.Unflatten(1, (4, size, size))
+    conv = nn.Conv2d(4, 2, 3, padding=padding)
     return nn.Sequential(*images, conv, nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(8, 4))
 
 
@@ -58,9 +59,15 @@ def correlated(padding: int = 1) -> nn.Module:
 def small_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution_gram, "_MIN_PATCHES", 1)
     monkeypatch.setattr(convolution_gram, "_MIN_PACKED_PRODUCTS", 1)
+    monkeypatch.setattr(convolution_gram, "_IMAGE_BYTES", 0)
 
 
-NETWORKS: dict[str, Callable[[], nn.Module]] = {"dense": dense, "images": images, "correlated": correlated}
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "dense": dense,
+    "images": images,
+    "correlated": correlated,
+    "whole images": partial(correlated, size=3),
+}
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -69,11 +76,14 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.randn(n, 9, generator=generator), torch.randint(4, (n,), generator=generator)
 
 
-def test_correlations_are_in_the_state() -> None:
-    estimator = stream("correlated", KFAC)
+@pytest.mark.parametrize(("name", "form"), [("correlated", "Correlations"), ("whole images", "Images")])
+def test_packed_numbers_are_in_the_state(name: str, form: str) -> None:
+    estimator = stream(name, KFAC)
     for batch in batches():
         estimator.update(batch)
-    assert any(path.endswith("/rows/A/packed") for path, _ in leaves(estimator.state_dict()))
+    found = dict(leaves(estimator.state_dict()))
+    assert [value.split("(")[0] for path, value in found.items() if path.endswith("/rows/A/form")] == [form]
+    assert any(path.endswith("/rows/A/packed") for path in found)
 
 
 def two_paddings() -> nn.Module:

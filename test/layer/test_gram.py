@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from curvlinops_plus.layer import convolution_gram as grams
+from curvlinops_plus.layer.conv import ConvRule
 from curvlinops_plus.layer.patches import Geometry
 
 
@@ -68,7 +69,7 @@ def test_matrices_of_fewer_numbers_are_packed(padding: int | str, packs: bool) -
     if not torch.backends.mkldnn.is_available():
         pytest.skip("correlations pay only where oneDNN computes them")
     x, where = torch.rand(64, 16, 12, 12).float(), Geometry.of(nn.Conv2d(16, 4, 3, padding=padding))
-    packed = grams.packed_gram(grams.Correlations(where, 16), x, ones=True)
+    packed = grams.packed_gram(where, x, ones=True)
     assert (packed is not None) == packs
     if packed is not None:
         assert len(packed.values) < 144**2 // 2
@@ -76,6 +77,77 @@ def test_matrices_of_fewer_numbers_are_packed(padding: int | str, packs: bool) -
         rows = where.rows(x).flatten(0, 1)
         torch.testing.assert_close(packed.form.unpack(packed.values), rows.T @ rows, rtol=1e-4, atol=1e-2)
         torch.testing.assert_close(packed.row_sum, rows.sum(0), rtol=1e-4, atol=1e-2)
+        assert packed.rows == len(rows)
+
+
+@st.composite
+def convolved(draw: st.DrawFn) -> tuple[Geometry, tuple[int, ...]]:
+    """Every option of a convolution, and the shape of one of its images."""
+    n, mode = (
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from(["constant", "constant", "reflect", "replicate", "circular"])),
+    )
+    numbers = [[draw(st.integers(1, 3)) for _ in range(n)] for _ in range(3)]
+    kernel, stride, dilation = map(tuple, numbers)
+    size = tuple(draw(st.integers(1 + d * (k - 1), 7)) for k, d in zip(kernel, dilation, strict=True))
+    most = [min(2, s - 1) if mode == "reflect" else min(2, s) for s in size]
+    padding = tuple((draw(st.integers(0, m)), draw(st.integers(0, m))) for m in most)
+    return Geometry(kernel, stride, dilation, padding, mode), (draw(st.integers(1, 3)), *size)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(convolved(), st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_products_of_whole_images(drawn: tuple[Geometry, tuple[int, ...]], batches: list[int]) -> None:
+    """The Gram matrix of patches is made of the sum of those of images, of which only a triangle counts."""
+    where, shape = drawn
+    torch.manual_seed(0)
+    images = [torch.randn(n, *shape) for n in batches]
+    total = sum(x.flatten(1).T @ x.flatten(1) for x in images)
+    assert isinstance(total, Tensor)
+    values = (total.tril() + torch.rand_like(total).triu(1)).view(shape * 2)
+    before = values.clone()
+    A = grams.Images(where, shape[0]).unpack(values)
+    torch.testing.assert_close(A, sum(plain(where, x) for x in images), rtol=1e-10, atol=1e-10)
+    assert torch.equal(values, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("module", "shape", "packs"),
+    [
+        (nn.Conv2d(16, 4, 3, padding=1), (256, 16, 4, 4), True),
+        (nn.Conv2d(1, 4, 3, padding=1), (64, 1, 8, 8), True),
+        (nn.Conv2d(1, 4, 3, padding=1, stride=2), (64, 1, 8, 8), True),
+        (nn.Conv2d(16, 4, 3, padding=2, dilation=2), (64, 16, 4, 4), True),
+        (nn.Conv2d(16, 4, 3, padding=1, padding_mode="circular"), (64, 16, 4, 4), True),
+        (nn.Conv2d(64, 4, 3, padding=1), (16, 64, 2, 2), False),  # reading the matrix costs more
+        (nn.Conv2d(64, 4, 3, padding=1), (64, 64, 2, 2), True),
+        (nn.Conv2d(64, 4, 3, padding=1), (256, 64, 4, 4), False),  # 4 MiB, three times the matrix
+        (nn.Conv2d(16, 4, 3, padding=1), (4, 16, 4, 4), False),
+        (nn.Conv2d(16, 4, 2), (256, 16, 4, 4), False),
+        (nn.Conv2d(16, 4, 4, stride=4), (256, 16, 4, 4), False),
+        (nn.Conv2d(1, 4, 1), (256, 1, 2, 2), False),
+        (nn.Conv2d(16, 4, 3, padding=1, groups=2), (256, 16, 4, 4), False),
+        (nn.Conv1d(3, 4, 5, padding=2), (64, 3, 12), True),
+        (nn.Conv3d(2, 4, 3, padding=1), (64, 2, 3, 3, 3), True),
+    ],
+)
+def test_small_images_are_multiplied_whole(
+    module: nn.Conv2d, shape: tuple[int, ...], packs: bool, dtype: torch.dtype
+) -> None:
+    """Of any convolution without groups where that takes less work; as exact as the products of patches."""
+    torch.manual_seed(0)
+    x, where = torch.randn(shape, dtype=torch.float64), Geometry.of(module)
+    packed = ConvRule().packed_gram(module, x.to(dtype), True)
+    found = packed is not None and isinstance(packed.form, grams.Images)
+    assert found == packs
+    if packed is not None and found:
+        rows, tolerance = where.rows(x).flatten(0, 1), 1e-12 if dtype == torch.float64 else 2e-6
+        A, exact = packed.form.unpack(packed.values), rows.T @ rows
+        assert A.dtype == dtype
+        assert (A - exact).abs().max() < tolerance * exact.abs().max()
+        assert packed.row_sum is not None
+        torch.testing.assert_close(packed.row_sum.double(), rows.sum(0), rtol=0, atol=tolerance * len(rows))
         assert packed.rows == len(rows)
 
 
