@@ -134,7 +134,7 @@ def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
 
 
 def _is_plain_tensor(t: Tensor) -> bool:
-    """Whether it is none of a subclass, no hook changes its gradient, and it isn't computed, as from other parameters."""
+    """Whether it is none of a subclass, no hook changes its gradient, and it is not computed, as from parameters."""
     return type(t) in _TENSORS and not t._backward_hooks and t.grad_fn is None
 
 
