@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -149,6 +149,15 @@ class _Calls(TorchFunctionMode):
         raise Unclear  # functions, generators, objects of a user's
 
 
+def _are_saved_tensors_hooked() -> bool:
+    """Whether somebody packs what graphs save."""
+    try:
+        with disable_saved_tensors_hooks("asked for"):  # fails where there are some
+            return False
+    except RuntimeError:
+        return True
+
+
 class _Writing(_Calls):
     """Carries calls out, and writes down what they are and what they return."""
 
@@ -158,7 +167,7 @@ class _Writing(_Calls):
         self.known = {id(t): t for t in others}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _UNSEEN or not _is_of_pytorch(func) or _top_saved_tensors_default_hooks(False) is not None:
+        if func in _UNSEEN or not _is_of_pytorch(func) or _are_saved_tensors_hooked():
             raise Unclear
         call, state = self.call(func, args, kwargs), torch.default_generator.get_state()
         out = func(*args, **(kwargs or {}))
