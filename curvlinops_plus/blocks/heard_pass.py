@@ -114,16 +114,6 @@ class HeardPass:
     def __exit__(self, *error: Any) -> None:
         self.contexts.__exit__(*error)
 
-    @property
-    def model(self) -> nn.Module:
-        """The model that is heard."""
-        return self._owner.risk.model
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether a call could be recorded, and no layer was called."""
-        return not self._again and not self._passes.recorder.calls
-
     def close(self) -> None:
         """Remove all hooks."""
         self.contexts.close()
@@ -315,11 +305,7 @@ class HeardBatch:
         self, batch: Batch, heard: HeardPass | None = None, add: Callable[..., None] = lambda *_: None
     ) -> None:
         self.batch, self.output, self._heard, self._add = batch, None, heard, add
-        self._calls: list[nn.Module] = []
         if heard is not None:
-            calls = self._calls  # a hook that held `self` would keep it
-            handle = heard.model.register_forward_hook(own_calls(lambda module, *_: calls.append(module)))
-            heard.contexts.callback(handle.remove)
             weakref.finalize(self, heard.contexts.close).atexit = False  # whoever forgets it leaves no hooks
             heard.begin(batch.X)
 
@@ -337,15 +323,8 @@ class HeardBatch:
             decay: As for `CurvatureEstimator.update`.
 
         Raises:
-            ValueError: If neither the model nor one of its layers was called since `begin`.
             NumericsError: As for `CurvatureEstimator.update`.
         """
-        if self._heard is not None and not self._calls and self._heard.is_empty:
-            self.close()
-            raise ValueError(
-                "Neither the model nor one of its layers was called between `begin` and `end`. Call the estimator's "
-                "own model, `estimator.risk.model`, there: the output of a copy has other parameters."
-            )
         try:
             self._add(replace(self.batch, y=y), self._heard, decay)
         finally:

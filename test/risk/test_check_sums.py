@@ -74,15 +74,3 @@ def test_totals_leave_what_is_added_as_it_is() -> None:
     assert (whole.examples, float(whole.loss_count), float(whole.loss), float(whole.counts[0])) == (4, 4.0, 8.0, 2.0)
     assert [float(part.loss_count) for part in parts] == [3.0, 5.0]
     assert [float(part.counts[0]) for part in parts] == [1.0, 1.0]
-
-
-def test_totals_that_are_kept_are_numbers_of_python_in_double_precision() -> None:
-    """A stream's moving averages take no operations on tensors then; the same numbers as with tensors, bit by bit."""
-    loss = torch.tensor(0.1, requires_grad=True)
-    kept = Totals(2, 2, torch.tensor(2), loss, counts=(torch.tensor(2),), losses=(loss,)).detached()
-    assert [type(x) for x in (kept.loss, kept.loss_count, *kept.losses, *kept.counts)] == [float, int, float, int]
-    wide = loss.detach().double()
-    kept.decay(0.95)
-    kept.add(Totals(1, 1, 1.0, 0.3))
-    assert kept.loss == float(wide * 0.95 + 0.3)
-    assert kept.loss_count == float(torch.tensor(2.0).double() * 0.95 + 1.0)
