@@ -163,7 +163,8 @@ def test_star_import_shadows_nothing() -> None:
 def imported_by(statement: str, depth: int = 1) -> set[str]:
     """Modules that a new process imports by it, beside what it needs of the required packages."""
     code = (
-        "import sys, einops, numpy, scipy, torch, torch.nn.utils.prune, torch.utils.checkpoint, tqdm; before = set(sys.modules); "
+        "import sys, einops, numpy, scipy, torch, torch.nn.utils.prune, torch.utils.checkpoint, tqdm; "
+        "before = set(sys.modules); "
         f"{statement}; print(*sorted(set(sys.modules) - before))"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
