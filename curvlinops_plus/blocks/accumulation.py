@@ -141,7 +141,8 @@ class Accumulation:
         if self._max_bytes and again:
             self._cache = SweepCache(self._max_bytes, again)
             add, count = partial(self._add_and_keep, self._cache), partial(self._count_and_keep, self._cache)
-            begin = self._cache.begin
+            # What lists hold stays; loaders may fill one memory anew.
+            begin = None if type(self.risk.data) in (list, tuple) else self._cache.begin
         else:
             self._cache = None
         if self._weights is None and self.vectors.backward:

@@ -45,7 +45,7 @@ class SweepCache:
         self._storages: set[int] = set()  # their addresses
         self._bytes = 0
         self._versions: list[tuple[Tensor, int]] = []
-        self._of_data: set[int] | None = None  # addresses of the mini-batch's storages; None: any may be its
+        self._of_data: set[int] | None = set()  # addresses of the mini-batch's storages; None: any may be its
         self._copies: dict[Any, Tensor] = {}  # of its tensors
 
     def begin(self, batch: Batch) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import NETS, problem
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from curvlinops_plus import (
     EKFAC,
@@ -192,3 +193,13 @@ def test_bars(progressbar: bool, capfd: pytest.CaptureFixture[str]) -> None:
     curvature(p.risk(progressbar=progressbar), EKFAC).compute()
     bars = capfd.readouterr().err
     assert ("sweep 1 (on" in bars, "sweep 2 (kept)" in bars) == (progressbar, progressbar)
+
+
+def test_batches_of_lists_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, X, y = nn.Linear(4, 3), torch.randn(6, 4), torch.arange(6) % 3
+    begun: list[Any] = []
+    begin = SweepCache.begin
+    monkeypatch.setattr(SweepCache, "begin", lambda self, batch: begun.append(batch) or begin(self, batch))
+    for data, copied in (([(X, y)], False), (DataLoader(TensorDataset(X, y), 6), True)):
+        curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data), EKFAC).compute()
+        assert bool(begun) == copied
