@@ -140,10 +140,12 @@ def images_pay(geometry: Geometry, x: Tensor) -> bool:
     """Whether the Gram matrix of whole images takes much less work than that of patches, and little memory.
 
     Multiplications are counted (twice those of images, whose matrix has to pay), with what it costs to copy patches, to
-    add up the matrix of images, and to make that of patches, as if it were read after each batch.
+    add up the matrix of images, and to make that of patches, as if it were read after each batch. The table of `_pairs`
+    is small for small kernels only: of 255 taps on 256 pixels it has four billion entries.
     """
     B, D, d = len(x), prod(x.shape[1:]), x.shape[1] * prod(geometry.kernel)
-    if max(d**2, _IMAGE_BYTES // x.element_size()) < D**2:
+    taps = max(k * size for k, size in zip(geometry.kernel, x.shape[2:], strict=True))
+    if max(d**2, _IMAGE_BYTES // x.element_size()) < D**2 or 8 * taps**2 > _IMAGE_BYTES:
         return False
     return 2 * B * D**2 + _PER_ENTRY * (D**2 + d**2) < B * geometry.positions(x) * d * (d + _PER_COPY)
 
