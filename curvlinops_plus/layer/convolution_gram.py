@@ -58,6 +58,8 @@ _PER_COPY = 100
 _PER_ENTRY = 80
 # Up to this size a Gram matrix of whole images may be larger than that of their patches.
 _IMAGE_BYTES = 2**20
+# The largest table that makes the one of the other: it stays, and of 255 taps on 256 pixels it would have 34 GB.
+_TABLE_BYTES = 2**20
 
 
 def input_gram(geometry: Geometry, x: Tensor) -> Tensor:  # [B, c, *size] -> [c·kernel, c·kernel]
@@ -140,12 +142,11 @@ def images_pay(geometry: Geometry, x: Tensor) -> bool:
     """Whether the Gram matrix of whole images takes much less work than that of patches, and little memory.
 
     Multiplications are counted (twice those of images, whose matrix has to pay), with what it costs to copy patches, to
-    add up the matrix of images, and to make that of patches, as if it were read after each batch. The table of `_pairs`
-    is small for small kernels only: of 255 taps on 256 pixels it has four billion entries.
+    add up the matrix of images, and to make that of patches, as if it were read after each batch.
     """
     B, D, d = len(x), prod(x.shape[1:]), x.shape[1] * prod(geometry.kernel)
     taps = max(k * size for k, size in zip(geometry.kernel, x.shape[2:], strict=True))
-    if max(d**2, _IMAGE_BYTES // x.element_size()) < D**2 or 8 * taps**2 > _IMAGE_BYTES:
+    if max(d**2, _IMAGE_BYTES // x.element_size()) < D**2 or 8 * taps**2 > _TABLE_BYTES:
         return False
     return 2 * B * D**2 + _PER_ENTRY * (D**2 + d**2) < B * geometry.positions(x) * d * (d + _PER_COPY)
 
