@@ -86,14 +86,8 @@ def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
 
     Cost: a walk through the graph.
     """
-    found, seen = False, set[Any]()
-    waiting: list[Any] = [f.grad_fn for f in outputs]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen or not node.next_functions:
-            continue
-        seen.add(node)
-        waiting += [child for child, _ in node.next_functions]
+    found = False
+    for node, _ in postorder([f.grad_fn for f in outputs]):
         name = node.name()
         if "BatchNorm" in name:
             node.register_prehook(partial(_copy_ambiguous, num_examples))

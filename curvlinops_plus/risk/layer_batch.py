@@ -58,7 +58,6 @@ class LayerBatch:
     role: Role | None = None
     _shared: dict[Any, Any] = field(default_factory=dict)
     of_batch: Mapping[Layer, Sequence[Call]] | None = None
-    _rows: AffineRows | None = field(default=None, init=False)
 
     def restrict(self, group: Group) -> LayerBatch:
         """The same batch with only the parameters of `group`; what was computed is shared."""
@@ -116,15 +115,13 @@ class LayerBatch:
         grads = self.calls[0].grads
         return 0 if grads is None else (grads if isinstance(grads, Tensor) else grads[0]).shape[0]
 
-    @property
+    @cached_property
     def rows(self) -> AffineRows:
         """The rows of an affine layer.
 
         Raises:
             UnsupportedError: If the layer has no affine rule, or multiplies with several matrices.
         """
-        if self._rows is not None:
-            return self._rows
         layer = self.layer
         if not layer.affine:
             kind = "is shared by several modules" if layer.tied else "has no affine rule"
@@ -145,7 +142,7 @@ class LayerBatch:
             several and all(isinstance(use.rule, AffineRule) and use.rule.sparse for use in role.uses)
         )
         columns = (self.group or layer.groups[0]).layout.matrix_shape[-1]
-        self._rows = AffineRows(
+        return AffineRows(
             layer,
             self.calls,
             self.num_examples,
@@ -157,7 +154,6 @@ class LayerBatch:
             self._shared,
             self.example_weights,
         )
-        return self._rows
 
     # ---------------------------------------------------------------------------------------- gradients of each example
     @cached_property
