@@ -332,10 +332,10 @@ class RunningCurvature:
         self.steps = state["steps"]
         self.inverse.restore(state["dampings"])
         self.drop()
-        self.factor = state.get("factor", 1.0)
+        self.factor = state["factor"]
         self.forget()
-        self.batches = state.get("batches", 0)
-        self._before -= state.get("examples", 0)
+        self.batches = state["batches"]
+        self._before -= state["examples"]
 
     def drop(self) -> None:
         """Forget batches that wait for their backward pass."""
