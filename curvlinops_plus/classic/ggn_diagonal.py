@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.per_example import DiagonalBlock
 from curvlinops_plus.classic.build_risk import build_layer_risk
-from curvlinops_plus.distributed import Processes
 from curvlinops_plus.risk import Exact, MonteCarlo
 
 __all__ = ["GGNDiagonalLinearOperator"]
@@ -31,8 +30,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         batch_size_fn: Number of examples of an input that is no tensor.
         mc_samples: Draws per example; 0 is the exact diagonal.
         seed: Where the random draws start.
-        num_per_example_loss_terms, output, mask, weight, example_axis, shift_labels, processes: As for
-            `KFACLinearOperator`.
+        risk_options: Keyword options of `EmpiricalRisk`.
 
     Raises:
         ValueError: For an unknown loss, or a negative `mc_samples`.
@@ -63,14 +61,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         batch_size_fn: Callable[[Any], int] | None = None,
         mc_samples: int = 0,
         seed: int = 2147483647,
-        *,
-        num_per_example_loss_terms: int | None = None,
-        output: Callable[[Any], Any] | None = None,
-        mask: Callable[[Any, Any], Tensor] | None = None,
-        weight: Callable[..., Any] | None = None,
-        example_axis: Mapping[str, int] | None = None,
-        shift_labels: bool | None = None,
-        processes: Processes | None = None,
+        **risk_options: Any,
     ) -> None:
         if mc_samples < 0:
             raise ValueError(
@@ -84,13 +75,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
             progressbar=progressbar,
             num_data=num_data,
             batch_size_fn=batch_size_fn,
-            num_per_example_loss_terms=num_per_example_loss_terms,
-            output=output,
-            mask=mask,
-            weight=weight,
-            example_axis=example_axis,
-            shift_labels=shift_labels,
-            processes=processes,
+            **risk_options,
         )
         vectors = MonteCarlo(mc_samples, seed) if mc_samples else Exact()
         super().__init__(

@@ -12,7 +12,6 @@ from curvlinops_plus.blocks.nearest import NearestKronecker
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.classic.fisher_types import FisherType
 from curvlinops_plus.classic.kronecker_factored import KFACLinearOperator
-from curvlinops_plus.distributed import Processes
 
 __all__ = ["KFOCLinearOperator"]
 
@@ -30,6 +29,7 @@ class KFOCLinearOperator(KFACLinearOperator):
     Args:
         fisher_type: "type-2" (exact), "mc" (labels drawn from the model) or "empirical".
         mc_samples: Draws per example for "mc".
+        options: Keyword options of `KFACLinearOperator`.
 
     Cost: one sweep for layers whose block takes no more than 64 MiB, four sweeps for larger ones.
 
@@ -65,12 +65,7 @@ class KFOCLinearOperator(KFACLinearOperator):
         *,
         fisher_type: str = FisherType.TYPE2,
         mc_samples: int = 1,
-        output: Callable[[Any], Any] | None = None,
-        mask: Callable[[Any, Any], Tensor] | None = None,
-        weight: Callable[..., Any] | None = None,
-        example_axis: Mapping[str, int] | None = None,
-        shift_labels: bool | None = None,
-        processes: Processes | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(
             model_func,
@@ -86,12 +81,7 @@ class KFOCLinearOperator(KFACLinearOperator):
             separate_weight_and_bias=separate_weight_and_bias,
             num_data=num_data,
             batch_size_fn=batch_size_fn,
-            output=output,
-            mask=mask,
-            weight=weight,
-            example_axis=example_axis,
-            shift_labels=shift_labels,
-            processes=processes,
+            **options,
         )
 
     @property

@@ -19,7 +19,6 @@ from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
 from curvlinops_plus.classic.build_risk import build_layer_risk
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType
-from curvlinops_plus.distributed import Processes
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal
 from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
@@ -54,17 +53,13 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         separate_weight_and_bias: Weight and bias have blocks of their own.
         num_data: Replaces the number of examples in the scale of the loss.
         batch_size_fn: Number of examples of an input that is no tensor.
-        output: Picks the tensor that the loss reads out of what the model returns.
-        mask: `mask(X, y)` gives [N, T] bool: positions that count in the statistics of layers with T positions.
-        weight: `weight(X, y, ...)` gives the weights of the examples of a batch, see `EmpiricalRisk`.
-        example_axis: Module name or glob to the axis of the examples, where it is not the first.
-        shift_labels: Language models: position t predicts the label at t + 1.
         max_kept_bytes: Memory for what stays between two sweeps, as for `curvature`; KFAC alone keeps nothing.
-        processes: Several processes, each with its part of the data, as for `EmpiricalRisk`.
         owned: As for `curvature`: of several processes each keeps only some blocks, and has the factors of these.
         max_bytes: As for `curvature`: layers in groups that fit, each with sweeps of its own.
         offload: As for `curvature`: where finished blocks are put, "cpu" or "disk:folder".
         split: Factors with more rows are split into matrices on their diagonal, as by `KFAC.using(split=...)`.
+        risk_options: Keyword options of `EmpiricalRisk`, such as `output`, `mask`, `weight`, `shift_labels`,
+            `processes`.
 
     Raises:
         ValueError: For an unknown loss, an unknown option value, a negative `max_kept_bytes`, or `mc_samples` with
@@ -109,17 +104,12 @@ class KFACLinearOperator(BlockwiseLinearOperator):
         num_data: int | None = None,
         batch_size_fn: Callable[[Any], int] | None = None,
         *,
-        output: Callable[[Any], Any] | None = None,
-        mask: Callable[[Any, Any], Tensor] | None = None,
-        weight: Callable[..., Any] | None = None,
-        example_axis: Mapping[str, int] | None = None,
-        shift_labels: bool | None = None,
         max_kept_bytes: int = KEPT_BYTES,
-        processes: Processes | None = None,
         owned: bool = False,
         max_bytes: int | None = None,
         offload: str | torch.device | None = None,
         split: int | None = None,
+        **risk_options: Any,
     ) -> None:
         if fisher_type not in self._SUPPORTED_FISHER_TYPE:
             supported = [FisherType(item).value for item in self._SUPPORTED_FISHER_TYPE]
@@ -140,12 +130,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             num_data=num_data,
             batch_size_fn=batch_size_fn,
             num_per_example_loss_terms=num_per_example_loss_terms,
-            output=output,
-            mask=mask,
-            weight=weight,
-            example_axis=example_axis,
-            shift_labels=shift_labels,
-            processes=processes,
+            **risk_options,
         )
         approximation, expand = self._APPROXIMATION, kfac_approx == KFACType.EXPAND
         changed = {} if expand else {"kfac_approx": "reduce"}

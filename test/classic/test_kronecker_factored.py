@@ -29,6 +29,7 @@ from curvlinops_plus import (
     KFACInverseLinearOperator,
     KFACLinearOperator,
     KFACType,
+    KFOCLinearOperator,
     MonteCarlo,
     UnsupportedError,
     compute_eigenvalue_correction_linear_weight_sharing,
@@ -129,6 +130,16 @@ def test_every_argument_may_be_given_by_position() -> None:
     )
     expected = p.curvature(KFAC.using(kfac_approx="reduce"), vectors=MonteCarlo(2, seed=3))
     close(K.to_dense(), expected.to_dense())
+
+
+@pytest.mark.parametrize("kind", [KFACLinearOperator, KFOCLinearOperator, GGNDiagonalLinearOperator])
+def test_options_of_a_risk_are_passed_on(kind: Any) -> None:
+    p = problem("mlp")
+    K = kind(p.model, p.loss, p.params, p.data, check=False, weight=lambda X, y: torch.full((len(X),), 2.0))
+    assert K.risk.options.check is False
+    close(K.to_dense(), kind(p.model, p.loss, p.params, p.data).to_dense())  # a mean
+    with pytest.raises(TypeError, match="wieght"):
+        kind(p.model, p.loss, p.params, p.data, wieght=None)
 
 
 def test_fisher_and_kfac_types_are_strings_too() -> None:
