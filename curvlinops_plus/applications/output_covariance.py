@@ -132,7 +132,9 @@ class OutputCovariance:
         """Variances or covariances of a batch, and how many bytes were held."""
         if isinstance(self.K, BlockwiseLinearOperator):
             passes = _LayerParts(self.K.operator, root, self.picked, full, self.max_bytes, batch.num_examples)
-            self._send_units(batch, passes)
+            layers = [entry.layer for entry in self.K.plan]
+            with RecordedPasses(self.risk, layers, _Units(), LossWeights(self.risk.losses)) as sent:
+                sent.observe(batch, Draws(0), passes)
             return passes.spread(part.mean.shape), passes.most
         rows = Jacobian(self.risk.with_data([batch]), check_deterministic=False).to_dense()
         order = torch.arange(len(rows), dtype=torch.float64, device=rows.device).reshape(part.f_shape)
@@ -140,12 +142,6 @@ class OutputCovariance:
         J = rows[order.flatten()] if self.picked is None else rows[order.flatten()][:, self.picked]
         phi = (root @ J.T).T.reshape(*order.shape, -1)
         return phi @ phi.mT if full else phi.square().sum(-1), rows.numel() * rows.element_size()
-
-    def _send_units(self, batch: Batch, consume: _LayerParts) -> None:
-        assert isinstance(self.K, BlockwiseLinearOperator)
-        layers = [entry.layer for entry in self.K.plan]
-        with RecordedPasses(self.risk, layers, _Units(), LossWeights(self.risk.losses)) as passes:
-            passes.observe(batch, Draws(0), consume)
 
 
 class _LayerParts:

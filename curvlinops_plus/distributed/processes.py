@@ -230,7 +230,11 @@ class Processes(Alone):
             if not failed and most == -least:
                 return largest
             told: list[Any] = [None] * self.world
-            words = None if error is None else (type(error).__name__, str(error), _traceback(error))
+            words = (
+                None
+                if error is None
+                else (type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+            )
             dist.all_gather_object(told, (what, self._calls, words), self.group)
         places, calls, errors = ([*column] for column in zip(*told, strict=True))
         self._calls = max(calls)  # all begin anew
@@ -431,10 +435,6 @@ def _in_contact(processes: Processes, what: str) -> Iterator[None]:
             f"Process {processes.rank} of {processes.world} has lost contact with others in {what}: one of them has "
             f"ended, or did not come within the timeout of the group. {type(error).__name__}: {error}"
         ) from error
-
-
-def _traceback(error: Exception) -> str:
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
 
 
 def _difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:

@@ -100,7 +100,8 @@ class _Backend:
         for key, p in risk.params.items():
             block, at = K.blocks[owners[key]], positions[owners[key]]
             if p.ndim < 2:
-                factors.append([_in_order(block, at)])
+                order = at.argsort()
+                factors.append([block.to_dense()[order][:, order]])
                 continue
             pair = _pair(block, at, p.shape[0], share)
             if pair is None:
@@ -155,12 +156,6 @@ class CurvlinopsPlusEF(_Backend, EFInterface):
 
     def _vectors(self) -> Vectors:
         return Empirical()
-
-
-def _in_order(block: LinearOperator, at: Tensor) -> Tensor:
-    """The dense block of a parameter, in the parameter's own order."""
-    order = at.argsort()
-    return block.to_dense()[order][:, order]
 
 
 def _pair(block: LinearOperator, at: Tensor, rows: int, share: float) -> tuple[Tensor, Tensor] | None:

@@ -157,7 +157,8 @@ class Offloaded(Deferred):
     def __init__(self, block: LinearOperator, store: Store) -> None:
         super().__init__(block.in_space, block.dtype, block.device, block.structure, out_space=block.out_space)
         self.store = store
-        rounded = set() if store.dtype is None else {id(t) for t in _eigenvectors(block)}
+        rounds = store.dtype is not None and isinstance(block, Eigendecomposed)
+        rounded = {id(factor.matrix) for factor in _dense_factors(block.basis)} if rounds else ()
         self._state = pack(block, lambda t: store.put(t, store.dtype if id(t) in rounded else None))
 
     @property
@@ -239,13 +240,8 @@ def _in_turn(blocks: Mapping[str, LinearOperator]) -> Iterator[tuple[str, Linear
         del here
 
 
-def _eigenvectors(block: LinearOperator) -> Iterator[Tensor]:
-    """The matrices of an eigenbasis."""
-    if isinstance(block, Eigendecomposed):
-        yield from (factor.matrix for factor in _dense_factors(block.basis))
-
-
 def _dense_factors(basis: Any) -> Iterator[Dense]:
+    """The matrices of an eigenbasis."""
     if isinstance(basis, Kronecker):
         yield from _dense_factors(basis.G)
         yield from _dense_factors(basis.A)

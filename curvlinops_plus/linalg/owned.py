@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.block_diagonal import BlockDiagonal
@@ -271,14 +271,18 @@ class OwnedBlockDiagonal(BlockDiagonal):
 
         def work() -> dict[str, Any]:
             own = self._each(pack, among=self.here)
-            told = self.processes.gather("what blocks are", tree_map(_without_entries, own))
+            told = self.processes.gather(
+                "what blocks are", tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), own)
+            )
             trees = {name: tree for part in told for name, tree in part.items()}
             mine = rank is None or rank == self.processes.rank
             sent: list[Tensor] = []
             owners: list[int] = []
             found: dict[str, Any] = {}
             for name, tree in trees.items():
-                found[name] = own[name] if name in own else tree_map(self._room, tree) if mine else tree
+                if name not in own and mine:
+                    tree = tree_map_only(Tensor, lambda t: torch.empty_like(t, device=self.device), tree)
+                found[name] = own.get(name, tree)
                 tensors = [t for t in tree_leaves(found[name]) if isinstance(t, Tensor)]
                 sent += tensors
                 owners += [self.owners[name]] * len(tensors)
@@ -291,9 +295,6 @@ class OwnedBlockDiagonal(BlockDiagonal):
         blocks = {name: unpack(packed[name], self.device) for name in self.blocks}
         return BlockDiagonal(blocks, self.layouts, self.space)
 
-    def _room(self, leaf: Any) -> Any:
-        return torch.empty_like(leaf, device=self.device) if isinstance(leaf, Tensor) else leaf
-
     def own_state_dict(self) -> dict[str, Any]:
         """The state of the blocks of this process: part of that of a `BlockDiagonal`."""
         return super().own_state_dict() | {"class": "BlockDiagonal"}
@@ -303,10 +304,6 @@ class OwnedBlockDiagonal(BlockDiagonal):
         whole = self.gather(None)
         assert whole is not None
         return whole.state_dict()
-
-
-def _without_entries(leaf: Any) -> Any:
-    return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _made(value: Any) -> Any:

@@ -86,7 +86,8 @@ def from_scipy(
         raise TypeError("Expected a SciPy operator, sparse matrix or NumPy array, got a tensor; use Dense(op).")
     if isinstance(op, LinearOperator):
         raise TypeError(f"Expected a SciPy operator, got {op.label}, which is one of ours already.")
-    if not _is_matrix(op):
+    sparse = scipy.sparse.issparse(op)
+    if not (sparse or (hasattr(op, "shape") and any(hasattr(op, name) for name in ("dtype", "matvec", "matmat")))):
         raise TypeError(
             f"Expected a SciPy operator, sparse matrix or NumPy array, got {op!r} of type {type(op).__name__}; make it "
             "an array, as by np.array(op, dtype=float)."
@@ -95,16 +96,11 @@ def from_scipy(
     where = torch.empty(0, device="cpu" if device is None else device).device
     if isinstance(op, np.ndarray):
         return Dense(torch.tensor(op, dtype=dtype, device=where), structure)
-    wrapped = _as_scipy(op)
+    known = sparse or hasattr(op, "matvec")
+    wrapped = scipy.sparse.linalg.aslinearoperator(op) if known else _of_matmat(op)
     if structure > Structure.GENERAL and wrapped.shape[0] != wrapped.shape[1]:
         raise ValueError(f"Expected a {structure.name} matrix to be square, got {list(wrapped.shape)}.")
     return _FromSciPy(wrapped, dtype, where, structure)
-
-
-def _as_scipy(op: Any) -> SciPyLinearOperator:
-    if scipy.sparse.issparse(op) or hasattr(op, "matvec"):
-        return scipy.sparse.linalg.aslinearoperator(op)
-    return _of_matmat(op)
 
 
 def _of_matmat(op: Any) -> SciPyLinearOperator:
@@ -117,12 +113,6 @@ def _of_matmat(op: Any) -> SciPyLinearOperator:
 
 def _column(product: Any) -> Any:
     return lambda x: product(x.reshape(-1, 1))[:, 0]
-
-
-def _is_matrix(op: Any) -> bool:
-    return scipy.sparse.issparse(op) or (
-        hasattr(op, "shape") and any(hasattr(op, name) for name in ("dtype", "matvec", "matmat"))
-    )
 
 
 def _working_dtype(op: Any, dtype: torch.dtype | None) -> torch.dtype:

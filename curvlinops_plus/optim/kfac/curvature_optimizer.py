@@ -246,7 +246,8 @@ class CurvatureOptimizer(torch.optim.Optimizer):
             except Exception:
                 self.curvature.forget()  # the next step has batches of its own
                 raise
-            self.curvature.advance()
+            self.curvature.steps += 1
+            self.curvature.forget()
         return loss
 
     def _finish_and_step(self, report: StepReport, loss: Any) -> None:

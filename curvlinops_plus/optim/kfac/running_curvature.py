@@ -222,7 +222,7 @@ class RunningCurvature:
             if found is not None:
                 raise error or type(found)(f"Process {rank} of {len(told)}: {found}")
         self._heard, self._seen = any(batches), any(seen)
-        self.seen.take_numbers(numbers)
+        self.seen.told = numbers
 
     def _finish_waiting(self) -> None:
         while self._waiting:
@@ -343,11 +343,6 @@ class RunningCurvature:
         for heard, _ in self._waiting:
             heard.close()
         self._waiting.clear()
-
-    def advance(self) -> None:
-        """A step was taken."""
-        self.steps += 1
-        self.forget()
 
     def forget(self) -> None:
         """What was seen until now belongs to no step any more."""

@@ -150,7 +150,8 @@ class StepBatches:
         self._said_other = False
         #: A number that a loss is hardly multiplied with but by a gradient scaler.
         self.large = 1024.0
-        self._told: Sequence[list[tuple[float, float]] | None] = ()
+        #: What `numbers` has said in each process, whose gradients are averaged.
+        self.told: Sequence[list[tuple[float, float]] | None] = ()
 
     def __bool__(self) -> bool:
         return bool(self._calls)
@@ -211,7 +212,9 @@ class StepBatches:
     def begin(self, task: int) -> None:
         """A backward pass begins; those before it count no more if it finds no gradients, or zeros."""
         new = [call for call in self._calls if all(f is None or f.task in (None, task) for f in call.factors)]
-        if len(new) < len(self._calls) and not any(_is_nonzero(p.grad) for p in self._risk.params.values()):
+        if len(new) < len(self._calls) and not any(
+            g.layout != torch.strided or bool(g.any()) for p in self._risk.params.values() if (g := p.grad) is not None
+        ):
             self._calls = new
 
     # --------------------------------------------------------------------------------------------------- their losses
@@ -267,10 +270,6 @@ class StepBatches:
         if not calls:
             return []
         return [_of_loss(calls, index, one.reduction) for index, one in enumerate(self._risk.losses)]
-
-    def take_numbers(self, told: Sequence[list[tuple[float, float]] | None]) -> None:
-        """Take over what `numbers` has said in each process, whose gradients are averaged."""
-        self._told = told
 
     def parts(self, scale: float | None, otherwise: float, merged: bool = False) -> list[tuple[Iterable[Batch], float]]:
         """The sum that the gradient is that of: batches, and what their losses are multiplied with.
@@ -342,14 +341,14 @@ class StepBatches:
 
     def _raw(self) -> float | None:
         """The factor as it came, with the scale of a gradient scaler."""
-        told = [numbers for numbers in self._told if numbers]
-        if not told or None in self._told:
+        told = [numbers for numbers in self.told if numbers]
+        if not told or None in self.told:
             return None
         losses, found = self._risk.losses, []
         for one, each in zip(losses, zip(*told, strict=True), strict=True):
             number, examples = map(sum, zip(*each, strict=True))
             # Each batch is a part of a sum; gradients are averaged over all processes.
-            found.append(number / (examples if one.reduction == "sum" else 1.0) / len(self._told) / one.weight)
+            found.append(number / (examples if one.reduction == "sum" else 1.0) / len(self.told) / one.weight)
         for one, value in zip(losses, found, strict=True):
             if math.isfinite(value) and not abs(value - found[0]) <= 1e-2 * abs(found[0]):
                 raise ValueError(
@@ -377,10 +376,6 @@ class StepBatches:
                 stacklevel=level_of_user(),
             )
         return 1.0
-
-
-def _is_nonzero(g: Tensor | None) -> bool:
-    return g is not None and (g.layout != torch.strided or bool(g.any()))
 
 
 @dataclass(frozen=True)

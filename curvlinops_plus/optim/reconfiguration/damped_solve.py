@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -111,7 +111,10 @@ class DampedSystem:
         self.mode, self.solver = self._choose(mode, solver)
         self._check_rank()
         self.tol, self.max_iter = tol, 10 * ensemble.psi.space.dim if max_iter is None else max_iter
-        self.D = self._diagonal_scaling()
+        self.D: Tensor | None = None
+        if diagonal_shift:
+            squares = MatrixFreeScores(ensemble).variances() + damping / diagonal_shift
+            self.D = torch.where(squares > 0, squares, torch.ones_like(squares)).sqrt()  # 0: a parameter without effect
         self.scores, kernel = self._scores_and_kernel()
         if kernel is not None and proj_reg:
             null = MatrixFreeScores(ensemble).null_directions()
@@ -184,12 +187,6 @@ class DampedSystem:
                 f"S of {P} real parameters is singular: the centred derivatives of {e.n} samples have rank {rank} at "
                 "most. Add a damping (1e-3 is common), or take more samples."
             )
-
-    def _diagonal_scaling(self) -> Tensor | None:
-        if not self.diagonal_shift:
-            return None
-        squares = MatrixFreeScores(self.ensemble).variances() + self.damping / self.diagonal_shift
-        return torch.where(squares > 0, squares, torch.ones_like(squares)).sqrt()  # 0: a parameter without effect
 
     def _scores_and_kernel(self) -> tuple[LinearOperator, Tensor | None]:
         """`Ō D⁻¹`, and in mode "kernel" the kernel."""
@@ -270,9 +267,13 @@ class DampedSystem:
             return self.tol
         return 1e-12 if self.ensemble.psi.dtype == torch.float64 else 1e-5
 
-    def _solver_warnings(self) -> Any:
+    @contextmanager
+    def _solver_warnings(self) -> Iterator[None]:
         """Context without the solver's own warnings if no tolerance was given: `_warn_of_residual` gives one then."""
-        return _without_warnings() if self.tol is None else nullcontext()
+        with warnings.catch_warnings():
+            if self.tol is None:
+                warnings.simplefilter("ignore", CurvatureWarning)
+            yield
 
     def _warn_of_residual(self, residual: float, reason: str) -> None:
         limit = torch.finfo(self.ensemble.psi.dtype).eps ** 0.5
@@ -282,13 +283,6 @@ class DampedSystem:
                 CurvatureWarning,
                 stacklevel=2,
             )
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CurvatureWarning)
-        yield
 
 
 def check_options(mode: Mode, solver: Solver | None, **numbers: float) -> None:
