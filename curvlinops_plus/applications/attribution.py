@@ -162,7 +162,6 @@ class _Columns:
     """One layer's part of the vectors `P ∇ℓ_q` of all queries: all numbers.
 
     Attributes:
-        group: The layer's parameters.
         tensors: [Q, dim], the rows of the vectors.
     """
 
@@ -272,11 +271,7 @@ class _Rows:
         self.rows, self.number = torch.empty(0), 0
 
     def add(self, part: Tensor) -> None:
-        """Add [N, *shape].
-
-        Raises:
-            ValueError: If the shape is not that of the parts before.
-        """
+        """Add [N, *shape]."""
         if self.number == 0:
             self.rows = part.new_empty(0, *part.shape[1:])
         if self.rows.shape[1:] != part.shape[1:]:

@@ -105,9 +105,7 @@ def show_gradients(
     """Show each batch of a risk with the gradients of its examples' un-reduced losses, layer by layer.
 
     Args:
-        risk: Model, losses and data.
         per_term: Send the gradient of each loss term by itself.
-        desc: Text of the progress bar.
         begin: Called with each batch and the layers of the model, again if functions turn out to read parameters; it
             returns what takes the layers' batches.
 

@@ -23,11 +23,7 @@ def risks_of(K: LinearOperator) -> list[EmpiricalRisk]:
 
 
 def require_fixed(K: LinearOperator) -> None:
-    """Refuse an operator that is computed anew in each product, from parameters that training changes.
-
-    Raises:
-        TypeError: Naming it.
-    """
+    """Refuse an operator that is computed anew in each product, from parameters that training changes."""
     for part in _parts(K, set()):
         risk = part.risk if isinstance(part, RiskOperator) else None
         if risk is not None and any(risk.params[key] is p for key, p in risk.own_params.items()):
@@ -39,11 +35,7 @@ def require_fixed(K: LinearOperator) -> None:
 
 
 def require_own_values(K: LinearOperator, model: nn.Module, what: str) -> None:
-    """Refuse an operator that was computed from a network, but at other values of the parameters than it has now.
-
-    Raises:
-        ValueError: Naming some parameters.
-    """
+    """Refuse an operator that was computed from a network, but at other values of the parameters than it has now."""
     require_present(K, what, model)
     for risk in risks_of(K):
         own = risk.own_params if risk.model is model else {}
@@ -56,9 +48,6 @@ def require_own_values(K: LinearOperator, model: nn.Module, what: str) -> None:
 
 def require_present(K: LinearOperator, what: str, model: nn.Module | None = None) -> None:
     """Refuse an operator whose network (any, or the one given) was trained further since it was computed.
-
-    Raises:
-        ValueError: Naming some parameters.
 
     Cost: one pass over the memory of the parameters.
     """

@@ -81,13 +81,11 @@ def predictive(
     """The predictive distribution of each loss term, [N, R, C].
 
     Args:
-        likelihood: Of the loss.
         link: As `needs_covariance` has accepted it.
         mean: Of the outputs, [N, R, C].
         spread: Their variances, or covariances if these are needed.
         noise: Standard deviation of the observations, of `MSE`.
         samples: Draws of "mc".
-        generator: Of these.
     """
     if isinstance(likelihood, MSE):
         assert noise is not None

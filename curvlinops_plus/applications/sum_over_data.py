@@ -28,7 +28,6 @@ class SumOverData:
     """What turns a curvature into that of a sum over the data, and the sum itself.
 
     Attributes:
-        likelihood: Of the loss.
         count: What the curvature is multiplied by: 1 over the factor of the loss's reduction.
         loss: The sum of the un-reduced loss.
         numbers: How many numbers are observed, of `MSELoss`.
@@ -80,11 +79,7 @@ class SumOverData:
         return -(self.loss / variance + self.numbers * (2 * math.pi * variance).log()) / 2
 
     def require_unchanged(self, risk: EmpiricalRisk) -> None:
-        """Refuse a model that was trained further.
-
-        Raises:
-            ValueError: Naming the parameters.
-        """
+        """Refuse a model that was trained further."""
         if changed := changed_parameters(self.parameters, fingerprint(risk), 1e-12):
             raise ValueError(
                 f"The parameters {changed[:3]} have changed since the curvature was computed; the posterior is that of "

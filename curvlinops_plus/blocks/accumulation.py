@@ -38,7 +38,6 @@ class Accumulation:
     """The accumulators of a plan, and the blocks that are finished so far.
 
     Args:
-        risk: Model, loss and data.
         plan: The layers with their approximations.
         vectors: What is sent back.
         title: Begins the text of progress bars.
@@ -251,11 +250,7 @@ class Accumulation:
 
 
 def refuse_unread(risk: EmpiricalRisk, layer: Layer, blocks: Mapping[str, LinearOperator]) -> None:
-    """Refuse a parameter that no function was seen to read, and whose part of a block is zero.
-
-    Raises:
-        ValueError: Naming it.
-    """
+    """Refuse a parameter that no function was seen to read, and whose part of a block is zero."""
     unread = risk.reads.unread & layer.params.keys() if risk.reads is not None else frozenset()
     for group in layer.groups if unread else ():
         diagonal = group.layout.split(blocks[group.name].diagonal()[:, None])

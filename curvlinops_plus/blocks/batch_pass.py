@@ -62,11 +62,8 @@ class BatchPass:
     """A batch that is shown in a training loop, where two evaluations of the model need not agree.
 
     Attributes:
-        risk: Model, losses and options.
-        layers: The layers to record.
         vectors: What is sent back.
         weights: Relative weights of the losses.
-        batch: The batch.
     """
 
     risk: EmpiricalRisk

@@ -92,7 +92,6 @@ def agree(estimator: Streaming, told: Sequence[Sequence[tuple[set[int], bool]]])
     """Let the step call all layers that it has called in any process.
 
     Args:
-        estimator: Of this process.
         told: What the steps have called, in each of them.
 
     Raises:

@@ -30,7 +30,6 @@ def heuristic_factor_damping(
     """Each block's damping split over its factors (Martens & Grosse 2015, section 6.3).
 
     Args:
-        K: The blocks.
         plan: The layers. A separate bias block is damped like the gradient factor of its weight.
         damping: Block name to number.
         min_damping: Lower bound of each side.

@@ -63,7 +63,6 @@ def read_factor(layer: Layer, name: str, blocks: Mapping[str, LinearOperator], s
     Corrected eigenvalues are [o, i] if weight and bias have a joint block, else {position of the parameter: tensor}.
 
     Args:
-        layer: The layer.
         name: Of the factor.
         blocks: Block name to operator.
         space: All parameters, in their order.
@@ -134,7 +133,6 @@ class FactorView(MutableMapping[str, Any]):
     operator. Of a multiple `c K` they are the factors of `K`.
 
     Args:
-        owner: The operator.
         name: Of the factors.
     """
 

@@ -47,7 +47,6 @@ class FactorForm(NamedTuple):
         bytes: Of its matrices, before `max_bytes` was asked.
         diagonal: Whether only the diagonal is kept.
         pieces: Rows of each matrix on its diagonal, if it is split; else of the only one.
-        kept: Bytes of what is kept.
         waiting: Bytes of rows that wait.
     """
 
@@ -69,7 +68,6 @@ def factor_forms(layer: Layer, max_bytes: int, split: int | None = None) -> dict
     """The form of `G`, and of `A` if there is a weight.
 
     Args:
-        layer: The layer.
         max_bytes: What takes more is diagonal, and so is `A` of sparse rows.
         split: Factors with more rows are split into as few matrices of equal size as possible, up to one row.
     """
@@ -138,7 +136,6 @@ def as_factor(factor: Parts, structure: Structure, axes: int = 2) -> Factor:
     """A factor as an operator; the tensors are shared.
 
     Args:
-        factor: The factor.
         structure: Of its matrices.
         axes: Of a matrix, with those of a batch: what has fewer is a diagonal.
     """

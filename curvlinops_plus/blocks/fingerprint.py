@@ -38,11 +38,7 @@ def changed_parameters(
 
 
 def require_unchanged(label: str, before: Mapping[str, list[float]], risk: EmpiricalRisk) -> None:
-    """Refuse the first use of an operator, called `label`, at other parameters than it was made at.
-
-    Raises:
-        RuntimeError: Naming the parameters.
-    """
+    """Refuse the first use of an operator, called `label`, at other parameters than it was made at."""
     if changed := changed_parameters(before, fingerprint(risk), 1e-12):
         raise RuntimeError(
             f"{label} is computed at its first use, and the parameters {changed} have changed since it was made. Call "

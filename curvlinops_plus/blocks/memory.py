@@ -170,7 +170,6 @@ def warn_of_memory(
     """Warn before computing of statistics that will not fit into the memory that is free, and of several groups.
 
     Args:
-        plan: All layers.
         first: The accumulators of the first group of layers.
         max_bytes: Of the statistics of a group; None: there is one.
     """

@@ -119,11 +119,7 @@ def describe(K: StateOwner) -> dict[str, Any]:
 
 # -------------------------------------------------------------------------------------------------------------- checks
 def require_state(state: Any) -> None:
-    """Refuse what is no state of an operator.
-
-    Raises:
-        ValueError: If it is foreign, cut off, or of another version.
-    """
+    """Refuse what is no state of an operator."""
     if not isinstance(state, Mapping):
         read = ", as load(path) reads it from a file" if isinstance(state, (str, PathLike)) else ""
         raise ValueError(

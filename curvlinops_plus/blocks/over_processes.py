@@ -35,7 +35,6 @@ def sum_over_processes(accumulators: Iterable[Accumulator], processes: Alone, ow
 
     Args:
         accumulators: The same ones, in the same order, in all processes.
-        processes: The processes.
         owners: Of each accumulator the rank of the only process that needs its sums, which are those of a part of the
             data in others; default: all need all.
 
@@ -91,7 +90,6 @@ def decompose_together(accumulators: Iterable[Accumulator], processes: Alone, ow
 
     Args:
         accumulators: The same ones, in the same order, in all processes.
-        processes: The processes.
         owners: Of each accumulator the rank of the only process that has its sums, which decomposes them; default: all
             have all.
 
@@ -123,7 +121,6 @@ def decompose_factors(blocks: Mapping[str, LinearOperator], damping: Any, proces
     Args:
         blocks: The same ones in all processes.
         damping: Of the inverse. If it is more than numbers, factors may be inverted without eigendecompositions.
-        processes: The processes.
     """
     numbers = damping.values() if isinstance(damping, Mapping) else [damping]
     if processes.world == 1 or not all(isinstance(number, (Real, Tensor)) for number in numbers):
@@ -156,7 +153,6 @@ def _share_out(
         like: For each, tensors of the shapes and dtypes of its results.
         matrices: What is decomposed, at a cost of `d³`.
         compute: Computes the results of number `k`.
-        processes: The processes.
         owners: The rank that computes each, where it is given.
     """
     costs = [float(M.numel() * M.shape[-1]) for M in matrices]

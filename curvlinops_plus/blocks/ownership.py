@@ -25,7 +25,6 @@ class Everyone:
 
     Args:
         plan: The layers with their approximations.
-        risk: Model, loss, data and processes.
     """
 
     def __init__(self, plan: Iterable[LayerPlan], risk: EmpiricalRisk) -> None:
@@ -45,11 +44,7 @@ class Everyone:
         return True
 
     def checked(self, accumulator: Accumulator, result: T) -> T:
-        """What `finish` returned, unless others need it, too.
-
-        Raises:
-            UnsupportedError: Naming the layer.
-        """
+        """What `finish` returned, unless others need it, too."""
         return result
 
     def arranged(self, blocks: Mapping[str, LinearOperator], dtype: torch.dtype, device: torch.device) -> BlockDiagonal:

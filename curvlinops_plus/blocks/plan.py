@@ -40,7 +40,6 @@ def make_plan(layers: list[Layer], approximation: Any, default: Any) -> list[Lay
     meant; `warn_of_replaced` says so, and `plan_table` gives the reasons.
 
     Args:
-        layers: The layers.
         approximation: An approximation, or a mapping from layer names, globs or module types to one.
         default: For layers that the mapping does not name.
 
@@ -74,11 +73,7 @@ def _how_to_name(key: Any, layers: list[Layer]) -> str:
 
 
 def refuse_missing_gradients(plan: list[LayerPlan]) -> None:
-    """Refuse approximations that are made of gradients, where none are sent back.
-
-    Raises:
-        UnsupportedError: Naming all such layers, and what to do.
-    """
+    """Refuse approximations that are made of gradients, where none are sent back."""
     refused = [entry for entry in plan if entry.approximation.kind.needs_gradients]
     if not refused:
         return

@@ -24,10 +24,7 @@ class StoredSums:
     """The attributes of an accumulator that change.
 
     Attributes:
-        sums: Running sums.
         rows: Running sums of which rows wait, or that are packed.
-        counts: Divisors.
-        totals: Totals of the data.
         constants: Tensors, or tuples of them, that are no sums; None where there is none.
     """
 
@@ -58,8 +55,6 @@ class StoredSums:
         """What `state_dict` returned, on the device of the layer.
 
         Args:
-            state: The state.
-            layer: The layer.
             constants: Names of what the accumulator has besides of sums.
 
         Raises:

@@ -257,7 +257,6 @@ def extreme_eigenpairs(
 
     Args:
         A: Symmetric `[n, n]`.
-        k: How many.
         which: Which ones; "ends" is half of them from each.
         tol: As for `top_eigenpairs`; for the "smallest magnitude" relative to each eigenvalue itself.
         max_iter: Largest number of block products.

@@ -257,9 +257,6 @@ def multiplying(
 def check_whole(**numbers: Any) -> None:
     """Refuse counts that are no integers of Python or NumPy, by name.
 
-    Raises:
-        TypeError: If a number is none, or True or False.
-
     Example:
         >>> check_whole(k=2.0)
         Traceback (most recent call last):
@@ -273,12 +270,7 @@ def check_whole(**numbers: Any) -> None:
 
 
 def check_at_least(smallest: int, **numbers: int) -> None:
-    """Refuse counts that are too small, by name.
-
-    Raises:
-        TypeError: If a number is no integer.
-        ValueError: If a number is below `smallest`.
-    """
+    """Refuse counts that are too small, by name."""
     check_whole(**numbers)
     for name, number in numbers.items():
         if number < smallest:

@@ -31,7 +31,6 @@ class Part:
     Attributes:
         name: Name of the part; the name of the layer is the module's, a dot, and this.
         module: A module with the `weight` and the `bias` of the part, of which one may be None.
-        rule: Its rule.
         params: Local name, "weight" or "bias", to the parameter.
     """
 

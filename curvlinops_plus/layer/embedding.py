@@ -179,9 +179,6 @@ def refuse_renormalization(module: nn.Embedding | nn.EmbeddingBag) -> None:
 
     A forward pass that reads such a row first shortens it in place. If there is none, `max_norm` has no effect: rows
     that PyTorch itself has shortened pass.
-
-    Raises:
-        UnsupportedError: If there is such a row.
     """
     limit, order = module.max_norm, module.norm_type
     if limit is None:

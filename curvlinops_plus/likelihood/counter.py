@@ -50,8 +50,6 @@ def uniforms(key: int, examples: Sequence[int] | Tensor, first: int, count: int)
     Args:
         key: From `counter_key`.
         examples: The numbers of the examples.
-        first: The first position.
-        count: How many positions.
 
     Example:
         >>> whole = uniforms(counter_key(0), range(4), 0, 3)

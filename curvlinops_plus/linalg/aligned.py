@@ -13,7 +13,6 @@ def aligned(*shape: int, like: Tensor) -> Tensor:
     """An empty tensor for results of products, a view of one with a few more columns if need be.
 
     Args:
-        shape: Its shape.
         like: Gives dtype and device.
 
     Example:

@@ -96,7 +96,6 @@ class ClosedForms(Products):
         """The matrix `(A + damping I)ᵖ` of a positive semi-definite `A`, for any real `p`.
 
         Args:
-            p: The exponent.
             damping: A number, a 0-d tensor or a rule; of a block-diagonal matrix also one per block.
             exact: False splits the damping between the factors of a Kronecker product (`heuristic_damping`), whose
                 power is then a product of powers, as in kfac_jax: nothing is decomposed together, the matrix dominates

@@ -131,7 +131,6 @@ def described(value: Any, other: Callable[[Any], Any] = lambda value: None, dept
     """An option in plain Python that can be sent: numbers, words, sums of tensors, types with attributes.
 
     Args:
-        value: The option.
         other: What is said of other objects: anything but None counts.
         depth: How far attributes of attributes are looked at.
     """

@@ -66,7 +66,6 @@ def eigenbasis(  # [*b, d, d] -> [*b, d, d]
 
     Args:
         M: The matrix, or a batch of them.
-        what: Its name in messages.
         rtol: Directions need not be told apart that together leave less than `rtol` times the largest diagonal entry on
             each entry of the diagonal. The more directions, the cheaper. By default all are, up to rounding.
         range_only: Whether it does not matter which orthonormal vectors span the null space, which saves up to half of
@@ -136,7 +135,6 @@ def _by_range(M: Tensor, what: str, rtol: float, refine: bool) -> tuple[Tensor, 
 
     Args:
         M: `[d, d]`, positive semi-definite.
-        what: Its name in messages.
         rtol: See `eigenbasis`.
         refine: Take the small eigenproblem from `M` itself instead of from its Cholesky factor: the error of the
             latter, about ten times that of `eigh`, does not matter for a basis.

@@ -68,7 +68,6 @@ class PackedGram:
 
     Attributes:
         values: These numbers. Only values of one shape are added up.
-        form: What they mean.
         row_sum: The sum of rows [d]; None if it is not wanted.
         rows: How many rows there are.
     """

@@ -30,7 +30,6 @@ class Stored:
     """A tensor that was put elsewhere.
 
     Args:
-        t: The tensor.
         device: The device on which it is kept; None for a file.
         folder: Where the file is made. It is removed together with this object.
         dtype: What the columns of an orthogonal matrix are rounded to; None for any other tensor.

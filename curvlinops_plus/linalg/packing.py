@@ -46,7 +46,6 @@ def pack(operator: LinearOperator, keep: Keep | None = None) -> dict[str, Any]:
     """A structured operator as a nested dict of tensors and strings.
 
     Args:
-        operator: The operator.
         keep: What stands for a tensor in it; by default a copy.
 
     Raises:

@@ -51,7 +51,6 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
 
     Args:
         which: What was picked.
-        space: The space.
         device: Where positions are wanted.
         axis: "row" or "column", for messages.
 

@@ -118,7 +118,6 @@ class System:
     """`A X = B` with columns scaled to a largest entry of 1, and everything converted to flat tensors.
 
     Args:
-        A: The operator.
         b: Right-hand sides, anything that `A.out_space` reads.
         x0: First guess, anything that `A.in_space` reads; a single one serves all columns. `None` is 0.
         preconditioner: Operator or function `[n, k] -> [n, k]`.
@@ -373,11 +372,7 @@ def count(name: str, number: Any, size: int) -> int:
 
 
 def check_at_least_zero(**numbers: float) -> None:
-    """Refuse negative tolerances, and NaN.
-
-    Raises:
-        ValueError: Naming the argument.
-    """
+    """Refuse negative tolerances, and NaN."""
     for name, value in numbers.items():
         if not value >= 0:
             raise ValueError(f"Expected {name} to be at least 0, got {value}.")

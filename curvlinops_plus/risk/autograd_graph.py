@@ -57,7 +57,6 @@ def gradients_of(
     in each as a layer of a small network.
 
     Args:
-        outputs: What is differentiated.
         inputs: Tensors, or edges of the graph.
         vectors: One for each output, of its shape.
         retain_graph: Whether somebody goes back through the graph once more.

@@ -37,7 +37,6 @@ class VectorGroup:
     """Vectors that are sent back one after the other, through the same outputs.
 
     Attributes:
-        outputs: The outputs.
         number: Of vectors.
         vectors: The vectors, each with a part for every output, of the outputs' shapes.
         terms: Loss terms per example, R, where vectors are those of one loss.
@@ -63,7 +62,6 @@ def vector_groups(
     """What is sent back together in one batch; outputs without a graph are left out.
 
     Args:
-        losses: The losses.
         vectors: The vectors of each loss by itself.
         outputs: What the losses read, attached to the graph.
         terms: The same in canonical form, and targets.
@@ -139,7 +137,6 @@ class BackwardPasses:
     """Sends vectors back through one recorded forward pass, and passes the `LayerBatch` of each layer to a consumer.
 
     Args:
-        recorder: Which recorded it.
         consume: Called with a `LayerBatch`, once per layer and piece of vectors.
         mask: Positions that count, [N, T] bool; None for all.
         weight: Weights of the examples [N]; None for ones.
@@ -163,7 +160,6 @@ class BackwardPasses:
         """Send vectors back.
 
         Args:
-            group: The vectors.
             at_once: How many to send in one vectorised pass; 1 streams them.
             keep_graph: Keep the graph: somebody goes back through it afterwards.
         """

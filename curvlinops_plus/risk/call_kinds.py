@@ -50,7 +50,6 @@ def rows_per_example(calls: Sequence[RecordedCall], batch: Batch) -> list[Rows]:
 
     Args:
         calls: The recorded calls of a forward pass.
-        batch: The batch.
     """
     N = batch.num_examples
     numbers = [_rows(recorded.slots[0], N) if recorded.slots else 1 for recorded in calls]

@@ -30,7 +30,6 @@ class Read:
     """Something that reads a parameter and is no product.
 
     Attributes:
-        key: The parameter.
         where: What reads it, in words.
     """
 
@@ -47,7 +46,6 @@ class Claim:
         keys: Local name to key.
         rows: Leading size of its input; None inside attention, where examples are on another axis.
         where: Where it was, in words.
-        out: Its result.
         whole: Whether all rows of the weight are read.
         consumers: How many functions read the result.
         added: Keys of the vectors that are added to the result.
@@ -68,7 +66,6 @@ class _Running:
     """A module that runs.
 
     Attributes:
-        name: Its name in the model.
         answers: Keys of the parameters that its rule is for.
         whole: Whether it and its children hold their own parameters, no other tensors in their place.
     """
@@ -82,9 +79,7 @@ class DryPass:
     """A forward pass on some examples, and what reads parameters in it.
 
     Args:
-        risk: Model, loss and options.
         uses: The modules that hold parameters.
-        batch: Examples.
         examples: How many of them to take. If the input can't be cut, or the model fails on the part, all.
 
     Attributes:

@@ -17,7 +17,6 @@ def take_examples(batch: Batch, examples: Sequence[int], axis: int | None = None
     """Some examples of a batch, with every tensor that carries them.
 
     Args:
-        batch: The batch.
         examples: Numbers of the examples.
         axis: The axis that carries them; None for the first one where the sizes fit.
 
@@ -34,7 +33,6 @@ class _Picker:
 
     Args:
         examples: Numbers of the examples.
-        num_examples: N.
         axis: The axis that carries them, None for the first one where the sizes fit.
 
     Attributes:

@@ -36,7 +36,6 @@ def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> li
     Data that can be read only once, and empty ones, are not looked at: such modules keep the generic rule.
 
     Args:
-        risk: Model, loss and data.
         separate_weight_and_bias: Give every parameter its own block.
 
     Cost: once per risk, and only with such modules, two forward passes on two and three examples.
@@ -59,13 +58,9 @@ def look_for_functions(risk: EmpiricalRisk, batch: Batch | None = None, error: V
     """Look once how functions read parameters, and note it in `risk.reads`.
 
     Args:
-        risk: Model, loss and data.
         batch: A batch; default: the first of the data.
         error: What recording said of a parameter that is read outside of its layer. It is raised again if what is found
             does not explain it.
-
-    Raises:
-        ValueError: Naming a parameter and what reads it.
     """
     before, keys = risk.reads, {*getattr(error, "keys", ())}
     known = before.enclosing if before is not None else {}
@@ -97,8 +92,6 @@ def find_functions(
     """How functions read parameters outside of modules with rules, from one batch.
 
     Args:
-        risk: The risk.
-        batch: The batch.
         enclosed: Keys of parameters for which the rules of their own modules won't do.
         beyond: Keys to the innermost module that may enclose their reads, and whether it is excluded itself.
     """

@@ -74,7 +74,6 @@ class View:
     """Rows of a parameter, transposed or not.
 
     Attributes:
-        key: The parameter.
         rows: Its rows.
         transposed: Whether the view is the transpose of these rows.
     """

@@ -32,7 +32,6 @@ class FunctionUses:
     product afterwards, `x @ W + b`, belongs to it.
 
     Args:
-        layers: The layers.
         params: Key to the tensor that the model reads.
     """
 
@@ -145,9 +144,6 @@ class FunctionUses:
 
         Args:
             consumers: Number of nodes of the graph that read a recorded output.
-
-        Raises:
-            UnsupportedError: Naming the layer.
         """
         for call in self._sums:
             edge = call.slots[0].edge

@@ -36,9 +36,6 @@ def compare(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
 
     Returns:
         Indices of the layers whose gradients are not all zero.
-
-    Raises:
-        UnsupportedError: Naming the layer.
     """
     N = sent.num_examples
     vectors = [(_one_of(N, 0), sent.first)] if sent.first else []
@@ -62,7 +59,6 @@ def send_single(
     """Send a random vector for the first example back, and one for that in the middle.
 
     Args:
-        recorder: Which recorded the forward pass.
         outputs: What it returned, with a graph.
         free: Key to the tensor that stood for the parameter in it.
         batch_size: Of how many examples those in the pass were taken.
@@ -119,9 +115,6 @@ def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Tens
         outputs: What it returned, with a graph.
         halves: Which examples a vector is sent back for, [vectors, N] bool.
 
-    Raises:
-        UnsupportedError: Naming the layer.
-
     Cost: a backward pass to the layers' outputs for each.
     """
     N, outputs = recorder.num_examples, [f for f in outputs if f.requires_grad]
@@ -155,8 +148,6 @@ def _find_rows(
     """Where vectors for some examples reach rows of others.
 
     Args:
-        calls: The recorded calls.
-        N: Number of examples.
         sent: Of each vector the examples that it was for, [N] bool, and what it left at slots, by identity.
 
     Returns:

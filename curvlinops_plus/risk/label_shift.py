@@ -38,8 +38,6 @@ def are_labels_shifted(
     A loss with options of its own (class weights, smoothing) is compared by its plain form.
 
     Args:
-        model: The model.
-        losses: The losses.
         output: Picks what the loss reads, as for `EmpiricalRisk`.
         batch: A batch of keywords with labels.
         said: What the user said. Then losses are not compared.
@@ -100,10 +98,7 @@ class _Labels:
     """What a model makes of a few examples, with and without labels.
 
     Args:
-        model: The model.
-        losses: A single loss.
         output: Picks what it reads.
-        batch: The examples.
     """
 
     def __init__(self, model: nn.Module, losses: Losses, output: Output, batch: Batch) -> None:

@@ -33,7 +33,6 @@ class LossWeights:
     """The relative weights of losses during a pass over data.
 
     Args:
-        losses: The losses.
         num_data: As in `EmpiricalRisk`.
         totals: Of the whole data set, if they are known; else each batch must have the weights of the first one.
         single_batch: Whether the first batch is the whole data set.
@@ -159,7 +158,6 @@ def with_consistent_weights(
     The first attempt assumes the weights of the pass before, or of the first batch.
 
     Args:
-        risk: Model, losses and data.
         attempt: The pass, with the weights that it is to use.
         before: Totals of a pass over the same data, if there was one.
 

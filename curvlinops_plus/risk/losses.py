@@ -54,7 +54,6 @@ class OutputLoss:
 
     Attributes:
         key: Key or position of output and target; None if there is one output.
-        loss: The loss.
         weight: What it is multiplied by.
         default_reduction: For a loss without an attribute `reduction`.
     """
@@ -240,11 +239,7 @@ class Losses(tuple[OutputLoss, ...]):
         return len(self) == 1 or all(one.reduction == "sum" for one in self)
 
     def require_likelihoods(self) -> None:
-        """Refuse losses that have none.
-
-        Raises:
-            UnsupportedError: Naming the loss or its option.
-        """
+        """Refuse losses that have none."""
         for one in self:
             _ = one.likelihood
 
@@ -401,8 +396,6 @@ class Losses(tuple[OutputLoss, ...]):
 
         Args:
             about: What the number of random numbers depends on.
-            draws: The stream.
-            N: Number of examples.
             consumers: For each loss a function that asks for its random numbers.
         """
         if len(self) == 1:

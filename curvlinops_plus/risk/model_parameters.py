@@ -30,14 +30,11 @@ class ModelParameters:
     """A model and the parameters that it is a function of.
 
     Args:
-        model: The model.
         params: As for `EmpiricalRisk`.
-        modules: The modules of the model, by name.
         owned: All parameters of the model, by name.
         processes: The processes that share the data.
 
     Attributes:
-        model: The model.
         whole: The whole values of parameters that are spread over processes.
         params: Key to parameter: the model's own tensors, or the values given instead.
         space: The space of vectors like the parameters.
@@ -160,11 +157,7 @@ class ModelParameters:
         require_places(self._places, self._paths, self._own)
 
     def require_own_values(self, what: str) -> None:
-        """Refuse other values than the model's own, for what watches the user's forward pass.
-
-        Raises:
-            ValueError: Naming some parameters.
-        """
+        """Refuse other values than the model's own, for what watches the user's forward pass."""
         if other := [key for key, p in self.whole.of(self._own).items() if self.params[key] is not p]:
             raise ValueError(
                 f"{what} watches the model at its own parameters, and `params` holds other values of {other[:3]}. Use "

@@ -31,9 +31,6 @@ class ParameterReads(TorchFunctionMode):
     """While active, counts for each parameter the torch functions that make a tensor from it.
 
     Looking at its shape or dtype does not count. Costs a few microseconds per function call.
-
-    Args:
-        params: The parameters.
     """
 
     def __init__(self, params: Iterable[Tensor]) -> None:
@@ -80,9 +77,6 @@ class KeptParameters(ParameterReads):
     def refuse(self, outputs: Iterable[Tensor]) -> None:
         """Refuse outputs that depend on them: that part would be missing in derivatives.
 
-        Raises:
-            UnsupportedError: Naming the parameters.
-
         Cost: a walk through the graph.
         """
         leaves = [getattr(node, "variable", None) for node, _ in postorder(f.grad_fn for f in outputs)]
@@ -107,13 +101,9 @@ def refuse_outside_readers(
     """Refuse a weight that something else than its layer reads: that part of its gradient would be missing.
 
     Args:
-        layers: The layers.
         calls: Their calls in one forward pass.
         readers: Identity of a parameter to the number of its readers in that pass.
         params: Key to the tensor that the model reads.
-
-    Raises:
-        OutsideReads: Naming parameter and layer.
     """
     by_calls = Counter((call.layer, key) for call in calls for key in set(call.call.use.keys.values()))
     for index, layer in enumerate(layers):
@@ -136,9 +126,6 @@ def refuse_outside_reads(loss: Tensor, params: Mapping[str, Tensor]) -> None:
     Args:
         loss: A value of the loss.
         params: The parameters in their own tensors, by key.
-
-    Raises:
-        ValueError: Naming the parameters.
 
     Cost: a walk through the graph.
     """

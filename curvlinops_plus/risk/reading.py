@@ -42,8 +42,6 @@ class Batch:
 
     Attributes:
         X: What the model is called with.
-        y: Targets.
-        num_examples: N.
         unpack: Call the model as `model(**X)` rather than `model(X)`.
         first: How many examples came before in this pass.
         weight: Weights of the examples [N], in double precision where there is one; None for ones.
@@ -89,12 +87,8 @@ def require_rereadable(data: Any, reason: str, advice: str = "") -> None:
     """Refuse data that can be read only once.
 
     Args:
-        data: The data.
         reason: Why they are read again.
         advice: What else could be done, beginning with a comma.
-
-    Raises:
-        ValueError: If they can't be read again.
     """
     if is_iterator(data):
         raise ValueError(
@@ -301,11 +295,7 @@ def select_output(out: Any, selector: Callable[[Any], Any] | None) -> tuple[Tens
 
 
 def require_numbers(outputs: Iterable[Tensor]) -> None:
-    """Refuse outputs without any number.
-
-    Raises:
-        ValueError: Saying the shape.
-    """
+    """Refuse outputs without any number."""
     for f in outputs:
         if f.numel() == 0:
             raise ValueError(f"The model returned a tensor of shape {list(f.shape)}, which has no numbers.")

@@ -49,7 +49,6 @@ class Recorder:
     """Context manager that owns all hooks on the modules of `layers`.
 
     Args:
-        layers: The layers.
         example_axis: Module name to the axis of its inputs and outputs that carries the examples, where it is not 0.
         backward: Whether output gradients will be asked for.
         intercept: Watch function calls even if no layer is read by them: fused inference would hide submodules.

@@ -126,11 +126,7 @@ class RecordedCall:
             self.call.grads = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
 
     def require_unchanged(self) -> None:
-        """Refuse inputs that were written to since the call.
-
-        Raises:
-            UnsupportedError: Naming the layer.
-        """
+        """Refuse inputs that were written to since the call."""
         for t, version in self.versions:
             if t._version != version:
                 raise UnsupportedError(
@@ -160,14 +156,10 @@ def make_recorded_call(
     """Note a call: its inputs with the examples first, and their versions.
 
     Args:
-        use: The module that was called.
         layer: Index of its layer.
-        args: Positional inputs.
-        kwargs: Keyword inputs.
         slots: What it returned.
         single: Whether it returned just one tensor.
         axis: The axis of its inputs that carries the examples.
-        num_examples: N.
 
     Raises:
         UnsupportedError: If the axes taken for the examples' don't carry them.
@@ -244,7 +236,6 @@ def isolate(out: Tensor, use: ModuleUse, several: bool = False) -> Tensor:
 
     Args:
         out: What the module returned.
-        use: The module.
         several: Whether it is one of several tensors, of which one may be computed from another inside the module:
             what arrives at it must have come from outside.
 

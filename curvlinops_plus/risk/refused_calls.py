@@ -26,7 +26,6 @@ def refuse_call(use: ModuleUse, leaves: Iterable[Any]) -> None:
     """Refuse a call by its inputs and outputs.
 
     Args:
-        use: The module that was called.
         leaves: What it got and returned.
 
     Raises:

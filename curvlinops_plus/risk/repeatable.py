@@ -40,7 +40,6 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
 
     Args:
         risk: Model and options; with `check=False` nothing is compared.
-        batch: The batch.
 
     Raises:
         RuntimeError: If they differ; names the first module whose outputs do, and modules in training mode. Also if a
@@ -137,7 +136,6 @@ def not_repeatable(model: nn.Module, away: float, where: str) -> RuntimeError:
     """The error about a model that is random.
 
     Args:
-        model: The model.
         away: Relative difference of two outputs.
         where: The first module whose outputs differ, in words, if it is known.
     """

@@ -69,10 +69,6 @@ def require_places(
     Args:
         places: Where the parameters were.
         paths: The modules on the way to these, and maybe others.
-        own: The parameters.
-
-    Raises:
-        ValueError: Naming some parameters.
     """
     gone = [m for parent, name, m in paths if name not in parent._modules or parent._modules[name] is not m]
     inside = {module for child in gone for module in child.modules()}

@@ -63,9 +63,6 @@ def require_replicas(risk: Shared, over_data: bool, more: Callable[[], Mapping[s
         more: Name to what else has to be the same.
 
     Cost: for several processes, one pass over the memory of the parameters.
-
-    Raises:
-        ProcessError: In all processes, saying what differs.
     """
 
     def describe() -> dict[str, Any]:

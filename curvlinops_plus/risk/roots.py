@@ -79,13 +79,7 @@ class ColumnsRoot(Root):
 
 
 class HessianRoot(Root):
-    """The root of the loss Hessian that a likelihood knows; nothing is computed before it multiplies.
-
-    Args:
-        likelihood: The loss.
-        F: Outputs.
-        Y: Targets.
-    """
+    """The root of the loss Hessian that a likelihood knows; nothing is computed before it multiplies."""
 
     per_term = True
 

@@ -95,9 +95,6 @@ def check_batch(
       from the first batch on.
 
     Args:
-        risk: Model, losses and options.
-        recorder: Which recorded the batch.
-        batch: The batch.
         outputs: What the losses read in it.
         repeatable: Whether two evaluations have to agree; not so in training loops.
 
@@ -330,7 +327,6 @@ class _Check:
         """Run `few`, which are these examples of the batch, and compare.
 
         Args:
-            few: The examples.
             examples: Their numbers.
             backward: Compare rows and rules too.
             every: Compare rules for all of them, where no single one is known to reach the layers.

@@ -25,8 +25,6 @@ class WholeParameters:
     may have other numbers of batches. All processes have to make it together if the model is sharded.
 
     Args:
-        model: The model.
-        owned: All of its parameters, by name.
         processes: Those that share the data, among which are all that have parts of the parameters.
 
     Raises:
@@ -57,11 +55,7 @@ class WholeParameters:
         return {key: self._whole[names[id(p)]] if id(p) in names else p for key, p in params.items()}
 
     def refuse(self, what: str, advice: str) -> None:
-        """Refuse what needs the layers' own parameters in the user's pass.
-
-        Raises:
-            UnsupportedError: If there are such parameters.
-        """
+        """Refuse what needs the layers' own parameters in the user's pass."""
         if self._parts:
             raise UnsupportedError(f"{what} whose parameters are sharded by fully_shard. {advice}")
 

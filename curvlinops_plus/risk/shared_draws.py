@@ -53,8 +53,6 @@ def share_draws(draws: Draws, N: int, sizes: Sequence[int]) -> list[Draws]:
     """Random numbers for several consumers from one stream, example by example, so that batch sizes don't matter.
 
     Args:
-        draws: The stream.
-        N: Number of examples.
         sizes: How many numbers per example each consumer needs.
 
     Example:

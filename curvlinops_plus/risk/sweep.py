@@ -47,12 +47,9 @@ def sweep(
     """Read the data once and pass the batches of every layer to `consume`.
 
     Args:
-        risk: Model, losses and data.
-        layers: The layers to record.
         vectors: What is sent back.
         consume: Called with a `LayerBatch`, once per layer and piece of vectors.
         after_batch: Called with the totals of each batch when all of it was consumed.
-        desc: Text of the progress bar.
         weights: Relative weights of the losses; default: `loss_weights(risk)`.
         repeatable: Whether two evaluations of the model have to agree.
         before_batch: Called with each batch before the model runs on it.
@@ -93,8 +90,6 @@ class RecordedPasses:
     statistics of batch norm in training mode are constants: each example has gradients of its own then.
 
     Args:
-        risk: Model, losses and options.
-        layers: The layers.
         vectors: What is sent back.
         weights: Relative weights of the losses.
         own_pass: Whether nobody else needs the graph of the forward passes: without vectors there is none then. The
@@ -170,7 +165,6 @@ class RecordedPasses:
         """Send vectors back from what the model returned in the recorded forward pass.
 
         Args:
-            batch: The batch.
             outputs: Outputs, targets and class axes, as `EmpiricalRisk.run` returns them.
             draws: Random numbers for the vectors.
             consume: Called with a `LayerBatch`, once per layer and piece of vectors.

@@ -57,8 +57,6 @@ def refuse_parameters(
     """Refuse parameters that have no derivatives here.
 
     Args:
-        modules: The modules of the model, by name.
-        owned: All of its parameters, by name.
         params: Those that something is differentiated with respect to, by key.
 
     Raises:

@@ -25,7 +25,6 @@ class UserBackward:
     """What arrives at the outputs of a model and of its layers while the user goes back through a recorded pass.
 
     Args:
-        recorder: Which recorded the pass.
         outputs: What the losses read, as the model returned it.
     """
 
@@ -103,11 +102,7 @@ class UserBackward:
         return factor
 
     def require_once(self) -> None:
-        """Refuse a second backward pass.
-
-        Raises:
-            UnsupportedError: If there was one.
-        """
+        """Refuse a second backward pass."""
         if (times := max(map(len, self._at_outputs.values()))) > 1:
             raise UnsupportedError(
                 f"The model's output was differentiated {times} times inside `listen`, expected once. {_AFTER}"

@@ -42,14 +42,10 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     Subclasses write `_step`.
 
     Args:
-        model: The network.
-        loss: The loss, or several.
         params: Parameters, or groups of them; None: all that require a gradient.
-        options: Options of groups.
         schedule: Damping as a function of the number of steps before, if it is one.
         curvature: Which statistics, and when they are renewed.
         strict: Refuse a step for which statistics were due, and no batch was seen.
-        risk_options: Options of `EmpiricalRisk`.
     """
 
     def __init__(
@@ -135,7 +131,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         Args:
             batches: As for `listen`; the model is run on each.
             steps: How many of them; default: all.
-            progressbar: Show a bar.
 
         Raises:
             ValueError: If a step was taken already, or the loss is a sum, whose batches would be added up.
@@ -290,7 +285,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
 
         Args:
             gradient: Key of a parameter to its gradient.
-            report: Of this step.
         """
         blocks = (group.layout.names for layer in self.curvature.estimator.plan for group in layer.layer.groups)
         dampings = self._plan.dampings(self.param_groups, blocks)
@@ -431,12 +425,7 @@ def _tensors(group: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _check_risk_options(optimizer: str, options: dict[str, Any]) -> None:
-    """Refuse options that a risk does not have, or an optimizer can't.
-
-    Raises:
-        TypeError: Naming options that there are not.
-        UnsupportedError: For weights of examples.
-    """
+    """Refuse options that a risk does not have, or an optimizer can't."""
     known = inspect.signature(EmpiricalRisk).parameters
     if unknown := [name for name in options if name not in known]:
         raise TypeError(f"{optimizer} has no option {', '.join(map(repr, unknown))}.")

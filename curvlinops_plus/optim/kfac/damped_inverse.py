@@ -20,7 +20,6 @@ class DampedInverse:
     """`(c K + λI)ᵖ` of the curvature `K` at an estimator's last refresh, where `c` is the factor of each step's loss.
 
     Args:
-        estimator: The statistics.
         options: Which inverse, and when it is renewed.
 
     Attributes:
@@ -36,7 +35,6 @@ class DampedInverse:
         """Renew the inverse if its time has come, or a layer was called that it lacks.
 
         Args:
-            step: The number of the step.
             dampings: Key of a parameter to the damping `λ` of its block.
             factor: `c`.
         """

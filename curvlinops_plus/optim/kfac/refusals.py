@@ -28,7 +28,6 @@ class Noticed:
         inside: Whether a loss was called inside of the model.
         elsewhere: Index of a loss to what it was called on instead of an output of the model.
         missing: Indices of losses that are still to be called on an output that others of them were called on.
-        heard: Whether a batch was heard.
     """
 
     calls: set[str] = field(default_factory=set)
@@ -61,8 +60,6 @@ def no_batch(risk: EmpiricalRisk, noticed: Noticed, again: bool) -> RuntimeError
     """The error of a step that has not seen what it needs.
 
     Args:
-        risk: Model and losses.
-        noticed: What hooks have noticed.
         again: Whether the step evaluates the model on its batches again.
     """
     otherwise = "" if again else " strict=False steps with the statistics of before."
@@ -110,11 +107,7 @@ def _cause(risk: EmpiricalRisk, noticed: Noticed) -> str:
 
 
 def common_damping(keys: Iterable[str], dampings: Mapping[str, float]) -> float:
-    """The damping of a block, from those of its parameters.
-
-    Raises:
-        ValueError: If these differ.
-    """
+    """The damping of a block, from those of its parameters."""
     found = {dampings[key] for key in keys}
     if len(found) > 1:
         raise ValueError(
@@ -134,9 +127,6 @@ def require_common(
         blocks: Keys of the parameters of each.
         options: Name of an option to its value for each parameter, by key.
         dampings: The damping of each parameter, weight decay included.
-
-    Raises:
-        ValueError: Naming the parameters.
     """
     for keys in blocks:
         common_damping(keys, dampings)
@@ -153,12 +143,8 @@ def require_same_loss(risk: EmpiricalRisk, given: Any, find: Callable[[], float]
     """Refuse a loss of the user that is another one than that of the statistics.
 
     Args:
-        risk: Model and losses.
         given: The user's, None if it is not known. Of several processes each has its own, whose mean is compared.
         find: Computes the other one.
-
-    Raises:
-        ValueError: With both numbers.
     """
     if given is None:
         raise ValueError("check_loss compares the loss that step's closure returns; write step(lambda: value).")

@@ -67,7 +67,6 @@ class RunningCurvature:
     """An estimator that is fed by training, and the inverse of its curvature.
 
     Args:
-        risk: Model, loss and parameters.
         options: Which statistics, and when.
 
     Attributes:
@@ -163,8 +162,6 @@ class RunningCurvature:
         """Add what was heard, with these targets.
 
         Args:
-            call: The call.
-            y: Targets.
             factors: What each loss is multiplied with.
 
         Raises:
@@ -182,9 +179,6 @@ class RunningCurvature:
         """A loss was called once more on an output: for a log, or as in `a * loss(f, y) + b * loss(f, z)`.
 
         Args:
-            call: The call.
-            index: Of the loss.
-            f: The output.
             class_axis: Its own, if it has one.
             y: Targets of this loss.
             factor: What it is multiplied with.
@@ -292,7 +286,6 @@ class RunningCurvature:
         """`V C Vᵀ` of several vectors, `[k, *shape]` of each parameter, `[k, k]`.
 
         Args:
-            rows: The vectors.
             exact: `C` is the exact GGN of `loss`; else the statistics of now, times `factor`.
         """
         C, k = self._exact if exact else self.estimator.operator, next(iter(rows.values())).shape[:1]

@@ -140,9 +140,6 @@ class StepBatches:
 
     A backward pass that finds no gradients, or zeros, begins anew: losses that were differentiated before count no
     more, as after a step that a gradient scaler has skipped, or where somebody else was trained through the model.
-
-    Args:
-        risk: Model, losses and parameters.
     """
 
     def __init__(self, risk: EmpiricalRisk) -> None:
@@ -162,7 +159,6 @@ class StepBatches:
         """Losses were called.
 
         Args:
-            batch: Inputs and targets.
             start: What the call of the model began with, if the step looks at it once more.
             factors: What the losses are multiplied with.
             of: The call of the model; default: one that no other losses are applied to.
@@ -430,9 +426,6 @@ def require_same_curvature(
 ) -> None:
     """Refuse losses that are called twice on the same outputs, as `a * loss(out, y) + b * loss(out, z)`, if their
     curvature depends on the targets: then it is not `a + b` times that of the first.
-
-    Raises:
-        UnsupportedError: If it does.
     """
     same = not vectors.of_loss and len(risk.losses) == 1
     if same:

@@ -62,11 +62,7 @@ class StepPlan:
         """Key of a parameter to its damping, with the weight decay that is part of the curvature.
 
         Args:
-            groups: The option groups.
             blocks: Keys of the parameters of each block.
-
-        Raises:
-            ValueError: If options differ within a block.
         """
         listed = self.listed(groups)
         now = listed, [group.get(name) for group in groups for name in _OPTIONS]
@@ -89,7 +85,6 @@ class StepPlan:
         """The parameters that have gradient and curvature.
 
         Args:
-            groups: The option groups.
             gradient: Key of a parameter to its gradient.
             layouts: Name of a block that has a curvature to its layout.
             state: The optimizer's, of its parameters.
@@ -114,11 +109,7 @@ _OPTIONS = ("damping", *_COMMON, "weight_decay", "initial_lr")
 
 
 def _has_gradient(layout: Layout, gradient: Mapping[str, Tensor]) -> bool:
-    """Whether a block has a gradient.
-
-    Raises:
-        ValueError: If a part of it has one.
-    """
+    """Whether a block has a gradient."""
     found = [key for key in layout.names if key in gradient]
     if 0 < len(found) < len(layout.names):
         raise ValueError(

@@ -63,7 +63,6 @@ class Watch:
     dropped, and so are outputs that were written to.
 
     Args:
-        model: The model.
         losses: The loss modules, in the order of the risk's losses.
         curvature: What takes the calls.
         remembers: Whether the step looks at its batches once more.
@@ -187,11 +186,7 @@ class Watch:
             found.call.heard.output = None  # it is the user's to keep
 
     def _require_constant(self, y: Any) -> None:
-        """Refuse targets that depend on the parameters, as a second output of the model.
-
-        Raises:
-            UnsupportedError: If they do.
-        """
+        """Refuse targets that depend on the parameters, as a second output of the model."""
         functions = [t.grad_fn for t in tensors_of(y) if t.grad_fn is not None]
         if functions:
             params = set(self._curvature.risk.params.values())
@@ -225,12 +220,7 @@ def _remove(handles: Sequence[RemovableHandle]) -> None:
 
 
 class _Hook:
-    """A hook that holds its owner weakly. Copies and pickles of a module have nothing in its place.
-
-    Args:
-        method: A bound method.
-        first: Its first arguments.
-    """
+    """A hook that holds its owner weakly. Copies and pickles of a module have nothing in its place."""
 
     only_reads = True
 

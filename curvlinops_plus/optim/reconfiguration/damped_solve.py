@@ -79,7 +79,6 @@ class DampedSystem:
     of `Ō D⁻¹`: the same problem in unknowns `D δ`, with damping `ε`.
 
     Args:
-        ensemble: Log-amplitude, samples, weights.
         damping: `λ`.
         mode: "lazy", "dense", "kernel" or "auto".
         solver: "cholesky", "eigh", "cg" or "lsmr"; None: the default of the mode.
@@ -286,11 +285,7 @@ class DampedSystem:
 
 
 def check_options(mode: Mode, solver: Solver | None, **numbers: float) -> None:
-    """Check names and numbers before anything is computed.
-
-    Raises:
-        ValueError: If a name is unknown or a number out of range.
-    """
+    """Check names and numbers before anything is computed."""
     if mode not in get_args(Mode):
         raise ValueError(f"Expected mode to be one of {list(get_args(Mode))}, got {mode!r}.")
     if solver is not None and solver not in get_args(Solver):
@@ -306,11 +301,7 @@ def check_options(mode: Mode, solver: Solver | None, **numbers: float) -> None:
 
 
 def check_finite(M: Tensor, what: str) -> None:
-    """Refuse a matrix with NaN or infinite entries; those of derivatives are checked earlier.
-
-    Raises:
-        NumericsError: If it has any.
-    """
+    """Refuse a matrix with NaN or infinite entries; those of derivatives are checked earlier."""
     if not bool(torch.isfinite(M).all()):
         raise NumericsError(
             f"{what} {list(M.shape)} has NaN or infinite entries, from derivatives too large for {M.dtype}. Compute in "

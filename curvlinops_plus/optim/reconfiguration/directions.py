@@ -177,11 +177,7 @@ def centred_costs(ensemble: Ensemble, local_costs: Any) -> tuple[Tensor, Tensor]
 
 
 def check_momentum(momentum: float) -> None:
-    """Refuse a momentum with which directions could grow without bound.
-
-    Raises:
-        ValueError: If it is not at least 0 and below 1.
-    """
+    """Refuse a momentum with which directions could grow without bound."""
     if not 0 <= momentum < 1:
         raise ValueError(f"Expected momentum to be at least 0 and below 1, got {momentum!r}.")
 

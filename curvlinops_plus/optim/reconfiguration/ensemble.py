@@ -28,7 +28,6 @@ class Ensemble:
     Values of the parameters are copied, so that steps of an optimizer don't change the ensemble.
 
     Args:
-        psi: The log-amplitude.
         samples: A tensor, or a tuple, list or dict of tensors, with the n samples along the first axis.
         weights: Weights [n] of the samples, not negative; divided by their sum. None: all equal.
         chunk_size: How many samples are differentiated at once; None: all.

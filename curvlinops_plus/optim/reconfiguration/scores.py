@@ -28,11 +28,7 @@ __all__ = ["MatrixFreeScores", "Scores", "StoredScores"]
 
 
 class Scores(LinearOperator):
-    """`Ō` [n·c, P]. Subclasses define its products; quadratic functions of it have their own methods.
-
-    Args:
-        ensemble: Log-amplitude, samples and weights.
-    """
+    """`Ō` [n·c, P]. Subclasses define its products; quadratic functions of it have their own methods."""
 
     def __init__(self, ensemble: Ensemble) -> None:
         psi = ensemble.psi
@@ -71,7 +67,6 @@ class StoredScores(Scores):
     """`Ō` with all its entries; of a holomorphic amplitude the complex derivatives [n, P/2], half as many numbers.
 
     Args:
-        ensemble: Log-amplitude, samples and weights.
         scale: Divide column k by `scale[k]`; of a complex parameter the same for both parts.
 
     Cost: n·c·P numbers, and one backward pass per sample and component (vectorised).
