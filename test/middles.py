@@ -23,6 +23,35 @@ class _Square(Function):
         return 2 * ctx.saved_tensors[0] * grads[0]
 
 
+class Once(Function):
+    """x², which can be differentiated once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grads[0]
+
+
+class Forgetful(Function):
+    """`x³` whose backward pass uses a copy of `x`: its derivative is taken for that of a constant times `y`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.copy = x.detach()
+        ctx.save_for_backward(y)
+        return x**2 * y
+
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, Tensor]:
+        (y,) = ctx.saved_tensors
+        return 2 * g[0] * ctx.copy * y, g[0] * ctx.copy**2
+
+
 class Net(nn.Module):
     """A network with a function in the middle."""
 

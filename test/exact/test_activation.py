@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import close, unchanged
 from helpers import refuses_cdist
+from middles import Once
 from torch import Tensor, nn
 from torch.autograd.functional import hessian
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -403,17 +404,6 @@ def test_operation_without_second_derivative() -> None:
     class Distances(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.cdist(x[:, None], x[:, None] + 1).flatten(1) * x
-
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, *grads: Tensor) -> Tensor:
-            return 2 * ctx.saved_tensors[0] * grads[0]
 
     class Square(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import close, unchanged
+from middles import Forgetful
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -107,21 +108,6 @@ def test_weight_norm(wrap: Any, dim: int | None) -> None:
     G = GGNLinearOperator(model, nn.MSELoss(), list(model.parameters()), [(X, X) for X, _ in data()])
     J = JacobianLinearOperator(model, list(model.parameters()), data()).to_dense()
     close(G.to_dense(), 2 * J.T @ J / J.shape[0])
-
-
-class Forgetful(torch.autograd.Function):
-    """`x³` whose backward pass uses a copy of `x`: its derivative is taken for that of a constant times `y`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.copy = x.detach()
-        ctx.save_for_backward(y)
-        return x**2 * y
-
-    @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, Tensor]:
-        (y,) = ctx.saved_tensors
-        return 2 * g[0] * ctx.copy * y, g[0] * ctx.copy**2
 
 
 class Cubic(nn.Module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import FEW, close, problem
 from helpers import F64, normal
-from middles import MIDDLES, Net
+from middles import MIDDLES, Forgetful, Net
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -151,24 +151,12 @@ def test_the_first_product_is_no_dearer_than_others() -> None:
 class _Cubic(nn.Module):
     """`x² y`, whose second derivative a backward pass written by hand gets wrong."""
 
-    class Forgetful(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-            ctx.copy = x.detach()
-            ctx.save_for_backward(y)
-            return x**2 * y
-
-        @staticmethod
-        def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, Tensor]:
-            (y,) = ctx.saved_tensors
-            return 2 * g[0] * ctx.copy * y, g[0] * ctx.copy**2
-
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.Forgetful.apply(self.a(x), self.b(x))  # type: ignore[no-any-return]
+        return Forgetful.apply(self.a(x), self.b(x))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("columns", [1, 3])

@@ -13,9 +13,8 @@ from cases import FEW, NETS, PROBLEMS, Problem, close, problem, unchanged
 from helpers import refuses_cdist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from middles import MIDDLES, Net, clipped
+from middles import MIDDLES, Net, Once, clipped
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.utils.data import DataLoader, TensorDataset
 
 import curvlinops_plus
@@ -439,18 +438,6 @@ class _Bag(nn.Module):
         return torch.embedding_bag(self.bag.weight, x.flatten(), torch.arange(0, x.numel(), x.shape[1]))[0]
 
 
-class _Once(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * grads[0]
-
-
 def test_operations_without_second_derivative_are_named() -> None:
     data = [(torch.tensor([[0, 1], [2, 2]]), torch.zeros(2, 2, dtype=torch.float64))]
     model = _Bag()
@@ -459,9 +446,9 @@ def test_operations_without_second_derivative_are_named() -> None:
     # One backward pass is possible.
     Jt = TransposedJacobianLinearOperator(model, list(model.parameters()), data, check_deterministic=False)
     assert Jt.to_dense().shape == (10, 4)
-    net = Net(lambda net, h: _Once.apply(h)).double()  # type: ignore[arg-type]
+    net = Net(lambda net, h: Once.apply(h)).double()  # type: ignore[arg-type]
     # PyTorch itself takes its derivative for zero, without a word.
-    with pytest.raises(UnsupportedError, match=r"backward pass of _Once is marked @once_differentiable"):
+    with pytest.raises(UnsupportedError, match=r"backward pass of Once is marked @once_differentiable"):
         JacobianLinearOperator(net, list(net.parameters()), _loader(shuffle=False))
     net = Net(clipped).double()
     with pytest.raises(UnsupportedError, match=r"is not linear in the gradient\. Forward mode was tried first"):
