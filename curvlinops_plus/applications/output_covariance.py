@@ -80,7 +80,6 @@ class OutputCovariance:
         Args:
             root: `L`, symmetric or not, with `L Lᵀ` the covariance of the parameters.
             X: What the model is called with.
-            full: Whether covariances are asked for.
             then: What is made of mean and spread, in place of them: covariances of a chunk need not stay.
 
         Raises:

@@ -85,7 +85,6 @@ def predictive(
         mean: Of the outputs, [N, R, C].
         spread: Their variances, or covariances if these are needed.
         noise: Standard deviation of the observations, of `MSE`.
-        samples: Draws of "mc".
     """
     if isinstance(likelihood, MSE):
         assert noise is not None

@@ -38,8 +38,6 @@ class Accumulation:
     """The accumulators of a plan, and the blocks that are finished so far.
 
     Args:
-        plan: The layers with their approximations.
-        vectors: What is sent back.
         title: Begins the text of progress bars.
         max_kept_bytes: Memory for what layers receive that is kept for the next sweep, all or nothing. Model and data
             must not change until then.

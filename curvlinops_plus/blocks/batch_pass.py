@@ -29,7 +29,6 @@ class PassStart:
     """What a forward pass begins with, so that another one can begin with the same.
 
     Attributes:
-        random: State of the global random numbers.
         buffers: Modules, and names and copies of buffers in them.
     """
 
@@ -59,12 +58,7 @@ class PassStart:
 
 @dataclass(frozen=True)
 class BatchPass:
-    """A batch that is shown in a training loop, where two evaluations of the model need not agree.
-
-    Attributes:
-        vectors: What is sent back.
-        weights: Relative weights of the losses.
-    """
+    """A batch that is shown in a training loop, where two evaluations of the model need not agree."""
 
     risk: EmpiricalRisk
     layers: Sequence[Layer]
@@ -78,7 +72,6 @@ class BatchPass:
         """Call `add` in a pass that leaves the model, its buffers and random state unchanged.
 
         Args:
-            start: What each forward pass begins with.
             add: Called once.
             check: Called with what the losses read.
         """

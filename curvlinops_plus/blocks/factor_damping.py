@@ -31,7 +31,6 @@ def heuristic_factor_damping(
 
     Args:
         plan: The layers. A separate bias block is damped like the gradient factor of its weight.
-        damping: Block name to number.
         min_damping: Lower bound of each side.
 
     Returns:

@@ -62,11 +62,6 @@ def read_factor(layer: Layer, name: str, blocks: Mapping[str, LinearOperator], s
     Of a split factor number of a matrix on its diagonal to tensor.
     Corrected eigenvalues are [o, i] if weight and bias have a joint block, else {position of the parameter: tensor}.
 
-    Args:
-        name: Of the factor.
-        blocks: Block name to operator.
-        space: All parameters, in their order.
-
     Raises:
         KeyError: If the blocks have no such factor.
         UnsupportedError: If another process keeps them.
@@ -131,9 +126,6 @@ class FactorView(MutableMapping[str, Any]):
 
     The tensors are those that the operator multiplies with: changing one in place, or setting an item, changes the
     operator. Of a multiple `c K` they are the factors of `K`.
-
-    Args:
-        name: Of the factors.
     """
 
     def __init__(self, owner: FactorOwner, name: str) -> None:

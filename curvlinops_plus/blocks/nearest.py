@@ -127,9 +127,6 @@ class PowerStep(Accumulator):
     `argmin_G |F - G ⊗ A| = c Σ J A Jᵀ / |A|²`, and likewise for `A`: half a step of the power iteration on `R(F)`.
 
     Args:
-        group: The parameters that form the block.
-        scale: As for every accumulator.
-        given: The factor that is given.
         side: Which one it is, "G" or "A".
         left: The number of remaining sweeps, this one included.
     """

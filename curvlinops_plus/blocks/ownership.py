@@ -21,11 +21,7 @@ T = TypeVar("T")
 
 
 class Everyone:
-    """Each process keeps all blocks.
-
-    Args:
-        plan: The layers with their approximations.
-    """
+    """Each process keeps all blocks."""
 
     def __init__(self, plan: Iterable[LayerPlan], risk: EmpiricalRisk) -> None:
         self.risk = risk
@@ -64,10 +60,6 @@ class Owners(Everyone):
     """Each process keeps some blocks, of about the same memory: the largest first, to whoever has least.
 
     Who keeps which depends on the plan alone. Blocks of one accumulator stay together.
-
-    Args:
-        plan: As for `Everyone`.
-        risk: As for `Everyone`.
     """
 
     def __init__(self, plan: Iterable[LayerPlan], risk: EmpiricalRisk) -> None:

@@ -25,11 +25,6 @@ class ScaledBlocks(Deferred):
     """A number times a positive semi-definite block-diagonal matrix, which may be computed at first use.
 
     Multiples share the blocks. Subclasses write `_at_first_use`, and set `plan`.
-
-    Args:
-        space: The space of the vectors that it multiplies.
-        dtype: Of the blocks.
-        device: Of the blocks.
     """
 
     #: The layers of the blocks: a separate bias block is damped like the gradient factor of its weight.

@@ -76,7 +76,6 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
     """Run all checks on the first examples of the data.
 
     Args:
-        layers: The layers to check.
         num_examples: How many examples of the first batch are used.
 
     Returns:

@@ -53,7 +53,6 @@ def build_layer_risk(
     Args:
         model_func, loss_func, params, data: As there.
         batch_size_fn: Number of examples of an input that is no tensor; needed for mappings, as in curvlinops 3.0.1.
-        risk_options: Other options of `EmpiricalRisk`.
 
     Raises:
         ValueError: For an unknown loss, or inputs in a mapping without `batch_size_fn`.

@@ -260,7 +260,6 @@ def extreme_eigenpairs(
         which: Which ones; "ends" is half of them from each.
         tol: As for `top_eigenpairs`; for the "smallest magnitude" relative to each eigenvalue itself.
         max_iter: Largest number of block products.
-        generator: For the starting vectors.
 
     Returns:
         The best that was reached, converged or not.

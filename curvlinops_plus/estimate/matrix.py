@@ -230,8 +230,6 @@ def multiplying(
         what: Name of the estimate, for the bar.
         total: How many products there will be, if known.
         chunk_size: Columns to multiply at once; by default as many as fit into 128 MiB.
-        progressbar: Whether to show a bar that counts products.
-        square: Whether the matrix must be square.
 
     Raises:
         NumericsError: Inside, if a product is NaN or infinite.

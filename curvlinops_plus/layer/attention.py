@@ -56,9 +56,6 @@ class Projection(nn.Module):
 class ProjectionRule(AffineRule):
     """A batch of three matrices `[3, o, i]`, of which a call reads some.
 
-    Args:
-        members: Which ones are read.
-
     Example:
         >>> ProjectionRule().at(slice(4, 12), 12).members
         (1, 2)

@@ -27,8 +27,6 @@ class Geometry:
     """Kernel size, stride, dilation and padding of a convolution, per spatial dimension.
 
     Attributes:
-        stride: Steps between output positions.
-        dilation: Steps between taps.
         padding: Padding before and after, in order of the dimensions.
         mode: Padding mode of `torch.nn.functional.pad`, `"constant"` for zeros.
 

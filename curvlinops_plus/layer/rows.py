@@ -307,7 +307,6 @@ class _Pairs:
     Attributes:
         entry: Flat position of the entry in `[B, S, L]`, pair after pair.
         start: Start of each pair in `entry`.
-        place: The index of each pair.
     """
 
     entry: Tensor

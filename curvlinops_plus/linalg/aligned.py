@@ -12,9 +12,6 @@ _CACHE_LINE = 64
 def aligned(*shape: int, like: Tensor) -> Tensor:
     """An empty tensor for results of products, a view of one with a few more columns if need be.
 
-    Args:
-        like: Gives dtype and device.
-
     Example:
         >>> import torch
         >>> aligned(2, 5, like=torch.zeros(1, dtype=torch.float32)).stride()

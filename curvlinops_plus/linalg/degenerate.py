@@ -38,9 +38,7 @@ def canonical(  # [*b, d], [*b, d, d], [*b, d] -> [*b, d, d]
     they stay as they are.
 
     Args:
-        values: Its eigenvalues, ascending.
         Q: Eigenvectors, in columns, that are changed in place.
-        diagonal: Of the matrix.
         range_only: Leave those of the eigenvalue 0.
 
     Returns:

@@ -304,11 +304,7 @@ class GramSum:
 
 
 def plain_mode(device: str) -> AbstractContextManager[None]:
-    """Context without autograd and autocast, whatever the modes around it: sums are the same wherever they are made.
-
-    Args:
-        device: Type of the device.
-    """
+    """Context without autograd and autocast, whatever the modes around it: sums are the same wherever they are made."""
     # Each context costs as much as a small product does.
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
         return _plain_mode(device)

@@ -30,7 +30,6 @@ def linear_in(X: Tensor, product: Callable[[Tensor], Tensor], adjoint: Callable[
     Args:
         X: [n, K].
         product: Linear in its argument; its own graph is not used.
-        adjoint: The product with the transposed matrix.
 
     Example:
         >>> x = torch.ones(2, 1, requires_grad=True)

@@ -139,10 +139,6 @@ class Offloaded(Deferred):
     Inverses and powers are kept where the block is, and share with it what both have, such as eigenvectors.
     Decompositions are not remembered.
 
-    Args:
-        block: A structured operator, such as `Kronecker`.
-        store: Where its tensors shall be.
-
     Raises:
         ValueError: If it is of a kind whose tensors are not known.
 

@@ -94,7 +94,6 @@ def unpack(state: Mapping[str, Any], device: torch.device, place: Place | None =
 
     Args:
         state: What `pack` returned.
-        device: Where its tensors shall be.
         place: Brings what stands for a tensor there; by default `taken`.
 
     Raises:

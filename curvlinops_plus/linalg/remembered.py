@@ -27,7 +27,6 @@ def remember(
         memory: Where results are kept.
         name: Of the result.
         tensors: All that it depends on; None if that is not known, then nothing is kept.
-        compute: Computes it.
     """
     # Tensors of inference mode have no version to look at; a graph can be used only once.
     if tensors is None or needs_gradient(tensors) or any(tensor.is_inference() for tensor in tensors):

@@ -50,7 +50,6 @@ def select(which: Any, space: Space, device: torch.device, axis: str) -> Selecti
     """Read what was picked from a vector of `space`, or take a selection that was read before.
 
     Args:
-        which: What was picked.
         device: Where positions are wanted.
         axis: "row" or "column", for messages.
 

@@ -25,7 +25,6 @@ def side_by_side(function: Callable[[T], R], items: Iterable[T], work: Callable[
 
     Args:
         function: Must not change what others read.
-        items: Its arguments.
         work: About how many operations it takes, 0 if none of them are on the CPU. The longest come first.
 
     Raises:

@@ -262,7 +262,6 @@ def iterate(method: Method, max_iter: int, name: str, tolerance: str, enough: fl
 
     Args:
         method: The method, with the tolerance at which it stops.
-        max_iter: Iteration limit.
         name: Of the method, for the warning.
         tolerance: In words.
         enough: A relative residual with which a column counts as converged, wherever it stopped.

@@ -73,10 +73,6 @@ def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
     channels-last. The CPU kernel of the backward pass takes input and gradient to be alike then, and mixes channels up
     if they are not: with a loss on `[1, C, H, W]`, for instance. Instance norm calls it with a batch of one.
 
-    Args:
-        outputs: What a forward pass returned.
-        num_examples: N of the batch.
-
     Returns:
         Whether there is any batch norm.
 

@@ -62,12 +62,9 @@ def vector_groups(
     """What is sent back together in one batch; outputs without a graph are left out.
 
     Args:
-        vectors: The vectors of each loss by itself.
         outputs: What the losses read, attached to the graph.
         terms: The same in canonical form, and targets.
         class_axes: Of the outputs.
-        draws: Random numbers for all.
-        weights: Relative weights of the losses.
     """
     factors = losses.vector_factors(weights, vectors.of_loss)
     parts = [

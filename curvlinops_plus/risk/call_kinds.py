@@ -25,8 +25,6 @@ def batch_kind(calls: Sequence[RecordedCall], outputs: Iterable[Tensor], rows: S
     the calls and the outputs; and rows.
 
     Args:
-        calls: The recorded calls of a forward pass.
-        outputs: What it returned.
         rows: Of each call, see `rows_per_example`.
     """
     nodes = [[_number(slot) for slot in recorded.slots] for recorded in calls]
@@ -47,9 +45,6 @@ def rows_per_example(calls: Sequence[RecordedCall], batch: Batch) -> list[Rows]:
     """How many rows each call returned for an example, as axes of the input where these say it.
 
     A number that changes from batch to batch, as the length of sequences, is the same axis in each of them.
-
-    Args:
-        calls: The recorded calls of a forward pass.
     """
     N = batch.num_examples
     numbers = [_rows(recorded.slots[0], N) if recorded.slots else 1 for recorded in calls]

@@ -17,7 +17,6 @@ def take_examples(batch: Batch, examples: Sequence[int], axis: int | None = None
     """Some examples of a batch, with every tensor that carries them.
 
     Args:
-        examples: Numbers of the examples.
         axis: The axis that carries them; None for the first one where the sizes fit.
 
     Returns:
@@ -32,7 +31,6 @@ class _Picker:
     """Picks examples out of tensors, at any depth.
 
     Args:
-        examples: Numbers of the examples.
         axis: The axis that carries them, None for the first one where the sizes fit.
 
     Attributes:

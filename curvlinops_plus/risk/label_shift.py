@@ -95,11 +95,7 @@ def _examples_with_most_labels(batch: Batch) -> Batch:
 
 
 class _Labels:
-    """What a model makes of a few examples, with and without labels.
-
-    Args:
-        output: Picks what it reads.
-    """
+    """What a model makes of a few examples, with and without labels."""
 
     def __init__(self, model: nn.Module, losses: Losses, output: Output, batch: Batch) -> None:
         self.model, self.losses, self.output, self.batch = model, losses, output, batch

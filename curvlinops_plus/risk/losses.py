@@ -54,7 +54,6 @@ class OutputLoss:
 
     Attributes:
         key: Key or position of output and target; None if there is one output.
-        weight: What it is multiplied by.
         default_reduction: For a loss without an attribute `reduction`.
     """
 

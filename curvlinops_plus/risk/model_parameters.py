@@ -30,7 +30,6 @@ class ModelParameters:
     """A model and the parameters that it is a function of.
 
     Args:
-        params: As for `EmpiricalRisk`.
         owned: All parameters of the model, by name.
         processes: The processes that share the data.
 

@@ -61,7 +61,6 @@ class KeptParameters(ParameterReads):
     Args:
         own: The model's own parameters, by key.
         values: Their values, where others were given.
-        places: Where modules hold them.
     """
 
     def __init__(self, own: Mapping[str, Tensor], values: Mapping[str, Tensor], places: Places) -> None:
@@ -124,7 +123,6 @@ def refuse_outside_reads(loss: Tensor, params: Mapping[str, Tensor]) -> None:
     """Refuse a loss that reads parameters by itself: they are replaced inside the model only.
 
     Args:
-        loss: A value of the loss.
         params: The parameters in their own tensors, by key.
 
     Cost: a walk through the graph.

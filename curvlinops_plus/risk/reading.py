@@ -87,7 +87,6 @@ def require_rereadable(data: Any, reason: str, advice: str = "") -> None:
     """Refuse data that can be read only once.
 
     Args:
-        reason: Why they are read again.
         advice: What else could be done, beginning with a comma.
     """
     if is_iterator(data):

@@ -50,7 +50,6 @@ class Recorder:
 
     Args:
         example_axis: Module name to the axis of its inputs and outputs that carries the examples, where it is not 0.
-        backward: Whether output gradients will be asked for.
         intercept: Watch function calls even if no layer is read by them: fused inference would hide submodules.
         values: Key to the tensor that stands in for a parameter while the model runs, as inside `EmpiricalRisk.at`;
             default: the layers' own.

@@ -157,7 +157,6 @@ def make_recorded_call(
 
     Args:
         layer: Index of its layer.
-        slots: What it returned.
         single: Whether it returned just one tensor.
         axis: The axis of its inputs that carries the examples.
 
@@ -235,7 +234,6 @@ def isolate(out: Tensor, use: ModuleUse, several: bool = False) -> Tensor:
     """The same numbers, differentiable, and neither a leaf nor a view: in-place operations keep its edge.
 
     Args:
-        out: What the module returned.
         several: Whether it is one of several tensors, of which one may be computed from another inside the module:
             what arrives at it must have come from outside.
 

@@ -136,7 +136,6 @@ def not_repeatable(model: nn.Module, away: float, where: str) -> RuntimeError:
     """The error about a model that is random.
 
     Args:
-        away: Relative difference of two outputs.
         where: The first module whose outputs differ, in words, if it is known.
     """
     random = training_modules(model)

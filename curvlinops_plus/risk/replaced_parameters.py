@@ -67,7 +67,6 @@ def require_places(
     """Refuse a model that holds other tensors by now than it did.
 
     Args:
-        places: Where the parameters were.
         paths: The modules on the way to these, and maybe others.
     """
     gone = [m for parent, name, m in paths if name not in parent._modules or parent._modules[name] is not m]

@@ -57,7 +57,6 @@ def require_replicas(risk: Shared, over_data: bool, more: Callable[[], Mapping[s
     of PyTorch's own), and what losses hold. Of functions, such as `output=`, the names alone.
 
     Args:
-        risk: Model, losses, options and parameters.
         over_data: Whether the data are read now. Otherwise batches came one by one, in passes of training that write
             to buffers and attributes, which are not compared then.
         more: Name to what else has to be the same.

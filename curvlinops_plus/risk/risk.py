@@ -78,7 +78,6 @@ class Checked:
         chain: Whether it was one of a chain, see `is_known_chain`, and not compared with a pass of our own.
         kinds: What batches that were looked at look like.
         shapes: Shapes of batches whose outputs were compared.
-        said: Messages that were given.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
         batch_norm: Whether batch norm may be in the graphs of outputs.
         in_modules: Keys of parameters of which it is known that the model reads them in its modules.

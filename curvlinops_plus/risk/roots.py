@@ -105,7 +105,6 @@ class WeightedRoot(Root):
 
     Args:
         root: That of the matrix without weights.
-        weight: The weights [N].
     """
 
     def __init__(self, root: Root, weight: Tensor) -> None:

@@ -95,7 +95,6 @@ def check_batch(
       from the first batch on.
 
     Args:
-        outputs: What the losses read in it.
         repeatable: Whether two evaluations have to agree; not so in training loops.
 
     Raises:
@@ -233,9 +232,6 @@ class _Check:
     def run(self, backward: bool) -> set[int]:
         """Compare a few examples, or all if the model can't run a few, or if some layers got no gradient from them.
 
-        Args:
-            backward: Compare rows and rules too.
-
         Returns:
             Indices of the layers that got one.
         """
@@ -327,8 +323,6 @@ class _Check:
         """Run `few`, which are these examples of the batch, and compare.
 
         Args:
-            examples: Their numbers.
-            backward: Compare rows and rules too.
             every: Compare rules for all of them, where no single one is known to reach the layers.
 
         Returns:

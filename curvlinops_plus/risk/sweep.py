@@ -47,7 +47,6 @@ def sweep(
     """Read the data once and pass the batches of every layer to `consume`.
 
     Args:
-        vectors: What is sent back.
         consume: Called with a `LayerBatch`, once per layer and piece of vectors.
         after_batch: Called with the totals of each batch when all of it was consumed.
         weights: Relative weights of the losses; default: `loss_weights(risk)`.
@@ -90,8 +89,6 @@ class RecordedPasses:
     statistics of batch norm in training mode are constants: each example has gradients of its own then.
 
     Args:
-        vectors: What is sent back.
-        weights: Relative weights of the losses.
         own_pass: Whether nobody else needs the graph of the forward passes: without vectors there is none then. The
             modes of PyTorch are set by whoever makes the passes otherwise.
         repeatable: Whether two evaluations of the model have to agree; they don't in training mode.
@@ -166,7 +163,6 @@ class RecordedPasses:
 
         Args:
             outputs: Outputs, targets and class axes, as `EmpiricalRisk.run` returns them.
-            draws: Random numbers for the vectors.
             consume: Called with a `LayerBatch`, once per layer and piece of vectors.
             keep_graph: Keep the graph: somebody else goes back through it afterwards.
             user: Take gradients from here instead of sending anything; nothing is checked then, see `is_unchecked`.

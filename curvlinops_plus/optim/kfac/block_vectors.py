@@ -32,8 +32,6 @@ class BlockVectors:
     norms take one call for a whole group, and blocks are multiplied without copies.
 
     Args:
-        layouts: Name of a block to its layout.
-        params: Key to parameter.
         groups: Key to option group; a block is in that of its first parameter.
         dtype: Of the vectors.
 

@@ -44,7 +44,6 @@ class CurvatureOptimizer(torch.optim.Optimizer):
     Args:
         params: Parameters, or groups of them; None: all that require a gradient.
         schedule: Damping as a function of the number of steps before, if it is one.
-        curvature: Which statistics, and when they are renewed.
         strict: Refuse a step for which statistics were due, and no batch was seen.
     """
 

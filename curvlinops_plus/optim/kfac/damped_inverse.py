@@ -19,9 +19,6 @@ __all__ = ["DampedInverse", "complete"]
 class DampedInverse:
     """`(c K + λI)ᵖ` of the curvature `K` at an estimator's last refresh, where `c` is the factor of each step's loss.
 
-    Args:
-        options: Which inverse, and when it is renewed.
-
     Attributes:
         dampings: Key of a parameter to the damping of the last refresh; None before.
     """

@@ -18,7 +18,6 @@ class Move:
     """What moves in one step, as vectors over the parameters that have gradient and curvature.
 
     Args:
-        vectors: Which parameters these are, and where.
         state: The optimizer's, parameter to what is kept of it.
         gradient: `g`.
         direction: `P g`.

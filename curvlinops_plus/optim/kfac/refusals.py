@@ -144,7 +144,6 @@ def require_same_loss(risk: EmpiricalRisk, given: Any, find: Callable[[], float]
 
     Args:
         given: The user's, None if it is not known. Of several processes each has its own, whose mean is compared.
-        find: Computes the other one.
     """
     if given is None:
         raise ValueError("check_loss compares the loss that step's closure returns; write step(lambda: value).")

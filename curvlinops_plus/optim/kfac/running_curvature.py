@@ -41,10 +41,8 @@ class HeardCall:
     """A call of the model in training.
 
     Attributes:
-        heard: What hears it.
         start: What it began with, if the step looks at it once more.
         added: The batch, with the first targets that losses were called with.
-        key: Stands for the call.
     """
 
     heard: HeardBatch
@@ -65,9 +63,6 @@ class _Part:
 
 class RunningCurvature:
     """An estimator that is fed by training, and the inverse of its curvature.
-
-    Args:
-        options: Which statistics, and when.
 
     Attributes:
         steps: Steps that were taken.
@@ -161,9 +156,6 @@ class RunningCurvature:
     def add(self, call: HeardCall, y: Any, factors: Sequence[Factor]) -> None:
         """Add what was heard, with these targets.
 
-        Args:
-            factors: What each loss is multiplied with.
-
         Raises:
             UnsupportedError: If a layer can't be recorded.
         """
@@ -180,8 +172,6 @@ class RunningCurvature:
 
         Args:
             class_axis: Its own, if it has one.
-            y: Targets of this loss.
-            factor: What it is multiplied with.
 
         Raises:
             UnsupportedError: If its curvature depends on the targets, so that it is not `a + b` times the first one.

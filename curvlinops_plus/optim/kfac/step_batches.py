@@ -160,7 +160,6 @@ class StepBatches:
 
         Args:
             start: What the call of the model began with, if the step looks at it once more.
-            factors: What the losses are multiplied with.
             of: The call of the model; default: one that no other losses are applied to.
 
         Raises:

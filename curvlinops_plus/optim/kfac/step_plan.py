@@ -24,7 +24,6 @@ class StepPlan:
     """What a step finds out of option groups, found out anew when they have changed.
 
     Args:
-        keys: Parameter to its key.
         dtype: Of the vectors.
     """
 
@@ -87,7 +86,6 @@ class StepPlan:
         Args:
             gradient: Key of a parameter to its gradient.
             layouts: Name of a block that has a curvature to its layout.
-            state: The optimizer's, of its parameters.
 
         Raises:
             ValueError: If some parameters of a block have a gradient, and others have none.

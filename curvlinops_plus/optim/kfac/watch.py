@@ -33,12 +33,9 @@ class _Call:
     """A call of the model whose losses are waited for, or were called.
 
     Attributes:
-        call: What hears it.
         versions: Of the tensors that it returned, by identity.
-        outputs: What each loss reads.
         class_axes: Theirs, where they are not the losses' own.
         targets: Of the losses that were called, by their index.
-        factors: What these are multiplied with.
     """
 
     call: HeardCall
@@ -64,7 +61,6 @@ class Watch:
 
     Args:
         losses: The loss modules, in the order of the risk's losses.
-        curvature: What takes the calls.
         remembers: Whether the step looks at its batches once more.
 
     The hooks hold their owner weakly: they are gone with it.

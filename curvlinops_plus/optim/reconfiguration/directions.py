@@ -198,8 +198,6 @@ class FisherInverse:
 
         Args:
             grad: A gradient in the container of the parameters, or one flat tensor [P].
-            samples: Samples for `S`.
-            weights: Their weights.
 
         Returns:
             The direction in the container of `grad`.
