@@ -62,15 +62,6 @@ class Likelihood(ABC):
     option_names: ClassVar[tuple[str, ...]] = ("reduction",)
     """Attributes of the loss that determine its value; `rebuild_loss` passes them to its constructor."""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a method that nobody calls any more."""
-        super().__init_subclass__(**kwargs)
-        if "hessian_root_column" in vars(cls):
-            raise TypeError(
-                f"{cls.__name__} defines hessian_root_column(F, Y, k), which is not called any more: define "
-                "hessian_root_columns(F, Y), which yields all columns."
-            )
-
     def __init__(self, loss: Any = None, reduction: str = "mean") -> None:
         self.loss = loss
         self._default_reduction = reduction

@@ -172,17 +172,6 @@ def test_a_loss_that_is_not_convex_has_no_root() -> None:
         Sine().hessian_root(F, Y)
 
 
-def test_a_method_that_is_not_called_any_more_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Old defines hessian_root_column\(F, Y, k\).*define hessian_root_columns"):
-
-        class Old(Likelihood):
-            def nll(self, F: Tensor, Y: Tensor) -> Tensor:
-                return F[..., 0]
-
-            def hessian_root_column(self, F: Tensor, Y: Tensor, k: int) -> Tensor:
-                return F
-
-
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
