@@ -203,12 +203,8 @@ def _with_found(
         elif keys:
             merged.append(use if keys == use.keys else replace(use, keys=keys))
         merged += [p for p in found.products if p not in merged and set(p.keys.values()) & set(use.keys.values())]
-    return merged + [_enclosing_use(model, name, keys) for name, keys in enclosing.items()]
-
-
-def _enclosing_use(model: nn.Module, name: str, keys: dict[str, str]) -> ModuleUse:
-    module = model.get_submodule(name)
-    return ModuleUse(name, module, EnclosedRule(tuple(keys)), keys, module)
+    around = {name: model.get_submodule(name) for name in enclosing}
+    return merged + [ModuleUse(n, m, EnclosedRule(tuple(enclosing[n])), enclosing[n], m) for n, m in around.items()]
 
 
 def _enclosed(model: nn.Module, params: Mapping[str, Tensor], found: FoundReads) -> dict[str, dict[str, str]]:
@@ -233,21 +229,12 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
         patterns = {key: flat_pattern(params[key].ndim) for key in patterns}
     name, keys = uses[0].name, list(patterns)
     blocks = {key: [key] for key in keys} if separate else {name or keys[0]: keys}
-    groups = tuple([_make_group(label, own, patterns, sizes, params) for label, own in blocks.items()])
-    return Layer(name, tuple(uses), {key: params[key] for key in keys}, groups, roles)
-
-
-def _make_group(
-    name: str,
-    keys: Sequence[str],
-    patterns: Mapping[str, str],
-    sizes: Mapping[str, int],
-    params: Mapping[str, Tensor],
-) -> Group:
-    """Some parameters as one matrix, by the patterns of the layer's rule."""
-    used = {axis: n for axis, n in sizes.items() if any(axis in _axes(patterns[key]) for key in keys)}
-    layout = Layout({key: patterns[key] for key in keys}, {key: params[key].shape for key in keys}, used)
-    return Group(name, tuple(keys), layout)
+    groups = []
+    for label, own in blocks.items():
+        used = {axis: n for axis, n in sizes.items() if any(axis in _axes(patterns[key]) for key in own)}
+        layout = Layout({key: patterns[key] for key in own}, {key: params[key].shape for key in own}, used)
+        groups.append(Group(label, tuple(own), layout))
+    return Layer(name, tuple(uses), {key: params[key] for key in keys}, tuple(groups), roles)
 
 
 def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
