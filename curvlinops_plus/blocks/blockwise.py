@@ -71,10 +71,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         separate_weight_and_bias: Give every parameter its own block.
         check_deterministic: True compares the total loss of two passes over the data when blocks are computed. None:
             two evaluations of a few examples have to agree. False: not even these.
-        max_kept_bytes: As for `curvature`.
-        owned: As for `curvature`.
-        max_bytes: As for `curvature`.
-        offload: As for `curvature`.
+        max_kept_bytes, owned, max_bytes, offload: As for `curvature`.
         compute: Compute the blocks now. Otherwise at first use, which refuses parameters that have changed since.
 
     Raises:

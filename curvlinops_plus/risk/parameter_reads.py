@@ -100,7 +100,7 @@ def refuse_outside_readers(
     """Refuse a weight that something else than its layer reads: that part of its gradient would be missing.
 
     Args:
-        calls: Their calls in one forward pass.
+        calls: Of the layers, in one forward pass.
         readers: Identity of a parameter to the number of its readers in that pass.
         params: Key to the tensor that the model reads.
     """

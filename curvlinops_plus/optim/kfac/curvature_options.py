@@ -18,10 +18,8 @@ class CurvatureOptions:
     """What the statistics are, and when they and their inverse are renewed.
 
     Attributes:
-        approximation: As for `CurvatureEstimator`.
-        default: As there.
+        approximation, default, decay: As for `CurvatureEstimator`.
         vectors: As there, `MonteCarlo()` for None.
-        decay: As there.
         statistics_every: Steps between two updates of the statistics.
         inverse_every: Steps between two refreshes of the inverse.
         inverse: "exact" is `(K + λI)⁻¹` with the damping of now; "factored" splits `λ` between the factors of each

@@ -57,8 +57,7 @@ class KFACOptimizer(CurvatureOptimizer):
         momentum: `μ`, or "adaptive".
         damping: `λ`, a function of the number of steps before, or `LevenbergMarquardt(...)`.
         params: Parameters, or groups of them with options of their own; default: all that require a gradient.
-        approximation: As for `curvature`.
-        default: As there.
+        approximation, default: As for `curvature`.
         vectors: What is sent back for the statistics; default: `MonteCarlo()`.
         decay: Of the statistics' moving average, per update; batches weigh by their examples, or loss terms.
         statistics_every: Steps between two updates of the statistics.

@@ -31,8 +31,7 @@ class KFACPreconditioner(CurvatureOptimizer):
         damping: `λ`, or a function of the number of steps before.
         params: Parameters, or groups of them with options of their own (`damping`, `norm_constraint`); default: all
             that require a gradient. Parameters of one block belong in one group.
-        approximation: As for `curvature`.
-        default: As there.
+        approximation, default: As for `curvature`.
         vectors: What is sent back for the statistics; default: `MonteCarlo()`.
         decay: Of the statistics' moving average, per update.
         statistics_every: Steps between two updates of the statistics.

@@ -34,7 +34,7 @@ class _Call:
 
     Attributes:
         versions: Of the tensors that it returned, by identity.
-        class_axes: Theirs, where they are not the losses' own.
+        class_axes: Of the outputs, where they are not the losses' own.
         targets: Of the losses that were called, by their index.
     """
 

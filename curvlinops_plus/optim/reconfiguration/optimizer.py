@@ -46,13 +46,7 @@ class StochasticReconfiguration(torch.optim.Optimizer):
             None: no limit.
         norm: Which norm that is. "euclidean": `lr² |δ|² <= C`, as in SPRING. "fisher": `lr² δ* (S + λI) δ <= C`, with
             this step's `S` and damping (diagonal shift included), which bounds the change of ψ; as in KFAC.
-        mode: As for `stochastic_reconfiguration`.
-        chunk_size: As there.
-        amplitude: As there.
-        diagonal_shift: As there.
-        solver: As there.
-        tol: As there.
-        max_iter: As there.
+        mode, chunk_size, amplitude, diagonal_shift, solver, tol, max_iter: As for `stochastic_reconfiguration`.
 
     Attributes:
         report: `SolveReport` of the last step; None before the first.
