@@ -44,7 +44,7 @@ from curvlinops_plus.linalg import (
     nearest_kronecker,
 )
 from curvlinops_plus.linalg.factor import Factor
-from curvlinops_plus.linalg.numerics import gram
+from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 from curvlinops_plus.risk.affine_rows import AffineRows
 

@@ -16,8 +16,8 @@ from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.tnt import KroneckerBlock, column_gram, columns, kronecker, pieces, row_gram
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
+from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.kronecker_approximation import balanced, nearest_to_matrix
-from curvlinops_plus.linalg.numerics import gram
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 __all__ = ["NearestKronecker", "PowerStep"]

@@ -7,7 +7,7 @@ from math import isfinite
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, LinearOperator, Scaled, Structure
-from curvlinops_plus.linalg.numerics import gram
+from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
 __all__ = ["DiagonalBlock", "FullBlock", "ScaledIdentity"]

@@ -23,7 +23,7 @@ from curvlinops_plus.errors import NumericsError, VerificationError
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.likelihood import GaussianNLL, Likelihood
 from curvlinops_plus.linalg.eigendecomposition import eigh
-from curvlinops_plus.linalg.numerics import gram
+from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, LayerBatch, MonteCarlo
 from curvlinops_plus.risk.determinism import coarsest_dtype
 from curvlinops_plus.risk.examples import take_examples

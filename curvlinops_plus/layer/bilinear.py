@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.layer.rule_registry import register_rule
-from curvlinops_plus.linalg.numerics import gram
+from curvlinops_plus.linalg.gram_sum import gram
 
 __all__ = ["BilinearRule"]
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from curvlinops_plus.layer.patches import Geometry
-from curvlinops_plus.linalg.gram_sum import PackedGram, lower_gram, mirror
-from curvlinops_plus.linalg.numerics import gram
+from curvlinops_plus.linalg.gram_sum import PackedGram, gram, lower_gram, mirror
 
 __all__ = [
     "Correlations",

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.replay import at_least_float32, differentiable_parameters, replay_per_example
 from curvlinops_plus.layer.rows import SparseRows
-from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram
-from curvlinops_plus.linalg.numerics import gram
+from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram, gram
 
 __all__ = ["AffineRule", "LayerRule", "flat_pattern", "outer_products"]
 

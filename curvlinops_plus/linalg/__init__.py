@@ -8,6 +8,7 @@ from curvlinops_plus.linalg.damping import HeuristicDamping, RelativeDamping, he
 from curvlinops_plus.linalg.deferred import Deferred, DeferredResult, Formed
 from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
+from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.kronecker import Eigendecomposed, Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import nearest_kronecker
 from curvlinops_plus.linalg.kronecker_sum import Congruent, KroneckerSum
@@ -15,7 +16,7 @@ from curvlinops_plus.linalg.layout import Layout
 from curvlinops_plus.linalg.least_squares import LSMRInverseLinearOperator, lsmr
 from curvlinops_plus.linalg.minimal_residual import MINRESInverseLinearOperator, minres
 from curvlinops_plus.linalg.neumann_series import NeumannInverseLinearOperator, neumann
-from curvlinops_plus.linalg.numerics import cholesky_inverse, gram, psd_clip
+from curvlinops_plus.linalg.numerics import cholesky_inverse, psd_clip
 from curvlinops_plus.linalg.operator import Adjoint, LinearOperator, Product, Scaled, Shifted, Sum
 from curvlinops_plus.linalg.owned import Elsewhere, OwnedBlockDiagonal
 from curvlinops_plus.linalg.positioned_blocks import PositionedBlocks

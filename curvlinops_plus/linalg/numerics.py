@@ -1,4 +1,4 @@
-"""Products and Cholesky decompositions of small dense matrices, robust to rank deficiency and rounding.
+"""Cholesky decompositions of small dense matrices, robust to rank deficiency and rounding.
 
 Cholesky fails when rounding has made a zero eigenvalue negative. Here every decomposition first checks that its matrix
 is finite, retries in float64, and says what to do if that fails too; `eigh` is in a module of its own.
@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
-from curvlinops_plus.linalg.gram_sum import gram
 
 __all__ = [
     "cholesky_inverse",
     "damped_cholesky",
     "frobenius",
-    "gram",
     "powers",
     "psd_clip",
     "standard_normal",

@@ -25,7 +25,7 @@ from curvlinops_plus.linalg.structure import Structure
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Adjoint", "LinearOperator", "Product", "Scaled", "Shifted", "Structure", "Sum"]
+__all__ = ["Adjoint", "LinearOperator", "Product", "Scaled", "Shifted", "Sum"]
 
 
 class LinearOperator(ClosedForms):
