@@ -203,8 +203,10 @@ def _with_found(
         elif keys:
             merged.append(use if keys == use.keys else replace(use, keys=keys))
         merged += [p for p in found.products if p not in merged and set(p.keys.values()) & set(use.keys.values())]
-    around = {name: model.get_submodule(name) for name in enclosing}
-    return merged + [ModuleUse(n, m, EnclosedRule(tuple(enclosing[n])), enclosing[n], m) for n, m in around.items()]
+    for name, keys in enclosing.items():
+        module = model.get_submodule(name)
+        merged.append(ModuleUse(name, module, EnclosedRule(tuple(keys)), keys, module))
+    return merged
 
 
 def _enclosed(model: nn.Module, params: Mapping[str, Tensor], found: FoundReads) -> dict[str, dict[str, str]]:
