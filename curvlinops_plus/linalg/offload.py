@@ -152,8 +152,9 @@ class Offloaded(Deferred):
     def __init__(self, block: LinearOperator, store: Store) -> None:
         super().__init__(block.in_space, block.dtype, block.device, block.structure, out_space=block.out_space)
         self.store = store
-        rounds = store.dtype is not None and isinstance(block, Eigendecomposed)
-        rounded = {id(factor.matrix) for factor in _dense_factors(block.basis)} if rounds else ()
+        rounded: set[int] = set()
+        if store.dtype is not None and isinstance(block, Eigendecomposed):
+            rounded = {id(factor.matrix) for factor in _dense_factors(block.basis)}
         self._state = pack(block, lambda t: store.put(t, store.dtype if id(t) in rounded else None))
 
     @property
