@@ -12,7 +12,7 @@ import torch
 from curvlinops_plus.blocks.accumulator import Accumulator, LossScale, Needs
 from curvlinops_plus.blocks.ekfac import EKFAC
 from curvlinops_plus.blocks.kfac import KFAC
-from curvlinops_plus.blocks.plan import LayerPlan
+from curvlinops_plus.blocks.plan import LayerPlan, table
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.risk import Layer
 
@@ -62,8 +62,7 @@ class Memory:
             for found in (self.kfac, self.ekfac)
         ]
         rows.append(("all, GiB", _gib(self.computing), _gib(self.kept), *map(_gib, every)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(table(rows))
 
 
 def memory_of(plan: Sequence[LayerPlan]) -> Memory:

@@ -15,7 +15,7 @@ from curvlinops_plus.layer import why_generic
 from curvlinops_plus.layer.enclosed import EnclosedRule
 from curvlinops_plus.risk import Layer
 
-__all__ = ["LayerPlan", "make_plan", "plan_table", "positions", "refuse_missing_gradients", "warn_of_replaced"]
+__all__ = ["LayerPlan", "make_plan", "plan_table", "positions", "refuse_missing_gradients", "table", "warn_of_replaced"]
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,13 @@ def plan_table(plan: list[LayerPlan]) -> str:
         why = _why_not_affine(layer) if entry.approximation is _INSTEAD else ""
         rows.append((name, modules, rules, params, _approximation(entry), sizes, why))
     rows.insert(0, heads if any(row[-1] for row in rows) else (*heads[:-1], ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    return "\n".join("  " + "  ".join(text.ljust(w) for text, w in zip(row, widths)).rstrip() for row in rows)
+    return "\n".join(f"  {line}" for line in table(rows))
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table, with columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _approximation(entry: LayerPlan) -> str:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.blocks.factors import factor_forms, form_in_role
 from curvlinops_plus.blocks.kfac import MAX_BYTES
+from curvlinops_plus.blocks.plan import table
 from curvlinops_plus.errors import NumericsError, VerificationError
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.likelihood import GaussianNLL, Likelihood
@@ -58,17 +59,12 @@ class Verification:
         for layer, check, error in self.rows:
             by_check.setdefault(check, []).append((error, layer))
         worst = [(check, len(found), *max(found)) for check, found in by_check.items()]
-        lines = _aligned([(check, f"{error:.1e}", f"worst of {n}, {layer}") for check, n, error, layer in worst])
+        lines = table([(check, f"{error:.1e}", f"worst of {n}, {layer}") for check, n, error, layer in worst])
         return "\n".join([*lines, f"all {len(self.rows)} checks within {self.tolerance:g}; .table() shows each"])
 
     def table(self) -> str:
         """One line per layer and check."""
-        return "\n".join(_aligned([(layer, check, f"{error:.1e}") for layer, check, error in self.rows]))
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join(table([(layer, check, f"{error:.1e}") for layer, check, error in self.rows]))
 
 
 @untraced
