@@ -163,19 +163,19 @@ def applied(damping: Any, operator: Matrix) -> Any:
     return damping(operator) if callable(damping) else damping
 
 
-def resolve(damping: Any, operator: Matrix, what: str = "the damping") -> Scalar:
+def resolve(damping: Any, operator: Matrix) -> Scalar:
     """The number that a damping (a number or a rule) means for this matrix.
 
     Raises:
         TypeError: If it is neither.
         ValueError: If it is negative and the matrix positive semi-definite.
     """
-    value = scalar(applied(damping, operator), operator, what)
+    value = scalar(applied(damping, operator), operator, "the damping")
     number = float(value.detach()) if isinstance(value, Tensor) else value
     if number != number:
-        raise ValueError(f"Expected {what} to be a number, got nan.")
+        raise ValueError("Expected the damping to be a number, got nan.")
     if operator.structure == Structure.PSD and number < 0:
-        raise ValueError(f"Expected {what} of a positive semi-definite matrix to be at least 0, got {number:g}.")
+        raise ValueError(f"Expected the damping of a positive semi-definite matrix to be at least 0, got {number:g}.")
     return value
 
 
