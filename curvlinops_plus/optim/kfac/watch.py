@@ -73,7 +73,7 @@ class Watch:
         curvature: RunningCurvature,
         remembers: Callable[[], bool],
     ) -> None:
-        self._model, self._losses, self._curvature, self._remembers = model, losses, curvature, remembers
+        self._curvature, self._remembers = curvature, remembers
         self._open = threading.local()  # the call that this thread is in
         self._calls: list[_Call] = []
         self._added: list[_Call] = []  # to which all losses were applied
