@@ -68,6 +68,7 @@ class PackedGram:
 
     Attributes:
         values: These numbers. Only values of one shape are added up.
+        form: What they mean.
         row_sum: The sum of rows [d]; None if it is not wanted.
         rows: How many rows there are.
     """
@@ -304,7 +305,11 @@ class GramSum:
 
 
 def plain_mode(device: str) -> AbstractContextManager[None]:
-    """Context without autograd and autocast, whatever the modes around it: sums are the same wherever they are made."""
+    """Context without autograd and autocast, whatever the modes around it: sums are the same wherever they are made.
+
+    Args:
+        device: Type of the device.
+    """
     # Each context costs as much as a small product does.
     if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(device):
         return _plain_mode(device)

@@ -35,9 +35,11 @@ class SentVectors:
     """What vectors for single examples left behind.
 
     Attributes:
+        calls: The recorded calls.
         first: What a vector for the first example left at their slots, by identity, if it reached others.
         grads: The same of a vector for the example in the middle.
         expected: Autograd's gradients of parameters for the latter, by key.
+        num_examples: N.
         batch_size: Of how many examples the N were taken.
         every: Whether the vector was one for all examples instead.
     """

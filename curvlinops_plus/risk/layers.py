@@ -231,14 +231,21 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
         patterns = {key: flat_pattern(params[key].ndim) for key in patterns}
     name, keys = uses[0].name, list(patterns)
     blocks = {key: [key] for key in keys} if separate else {name or keys[0]: keys}
-    groups = [_make_group(label, {key: patterns[key] for key in own}, sizes, params) for label, own in blocks.items()]
-    return Layer(name, tuple(uses), {key: params[key] for key in keys}, tuple(groups), roles)
+    groups = tuple([_make_group(label, own, patterns, sizes, params) for label, own in blocks.items()])
+    return Layer(name, tuple(uses), {key: params[key] for key in keys}, groups, roles)
 
 
-def _make_group(name: str, patterns: dict[str, str], sizes: dict[str, int], params: Mapping[str, Tensor]) -> Group:
+def _make_group(
+    name: str,
+    keys: Sequence[str],
+    patterns: Mapping[str, str],
+    sizes: Mapping[str, int],
+    params: Mapping[str, Tensor],
+) -> Group:
     """Some parameters as one matrix, by the patterns of the layer's rule."""
-    used = {axis: n for axis, n in sizes.items() if axis in _axes(" ".join(patterns.values()))}
-    return Group(name, tuple(patterns), Layout(patterns, {key: params[key].shape for key in patterns}, used))
+    used = {axis: n for axis, n in sizes.items() if any(axis in _axes(patterns[key]) for key in keys)}
+    layout = Layout({key: patterns[key] for key in keys}, {key: params[key].shape for key in keys}, used)
+    return Group(name, tuple(keys), layout)
 
 
 def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:

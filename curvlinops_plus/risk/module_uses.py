@@ -73,8 +73,8 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
     key_of = dict(zip(map(id, params.values()), params))
     uses: list[ModuleUse] = []
     claimed: set[int] = set()  # modules whose parameters another one answers for
-    for name, module in modules_of(model).items():
-        if id(module) in claimed or not (module._parameters or module._modules):
+    for name, module in _not_empty(model):
+        if id(module) in claimed:
             continue
         if is_parametrized(module):
             claimed |= {id(m) for m in module.get_submodule("parametrizations").modules()}
@@ -89,6 +89,11 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
             rule.check(module)
             uses.append(ModuleUse(name, module, rule, keys, module))
     return [use for use in uses if not _alias(use, uses)]
+
+
+def _not_empty(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that hold parameters or other modules, with their names."""
+    return [(name, m) for name, m in modules_of(model).items() if m._parameters or m._modules]
 
 
 def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str], without: Collection[int] = ()) -> dict[str, str]:

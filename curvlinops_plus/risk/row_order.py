@@ -44,6 +44,7 @@ class RowOrder:
 
         Args:
             examples: Number of the example of each row, [rows].
+            num_examples: N.
 
         Example:
             >>> order = RowOrder.of(torch.tensor([1, 0, 1]), 2)
@@ -105,7 +106,11 @@ def packed_order(use: ModuleUse, out: Any, num_examples: int) -> RowOrder | None
 
 
 def refuse_functions(uses: Sequence[ModuleUse], names: Collection[str]) -> None:
-    """Refuse an order of rows for weights that functions read, as inside attention: no module runs that has rows."""
+    """Refuse an order of rows for weights that functions read, as inside attention: no module runs that has rows.
+
+    Raises:
+        UnsupportedError: Naming the first one.
+    """
     for use in uses:
         if use.functional and any(name in ("", use.name) or use.name.startswith(f"{name}.") for name in names):
             raise UnsupportedError(
