@@ -24,7 +24,7 @@ from curvlinops_plus.blocks.operator_state import (
     part_names,
     read_blocks,
     rebuild_arguments,
-    require_state,
+    upgrade,
     write_blocks,
 )
 from curvlinops_plus.blocks.ownership import Everyone, keepers_of
@@ -279,7 +279,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         """Take over the blocks of a state. The data is not read, the model is not changed.
 
         Args:
-            state_dict: What `state_dict()` returned.
+            state_dict: What `state_dict()` returned, of this version of the package or an earlier one.
 
         Raises:
             ValueError: If the state is cut off or foreign, or was computed for another loss, other layers, shapes or
@@ -288,8 +288,11 @@ class BlockwiseLinearOperator(ScaledBlocks):
         Warns:
             CurvatureWarning: If the parameters changed since.
         """
-        require_state(state_dict)
-        state, fitting = state_dict, _reading_as(self, state_dict)
+        self._load(state_dict)
+
+    def _load(self, given: Mapping[str, Any]) -> None:
+        state = upgrade(given)
+        fitting = _reading_as(self, state)
         check_state(fitting, state)
         blocks = read_blocks(fitting, state, fitting.keepers.keeps)
         if changed_parameters(state["fingerprint"], fingerprint(self.risk), 1e-5):  # the rounding of another dtype
@@ -333,7 +336,7 @@ class BlockwiseLinearOperator(ScaledBlocks):
         """The operator that a state describes; neither is the data read nor anything computed.
 
         Args:
-            state_dict: What `state_dict()` returned.
+            state_dict: What `state_dict()` returned, of this version of the package or an earlier one.
             model: The network.
             data: For computing anew later; None is fine.
             params: The parameters, as when the state was made.
@@ -390,12 +393,12 @@ def _reading_as(K: Operator, state: Mapping[str, Any]) -> Operator:
     return fitting
 
 
-def restore(cls: type[Operator], state: Mapping[str, Any], owned: bool = False, **arguments: Any) -> Operator:
+def restore(cls: type[Operator], state_dict: Mapping[str, Any], owned: bool = False, **arguments: Any) -> Operator:
     """`cls.from_state_dict` for every class."""
-    require_state(state)
+    state = upgrade(state_dict)
     K = cls.__new__(cls)
     BlockwiseLinearOperator.__init__(K, **rebuild_arguments(state, **arguments), owned=owned, compute=False)
-    K.load_state_dict(state)
+    K._load(state)
     return K
 
 

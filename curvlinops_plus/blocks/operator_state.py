@@ -1,11 +1,13 @@
 """The state of a block-diagonal operator: what it says about itself, its blocks, and what can be made of it again.
 
 Options are stored as data: `{"kind": name of the class, "options": {name: value}}` for the approximation of each layer
-and for the vectors.
+and for the vectors. Version 1 stored the `repr` of both; such states are converted when they are read.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, Protocol
@@ -19,6 +21,7 @@ from curvlinops_plus.blocks.fingerprint import Fingerprint
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.stored_options import (
     as_data,
+    plain,
     rebuild_approximations,
     rebuild_vectors,
     same_data,
@@ -39,7 +42,7 @@ __all__ = [
     "part_names",
     "read_blocks",
     "rebuild_arguments",
-    "require_state",
+    "upgrade",
     "write_blocks",
 ]
 
@@ -66,6 +69,8 @@ KEYS = (
     "reads",
     "fingerprint",
 )
+#: Keys that states had not before a version.
+_SINCE = {"scale": 2, "reads": 3}
 
 
 class StateOwner(FactorOwner, Protocol):
@@ -118,8 +123,12 @@ def describe(K: StateOwner) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------------------------- checks
-def require_state(state: Any) -> None:
-    """Refuse what is no state of an operator."""
+def upgrade(state: Any) -> Mapping[str, Any]:
+    """The state in the present version; nothing changes if it is.
+
+    Raises:
+        ValueError: If the state is foreign, cut off, or of a later version.
+    """
     if not isinstance(state, Mapping):
         read = ", as load(path) reads it from a file" if isinstance(state, (str, PathLike)) else ""
         raise ValueError(
@@ -133,14 +142,38 @@ def require_state(state: Any) -> None:
             f"This is the state of a {state.get('class')}, which knows neither model nor data: read it by "
             "BlockDiagonal.from_state_dict(state)."
         )
-    if (version := state.get("version", VERSION)) != VERSION:
-        raise ValueError(f"The state has version {version}; this version of curvlinops_plus reads {VERSION}.")
-    if missing := [key for key in KEYS if key not in state]:
+    version = state.get("version", VERSION)
+    if version > VERSION:
+        raise ValueError(
+            f"The state has version {version}; this package reads up to {VERSION}. Update curvlinops_plus."
+        )
+    if missing := [key for key in KEYS if key not in state and version >= _SINCE.get(key, 1)]:
         raise ValueError(f"The state lacks {missing}; is the file cut off?")
+    if version == VERSION:
+        return state
+    state = {**state, "version": VERSION, "reads": {"products": [], "enclosing": {}}}  # of modules alone
+    if version > 1:
+        return state
+    layers = {
+        name: {**layer, "approximation": _parse_call(layer["approximation"])} for name, layer in state["layers"].items()
+    }
+    return {**state, "scale": 1.0, "vectors": _parse_call(state["vectors"]), "layers": layers}
+
+
+def _parse_call(text: str) -> dict[str, Any]:
+    """The data of an object that version 1 stored as `KFAC`, `KFAC(kfac_approx='reduce')` or the like."""
+    try:
+        call = ast.parse(re.sub(r"<\w+\.\w+: ('[^']*')>", r"\1", text), mode="eval").body  # members of an Enum
+        if isinstance(call, ast.Call):
+            options = {str(keyword.arg): plain(ast.literal_eval(keyword.value)) for keyword in call.keywords}
+            return {"kind": ast.unparse(call.func), "options": options}
+    except (SyntaxError, ValueError):
+        pass
+    return {"kind": text, "options": {}}
 
 
 def check_state(K: StateOwner, state: Mapping[str, Any]) -> None:
-    """Compare what a state says of itself with an operator.
+    """Compare what a state of the present version says of itself with an operator.
 
     Raises:
         ValueError: If it is of something else.
@@ -283,7 +316,7 @@ def rebuild_arguments(
     vectors: Vectors | None = None,
     **risk_options: Any,
 ) -> dict[str, Any]:
-    """The arguments of `BlockwiseLinearOperator` that a state describes.
+    """The arguments of `BlockwiseLinearOperator` that a state of the present version describes.
 
     For the others see `BlockwiseLinearOperator.from_state_dict`.
     """
@@ -306,7 +339,7 @@ def rebuild_arguments(
         **risk_options,
     )
     separate = state["separate_weight_and_bias"]
-    risk.reads = rebuild_reads(risk, state["reads"])
+    risk.reads = rebuild_reads(risk, state.get("reads"))
     known, found = (
         {layer.name for layer in layers_of(risk, separate)},
         rebuild_approximations(state, approximations),

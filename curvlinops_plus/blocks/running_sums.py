@@ -307,6 +307,12 @@ class RunningSums:
         empty = {layer: [_map(stage, Accumulator.empty) for stage in stages] for layer, stages in self.stages.items()}
         return RunningSums(empty)._sharing(Totals())
 
+    def whole_step(self) -> Step:
+        """All batches as one step, of states that don't tell their last one."""
+        called = [k for k, own in enumerate(self._of_layers) if k in own[0].totals.called]
+        totals = Totals.union(self._distinct_totals(called[:1]))
+        return Step(1.0, totals, set(called), set(called))
+
     # --------------------------------------------------------------------------------------------------------- saving
     def state_dict(self) -> dict[str, Any]:
         """All sums, in tensors and plain Python: position of the layer, number of the sweep, block name."""
@@ -321,13 +327,16 @@ class RunningSums:
         return {**state, "called": [k for k, layer in enumerate(self.stages) if layer in called]}
 
     @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], plan: Sequence[LayerPlan], scale: LossScale) -> RunningSums:
+    def from_state_dict(
+        cls, state: Mapping[str, Any], plan: Sequence[LayerPlan], scale: LossScale, steps: float
+    ) -> RunningSums:
         """The sums that `state_dict` returned.
 
         Args:
             state: The state.
             plan: What they are sums of.
             scale: As for `of_plan`.
+            steps: The sum of the weights of all steps, for states that don't tell it for each layer.
 
         Raises:
             ValueError: If some are missing.
@@ -339,9 +348,12 @@ class RunningSums:
                     loaded._append(layer, _following(stages[-1]))
                 for name, accumulator in stages[number].items():
                     accumulator.load_state_dict(state[f"{index}"][f"{number}"][name])
-        called = state["called"]
+        # States of earlier versions don't tell; their layers have sums.
+        called = state.get("called", [k for k, stages in enumerate(loaded.stages.values()) if _used(stages)])
         for index, own in enumerate(loaded._of_layers):
-            share_totals(own, replace(own[0].totals, called=set(called)) if index in called else Totals())
+            totals = replace(own[0].totals, called=set(called)) if index in called else Totals()
+            totals.steps = totals.steps or (steps if index in called else 0.0)
+            share_totals(own, totals)
         return loaded._sharing_equal()
 
 
@@ -358,6 +370,11 @@ def _copied(accumulator: Accumulator) -> Accumulator:
     copied.add_sums(accumulator)
     copied.totals = accumulator.totals
     return copied
+
+
+def _used(stages: list[Stage]) -> bool:
+    """Whether there are sums of a layer."""
+    return any(accumulator.names for accumulator in stages[0].values())
 
 
 def _padded(stages: list[Stage], like: list[Stage]) -> list[Stage]:

@@ -16,7 +16,7 @@ from curvlinops_plus.risk import Layer, Totals
 
 __all__ = ["StoredSums"]
 
-_KEYS = {"sums", "rows", "counts", "examples", "terms", "loss_count", "loss", "shares", "steps", "constants"}
+_KEYS = {"sums", "counts", "examples", "terms", "loss_count", "loss", "shares", "constants"}
 
 
 @dataclass
@@ -55,6 +55,7 @@ class StoredSums:
         """What `state_dict` returned, on the device of the layer.
 
         Args:
+            state: The state; those of earlier versions have no rows that wait.
             constants: Names of what the accumulator has besides of sums.
 
         Raises:
@@ -73,9 +74,9 @@ class StoredSums:
         counted = (state[key] for key in ("examples", "terms", "loss_count", "loss"))
         return cls(
             {name: own(total) for name, total in state["sums"].items()},
-            {name: GramSum.from_state_dict(each, layer.device, form) for name, each in state["rows"].items()},
+            {name: GramSum.from_state_dict(each, layer.device, form) for name, each in state.get("rows", {}).items()},
             {name: count(x) for name, x in state["counts"].items()},
-            Totals(*counted, weights=tuple(state["shares"]), steps=state["steps"]),
+            Totals(*counted, weights=tuple(state["shares"]), steps=state.get("steps", 0.0)),
             {name: None if kept.get(name) is None else _each(kept[name], own) for name in constants},
         )
 

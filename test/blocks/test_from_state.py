@@ -1,4 +1,4 @@
-"""Operators made again from their states alone: the composing door, and multiples."""
+"""Operators made again from their states alone: the composing door, multiples, and files of earlier versions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from curvlinops_plus import (
     KFAC,
     Accumulator,
     BlockwiseLinearOperator,
+    CurvatureEstimator,
     CurvaturePropagation,
     CurvatureWarning,
     DiagonalBlock,
@@ -43,9 +44,11 @@ from curvlinops_plus.blocks import stored_options
 from curvlinops_plus.linalg import Diagonal, HeuristicDamping, Structure
 from curvlinops_plus.risk import Vectors
 
+DATA = Path(__file__).parent / "data"
+
 
 def small() -> tuple[nn.Module, nn.Module, list[tuple[Tensor, Tensor]]]:
-    """A problem whose first layer has no factors."""
+    """The problem whose states are in `data`, made by version 1 of the format; the first layer has no factors."""
     model = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2)).double()
     with torch.no_grad():
         for k, p in enumerate(model.parameters()):
@@ -273,6 +276,65 @@ def test_compute_returns_the_operator() -> None:
     K = mixed()
     assert K.compute() is K
     assert "examples" in K.state_dict()
+
+
+# ----------------------------------------------------------------------------------------------------- earlier versions
+
+
+def test_classic_states_of_version_1() -> None:
+    """They could not be loaded by from_state_dict then, since their first layer has no Kronecker factors."""
+    model, _, data = small()
+    state = load(DATA / "version_1_classic.safetensors")
+    assert state["version"] == 1
+    K = KFACLinearOperator.from_state_dict(state, model, list(model.parameters()), data)
+    same_numbers(K.to_dense(), (2.591289330213799, 0.8712785165166206, 1.8207367366400757))
+    assert K.vectors == MonteCarlo(2, 3)
+    assert K.state_dict()["version"] == 3
+    other = reduce(check_deterministic=False)
+    other.load_state_dict(state)
+    close(other.to_dense(), K.to_dense(), 1e-12)
+
+
+def same_numbers(M: Tensor, expected: tuple[float, float, float]) -> None:
+    """Trace, norm and sum of a matrix are those of the version that wrote the state."""
+    close(torch.stack([M.trace(), M.norm(), M.sum()]), torch.tensor(expected, dtype=M.dtype), 1e-12)
+
+
+def test_composing_states_of_version_1() -> None:
+    model, _, data = small()
+    state, expected = load(DATA / "version_1_composing.safetensors"), mixed(vectors=Exact(signs=True, seed=4))
+    for K in (BlockwiseLinearOperator.from_state_dict(state, model, data), mixed(vectors=Exact(signs=True, seed=4))):
+        K.load_state_dict(state)
+        close(K.to_dense(), expected.to_dense(), 1e-12)
+    with pytest.raises(ValueError, match="lacks \\['layers'\\]"):
+        K.load_state_dict({key: value for key, value in state.items() if key != "layers"})
+
+
+def test_estimator_states_of_version_1() -> None:
+    model, loss, data = small()
+    plan = {"1": EKFAC, "3": KFAC.using(kfac_approx="reduce")}
+    options = {"default": DiagonalBlock, "decay": 0.9, "damping": 0.1, "vectors": MonteCarlo(seed=1)}
+    resumed = CurvatureEstimator(EmpiricalRisk(model, loss, ()), plan, **options)
+    with pytest.warns(CurvatureWarning, match="drew random numbers in another way: vectors go on with others"):
+        resumed.load_state_dict(load(DATA / "version_1_estimator.safetensors"))
+    same_numbers(resumed.operator.to_dense(), (4.343781416122208, 1.869944811148691, 1.9546260828799673))
+    same_numbers(resumed.inverse().to_dense(), (127.18728584086287, 32.66736914437686, 147.12396000093207))
+    again = CurvatureEstimator(EmpiricalRisk(model, loss, ()), plan, **options)
+    again.load_state_dict(resumed.state_dict())
+    for each in (resumed, again):
+        each.update(data[0])
+    assert resumed.updates == 2
+    close(again.operator.to_dense(), resumed.operator.to_dense(), 1e-12)
+    close(again.inverse().to_dense(), resumed.inverse().to_dense(), 1e-12)
+
+
+def test_options_that_version_1_wrote_as_members_of_an_enum() -> None:
+    state = load(DATA / "version_1_classic.safetensors")
+    state["layers"]["1"]["approximation"] = "KFAC(kfac_approx=<KFACType.REDUCE: 'reduce'>)"
+    reduce(check_deterministic=False).load_state_dict(state)
+    state["layers"]["1"]["approximation"] = "KFAC(kfac_approx=<no Python>)"
+    with pytest.raises(ValueError, match=r"layer '1'.*no Python"):
+        reduce(check_deterministic=False).load_state_dict(state)
 
 
 def test_the_structure_follows_the_scale_of_the_state() -> None:

@@ -212,6 +212,27 @@ def test_going_on_after_every_batch(name: str, kind: str, weights: bool, tmp_pat
     same_bits(resumed.state_dict(), running.state_dict())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_without_rows_that_wait(kind: str) -> None:
+    """Earlier versions added all rows when they were asked for their state."""
+    running, resumed = stream("dense", KINDS[kind]), stream("dense", KINDS[kind])
+    data = list(batches())
+    for batch in data[:5]:
+        running.update(batch)
+    state = running.state_dict()
+    accumulators = [a for own in running._sums.stages.values() for stage in own for a in stage.values()]
+    stored = [
+        s for key, own in state["sums"].items() if key != "called" for stage in own.values() for s in stage.values()
+    ]
+    for accumulator, old in zip(accumulators, stored, strict=True):
+        assert old.pop("rows").keys() == accumulator._rows.keys()
+        old["sums"] = {name: total.clone() for name, total in accumulator.sums.items()}
+    resumed.load_state_dict(state)
+    for one in (running, resumed):
+        one.update(data[5])
+    torch.testing.assert_close(resumed.operator.to_dense(), running.operator.to_dense())
+
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "exact": {},
     "EKFAC": {"approximation": EKFAC},

@@ -315,10 +315,10 @@ class RunningCurvature:
         self.steps = state["steps"]
         self.inverse.restore(state["dampings"])
         self.drop()
-        self.factor = state["factor"]
+        self.factor = state.get("factor", 1.0)
         self.forget()
-        self.batches = state["batches"]
-        self._before -= state["examples"]
+        self.batches = state.get("batches", 0)
+        self._before -= state.get("examples", 0)
 
     def drop(self) -> None:
         """Forget batches that wait for their backward pass."""
