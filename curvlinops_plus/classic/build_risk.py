@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.risk import EmpiricalRisk
 
-__all__ = ["FunctionModule", "build_layer_risk", "build_risk"]
+__all__ = ["FunctionModule", "build_risk"]
 
 
 def build_risk(
@@ -20,14 +20,28 @@ def build_risk(
     progressbar: bool = False,
     num_data: int | None = None,
     batch_size_fn: Callable[[Any], int] | None = None,
+    *,
+    of_layers: bool = False,
     **risk_options: Any,
 ) -> EmpiricalRisk:
     """The risk that the arguments of a classic operator describe, see `GGNLinearOperator`.
 
+    Args:
+        of_layers: For an operator made of layers: the loss has to be known, and as in curvlinops 3.0.1 inputs in
+            mappings need `batch_size_fn`.
+
     Raises:
-        ValueError: If the model is a function and `params` is no mapping.
+        ValueError: If the model is a function and `params` is no mapping, or `batch_size_fn` is missing.
+        UnsupportedError: If the loss is not known.
     """
-    return EmpiricalRisk(
+    if of_layers and batch_size_fn is None and isinstance(data, Sequence) and len(data):
+        item = data[0]
+        if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], Mapping):
+            raise ValueError(
+                "When using dict-like custom data, `batch_size_fn` is required: a function of X that returns the "
+                "number of examples, for instance `batch_size_fn=lambda X: len(X['x'])`."
+            )
+    risk = EmpiricalRisk(
         model_func if isinstance(model_func, nn.Module) else FunctionModule(model_func, params),
         loss_func,
         data,
@@ -37,35 +51,8 @@ def build_risk(
         batch_size_fn=batch_size_fn,
         **risk_options,
     )
-
-
-def build_layer_risk(
-    model_func: nn.Module | Callable[..., Any],
-    loss_func: Any,
-    params: Sequence[Tensor] | Mapping[str, Tensor],
-    data: Iterable[Any],
-    *,
-    batch_size_fn: Callable[[Any], int] | None = None,
-    **risk_options: Any,
-) -> EmpiricalRisk:
-    """`build_risk` for an operator made of layers, which needs a loss that is known.
-
-    Args:
-        model_func, loss_func, params, data: As there.
-        batch_size_fn: Number of examples of an input that is no tensor; needed for mappings, as in curvlinops 3.0.1.
-
-    Raises:
-        ValueError: For an unknown loss, or inputs in a mapping without `batch_size_fn`.
-    """
-    if batch_size_fn is None and isinstance(data, Sequence) and len(data):
-        item = data[0]
-        if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], Mapping):
-            raise ValueError(
-                "When using dict-like custom data, `batch_size_fn` is required: a function of X that returns the "
-                "number of examples, for instance `batch_size_fn=lambda X: len(X['x'])`."
-            )
-    risk = build_risk(model_func, loss_func, params, data, batch_size_fn=batch_size_fn, **risk_options)
-    risk.losses.require_likelihoods()  # an unknown loss is refused now, not at first use
+    if of_layers:
+        risk.losses.require_likelihoods()  # now, not at first use
     return risk
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.per_example import DiagonalBlock
-from curvlinops_plus.classic.build_risk import build_layer_risk
+from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.risk import Exact, MonteCarlo
 
 __all__ = ["GGNDiagonalLinearOperator"]
@@ -67,15 +67,8 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
             raise ValueError(
                 f"Invalid mc_samples: {mc_samples}. Expected 0 for the exact diagonal, or a number of draws."
             )
-        risk = build_layer_risk(
-            model_func,
-            loss_func,
-            params,
-            data,
-            progressbar=progressbar,
-            num_data=num_data,
-            batch_size_fn=batch_size_fn,
-            **risk_options,
+        risk = build_risk(
+            model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, of_layers=True, **risk_options
         )
         vectors = MonteCarlo(mc_samples, seed) if mc_samples else Exact()
         super().__init__(

@@ -17,7 +17,7 @@ from curvlinops_plus.blocks.factor_views import FactorView
 from curvlinops_plus.blocks.fingerprint import fingerprint
 from curvlinops_plus.blocks.kfac import KFAC
 from curvlinops_plus.blocks.sweep_cache import KEPT_BYTES
-from curvlinops_plus.classic.build_risk import build_layer_risk
+from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.classic.fisher_types import FisherType, KFACType
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import BlockDiagonal
@@ -121,16 +121,9 @@ class KFACLinearOperator(BlockwiseLinearOperator):
                 f"Invalid mc_samples: {mc_samples}. fisher_type={FisherType(fisher_type).value!r} draws nothing, "
                 "so it must be 1."
             )
-        risk = build_layer_risk(
-            model_func,
-            loss_func,
-            params,
-            data,
-            progressbar=progressbar,
-            num_data=num_data,
-            batch_size_fn=batch_size_fn,
-            num_per_example_loss_terms=num_per_example_loss_terms,
-            **risk_options,
+        risk_options["num_per_example_loss_terms"] = num_per_example_loss_terms
+        risk = build_risk(
+            model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, of_layers=True, **risk_options
         )
         approximation, expand = self._APPROXIMATION, kfac_approx == KFACType.EXPAND
         changed = {} if expand else {"kfac_approx": "reduce"}

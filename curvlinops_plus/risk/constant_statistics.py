@@ -37,6 +37,9 @@ def constant_statistics(model: nn.Module) -> Iterator[None]:
     """Context in which batch norms in training mode return the same numbers, and derivatives leave the statistics out.
 
     Running statistics change as without it. Batch norms with a forward of their own are left as they are.
+
+    Args:
+        model: The model.
     """
     with ExitStack() as hooks:
         for module in batch_norms(model).values():

@@ -30,6 +30,11 @@ def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> boo
     layers reads their parameters, and all that is above the first one's output is below the model's. Nothing is
     remembered either: types, methods, hooks and options of all modules are looked at in every batch. Any doubt is a no,
     as a module of another type, or an axis of examples or an output that the user names.
+
+    Args:
+        risk: Model and options.
+        recorder: Which recorded the pass.
+        batch: The batch.
     """
     X, options = batch.X, risk.options
     if type(X) is not Tensor or X.layout != torch.strided or not X.ndim or X.shape[0] != batch.num_examples:
@@ -46,7 +51,9 @@ def _hooked_in_chain(model: Any, axes: int, recorder: Recorder) -> list[Any] | N
     """The modules of a chain on which the recorder has hooks, in the order in which they run; None if it is no chain.
 
     Args:
+        model: The model.
         axes: How many axes its input has.
+        recorder: The recorder.
     """
     hooked, kinds, waiting = [], set(), [model]  # of nested sequences a sequence before its parts, in their order
     while waiting:
