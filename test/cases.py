@@ -878,6 +878,17 @@ class Problem:
                 warnings.filterwarnings("ignore", ".*get their exact diagonal", CurvatureWarning)
             return curvature(self.risk(data, **(risk or {})), approximation, **options)
 
+    @cached_property
+    def _made(self) -> dict[tuple[str, bool], Any]:
+        return {}
+
+    def made(self, approximation: str, separate: bool = False) -> Any:
+        """The operator of one of `APPROXIMATIONS`; made once, so don't change it, nor the code while it is made."""
+        if (approximation, separate) not in self._made:
+            K = self.curvature(APPROXIMATIONS[approximation], separate_weight_and_bias=separate)
+            self._made[approximation, separate] = K
+        return self._made[approximation, separate]
+
     def reference(self, **options: Any) -> Reference:
         """The slow exact twin."""
         net, hugging = self.net, self.net.logits

@@ -97,7 +97,7 @@ def only_plain(node: Any, path: str = "state") -> None:
 def test_round_trip_of_every_approximation(name: str, approximation: str, through: Any, tmp_path: Path) -> None:
     p = problem(name)
     for separate in (False, True):
-        K = p.curvature(APPROXIMATIONS[approximation], separate_weight_and_bias=separate)
+        K = p.made(approximation, separate)
         state = K.state_dict()
         only_plain(state)
         back = through(state, tmp_path)

@@ -465,7 +465,7 @@ def test_forward_only_needs_no_backward_pass(name: str, reduce: bool, separate: 
 @separate_or_joint
 def test_numbers_that_follow_from_structure(name: str, approximation: str, separate: bool) -> None:
     p = problem(name)
-    K = p.curvature(APPROXIMATIONS[approximation], separate_weight_and_bias=separate)
+    K = p.made(approximation, separate)
     dense = K.to_dense()
     eye = torch.eye(len(dense), dtype=torch.float64)
     close(dense, dense.T, what="symmetric")
