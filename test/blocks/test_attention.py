@@ -205,7 +205,8 @@ APART = ("self", "without bias", "time first, two inputs", "three inputs", "padd
 def test_blocks_are_those_of_four_linear_layers(form: str, approximation: str) -> None:
     p, q = both_ways(form)
     kind = APPROXIMATIONS[approximation]
-    joint, expected = p.made(approximation).blocks, q.curvature(kind).blocks
+    joint, of_linears = p.made(approximation).blocks, q.risk()
+    expected = q.curvature(kind, risk=of_linears).blocks
     close(joint["attn.out_proj"].to_dense(), expected["attn.out"].to_dense(), what="out-projection")
     for name in ("before", "head"):
         close(joint[name].to_dense(), expected[name].to_dense(), what=name)
@@ -215,7 +216,7 @@ def test_blocks_are_those_of_four_linear_layers(form: str, approximation: str) -
         close(sum(b.trace for b in joint.values()), p.exact.ggn().trace(), what="trace")
         return
     if "three sizes" in form:
-        expected_apart = q.curvature(kind, separate_weight_and_bias=True).blocks
+        expected_apart = q.curvature(kind, risk=of_linears, separate_weight_and_bias=True).blocks
         for part in "qkv":
             close(joint[f"attn.{part}_proj"].to_dense(), expected_apart[f"attn.{part}.weight"].to_dense(), rtol, part)
         if p.model.attn.in_proj_bias is not None and approximation != "FullBlock":
@@ -231,7 +232,8 @@ def test_blocks_are_those_of_four_linear_layers(form: str, approximation: str) -
     close(joint["attn.in_proj"].to_dense(), three(expected), rtol, "in-projection")
     if approximation != "KFAC" and form not in APART:
         return
-    apart, expected_apart = (one.curvature(kind, separate_weight_and_bias=True).blocks for one in (p, q))
+    apart = p.made(approximation, separate=True).blocks
+    expected_apart = q.curvature(kind, risk=of_linears, separate_weight_and_bias=True).blocks
     close(apart["attn.in_proj_weight"].to_dense(), three(expected_apart, ".weight"), rtol, "weight")
     if p.model.attn.in_proj_bias is not None:
         close(apart["attn.in_proj_bias"].to_dense(), three(expected_apart, ".bias"), rtol, "bias")
@@ -352,11 +354,12 @@ def test_encoders_of_padded_sequences(first: bool, train: bool, frozen: bool) ->
     exact = p.exact.only_blocks(p.exact.ggn(), False)
     if frozen:
         p.model.requires_grad_(False)
-    close(p.curvature(FullBlock).to_dense(), exact, what="FullBlock")
-    for reduce in (False, True):
-        kind = APPROXIMATIONS["KFAC reduce" if reduce else "KFAC"]
-        close(p.curvature(kind).to_dense(), p.exact.kfac(p.exact.exact(), reduce), what=f"KFAC, reduce={reduce}")
-    close(p.curvature(EKFAC).trace, exact.trace(), what="trace of EKFAC")
+    risk = p.risk()
+    close(p.curvature(FullBlock, risk=risk).to_dense(), exact, what="FullBlock")
+    for kind in ("KFAC", "KFAC reduce"):
+        K = p.curvature(APPROXIMATIONS[kind], risk=risk)
+        close(K.to_dense(), p.exact.kfac(p.exact.exact(), "reduce" in kind), what=kind)
+    close(p.curvature(EKFAC, risk=risk).trace, exact.trace(), what="trace of EKFAC")
     forward = p.curvature({"*norm*": Calls}, default=KFAC, vectors=ForwardOnly())
     for name, block in forward.blocks.items():
         if "norm" in name:

@@ -372,10 +372,12 @@ def halves(p: Problem) -> list[Any]:
 @pytest.mark.parametrize("name", [name for name in LAYERS if "offsets" not in name])
 def test_batches_of_one_are_the_same(name: str) -> None:
     p = alone(name)
+    risk = p.risk(halves(p))
     for approximation in ("KFAC", "KFAC reduce", "DiagonalBlock", "FullBlock"):
-        K = p.curvature(APPROXIMATIONS[approximation], halves(p))
+        K = p.curvature(APPROXIMATIONS[approximation], risk=risk)
         close(K.to_dense(), p.made(approximation).to_dense(), what=approximation)
-    close(p.curvature(APPROXIMATIONS["EKFAC"], halves(p)).trace, p.made("EKFAC").trace, what="trace of EKFAC")
+    E = p.curvature(APPROXIMATIONS["EKFAC"], risk=risk)
+    close(E.trace, p.made("EKFAC").trace, what="trace of EKFAC")
 
 
 @every_layer
@@ -384,18 +386,18 @@ def test_frozen_parameters_and_subsets(name: str) -> None:
     p = alone(name)
     frozen = copied(p)
     frozen.model.requires_grad_(False)
+    risk = frozen.risk()
     for approximation in ("KFAC", "EKFAC", "FullBlock"):
-        F = frozen.curvature(APPROXIMATIONS[approximation])
+        F = frozen.curvature(APPROXIMATIONS[approximation], risk=risk)
         close(F.to_dense(), p.made(approximation).to_dense(), what=f"frozen, {approximation}")
     exact = p.exact.ggn()
     for key, q in list(p.keyed.items()):
-        at = p.exact.places([key])
+        at, risk = p.exact.places([key]), EmpiricalRisk(p.model, p.loss, p.data, [q], **p.net.options)
         for approximation, expected in (
             (FullBlock, exact[at[:, None], at]),
             (DiagonalBlock, exact[at, at].diag()),
             (APPROXIMATIONS["KFAC"], p.exact.kfac(p.exact.exact(), separate=True)[at[:, None], at]),
         ):
-            risk = EmpiricalRisk(p.model, p.loss, p.data, [q], **p.net.options)
             with unchanged(p.model, p.data):
                 got = quietly(lambda r=risk, a=approximation: curvature(r, a).to_dense())
             close(got, expected, 1e-8, f"only {key}, {approximation}")
