@@ -308,7 +308,13 @@ def test_another_thread_evaluates_the_model_of_an_estimator() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- compiled
-@pytest.mark.usefixtures("quick_compiler")
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    """What was compiled for one test is there for the next."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("compiler", "quick_compiler")
 @pytest.mark.parametrize("number", [*NUMBERS, "loop", "sum", "estimator", "verify"])
 def test_inside_a_compiled_function(number: str) -> None:
     """The graph is divided around what goes over the data; the program runs."""
@@ -336,7 +342,6 @@ def test_inside_a_compiled_function(number: str) -> None:
     function = {**NUMBERS, **more}[number]
     torch.manual_seed(0)
     expected = torch.as_tensor(function(risk))
-    torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
         torch.manual_seed(0)
