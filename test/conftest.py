@@ -42,7 +42,6 @@ def new_objects_only() -> None:
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling does not flush the processor's caches to measure each guard, a quarter of its time."""
     monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)
-    monkeypatch.setattr("torch._dynamo.config.recompile_limit", 64)  # beyond which functions run uncompiled
 
 
 @pytest.fixture(params=["cpu", "cuda"])

@@ -113,7 +113,7 @@ def product(kind: Callable[[EmpiricalRisk], GGN | Hessian]) -> Callable[[Empiric
 
 #: What is done, with a network as wide as its matrices allow.
 def identity_and_queries(risk: EmpiricalRisk) -> tuple[LinearOperator, EmpiricalRisk, EmpiricalRisk]:
-    return IdentityLinearOperator(risk.space), risk.with_data(Batches(1, WIDTH)), risk
+    return IdentityLinearOperator(risk.space), risk.with_data(Batches(1, WIDTH, examples=64)), risk
 
 
 CASES: dict[str, Callable[[int], object]] = {

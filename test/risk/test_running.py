@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -309,9 +309,11 @@ def test_another_thread_evaluates_the_model_of_an_estimator() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- compiled
 @pytest.fixture(scope="module")
-def compiler() -> None:
-    """What was compiled for one test is there for the next."""
+def compiler() -> Iterator[None]:
+    """What was compiled for one test is there for the next; no function is compiled so often that it then isn't."""
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
 
 
 @pytest.mark.usefixtures("compiler", "quick_compiler")
