@@ -869,14 +869,33 @@ class Problem:
         return EmpiricalRisk(self.model, self.loss, data, self.params, **{**self.net.options, **options})
 
     def curvature(
-        self, approximation: Any, data: Any = None, risk: Mapping[str, Any] | None = None, **options: Any
+        self,
+        approximation: Any,
+        data: Any = None,
+        risk: EmpiricalRisk | Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Any:
-        """The composing door, with an eye on the user's things; warnings that a net must cause are expected."""
+        """The composing door, with an eye on the user's things; warnings that a net must cause are expected.
+
+        Of several approximations with one `risk`, the first one checks the model.
+        """
         with unchanged(self.model, self.loss, data if isinstance(data, list) else self.data), warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"Exact\(\) sends", CurvatureWarning)
             if self.net.fallback:
                 warnings.filterwarnings("ignore", ".*get their exact diagonal", CurvatureWarning)
-            return curvature(self.risk(data, **(risk or {})), approximation, **options)
+            risk = risk if isinstance(risk, EmpiricalRisk) else self.risk(data, **(risk or {}))
+            return curvature(risk, approximation, **options)
+
+    @cached_property
+    def _made(self) -> dict[tuple[str, bool], Any]:
+        return {}
+
+    def made(self, approximation: str, separate: bool = False) -> Any:
+        """The operator of one of `APPROXIMATIONS`; made once, so don't change it, nor the code while it is made."""
+        if (approximation, separate) not in self._made:
+            K = self.curvature(APPROXIMATIONS[approximation], separate_weight_and_bias=separate)
+            self._made[approximation, separate] = K
+        return self._made[approximation, separate]
 
     def reference(self, **options: Any) -> Reference:
         """The slow exact twin."""

@@ -52,30 +52,32 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.fixture(autouse=True)
-def settings_stay() -> Iterator[None]:
-    """No test, and nothing that a test calls, changes a global setting of PyTorch."""
-
-    def settings() -> dict[str, object]:
-        return {
-            "default dtype": torch.get_default_dtype(),
-            "grad mode": torch.is_grad_enabled(),
-            "inference mode": torch.is_inference_mode_enabled(),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "matmul precision": torch.get_float32_matmul_precision(),
-            "flash": torch.backends.cuda.flash_sdp_enabled(),
-            "math": torch.backends.cuda.math_sdp_enabled(),
-            "autocast": torch.is_autocast_enabled("cpu"),
-        }
-
-    before = settings()
-    yield
-    assert settings() == before
+def settings() -> dict[str, object]:
+    """Global settings of PyTorch."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "math": torch.backends.cuda.math_sdp_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+    }
 
 
-@pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the package says once per process is said again in each test."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[Any]:
+    """What the package says once per process is said again in each test, and no test changes a global setting.
+
+    Nothing that a test calls does, either. Two fixtures would take as long as a small test.
+    """
     from curvlinops_plus.blocks import plan
 
-    monkeypatch.setattr(plan, "_told", set())
+    before, told, plan._told = settings(), plan._told, set()
+    try:
+        result = yield
+    finally:
+        plan._told = told
+    assert settings() == before
+    return result

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -160,27 +161,36 @@ def test_star_import_shadows_nothing() -> None:
     assert set(NAMES) & taken() == NOT_BY_STAR
 
 
-def imported_by(statement: str, depth: int = 1) -> set[str]:
-    """Modules that a new process imports by it, beside what it needs of the required packages."""
-    code = (
-        "import sys, einops, numpy, scipy, torch, torch.nn.utils.prune, torch.utils.checkpoint, tqdm; "
-        "before = set(sys.modules); "
-        f"{statement}; print(*sorted(set(sys.modules) - before))"
+@cache
+def imported() -> list[set[str]]:
+    """Modules that a new process has after each of four statements, beside what it needs of the required packages."""
+    statements = (
+        "import curvlinops_plus",
+        "curvlinops_plus.blocks",
+        "from curvlinops_plus import KFACLinearOperator",
+        "from curvlinops_plus import *",
     )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    return {".".join(name.split(".")[:depth]) for name in shown} - set(sys.stdlib_module_names)
+    code = (
+        "import sys, einops, numpy, scipy, torch, torch.nn.utils.prune, torch.utils.checkpoint, tqdm\n"
+        "before = set(sys.modules)\n"
+        f"for statement in {statements}: exec(statement); print(*sorted(set(sys.modules) - before))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return [set(line.split()) - set(sys.stdlib_module_names) for line in shown.splitlines()]
 
 
-def test_import_leaves_parts_of_scipy_for_later() -> None:
-    """What takes long to import, and is seldom needed, is imported at its first use."""
-    assert imported_by("from curvlinops_plus import *") == {"curvlinops_plus"}
+def test_import_leaves_other_packages_for_later() -> None:
+    """What takes long to import, and is seldom needed, is imported at its first use: parts of SciPy, transformers."""
+    *_, found = imported()
+    assert {name.split(".")[0] for name in found} == {"curvlinops_plus"}
+    assert "curvlinops_plus.layer.huggingface" in found
 
 
 def test_names_are_imported_when_they_are_used() -> None:
-    assert imported_by("import curvlinops_plus", 2) == {"curvlinops_plus", "curvlinops_plus.version"}
-    found = imported_by("from curvlinops_plus import KFACLinearOperator", 2)
-    assert {f"curvlinops_plus.{room}" for room in ("optim", "applications", "estimate")} & found == set()
-    assert "curvlinops_plus.blocks" in imported_by("import curvlinops_plus; curvlinops_plus.blocks", 2)
+    package, room, name, _ = ({".".join(name.split(".")[:2]) for name in found} for found in imported())
+    assert package == {"curvlinops_plus", "curvlinops_plus.version"}
+    assert "curvlinops_plus.blocks" in room
+    assert {f"curvlinops_plus.{room}" for room in ("optim", "applications", "estimate")} & name == set()
 
 
 def test_dir_lists_all_names_and_others_are_refused() -> None:

@@ -79,7 +79,7 @@ def reduce(**options: Any) -> KFACLinearOperator:
 def test_every_approximation_is_made_again(name: str, approximation: str, tmp_path: Path) -> None:
     p = problem(name)
     for separate in (False, True):
-        K = p.curvature(APPROXIMATIONS[approximation], separate_weight_and_bias=separate)
+        K = p.made(approximation, separate)
         save(K.state_dict(), tmp_path / "K.safetensors")
         options = {key: value for key, value in p.net.options.items() if key != "params"}
         other = BlockwiseLinearOperator.from_state_dict(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, FEW, NETS, close, fresh, problem, same, unchanged
+from cases import FEW, NETS, close, fresh, problem, same, unchanged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ def best(F: Tensor, o: int, i: int, sparse: bool) -> tuple[Tensor, bool]:
 @in_every_form
 def test_nearest_kronecker_is_the_leading_singular_pair(name: str, separate: bool) -> None:
     p = problem(name)
-    exact = p.curvature(FullBlock, separate_weight_and_bias=separate).blocks
+    exact = p.made("FullBlock", separate).blocks
     K = nearest(name, "formed", separate)
     for block, layer, (o, i), parts in matrices(K, exact):
         found = next(part for other, *_, part in matrices(K, K.blocks) if other == block)
@@ -126,10 +126,7 @@ def test_nearest_kronecker_is_never_further_than_kfac(name: str) -> None:
         def distance(K: Any, exact: Tensor = exact) -> float:
             return float((K.to_dense() - exact).norm())
 
-        expand, reduce = (
-            distance(p.curvature(APPROXIMATIONS[kind], separate_weight_and_bias=separate))
-            for kind in ("KFAC", "KFAC reduce")
-        )
+        expand, reduce = (distance(p.made(kind, separate)) for kind in ("KFAC", "KFAC reduce"))
         rounding = 1e-12 * float(exact.norm())
         assert distance(nearest(name, "by one sweep", separate)) <= expand * (1 + 1e-9) + rounding
         assert distance(nearest(name, "formed", separate)) <= min(expand, reduce) * (1 + 1e-9) + rounding
@@ -137,7 +134,7 @@ def test_nearest_kronecker_is_never_further_than_kfac(name: str) -> None:
 
 @every_net
 def test_factors_are_symmetric_and_positive(name: str) -> None:
-    for K in (*(nearest(name, kind) for kind in KINDS), problem(name).curvature(TNT)):
+    for K in (*(nearest(name, kind) for kind in KINDS), problem(name).made("TNT")):
         for block in K.blocks.values():
             if isinstance(block, Kronecker):
                 for factor in (block.G, block.A):
@@ -151,7 +148,7 @@ def test_factors_are_symmetric_and_positive(name: str) -> None:
 @pytest.mark.parametrize("name", FEW)
 def test_every_sweep_comes_nearer_until_nothing_is_left(name: str) -> None:
     p = problem(name)
-    exact, formed = p.curvature(FullBlock), p.curvature(NearestKronecker)
+    exact, formed = p.made("FullBlock"), nearest(name, "formed")
     distances = []
     for sweeps in (1, 2, 3, 60):
         K = p.curvature(NearestKronecker.using(max_bytes=0, power_iterations=sweeps))
@@ -263,8 +260,8 @@ def test_nan_names_the_statistic_and_the_layer() -> None:
 def test_tnt_is_its_definition(name: str, separate: bool) -> None:
     """`G ⊗ A / tr F` with the two partial traces of the exact block."""
     p = problem(name)
-    exact = p.curvature(FullBlock, separate_weight_and_bias=separate).blocks
-    K = p.curvature(TNT, separate_weight_and_bias=separate)
+    exact = p.made("FullBlock", separate).blocks
+    K = p.made("TNT", separate)
     for block, layer, (o, i), parts in matrices(K, exact):
         if not layer.affine:
             close(K.blocks[block].to_dense(), torch.block_diag(*parts).diagonal().diag(), what=block)

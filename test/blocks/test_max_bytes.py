@@ -62,9 +62,10 @@ def limit(K: BlockwiseLinearOperator, part: int = 5) -> int:
 @pytest.mark.parametrize("name", ["mlp", "strided cnn", "attention", "tied", "language model"])
 def test_groups_have_the_numbers_of_one_sweep(name: str, kind: str, vectors: str, tmp_path: Path) -> None:
     p, options = problem(name), {"default": APPROXIMATIONS[kind], "vectors": VECTORS[vectors]}
-    K = curvature(p.risk(), APPROXIMATIONS[kind], **options)
+    risk = p.risk()
+    K = curvature(risk, APPROXIMATIONS[kind], **options)
     groups = curvature(
-        p.risk(), APPROXIMATIONS[kind], **options, max_bytes=limit(K), offload=f"disk:{tmp_path}", max_kept_bytes=0
+        risk, APPROXIMATIONS[kind], **options, max_bytes=limit(K), offload=f"disk:{tmp_path}", max_kept_bytes=0
     )
     v = torch.linspace(-1, 1, K.shape[0], dtype=torch.float64)
     assert all(isinstance(block, Offloaded) for block in groups.blocks.values())

@@ -36,8 +36,9 @@ KINDS = {
 @pytest.mark.parametrize("name", NETS)
 def test_kept_is_swept(name: str, kind: str) -> None:
     p, vectors = problem(name), MonteCarlo(3, seed=1) if "reduce" in kind else Exact()
-    kept = p.curvature(KINDS[kind], vectors=vectors).to_dense()
-    assert torch.equal(kept, p.curvature(KINDS[kind], vectors=vectors, max_kept_bytes=0).to_dense())
+    options = {"risk": p.risk(), "vectors": vectors}
+    kept = p.curvature(KINDS[kind], **options).to_dense()
+    assert torch.equal(kept, p.curvature(KINDS[kind], **options, max_kept_bytes=0).to_dense())
 
 
 @pytest.mark.parametrize("max_kept_bytes", [0, 64, 2**26])

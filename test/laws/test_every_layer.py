@@ -311,9 +311,8 @@ every_layer = pytest.mark.parametrize("name", LAYERS)
 def test_exact_blocks_are_those_of_autodiff(name: str, separate: bool) -> None:
     p = alone(name)
     exact = p.exact.only_blocks(p.exact.ggn(), separate)
-    for approximation, expected in ((FullBlock, exact), (DiagonalBlock, exact.diagonal().diag())):
-        K = p.curvature(approximation, separate_weight_and_bias=separate)
-        close(K.to_dense(), expected, 1e-8, approximation.__name__)
+    for approximation, expected in (("FullBlock", exact), ("DiagonalBlock", exact.diagonal().diag())):
+        close(p.made(approximation, separate).to_dense(), expected, 1e-8, approximation)
 
 
 def test_the_twin_s_ggn_is_plain_autograd_s() -> None:
@@ -339,9 +338,8 @@ def test_factors(name: str, separate: bool, reduce: bool) -> None:
     ending = " reduce" if reduce else ""
     exact = p.exact.only_blocks(p.exact.ggn(), separate)
     expected = p.exact.kfac(p.exact.exact(), reduce, separate)
-    K = p.curvature(APPROXIMATIONS["KFAC" + ending], separate_weight_and_bias=separate)
-    close(K.to_dense(), expected, 1e-8, "KFAC")
-    E = p.curvature(APPROXIMATIONS["EKFAC" + ending], separate_weight_and_bias=separate)
+    close(p.made("KFAC" + ending, separate).to_dense(), expected, 1e-8, "KFAC")
+    E = p.made("EKFAC" + ending, separate)
     close(E.trace, exact.trace(), 1e-8, "trace of EKFAC")
     error, of_kfac = (E.to_dense() - exact).norm(), (expected - exact).norm()
     assert error <= of_kfac * (1 + 1e-9) + 1e-12 * exact.norm(), f"error {error} of EKFAC, {of_kfac} of KFAC"
@@ -374,14 +372,12 @@ def halves(p: Problem) -> list[Any]:
 @pytest.mark.parametrize("name", [name for name in LAYERS if "offsets" not in name])
 def test_batches_of_one_are_the_same(name: str) -> None:
     p = alone(name)
+    risk = p.risk(halves(p))
     for approximation in ("KFAC", "KFAC reduce", "DiagonalBlock", "FullBlock"):
-        kind = APPROXIMATIONS[approximation]
-        close(p.curvature(kind, halves(p)).to_dense(), p.curvature(kind).to_dense(), what=approximation)
-    close(
-        p.curvature(APPROXIMATIONS["EKFAC"], halves(p)).trace,
-        p.curvature(APPROXIMATIONS["EKFAC"]).trace,
-        what="trace of EKFAC",
-    )
+        K = p.curvature(APPROXIMATIONS[approximation], risk=risk)
+        close(K.to_dense(), p.made(approximation).to_dense(), what=approximation)
+    E = p.curvature(APPROXIMATIONS["EKFAC"], risk=risk)
+    close(E.trace, p.made("EKFAC").trace, what="trace of EKFAC")
 
 
 @every_layer
@@ -390,19 +386,18 @@ def test_frozen_parameters_and_subsets(name: str) -> None:
     p = alone(name)
     frozen = copied(p)
     frozen.model.requires_grad_(False)
+    risk = frozen.risk()
     for approximation in ("KFAC", "EKFAC", "FullBlock"):
-        K = p.curvature(APPROXIMATIONS[approximation])
-        F = frozen.curvature(APPROXIMATIONS[approximation])
-        close(F.to_dense(), K.to_dense(), what=f"frozen, {approximation}")
+        F = frozen.curvature(APPROXIMATIONS[approximation], risk=risk)
+        close(F.to_dense(), p.made(approximation).to_dense(), what=f"frozen, {approximation}")
     exact = p.exact.ggn()
     for key, q in list(p.keyed.items()):
-        at = p.exact.places([key])
+        at, risk = p.exact.places([key]), EmpiricalRisk(p.model, p.loss, p.data, [q], **p.net.options)
         for approximation, expected in (
             (FullBlock, exact[at[:, None], at]),
             (DiagonalBlock, exact[at, at].diag()),
             (APPROXIMATIONS["KFAC"], p.exact.kfac(p.exact.exact(), separate=True)[at[:, None], at]),
         ):
-            risk = EmpiricalRisk(p.model, p.loss, p.data, [q], **p.net.options)
             with unchanged(p.model, p.data):
                 got = quietly(lambda r=risk, a=approximation: curvature(r, a).to_dense())
             close(got, expected, 1e-8, f"only {key}, {approximation}")
@@ -413,7 +408,7 @@ def test_states_go_out_and_back(name: str, tmp_path: Any) -> None:
     p = alone(name)
     for approximation in ("KFAC", "EKFAC", "FullBlock"):
         for separate in (False, True):
-            K = p.curvature(APPROXIMATIONS[approximation], separate_weight_and_bias=separate)
+            K = p.made(approximation, separate)
             if separate:
                 save(K.state_dict(), tmp_path / "K.safetensors")
                 state = load(tmp_path / "K.safetensors")
@@ -435,7 +430,7 @@ def test_states_go_out_and_back(name: str, tmp_path: Any) -> None:
 @pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
 def test_numbers_that_follow_from_structure(name: str, approximation: str) -> None:
     p = alone(name)
-    K = p.curvature(APPROXIMATIONS[approximation])
+    K = p.made(approximation)
     dense = K.to_dense()
     eye = torch.eye(len(dense), dtype=torch.float64)
     damped = dense + 0.1 * eye
@@ -476,9 +471,8 @@ def test_verification_passes(name: str) -> None:
         pytest.skip("verify() takes single examples out of a batch, and flat bags have no example axis")
     p = alone(name)
     for approximation in ("KFAC", "EKFAC", "FullBlock"):
-        K = p.curvature(APPROXIMATIONS[approximation])
         with unchanged(p.model, p.data):
-            assert K.verify().rows
+            assert p.made(approximation).verify().rows
 
 
 @every_layer

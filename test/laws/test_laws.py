@@ -105,8 +105,9 @@ def test_loss_is_the_user_s_loss_of_one_big_batch() -> None:
 def test_full_and_diagonal_blocks_are_the_ggn_s(name: str, separate: bool) -> None:
     p = problem(name)
     expected = p.exact.only_blocks(p.exact.ggn(), separate)
+    risk = p.risk()
     for approximation, matrix in ((FullBlock, expected), (DiagonalBlock, expected.diagonal().diag())):
-        K = p.curvature(approximation, separate_weight_and_bias=separate)
+        K = p.curvature(approximation, risk=risk, separate_weight_and_bias=separate)
         close(K.to_dense(), matrix, what=approximation.__name__)
 
 
@@ -114,9 +115,10 @@ def test_full_and_diagonal_blocks_are_the_ggn_s(name: str, separate: bool) -> No
 @separate_or_joint
 def test_empirical_fisher_blocks(name: str, separate: bool) -> None:
     p = problem(name)
+    risk = p.risk()
     for vectors, per_term in ((VECTORS["empirical"], False), (VECTORS["empirical per term"], True)):
         expected = p.exact.only_blocks(p.exact.empirical_fisher(per_term), separate)
-        K = p.curvature(FullBlock, vectors=vectors, separate_weight_and_bias=separate)
+        K = p.curvature(FullBlock, risk=risk, vectors=vectors, separate_weight_and_bias=separate)
         close(K.to_dense(), expected, what=repr(vectors))
 
 
@@ -338,12 +340,10 @@ def merged(p: Problem, sizes: list[int]) -> list[Any]:
 def test_batch_sizes_do_not_matter(name: str, approximation: str) -> None:
     """Nor do they for random draws, which follow the examples."""
     p = problem(name)
+    risks = [p.risk(merged(p, sizes)) for sizes in ([6], [2, 1, 3])]
     for vectors in ("exact", "signs", "mc", "empirical", "empirical per term"):
-        (one, K), (two, other) = (
-            (sizes, p.curvature(APPROXIMATIONS[approximation], merged(p, sizes), vectors=VECTORS[vectors]))
-            for sizes in ([6], [2, 1, 3])
-        )
-        what = f"{vectors}, batches of {one} and {two}"
+        K, other = (p.curvature(APPROXIMATIONS[approximation], risk=r, vectors=VECTORS[vectors]) for r in risks)
+        what = f"{vectors}, batches of [6] and [2, 1, 3]"
         if "EKFAC" in approximation:  # where a factor lacks rank, rounding decides about its eigenvectors
             close(other.trace, K.trace, what=what)
         else:
@@ -357,8 +357,10 @@ def test_mean_is_sum_over_what_pytorch_divides_by(loss: str) -> None:
         other = Problem(p.net, p.exact.summed if p.loss.reduction == "mean" else p.exact.mean, p.data)
         divisor = sum(b.divisor for b in p.exact.batches)
         mean, summed = (p, other) if p.loss.reduction == "mean" else (other, p)
+        of_mean, of_sum = mean.risk(), summed.risk()
         for approximation in (KFAC, EKFAC, FullBlock):
-            close(mean.curvature(approximation).to_dense() * divisor, summed.curvature(approximation).to_dense())
+            K, S = mean.curvature(approximation, risk=of_mean), summed.curvature(approximation, risk=of_sum)
+            close(K.to_dense() * divisor, S.to_dense())
 
 
 @pytest.mark.parametrize("name", ["mlp", "attention", "attention, ce-ignore", "mlp, mse-sum", "attention, mse"])
@@ -465,7 +467,7 @@ def test_forward_only_needs_no_backward_pass(name: str, reduce: bool, separate: 
 @separate_or_joint
 def test_numbers_that_follow_from_structure(name: str, approximation: str, separate: bool) -> None:
     p = problem(name)
-    K = p.curvature(APPROXIMATIONS[approximation], separate_weight_and_bias=separate)
+    K = p.made(approximation, separate)
     dense = K.to_dense()
     eye = torch.eye(len(dense), dtype=torch.float64)
     close(dense, dense.T, what="symmetric")

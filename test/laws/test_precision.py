@@ -28,17 +28,17 @@ def test_laws_on_every_device_and_in_single_precision(name: str, dtype: torch.dt
         pytest.skip("in test_laws.py")
     p = problem(name)
     q, rtol = p.to(device, dtype), TOLERANCE[dtype]
-    exact = p.exact.only_blocks(p.exact.ggn(), False)
+    exact, risk = p.exact.only_blocks(p.exact.ggn(), False), q.risk()
     for approximation, expected in (
         ("KFAC", p.exact.kfac(p.exact.exact())),
         ("DiagonalBlock", exact.diagonal().diag()),
         ("FullBlock", exact),
     ):
-        K = q.curvature(APPROXIMATIONS[approximation])
+        K = q.curvature(APPROXIMATIONS[approximation], risk=risk)
         assert K.to_dense().dtype == dtype
         assert K.to_dense().device.type == device.type
         close(K.to_dense(), expected, rtol, approximation)
-    E = q.curvature(APPROXIMATIONS["EKFAC"])
+    E = q.curvature(APPROXIMATIONS["EKFAC"], risk=risk)
     close(E.trace, exact.trace(), rtol, "trace of EKFAC")
     for kind, expected in ((GGNLinearOperator, p.exact.ggn()), (HessianLinearOperator, p.exact.hessian())):
         A = kind(q.model, q.loss, q.params, q.data, **q.net.options)

@@ -24,7 +24,7 @@ NETS = [*FEW, "grouped cnn", "transposed convolution", "transposed convolution i
 @pytest.mark.parametrize("name", NETS)
 def test_pieces(name: str, approximation: Any, separate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(name)
-    options = {"vectors": MonteCarlo(2, seed=1), "separate_weight_and_bias": separate}
+    options = {"risk": p.risk(), "vectors": MonteCarlo(2, seed=1), "separate_weight_and_bias": separate}
     whole = p.curvature(approximation, **options).to_dense()
     sizes: list[int] = []
 
