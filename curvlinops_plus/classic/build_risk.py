@@ -58,7 +58,7 @@ def build_layer_risk(
     Raises:
         ValueError: For an unknown loss, or inputs in a mapping without `batch_size_fn`.
     """
-    if batch_size_fn is None and isinstance(data, Sequence) and len(data):
+    if batch_size_fn is None and isinstance(data, (list, Sequence)) and len(data):
         item = data[0]
         if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], Mapping):
             raise ValueError(

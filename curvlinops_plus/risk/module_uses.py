@@ -78,17 +78,18 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
             continue
         if is_parametrized(module):
             claimed |= {id(m) for m in module.get_submodule("parametrizations").modules()}
-        rule, in_parts = rule_of(module), set[int]()
+        held = differentiable_parameters(module)
+        rule, in_parts = rule_of(module, held), set[int]()
         for part in rule.parts(module):
             claimed.add(id(part.module))
             in_parts |= {id(p) for p in part.params.values()}
             if keys := _tracked(part.params, key_of):
                 full = ".".join([name, part.name]).lstrip(".")
                 uses.append(ModuleUse(full, part.module, part.rule, keys, module, LINEAR))
-        if keys := _tracked(differentiable_parameters(module), key_of, in_parts):
+        if keys := _tracked(held, key_of, in_parts):
             rule.check(module)
             uses.append(ModuleUse(name, module, rule, keys, module))
-    return [use for use in uses if not _alias(use, uses)]
+    return [use for use in uses if isinstance(use.rule, AffineRule) or not _alias(use, uses)]
 
 
 def _not_empty(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -98,7 +99,8 @@ def _not_empty(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str], without: Collection[int] = ()) -> dict[str, str]:
     """Local name to key, of those parameters that have one, `without` some."""
-    return {local: key_of[at] for local, p in params.items() if (at := id(p)) in key_of and at not in without}
+    found = zip(params, map(id, params.values()))
+    return {local: key_of[at] for local, at in found if at in key_of and at not in without}
 
 
 def _alias(use: ModuleUse, uses: list[ModuleUse]) -> bool:
@@ -106,8 +108,6 @@ def _alias(use: ModuleUse, uses: list[ModuleUse]) -> bool:
 
     Should it read them too, recording finds one reader more than calls, and says so.
     """
-    if isinstance(use.rule, AffineRule):
-        return False
     inside = {id(m) for m in use.module.modules()} - {id(use.module)}
     others = [u for u in uses if id(u.owner) in inside and isinstance(u.rule, AffineRule)]
     return set(use.keys.values()) <= {key for u in others for key in u.keys.values()}

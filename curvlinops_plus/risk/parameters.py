@@ -42,12 +42,13 @@ def named_params(
                 )
             raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
     given = _items(params)
-    names = _names(owned, [p for _, p in given])
+    identities = [*map(id, [p for _, p in given])]
+    names = _names(owned, identities)
     own: dict[str, Tensor] = {}
     labels: dict[str, str] = {}
-    for position, (key, p) in enumerate(given):
+    for position, ((key, p), known) in enumerate(zip(given, map(names.get, identities))):
         label = f"params[{position if key is None else key!r}]"
-        name = names.get(id(p)) or _own_name(model, names, p, label, key)
+        name = known or _own_name(model, names, p, label, key)
         if name in labels:
             raise ValueError(
                 f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
@@ -72,7 +73,7 @@ def _items(params: Any) -> Collection[tuple[str | None, Any]]:
                 "dict(model.named_parameters())."
             )
         return params.items()
-    if isinstance(params, (str, Tensor, nn.Module)) or not isinstance(params, Iterable):
+    if isinstance(params, (str, Tensor, nn.Module)) or not isinstance(params, (list, Iterable)):
         hints = {Tensor: "[p] for a single one", str: "[model.get_parameter(name)] for a single one"}
         advice = next((text for kind, text in hints.items() if isinstance(params, kind)), "list(model.parameters())")
         raise TypeError(
@@ -81,10 +82,10 @@ def _items(params: Any) -> Collection[tuple[str | None, Any]]:
     return [(None, p) for p in params]
 
 
-def _names(owned: Mapping[str, Tensor], given: Iterable[Any]) -> dict[Any, str]:
+def _names(owned: Mapping[str, Tensor], identities: Iterable[int]) -> dict[Any, str]:
     """The names of a model's parameters by identity, and by memory if other tensors are among those that are given."""
     names: dict[Any, str] = dict(zip(map(id, owned.values()), owned))
-    if not names.keys() >= {*map(id, given)}:
+    if not names.keys() >= {*identities}:
         names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
     return names
 
@@ -128,24 +129,24 @@ def _value(given: Tensor, own: Tensor) -> Tensor:
 
 def common_device(params: Mapping[str, Tensor]) -> torch.device:
     """Where all of the parameters are; refuses several devices."""
-    devices = {p.device for p in params.values()}
-    if len(devices) != 1:
+    device, *others = {p.device for p in params.values()}
+    if others:
         raise ValueError(
-            f"The parameters live on several devices, {sorted(map(str, devices))}; one operator needs them on one."
+            f"The parameters live on several devices, {sorted(map(str, [device, *others]))}; one operator needs them "
+            "on one."
         )
-    return devices.pop()
+    return device
 
 
 def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     """The widest of the parameters' dtypes, float32 at least."""
-    dtypes = {p.dtype for p in params.values()}
-    if not all(dtype.is_floating_point for dtype in dtypes):
-        raise ValueError(
-            f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have "
-            "a curvature here."
-        )
-    wide = torch.float32
+    wide, dtypes = torch.float32, {p.dtype for p in params.values()}
     for dtype in dtypes:
+        if not dtype.is_floating_point:
+            raise ValueError(
+                f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have "
+                "a curvature here."
+            )
         wide = torch.promote_types(wide, dtype)
     return wide
 

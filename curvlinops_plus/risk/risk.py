@@ -460,21 +460,19 @@ def _number(given: Any) -> Any:
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
-    for name, example in {
-        "output": "lambda o: o[0]",
-        "mask": "lambda X, y: ...",
-        "batch_size_fn": "len",
-        "example_ids": "lambda X, y: ...",
-        "weight": "lambda X, y, w: w",
-    }.items():
-        given = getattr(options, name)
+    for name, given, example in (
+        ("output", options.output, "lambda o: o[0]"),
+        ("mask", options.mask, "lambda X, y: ..."),
+        ("batch_size_fn", options.batch_size_fn, "len"),
+        ("example_ids", options.example_ids, "lambda X, y: ..."),
+        ("weight", options.weight, "lambda X, y, w: w"),
+    ):
         if given is not None and not callable(given):
             raise TypeError(f"{name} is a {type(given).__name__}; expected a function, for instance {name}={example}.")
-    numbers = {
-        "num_data": (options.num_data, "examples"),
-        "num_per_example_loss_terms": (options.num_per_example_loss_terms, "loss terms per example"),
-    }
-    for name, (number, what) in numbers.items():
+    for name, number, what in (
+        ("num_data", options.num_data, "examples"),
+        ("num_per_example_loss_terms", options.num_per_example_loss_terms, "loss terms per example"),
+    ):
         if number is None:
             continue
         if not isinstance(number, Real) or isinstance(number, bool):
