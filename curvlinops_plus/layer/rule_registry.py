@@ -110,7 +110,7 @@ def _find(module: nn.Module, held: Mapping[str, nn.Parameter] | None = None) -> 
     if key is None:
         return f"no rule is registered for {kind.__name__}: add one with @register_rule({kind.__name__})"
     rule, registered = RULES[key], keys[key]
-    if (kind.forward, kind.__call__) != (registered.forward, registered.__call__) or "forward" in vars(module):
+    if (kind.forward, kind.__call__) != (registered.forward, registered.__call__) or "forward" in module.__dict__:
         return f"this {kind.__name__} has another `forward` than {registered.__name__}: add a rule with @register_rule"
     if (reason := rule.refuses(module)) is not None:
         return reason

@@ -63,7 +63,8 @@ class Sums(Mapping[str, list[float]]):
 
     @cached_property
     def _numbers(self) -> dict[str, list[float]]:
-        parts = [] if self._copy is None else [_short_sums(self._copy, tuple(map(torch.Size.numel, self._shapes.values())))]
+        lengths = tuple(map(torch.Size.numel, self._shapes.values()))
+        parts = [] if self._copy is None else [_short_sums(self._copy, lengths)]
         # Read together: every answer of a GPU is waited for.
         found = [sums.view(-1, 2) for sums in (*parts, *self._long.values())]
         read = torch.cat(found).tolist() if found else []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ _FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
 def batch_norms(model: nn.Module) -> dict[str, Any]:
     """The batch norms of a model that are in training mode, by name."""
     modules = modules_of(model).items()
-    return {name: m for name, m in modules if isinstance(m, _BatchNorm) and m.training and _is_known(m)}
+    return {name: m for name, m in modules if m.training and isinstance(m, _BatchNorm) and _is_known(m)}
 
 
 def _is_known(module: nn.Module) -> bool:
@@ -32,8 +32,7 @@ def _is_known(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) in _FORWARDS
 
 
-@contextmanager
-def constant_statistics(model: nn.Module) -> Iterator[None]:
+def constant_statistics(model: nn.Module) -> AbstractContextManager[None]:
     """Context in which batch norms in training mode return the same numbers, and derivatives leave the statistics out.
 
     Running statistics change as without it. Batch norms with a forward of their own are left as they are.
@@ -41,8 +40,14 @@ def constant_statistics(model: nn.Module) -> Iterator[None]:
     Args:
         model: The model.
     """
+    norms = batch_norms(model)
+    return _at_constants_of(norms.values()) if norms else nullcontext()
+
+
+@contextmanager
+def _at_constants_of(norms: Iterable[Any]) -> Iterator[None]:
     with ExitStack() as hooks:
-        for module in batch_norms(model).values():
+        for module in norms:
             handle = module.register_forward_hook(own_calls(_at_constants), prepend=True, with_kwargs=True)
             hooks.callback(handle.remove)
         yield

@@ -95,7 +95,8 @@ class Layer:
                     self.bias = self.bias or key
                 else:
                     self.weight = self.weight or key
-        self.accumulation_dtype, self.device = common_dtype(self.params), [*self.params.values()][0].device
+        self.accumulation_dtype, (first, *_) = common_dtype(self.params), self.params.values()
+        self.device = first.device
 
     @property
     def title(self) -> str:

@@ -26,7 +26,7 @@ class ModuleUse:
         rule: What the module does with its parameters.
         keys: The module's own parameter names, each with the key of the tracked parameter.
         owner: The module in the model that holds the parameters.
-        function: The function that reads the parameters, where it is not the module, whose hook would tell.
+        function: The function that reads the parameters, which no hook sees; None if the module does.
     """
 
     name: str
@@ -35,11 +35,6 @@ class ModuleUse:
     keys: dict[str, str]
     owner: nn.Module
     function: Function | None = None
-
-    @property
-    def functional(self) -> bool:
-        """Whether the parameters are read by function calls, which no hook sees."""
-        return self.function is not None
 
     def own(self, module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, bool]:
         """Key to whether the module holds this parameter at the moment, not another tensor in its place."""
@@ -72,16 +67,16 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
     """The modules that read some parameters, and the function calls inside attention (key to the model's own)."""
     key_of = dict(zip(map(id, params.values()), params))
     uses: list[ModuleUse] = []
-    claimed: set[int] = set()  # modules whose parameters another one answers for
-    for name, module in _not_empty(model):
-        if id(module) in claimed:
+    claimed: set[nn.Module] = set()  # whose parameters another one answers for
+    for name, module in modules_of(model).items():
+        if module in claimed or not (module._parameters or module._modules):
             continue
-        if is_parametrized(module):
-            claimed |= {id(m) for m in module.get_submodule("parametrizations").modules()}
+        if module._modules and is_parametrized(module):
+            claimed |= {*module.get_submodule("parametrizations").modules()}
         held = differentiable_parameters(module)
         rule, in_parts = rule_of(module, held), set[int]()
         for part in rule.parts(module):
-            claimed.add(id(part.module))
+            claimed.add(part.module)
             in_parts |= {id(p) for p in part.params.values()}
             if keys := _tracked(part.params, key_of):
                 full = ".".join([name, part.name]).lstrip(".")
@@ -90,11 +85,6 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
             rule.check(module)
             uses.append(ModuleUse(name, module, rule, keys, module))
     return [use for use in uses if isinstance(use.rule, AffineRule) or not _alias(use, uses)]
-
-
-def _not_empty(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that hold parameters or other modules, with their names."""
-    return [(name, m) for name, m in modules_of(model).items() if m._parameters or m._modules]
 
 
 def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str], without: Collection[int] = ()) -> dict[str, str]:

@@ -66,6 +66,8 @@ def _items(params: Any) -> Collection[tuple[str | None, Any]]:
     Raises:
         TypeError: If this is neither a mapping nor a list.
     """
+    if isinstance(params, (list, tuple)):
+        return [(None, p) for p in params]
     if isinstance(params, Mapping):
         if other := [key for key in params if not isinstance(key, str)]:
             raise TypeError(
@@ -73,7 +75,7 @@ def _items(params: Any) -> Collection[tuple[str | None, Any]]:
                 "dict(model.named_parameters())."
             )
         return params.items()
-    if isinstance(params, (str, Tensor, nn.Module)) or not isinstance(params, (list, Iterable)):
+    if isinstance(params, (str, Tensor, nn.Module)) or not isinstance(params, Iterable):
         hints = {Tensor: "[p] for a single one", str: "[model.get_parameter(name)] for a single one"}
         advice = next((text for kind, text in hints.items() if isinstance(params, kind)), "list(model.parameters())")
         raise TypeError(
@@ -116,7 +118,7 @@ def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, ke
 
 def values_of(params: Any, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """What stands for parameters: the model's own tensors, or other values given under their names."""
-    if not isinstance(params, Mapping):
+    if isinstance(params, (list, tuple)) or not isinstance(params, Mapping):
         return own
     return {key: _value(params[key], p) for key, p in own.items()}
 
@@ -147,7 +149,7 @@ def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
                 f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have "
                 "a curvature here."
             )
-        wide = torch.promote_types(wide, dtype)
+        wide = wide if dtype == wide else torch.promote_types(wide, dtype)
     return wide
 
 

@@ -60,12 +60,12 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
 @contextmanager
 def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """What modules store in themselves while they run, as activations and counters, is as before at the end."""
-    before = [(vars(module), dict(vars(module))) for module in modules]
+    before = [(module.__dict__, {**module.__dict__}) for module in modules]
     try:
         yield
     finally:
         for own, attributes in before:
-            for name in own.keys() - attributes.keys():
+            for name in {*own}.difference(attributes):
                 del own[name]
             own.update(attributes)
 
@@ -104,7 +104,8 @@ def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int | None]:
 def data_generators(data: Any) -> list[torch.Generator]:
     """The generators of a data loader and its samplers."""
     holders = (data, getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None))
-    return [g for g in (getattr(holder, "generator", None) for holder in holders) if isinstance(g, torch.Generator)]
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return [g for g in found if g is not None and isinstance(g, torch.Generator)]
 
 
 @torch.no_grad()

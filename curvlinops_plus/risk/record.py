@@ -100,8 +100,8 @@ class Recorder:
     def __enter__(self) -> Recorder:
         for index, layer in enumerate(self.layers):
             for use in layer.uses:
-                if not use.functional:
-                    self._handles += self._functions.watch(use)
+                if use.function is None:
+                    self._handles += self._functions.watch(use) if self._functions else ()
                     hook = Uncopied(self._module_call, index, use)
                     self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         return self
@@ -118,11 +118,9 @@ class Recorder:
             handle.remove()
         self._handles.clear()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[Any]:
         """Function calls are seen in here: in forward passes, and in backward passes, which may run modules again."""
-        with self._mode or nullcontext():
-            yield
+        return self._mode or nullcontext()
 
     # ------------------------------------------------------------------------------------------------------- hooks
     def _module_call(

@@ -200,7 +200,7 @@ def _examples_first(t: Tensor, axis: int, use: ModuleUse, slot: OutputSlot, N: i
         t = t.unflatten(0, (-1, slot.fold))
     if slot.order is not None and t.ndim > axis and t.shape[axis] == slot.order.num_rows:
         t, N = slot.order.filled(t, axis), len(slot.order.index)
-    moved = axis != 0 and t.ndim > axis and (use.functional or t.shape[axis] in (1, N))
+    moved = axis != 0 and t.ndim > axis and (use.function is not None or t.shape[axis] in (1, N))
     if moved:
         t = t.movedim(axis, 0)
     if expand and t.ndim and t.shape[0] == 1:
@@ -213,7 +213,7 @@ def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int, inputs: An
         if slot.order is not None:
             continue
         size = slot.shape[slot.axis] if len(slot.shape) > slot.axis and slot.fold is None else slot.fold or 0
-        if size == 0 or size % N or (slot.axis != 0 and size != N and not use.functional):
+        if size == 0 or size % N or (slot.axis != 0 and size != N and use.function is None):
             raise not_by_example(
                 use,
                 inputs,

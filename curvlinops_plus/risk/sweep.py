@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from warnings import warn
 
@@ -20,6 +19,7 @@ from curvlinops_plus.risk.known_chains import is_known_chain
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms
+from curvlinops_plus.risk.module_tree import modules_of
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
@@ -115,7 +115,7 @@ class RecordedPasses:
         # Fused inference of transformers calls no submodule, so that no hook would fire.
         fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
         if risk.checked.fused is None:
-            risk.checked.fused = any(isinstance(module, fused) for module in risk.model.modules())
+            risk.checked.fused = True in [isinstance(m, fused) for m in modules_of(risk.model).values()]
         options = risk.options
         self.recorder = Recorder(
             layers,
@@ -125,31 +125,40 @@ class RecordedPasses:
             example_of_row=options.example_of_row,
             own_pass=own_pass,
         )
-        grad_mode = torch.enable_grad if vectors.backward else torch.no_grad
-        statistics = partial(constant_statistics, risk.model)
-        watching = self.recorder.watching
-        self._modes = (partial(torch.inference_mode, False), grad_mode, statistics, watching, eager) if own_pass else ()
-        # Between passes of others no mode of ours is on. Hooks of a compiled model that ran before never fire; running
-        # eagerly leaves nothing behind.
-        self._watching, self._eager = (nullcontext, nullcontext) if own_pass else (watching, eager)
-        self._contexts = ExitStack()
+        self._own_pass = own_pass
+        # Between passes of others no mode of ours is on.
+        self._watching = nullcontext if own_pass else self.recorder.watching
+        self._contexts: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> RecordedPasses:
-        with ExitStack() as contexts:
-            for mode in self._modes:
-                contexts.enter_context(mode())
-            contexts.enter_context(self.risk.placed())
-            contexts.enter_context(self.recorder)
-            self._contexts = contexts.pop_all()
+        self._contexts = self._entered()
+        self._contexts.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._contexts.__exit__(*error)
 
     @contextmanager
-    def recording(self, batch: Batch) -> Iterator[None]:
-        """One forward pass of the model on a batch happens in here."""
-        with self._eager(), self._watching(), self.recorder.recording(batch.num_examples, (batch.X, batch.y)):
+    def _entered(self) -> Iterator[None]:
+        with self._modes() if self._own_pass else nullcontext(), self.risk.placed(), self.recorder:
+            yield
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        gradients = torch.enable_grad() if self.vectors.backward else torch.no_grad()
+        statistics = constant_statistics(self.risk.model)
+        with torch.inference_mode(False), gradients, statistics, self.recorder.watching(), eager():
+            yield
+
+    def recording(self, batch: Batch) -> AbstractContextManager[None]:
+        """Context for one forward pass of the model on a batch."""
+        recording = self.recorder.recording(batch.num_examples, (batch.X, batch.y))
+        return recording if self._own_pass else self._among_others(recording)
+
+    @contextmanager
+    def _among_others(self, recording: AbstractContextManager[None]) -> Iterator[None]:
+        # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
+        with eager(), self._watching(), recording:
             yield
 
     def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:

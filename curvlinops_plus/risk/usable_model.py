@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.module_tree import parameters_of
@@ -43,10 +43,9 @@ def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Module], dict[st
         for own, b in module._buffers.items()
         if b is not None
     }
-    lazy = (UninitializedParameter, UninitializedBuffer)
-    if shapeless := [name for name, t in (owned | buffers).items() if isinstance(t, lazy)]:
+    if lazy := [name for name, t in (owned | buffers).items() if type(t) is not nn.Parameter and is_lazy(t)]:
         raise ValueError(
-            f"{_some(shapeless)} of the model have no shapes yet: their modules are lazy, such as nn.LazyLinear. Call the "
+            f"{_some(lazy)} of the model have no shapes yet: their modules are lazy, such as nn.LazyLinear. Call the "
             "model once on a batch, model(X), which gives them their shapes."
         )
     return inner, modules, owned
