@@ -121,21 +121,18 @@ def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
         or module._backward_hooks
         or module._backward_pre_hooks
         or module._compiled_call_impl
-        or not _hidden(kind).isdisjoint(vars(module))
+        or not _hidden(kind).isdisjoint(module.__dict__)
     ):
         return False
-    for hook in (*module._forward_hooks.values(),):
+    for hook in (*module._forward_hooks.values(),) if module._forward_hooks else ():
         if type(hook) is not Uncopied or getattr(hook.func, "__self__", None) is not recorder:
             return False
-    for t in (*module._parameters.values(), *module._buffers.values()):
-        if t is not None and not _is_plain_tensor(t):
-            return False
+    for held in (module._parameters, module._buffers):
+        for t in held.values() if held else ():
+            # A subclass, a hook that changes its gradient, or a tensor that is computed, as from parameters.
+            if t is not None and (type(t) not in _TENSORS or t._backward_hooks or t.grad_fn is not None):
+                return False
     return True
-
-
-def _is_plain_tensor(t: Tensor) -> bool:
-    """Whether it is none of a subclass, no hook changes its gradient, and it is not computed, as from parameters."""
-    return type(t) in _TENSORS and not t._backward_hooks and t.grad_fn is None
 
 
 @cache

@@ -76,9 +76,7 @@ class ModelParameters:
         other.params = {key: p for key, p in self.params.items() if key in chosen}
         other.space = Space.of(other.params)
         other._own = {key: p for key, p in self._own.items() if key in chosen}
-        other._places = [
-            (module, [(n, key) for n, key in names if key in chosen]) for module, names in self._places
-        ]
+        other._places = [(module, [(n, key) for n, key in names if key in chosen]) for module, names in self._places]
         return other
 
     def vector(self) -> Tensor:

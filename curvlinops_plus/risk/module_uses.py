@@ -42,7 +42,7 @@ class ModuleUse:
 
     def holds(self, module: nn.Module, params: Mapping[str, Tensor]) -> bool:
         """Whether the module holds all of the parameters at the moment."""
-        return False not in self.own(module, params).values()
+        return False not in [_slot(module, local) is params[key] for local, key in self.keys.items()]
 
     @property
     def without_rule(self) -> bool:

@@ -98,7 +98,8 @@ def _restored(modules: Iterable[nn.Module], data: Any) -> Iterator[None]:
 
 def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int | None]:
     """What changes when a tensor is written to, of each."""
-    return {name: None if t.is_inference() else t._version for name, t in tensors.items()}
+    inference = map(Tensor.is_inference, tensors.values())
+    return {name: None if made_there else t._version for (name, t), made_there in zip(tensors.items(), inference)}
 
 
 def data_generators(data: Any) -> list[torch.Generator]:

@@ -48,13 +48,6 @@ class OutputSlot:
     edge: Any = None
     handle: Any = None
 
-    @classmethod
-    def of(
-        cls, t: Tensor, axis: int, fold: int | None = None, expanded: bool = False, order: RowOrder | None = None
-    ) -> OutputSlot:
-        """The slot of a tensor that a call returned."""
-        return cls(t.shape, t.dtype, t.device, axis, fold, expanded, order)
-
     @property
     def out(self) -> Tensor:
         """An empty tensor of this shape, which takes no memory."""
