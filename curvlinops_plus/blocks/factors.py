@@ -50,6 +50,7 @@ class FactorForm(NamedTuple):
         pieces: Rows of each matrix on its diagonal, if it is split; else of the only one.
         kept: Bytes of what is kept.
         waiting: Bytes of rows that wait.
+        split: Whether matrices on the diagonal are kept, and nothing between them.
     """
 
     size: int
@@ -59,11 +60,7 @@ class FactorForm(NamedTuple):
     pieces: tuple[int, ...]
     kept: int
     waiting: int
-
-    @property
-    def split(self) -> bool:
-        """Whether matrices on the diagonal are kept, and nothing between them."""
-        return len(self.pieces) > 1 and not self.diagonal
+    split: bool
 
 
 def factor_forms(layer: Layer, max_bytes: int, split: int | None = None) -> dict[str, FactorForm]:
@@ -93,9 +90,9 @@ def _form(
     row = prod(batch) * itemsize
     bytes_ = row * sum([piece**2 for piece in pieces])
     if sparse or bytes_ > max_bytes:
-        return FactorForm(size, batch, bytes_, True, pieces, row * size, 0)
+        return FactorForm(size, batch, bytes_, True, pieces, row * size, 0, False)
     waiting = 0 if batch else row * size * min(pieces[0], _WAITING)
-    return FactorForm(size, batch, bytes_, False, pieces, bytes_, waiting)
+    return FactorForm(size, batch, bytes_, False, pieces, bytes_, waiting, number > 1)
 
 
 def form_in_role(layer: Layer, role: int, forms: dict[str, FactorForm]) -> tuple[FactorForm | None, FactorForm]:

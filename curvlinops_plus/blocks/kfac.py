@@ -264,8 +264,7 @@ def kfac_blocks(layer: Layer, A: Factor | Parts | None, G: Parts) -> dict[str, L
     for group in layer.groups:
         if layer.weight in group.keys:
             assert A is not None
-            inputs = as_factor(A, Structure.PSD, axes) if isinstance(A, (Tensor, tuple)) else A
-            blocks[group.name] = Kronecker(factor, inputs)
+            blocks[group.name] = Kronecker(factor, A if isinstance(A, Factor) else as_factor(A, Structure.PSD, axes))
         else:
             blocks[group.name] = factor
     return blocks

@@ -71,11 +71,7 @@ def rule_of(module: nn.Module, held: Mapping[str, nn.Parameter] | None = None) -
 
     A rule is used only if the module computes what its type does: with the type's own `forward`, with parameters that
     are its own (no weight normalization, no parametrization) and with options that the rule supports.
-    `why_generic` gives the reason otherwise.
-
-    Args:
-        module: The module.
-        held: Its `differentiable_parameters`, if somebody has looked.
+    `why_generic` gives the reason otherwise. `held` are its `differentiable_parameters`, if somebody has looked.
 
     Raises:
         ValueError: If `patterns` of the rule names something that the module does not have.

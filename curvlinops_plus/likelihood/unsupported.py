@@ -84,14 +84,9 @@ def has_hooks(loss: Any) -> bool:
     """
     if not isinstance(loss, nn.Module):
         return False
-    own, common = vars(loss), vars(nn.modules.module)
-    for kind in _HOOKS:
-        if common[f"_global_{kind}"]:
-            return True
-        for hook in own[f"_{kind}"].values():
-            if not hasattr(hook, "only_reads"):
-                return True
-    return False
+    own, common = loss.__dict__, nn.modules.module.__dict__
+    hooks = [hook for kind in _HOOKS for hook in own[f"_{kind}"].values() if not hasattr(hook, "only_reads")]
+    return bool(hooks or [kind for kind in _HOOKS if common[f"_global_{kind}"]])
 
 
 _ROBUST = (

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 
 __all__ = ["Sums", "TensorSums", "compared", "described", "rounding_of"]
 
@@ -52,7 +51,7 @@ class Sums(Mapping[str, list[float]]):
             if type(p) in (Tensor, nn.Parameter) and p.device == together and p.numel() <= _SHORT
             if p.dtype.is_floating_point and p.layout == torch.strided
         }
-        self._copy = _flatten_dense_tensors([*short.values()]).detach() if short else None
+        self._copy = torch.cat([*map(torch.flatten, short.values())]).detach() if short else None
         self._shapes = {key: p.shape for key, p in short.items()}
         self._long: dict[str, Tensor] = {}
         if len(short) < len(tensors):

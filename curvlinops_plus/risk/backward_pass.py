@@ -46,7 +46,7 @@ class VectorGroup:
 
     outputs: Sequence[Tensor]
     number: int
-    vectors: Iterator[list[Tensor]]
+    vectors: Iterator[tuple[Tensor, ...]]
     terms: int = 1
     where: str = ""
 
@@ -80,9 +80,9 @@ def vector_groups(
     # An output that no tracked layer reaches has no graph.
     live = [part for part in parts if part.f.requires_grad and part.number]
     if live and vectors.together and len({part.number for part in parts}) == 1:
-        together = ([*group] for group in zip(*(part.send() for part in live), strict=True))
+        together = zip(*[part.send() for part in live], strict=True)
         return [VectorGroup([part.f for part in live], live[0].number, together)]
-    return [VectorGroup([p.f], p.number, ([v] for v in p.send()), p.F.shape[1], p.where) for p in live]
+    return [VectorGroup([p.f], p.number, zip(p.send()), p.F.shape[1], p.where) for p in live]
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,20 +32,15 @@ def _is_known(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) in _FORWARDS
 
 
-def constant_statistics(model: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def constant_statistics(norms: Iterable[Any]) -> Iterator[None]:
     """Context in which batch norms in training mode return the same numbers, and derivatives leave the statistics out.
 
     Running statistics change as without it. Batch norms with a forward of their own are left as they are.
 
     Args:
-        model: The model.
+        norms: The batch norms of a model, see `batch_norms`.
     """
-    norms = batch_norms(model)
-    return _at_constants_of(norms.values()) if norms else nullcontext()
-
-
-@contextmanager
-def _at_constants_of(norms: Iterable[Any]) -> Iterator[None]:
     with ExitStack() as hooks:
         for module in norms:
             handle = module.register_forward_hook(own_calls(_at_constants), prepend=True, with_kwargs=True)

@@ -52,8 +52,8 @@ class ModuleUse:
 
 def _slot(module: nn.Module, local: str) -> Tensor | None:
     """What a module holds under the name of a parameter, which may be that of a parametrization or of a child."""
-    if "." not in local:
-        return module._parameters.get(local)
+    if local in module._parameters:
+        return module._parameters[local]
     inside, _, name = local.rpartition(".")
     return module.get_submodule(inside)._parameters.get(name)
 

@@ -62,7 +62,8 @@ class Recorder:
     Attributes:
         calls: What was recorded in the last forward pass.
         num_examples: N of that batch.
-        chain: Whether it was made of one layer after the other, see `is_known_chain`; whoever has looked sets it.
+        chain: The hooked modules of a model whose layers are known to come one after the other, see `known_chain`; None
+            for another one. Whoever has looked sets it.
         doubt: Why a pass of others was not recorded to its end.
         receive: Called with call, slot and gradient whenever autograd delivers one; None ignores them.
 
@@ -82,7 +83,8 @@ class Recorder:
     ) -> None:
         self.layers, self.backward, self.intercept = layers, backward, intercept
         self.calls: list[RecordedCall] = []
-        self.num_examples, self.chain = 0, False
+        self.num_examples = 0
+        self.chain: Sequence[nn.Module] | None = None
         self.doubt: Exception | None = None
         self._own_pass = own_pass
         self.receive: Receive | None = None
@@ -187,9 +189,7 @@ class Recorder:
         return leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     def _refuse_replaced(self, use: ModuleUse, module: nn.Module) -> None:
-        """Refuse a module of unknown code that is called with other tensors in place of some of its parameters.
-
-        What reads the parameters instead of other modules is found when readers are counted.
+        """Refuse other tensors in place of some parameters of unknown code; other readers are found by counting them.
 
         Raises:
             OutsideReads: Naming them.
@@ -271,7 +271,8 @@ class Recorder:
     def _note(self, recorded: RecordedCall, tensors: Sequence[Tensor]) -> None:
         if self.backward:
             use = recorded.call.use
-            recorded.state = ModuleState.of(use.module) if use.function is None else None
+            if use.function is None and self.chain is None:  # which has no code that changes a module
+                recorded.state = ModuleState.of(use.module)
             for slot, t in zip(recorded.slots, tensors, strict=True):
                 slot.connect(t, partial(self._arrive, recorded, slot))
         self.calls.append(recorded)
@@ -288,11 +289,13 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------ passes
     @contextmanager
-    def recording(self, num_examples: int, data: tuple[Any, Any] = (None, None)) -> Iterator[None]:
+    def recording(
+        self, num_examples: int, data: tuple[Any, Any] = (None, None), chain: Sequence[nn.Module] | None = None
+    ) -> Iterator[None]:
         """One forward pass of the model on the data (X, y) happens in here; the batch before is forgotten."""
         self._release()
         self.num_examples, self._data, self._recording, self.doubt = num_examples, data, True, None
-        self.chain = False
+        self.chain = chain
         self._ours = OwnThread()
         if self._functions:
             self._functions.start()
@@ -347,7 +350,7 @@ class Recorder:
         Cost: a walk through the graph, unless it is a chain.
         """
         edges = [slot.edge for recorded in self.calls for slot in recorded.slots if slot.edge is not None]
-        if self.chain:
+        if self.chain is not None:
             return edges[:1]
         marked = {edge.node for edge in edges}
         above: dict[Any, bool] = {}  # whether a recorded edge is below the node

@@ -98,7 +98,7 @@ class RecordedCall:
         slots: What it returned, one slot per floating-point tensor.
         single: Whether it returned just one tensor.
         versions: Its inputs and their versions, to notice changes in place.
-        state: What the module looked like; None for a function.
+        state: What the module looked like; None for a function, and in a chain, whose modules don't change.
         expanded: Whether it returned one row for all examples.
     """
 
@@ -117,6 +117,11 @@ class RecordedCall:
             self.call.grads = slot.gradient(grads.pop(id(slot), None), V, batched)
         else:
             self.call.grads = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
+
+    def seen_state(self) -> ModuleState | None:
+        """What the module looked like when it was called; None for a function."""
+        known = self.state is not None or self.call.use.function is not None
+        return self.state if known else ModuleState.of(self.call.use.module)
 
     def require_unchanged(self) -> None:
         """Refuse inputs that were written to since the call.

@@ -75,13 +75,13 @@ def require_places(
         ValueError: Naming some parameters.
     """
     gone = [m for parent, name, m in paths if name not in parent._modules or parent._modules[name] is not m]
-    inside = {module for child in gone for module in child.modules()}
+    inside = {module for child in gone for module in child.modules()} if gone else ()
     other = [
         key
         for module, names in places
         for name, key in names
-        if (module._parameters.get(name) is not own[key] or module in inside)
-        and not isinstance(module._parameters, _Replaced)
+        if (name not in (held := module._parameters) or held[name] is not own[key] or module in inside)
+        and not isinstance(held, _Replaced)
     ]
     if other:
         raise ValueError(

@@ -31,10 +31,10 @@ from curvlinops_plus.risk.reading import (
     Batch,
     check_data,
     count_examples,
-    input_error_context,
     is_iterator,
     read_batch,
     require_numbers,
+    wrong_input,
 )
 from curvlinops_plus.risk.replicas import require_replicas
 from curvlinops_plus.risk.totals import Number, Totals
@@ -75,7 +75,7 @@ class Checked:
         batches: How many batches were seen since then.
         taken: How many backward passes of the user were seen, of which some are looked at.
         recorded: Whether the last forward pass of the user could be recorded, so that no other was needed.
-        chain: Whether it was one of a chain, see `is_known_chain`, and not compared with a pass of our own.
+        chain: Whether it was one of a chain, see `known_chain`, and not compared with a pass of our own.
         kinds: What batches that were looked at look like.
         shapes: Shapes of batches whose outputs were compared.
         said: Messages that were given.
@@ -340,8 +340,13 @@ class EmpiricalRisk(ModelParameters):
             look = KeptParameters(self._own, self.params, self._places)
         # Functions are only watched for frozen parameters: they tell what the graph of the outputs does not.
         watch = look if look is not None and look.counts else nullcontext()
-        with input_error_context(batch, self.params), self.placed() if model is None else watch:
-            out = self._calls(call, batch)
+        try:
+            with self.placed() if model is None else watch:
+                out = self._calls(call, batch)
+        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+            if said := wrong_input(error, batch, self.params):
+                raise TypeError(said) from error
+            raise
         found = self.read_output(out, batch)
         if look is not None:
             look.refuse(found[0])

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorGroup, vector_groups
-from curvlinops_plus.risk.constant_statistics import constant_statistics
+from curvlinops_plus.risk.constant_statistics import batch_norms, constant_statistics
 from curvlinops_plus.risk.draws import Draws
-from curvlinops_plus.risk.known_chains import is_known_chain
+from curvlinops_plus.risk.known_chains import are_calls_of, known_chain
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms
@@ -140,19 +140,21 @@ class RecordedPasses:
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
-        with self._modes() if self._own_pass else nullcontext(), self.risk.placed(), self.recorder:
-            yield
-
-    @contextmanager
-    def _modes(self) -> Iterator[None]:
+        risk, recorder = self.risk, self.recorder
+        if not self._own_pass:
+            with risk.placed(), recorder:
+                yield
+            return
+        norms = batch_norms(risk.model)
+        statistics = constant_statistics(norms.values()) if norms else nullcontext()
         gradients = torch.enable_grad() if self.vectors.backward else torch.no_grad()
-        statistics = constant_statistics(self.risk.model)
-        with torch.inference_mode(False), gradients, statistics, self.recorder.watching(), eager():
+        with torch.inference_mode(False), gradients, statistics, recorder.watching(), eager(), risk.placed(), recorder:
             yield
 
     def recording(self, batch: Batch) -> AbstractContextManager[None]:
         """Context for one forward pass of the model on a batch."""
-        recording = self.recorder.recording(batch.num_examples, (batch.X, batch.y))
+        chain = known_chain(self.risk, self.recorder, batch) if self._own_pass else None
+        recording = self.recorder.recording(batch.num_examples, (batch.X, batch.y), chain)
         return recording if self._own_pass else self._among_others(recording)
 
     @contextmanager
@@ -194,8 +196,9 @@ class RecordedPasses:
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():
-            recorder.chain = is_known_chain(risk, recorder, batch)
-            if user is None and risk.options.check and not recorder.chain:
+            chain = recorder.chain if self._own_pass else known_chain(risk, recorder, batch)
+            recorder.chain = chain if are_calls_of(chain, recorder) else None
+            if user is None and risk.options.check and recorder.chain is None:
                 check_batch(risk, recorder, batch, fs, self.repeatable)
             passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight)
             batch_totals.called = passes.called
@@ -216,7 +219,7 @@ class RecordedPasses:
 
     def is_unchecked(self, batch: Batch, outputs: Sequence[Tensor]) -> bool:
         """Whether a recorded pass, through whose graph nothing can be sent, has to be checked in another pass."""
-        known = is_known_chain(self.risk, self.recorder, batch)
+        known = are_calls_of(known_chain(self.risk, self.recorder, batch), self.recorder)
         return not known and is_unchecked(self.risk, self.recorder, batch, outputs, self.repeatable)
 
     def _terms(self, batch: Batch, outputs: tuple[Any, Any, Any]) -> Terms:
