@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,7 +188,7 @@ def warn_of_memory(
     total = sum([each.computing for _, each in needs if each is not None])
     if total < _LITTLE or (free := _free(plan[0].layer.device)) is None or total <= free:
         return
-    needed = Counter[str]()
+    needed = dict.fromkeys([name for name, _ in needs], 0)
     for name, each in needs:
         needed[name] += 0 if each is None else each.computing
     largest = max(needed, key=needed.__getitem__)
