@@ -27,12 +27,12 @@ __all__ = [
     "is_iterator",
     "loss_error_context",
     "read_batch",
+    "refuse_input",
     "require_numbers",
     "require_rereadable",
     "scalar_loss",
     "select_output",
     "to_device",
-    "wrong_input",
 ]
 
 
@@ -336,21 +336,21 @@ def _pair_hint(out: Any) -> str:
     )
 
 
-def wrong_input(error: Exception, batch: Batch, params: Mapping[str, Tensor]) -> str:
-    """What to say if a forward pass failed on an input of another dtype or form than it expects, "" if it is not so."""
+def refuse_input(error: Exception, batch: Batch, params: Mapping[str, Tensor]) -> None:
+    """Refuse an input of another dtype or form than a forward pass expects, which failed on it with this error."""
     if not isinstance(error, RuntimeError):
-        advice = _form(batch)
-        return advice and f"{advice} Its own message: {type(error).__name__}: {error}"
+        if advice := _form(batch):
+            raise TypeError(f"{advice} Its own message: {type(error).__name__}: {error}") from error
+        return
     kinds = {t.dtype for t in tree_leaves(_plain(batch.X)) if isinstance(t, Tensor)}
     given, own = {kind for kind in kinds if kind.is_floating_point}, {p.dtype for p in params.values()}
     if not given and "dtype" in str(error):  # of integers alone, for what are no indices
         given = kinds
-    if not given or given <= own:
-        return ""
-    return (
-        f"The model failed on an input of dtype {_dtypes(given)}; its parameters have {_dtypes(own)}. Convert the data "
-        f"or the model. Its own message: {error}"
-    )
+    if given and not given <= own:
+        raise TypeError(
+            f"The model failed on an input of dtype {_dtypes(given)}; its parameters have {_dtypes(own)}. Convert "
+            f"the data or the model. Its own message: {error}"
+        ) from error
 
 
 def _form(batch: Batch) -> str:

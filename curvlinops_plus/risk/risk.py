@@ -33,8 +33,8 @@ from curvlinops_plus.risk.reading import (
     count_examples,
     is_iterator,
     read_batch,
+    refuse_input,
     require_numbers,
-    wrong_input,
 )
 from curvlinops_plus.risk.replicas import require_replicas
 from curvlinops_plus.risk.totals import Number, Totals
@@ -274,12 +274,8 @@ class EmpiricalRisk(ModelParameters):
                     yield batch if batch.first == seen else replace(batch, first=seen)
                     seen += batch.num_examples
         if not seen and self.processes.world == 1:
-            again = (
-                " It is an iterator, which can be read only once: pass a list or a DataLoader."
-                if is_iterator(self.data)
-                else ""
-            )
-            raise ValueError(f"`data` has no examples.{again}")
+            again = " It is an iterator, which can be read only once: pass a list or a DataLoader."
+            raise ValueError(f"`data` has no examples.{again if is_iterator(self.data) else ''}")
 
     def read(self, item: Any, index: int = 0) -> Batch:
         """One item of the data as a batch; the first one tells whether labels are shifted.
@@ -344,8 +340,7 @@ class EmpiricalRisk(ModelParameters):
             with self.placed() if model is None else watch:
                 out = self._calls(call, batch)
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-            if said := wrong_input(error, batch, self.params):
-                raise TypeError(said) from error
+            refuse_input(error, batch, self.params)
             raise
         found = self.read_output(out, batch)
         if look is not None:
