@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, count_batch, finish_work, share_totals
+from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, finish_work, share_totals
 from curvlinops_plus.blocks.memory import groups_within, warn_of_memory
 from curvlinops_plus.blocks.over_processes import decompose_together, sum_over_processes
 from curvlinops_plus.blocks.ownership import Everyone
@@ -130,11 +130,11 @@ class Accumulation:
         desc = f"{self.title} sweep {self.sweeps}{self._of_groups()}"
         self._inputs = SharedInputs(self.pending, self.keepers.owner)
         self._share_totals()
-        add, count, begin = self._add, partial(count_batch, self.pending), None
+        add, count, begin = self._add, self._count, None
         if self._cache is not None and self.risk.processes.every("kept", self._cache.can_replay(layers)):
             self._cache.replay(add, count, f"{desc} (kept)" if self.risk.options.progressbar else None)
             return
-        again = [layer for layer in layers if any(a.needs_another_sweep for a in self.pending[layer].values())]
+        again = [layer for layer in layers for a in self.pending[layer].values() if a.needs_another_sweep]
         if self._max_bytes and again:
             self._cache = SweepCache(self._max_bytes, again)
             add, count = partial(self._add_and_keep, self._cache), partial(self._count_and_keep, self._cache)
@@ -152,7 +152,9 @@ class Accumulation:
 
     def _share_totals(self) -> None:
         """Let accumulators that begin now count their batches together."""
-        share_totals((a for own in self.pending.values() for a in own.values() if not a.totals.examples), Totals())
+        every = [a for own in self.pending.values() for a in own.values()]
+        share_totals([a for a in every if not a.totals.examples], Totals())
+        self._counted = [*{id(a.totals): a.totals for a in every}.values()]
 
     def _of_groups(self) -> str:
         return f", group {self._groups - len(self._waiting)} of {self._groups}" if self._groups > 1 else ""
@@ -165,8 +167,12 @@ class Accumulation:
         self._add(batch)
         cache.add(batch)
 
+    def _count(self, batch_totals: Totals) -> None:
+        for totals in self._counted:
+            totals.add(batch_totals)
+
     def _count_and_keep(self, cache: SweepCache, batch_totals: Totals) -> None:
-        count_batch(self.pending, batch_totals)
+        self._count(batch_totals)
         cache.end_of_batch(batch_totals)
 
     def _finish(self) -> None:
@@ -177,10 +183,10 @@ class Accumulation:
             finished: dict[str, LinearOperator] = {}
             for layer, results in self._finish_accumulators().items():
                 for name, result in results.items():
-                    if isinstance(result, Accumulator):
+                    found = result if isinstance(result, (dict, Mapping)) else {name: result}
+                    if found is not result and isinstance(result, Accumulator):
                         self.pending[layer][name] = result
                     else:
-                        found = {name: result} if isinstance(result, LinearOperator) else result
                         refuse_unread(self.risk, layer, found)
                         finished |= found
             self.blocks |= finished if self._store is None else self._put_away(finished)
@@ -211,15 +217,13 @@ class Accumulation:
         """What `finish` of every accumulator returns; its sums are given up as soon as it has."""
         pending, self.pending = self.pending, {layer: {} for layer in self.pending}
 
-        def of_layer(layer: Layer) -> dict[str, Any]:
-            return {
-                name: self.keepers.checked(accumulator, accumulator.finish_for_good())
-                for name, accumulator in pending.pop(layer).items()
-                if self.keepers.finishes(name, accumulator)
-            }
-
         def finish(unit: list[Layer]) -> dict[Layer, dict[str, Any]]:
-            return {layer: of_layer(layer) for layer in unit}
+            found: dict[Layer, dict[str, Any]] = {layer: {} for layer in unit}
+            for layer in unit:
+                for name, accumulator in pending.pop(layer).items():
+                    if self.keepers.finishes(name, accumulator):
+                        found[layer][name] = self.keepers.checked(accumulator, accumulator.finish_for_good())
+            return found
 
         def work(unit: list[Layer]) -> float:
             return sum(finish_work(layer, pending[layer]) for layer in unit)

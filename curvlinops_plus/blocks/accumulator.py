@@ -32,7 +32,6 @@ __all__ = [
     "LossScale",
     "Needs",
     "add_batch",
-    "count_batch",
     "finish_work",
     "share_totals",
 ]
@@ -445,12 +444,6 @@ def add_batch(pending: Mapping[Layer, Mapping[Any, Accumulator]], batch: LayerBa
     """Show a layer's batch to its accumulators: to those of one block, that block's parameters only."""
     for accumulator in pending.get(batch.layer, {}).values():
         accumulator.update(batch if accumulator.group is None else batch.restrict(accumulator.group))
-
-
-def count_batch(pending: Mapping[Layer, Mapping[Any, Accumulator]], batch_totals: Totals) -> None:
-    """Add the totals of a mini-batch to those of all accumulators, once to what several share."""
-    for totals in {id(a.totals): a.totals for own in pending.values() for a in own.values()}.values():
-        totals.add(batch_totals)
 
 
 def share_totals(accumulators: Iterable[Accumulator], totals: Totals) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from functools import lru_cache
 from itertools import count, takewhile
 from math import prod
 from typing import NamedTuple
@@ -48,6 +49,7 @@ class FactorForm(NamedTuple):
         diagonal: Whether only the diagonal is kept.
         pieces: Rows of each matrix on its diagonal, if it is split; else of the only one.
         waiting: Bytes of rows that wait.
+        split: Whether matrices on the diagonal are kept, and nothing between them.
     """
 
     size: int
@@ -57,11 +59,7 @@ class FactorForm(NamedTuple):
     pieces: tuple[int, ...]
     kept: int
     waiting: int
-
-    @property
-    def split(self) -> bool:
-        """Whether matrices on the diagonal are kept, and nothing between them."""
-        return len(self.pieces) > 1 and not self.diagonal
+    split: bool
 
 
 def factor_forms(layer: Layer, max_bytes: int, split: int | None = None) -> dict[str, FactorForm]:
@@ -71,25 +69,28 @@ def factor_forms(layer: Layer, max_bytes: int, split: int | None = None) -> dict
         max_bytes: What takes more is diagonal, and so is `A` of sparse rows.
         split: Factors with more rows are split into as few matrices of equal size as possible, up to one row.
     """
-    itemsize, weight = layer.accumulation_dtype.itemsize, layer.weight
-
-    def form(size: int, batch: Sequence[int], sparse: bool = False) -> FactorForm:
-        number = 1 if split is None else max(1, -(-size // split))
-        pieces = tuple([size // number + (k < size % number) for k in range(number)])
-        row = prod(batch) * itemsize
-        bytes_ = row * sum([piece**2 for piece in pieces])
-        if sparse or bytes_ > max_bytes:
-            return FactorForm(size, (*batch,), bytes_, True, pieces, row * size, 0)
-        waiting = 0 if batch else row * size * min(pieces[0], _WAITING)
-        return FactorForm(size, (*batch,), bytes_, False, pieces, bytes_, waiting)
-
+    options = layer.accumulation_dtype.itemsize, max_bytes, split
     forms: dict[str, FactorForm] = {}
     for group in layer.groups:
         *batch, o, i = group.layout.matrix_shape
-        forms["G"] = form(o, batch)
-        if weight in group.keys:
-            forms["A"] = form(i, batch, layer.sparse)
+        forms["G"] = _form(o, (*batch,), False, *options)
+        if layer.weight in group.keys:
+            forms["A"] = _form(i, (*batch,), layer.sparse, *options)
     return forms
+
+
+@lru_cache(1024)
+def _form(
+    size: int, batch: tuple[int, ...], sparse: bool, itemsize: int, max_bytes: int, split: int | None
+) -> FactorForm:
+    number = 1 if split is None else max(1, -(-size // split))
+    pieces = tuple([size // number + (k < size % number) for k in range(number)])
+    row = prod(batch) * itemsize
+    bytes_ = row * sum([piece**2 for piece in pieces])
+    if sparse or bytes_ > max_bytes:
+        return FactorForm(size, batch, bytes_, True, pieces, row * size, 0, False)
+    waiting = 0 if batch else row * size * min(pieces[0], _WAITING)
+    return FactorForm(size, batch, bytes_, False, pieces, bytes_, waiting, number > 1)
 
 
 def form_in_role(layer: Layer, role: int, forms: dict[str, FactorForm]) -> tuple[FactorForm | None, FactorForm]:

@@ -106,7 +106,7 @@ class KFAC(Accumulator):
             )
         self.reduce, weight = kfac_approx == "reduce", layer.weight
         #: The group that has the weight: its columns are those of A. None if only the bias is tracked.
-        self.weight_group = next((g for g in layer.groups if weight in g.keys), None)
+        self.weight_group = (*[g for g in layer.groups if weight in g.keys], None)[0]
         #: What is kept of each factor, by its name.
         self.forms = factor_forms(layer, max_bytes, split)
         #: Another accumulator whose layer reads the same inputs: the input factor is its.
@@ -159,8 +159,10 @@ class KFAC(Accumulator):
         return ", ".join(said)
 
     def needs(self) -> Needs:
-        factors = sum([form.kept for form in self.forms.values()])
-        waiting = sum([form.waiting for form in self.forms.values()])
+        factors = waiting = 0
+        for form in self.forms.values():
+            factors += form.kept
+            waiting += form.waiting
         return Needs(max(1, len(self.layer.roles)) * (factors + waiting), factors)
 
     def update(self, batch: LayerBatch) -> None:

@@ -182,13 +182,13 @@ def warn_of_memory(
                 CurvatureWarning,
                 stacklevel=level_of_user(),
             )
-    needed = {
-        layer.name: sum([needs.computing for a in own.values() if (needs := a.needs()) is not None])
-        for layer, own in first.items()
-    }
-    total = sum(needed.values())
+    needs = [(layer.name, a.needs()) for layer, own in first.items() for a in own.values()]
+    total = sum([each.computing for _, each in needs if each is not None])
     if total < _LITTLE or (free := _free(plan[0].layer.device)) is None or total <= free:
         return
+    needed = dict.fromkeys([name for name, _ in needs], 0)
+    for name, each in needs:
+        needed[name] += 0 if each is None else each.computing
     largest = max(needed, key=needed.__getitem__)
     warn(
         f"The statistics of all layers take {_gib(total)} GiB while they are computed, and {_gib(free)} are free on "

@@ -96,7 +96,7 @@ def _problem_of_module(layer: Layer, why_not: Callable[[nn.Module], str | None],
     first = layer.uses[0]
     if problem := why_not(first.owner):
         return f"is of type {type(first.owner).__name__}: {problem} {_LEAVE_OUT}."
-    if any(use.functional or use.module is not use.owner for use in layer.uses):
+    if any(use.function is not None or use.module is not use.owner for use in layer.uses):
         return f"is read by a function, which no hook of its module sees. {_LEAVE_OUT}."
     if len(layer.uses) > 1:
         names = [use.name for use in layer.uses]

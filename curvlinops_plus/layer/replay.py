@@ -85,11 +85,11 @@ def is_parametrized(module: nn.Module) -> bool:
 
 def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Differentiable parameters by all of their names."""
-    every = dict(module._parameters.items())  # by its method, which knows what other threads may see
-    if is_parametrized(module):
+    held = module._parameters.items()  # by its method, which knows what other threads may see
+    if module._modules and is_parametrized(module):
         inner = getattr(module, "parametrizations")  # noqa: B009 (unknown to type checkers)
-        every |= inner.named_parameters(prefix="parametrizations", remove_duplicate=False)
-    return {name: p for name, p in every.items() if p is not None and p.dtype.is_floating_point}
+        held = (*held, *inner.named_parameters(prefix="parametrizations", remove_duplicate=False))
+    return {name: p for name, p in held if p is not None and p.dtype.is_floating_point}
 
 
 def why_computed(module: nn.Module, names: Sequence[str]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -66,12 +66,12 @@ def register_rule(*types: type[nn.Module] | str) -> Callable[[_Rule], _Rule]:
     return register
 
 
-def rule_of(module: nn.Module) -> LayerRule:
+def rule_of(module: nn.Module, held: Mapping[str, nn.Parameter] | None = None) -> LayerRule:
     """The rule of a module: that of its type or nearest base type, or else the generic `LayerRule`.
 
     A rule is used only if the module computes what its type does: with the type's own `forward`, with parameters that
     are its own (no weight normalization, no parametrization) and with options that the rule supports.
-    `why_generic` gives the reason otherwise.
+    `why_generic` gives the reason otherwise. `held` are its `differentiable_parameters`, if somebody has looked.
 
     Raises:
         ValueError: If `patterns` of the rule names something that the module does not have.
@@ -80,7 +80,7 @@ def rule_of(module: nn.Module) -> LayerRule:
         >>> rule_of(nn.Linear(3, 2)).patterns(nn.Linear(3, 2))
         {'weight': 'o i -> o i', 'bias': 'o -> o 1'}
     """
-    found = _find(module)
+    found = _find(module, held)
     return GENERIC if isinstance(found, str) else found
 
 
@@ -98,7 +98,7 @@ def why_generic(module: nn.Module) -> str:
 GENERIC = LayerRule()
 
 
-def _find(module: nn.Module) -> LayerRule | str:
+def _find(module: nn.Module, held: Mapping[str, nn.Parameter] | None = None) -> LayerRule | str:
     """The registered rule that fits the module, or the reason why there is none."""
     kind = type(module)
     keys = _keys(kind)
@@ -106,12 +106,12 @@ def _find(module: nn.Module) -> LayerRule | str:
     if key is None:
         return f"no rule is registered for {kind.__name__}: add one with @register_rule({kind.__name__})"
     rule, registered = RULES[key], keys[key]
-    if (kind.forward, kind.__call__) != (registered.forward, registered.__call__) or "forward" in vars(module):
+    if (kind.forward, kind.__call__) != (registered.forward, registered.__call__) or "forward" in module.__dict__:
         return f"this {kind.__name__} has another `forward` than {registered.__name__}: add a rule with @register_rule"
     if (reason := rule.refuses(module)) is not None:
         return reason
     # Of a parametrized module, `weight` is computed from other parameters, which the module holds instead.
-    direct, named = differentiable_parameters(module), rule.patterns(module)
+    direct, named = differentiable_parameters(module) if held is None else held, rule.patterns(module)
     if direct.keys() != named.keys():
         if missing := [name for name in named if name not in direct and not hasattr(module, name)]:
             raise ValueError(

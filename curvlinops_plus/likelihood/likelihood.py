@@ -399,13 +399,13 @@ def has_likelihood(loss: Any) -> bool:
 
 def _maker_of(loss: Any) -> Callable[[Any], Likelihood] | None:
     """What makes the likelihood of a loss; None if its class is not registered, or overrides `forward`."""
-    parent = next((t for t in type(loss).__mro__ if t in _MAKERS), None)
+    parent = next(filter(_MAKERS.__contains__, type(loss).__mro__), None)
     return None if parent is None or not _computes_like(loss, parent) else _MAKERS[parent]
 
 
 def _computes_like(loss: Any, parent: type) -> bool:
     """Whether calling the loss runs the `forward` of the registered class, and nothing else."""
-    if has_hooks(loss):
-        return False
-    same = all(getattr(type(loss), m, None) is getattr(parent, m, None) for m in ("forward", "__call__"))
-    return same and "forward" not in getattr(loss, "__dict__", {})
+    for method in ("forward", "__call__"):
+        if getattr(type(loss), method, None) is not getattr(parent, method, None):
+            return False
+    return "forward" not in getattr(loss, "__dict__", {}) and not has_hooks(loss)

@@ -82,11 +82,11 @@ def has_hooks(loss: Any) -> bool:
 
     Those that have an attribute `only_reads` are this package's own, and change nothing.
     """
-    return isinstance(loss, nn.Module) and any(
-        any(not hasattr(hook, "only_reads") for hook in getattr(loss, f"_{kind}").values())
-        or getattr(nn.modules.module, f"_global_{kind}")
-        for kind in _HOOKS
-    )
+    if not isinstance(loss, nn.Module):
+        return False
+    own, common = loss.__dict__, nn.modules.module.__dict__
+    hooks = [hook for kind in _HOOKS for hook in own[f"_{kind}"].values() if not hasattr(hook, "only_reads")]
+    return bool(hooks or [kind for kind in _HOOKS if common[f"_global_{kind}"]])
 
 
 _ROBUST = (

@@ -44,22 +44,30 @@ class Sums(Mapping[str, list[float]]):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        gathered = device.type in ("cpu", "cuda")
-        with torch.no_grad():
-            short = {key: p.flatten() for key, p in tensors.items() if gathered and _is_short(p, device)}
-            self._copy = torch.cat([*short.values()]) if short else None
-            self._lengths = {key: p.shape[0] for key, p in short.items()}
-            long = {key: p for key, p in tensors.items() if key not in short}
-            self._long = {key: torch.stack(_sums(p)).to(device) for key, p in long.items()}
+        together = device if device.type in ("cpu", "cuda") else None
+        short = {
+            key: p
+            for key, p in tensors.items()
+            if type(p) in (Tensor, nn.Parameter) and p.device == together and p.numel() <= _SHORT
+            if p.dtype.is_floating_point and p.layout == torch.strided
+        }
+        self._copy = torch.cat([*map(torch.flatten, short.values())]).detach() if short else None
+        self._shapes = {key: p.shape for key, p in short.items()}
+        self._long: dict[str, Tensor] = {}
+        if len(short) < len(tensors):
+            with torch.no_grad():
+                long = {key: _sums(p) for key, p in tensors.items() if key not in short}
+                self._long = {key: torch.stack(sums).to(device) for key, sums in long.items()}
         self._keys = list(tensors)
 
     @cached_property
     def _numbers(self) -> dict[str, list[float]]:
-        parts = [] if self._copy is None else [_short_sums(self._copy, tuple(self._lengths.values()))]
+        lengths = tuple(map(torch.Size.numel, self._shapes.values()))
+        parts = [] if self._copy is None else [_short_sums(self._copy, lengths)]
         # Read together: every answer of a GPU is waited for.
         found = [sums.view(-1, 2) for sums in (*parts, *self._long.values())]
         read = torch.cat(found).tolist() if found else []
-        numbers = dict(zip([*self._lengths, *self._long], read, strict=True))
+        numbers = dict(zip([*self._shapes, *self._long], read, strict=True))
         self._copy = None
         return {key: numbers[key] for key in self._keys}
 
@@ -177,12 +185,6 @@ def _finite(t: Tensor) -> Tensor:
     t = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
     t = t.cpu().double() if t.device.type == "mps" else t.double()
     return torch.nan_to_num(t, nan=0.5772156649, posinf=2.7182818285, neginf=-3.1415926536)
-
-
-def _is_short(p: Tensor, device: torch.device) -> bool:
-    """Whether the sums of a tensor are computed together with those of others on the device."""
-    plain = type(p) in (Tensor, nn.Parameter) and p.dtype.is_floating_point and p.layout == torch.strided
-    return plain and p.numel() <= _SHORT and p.device == device
 
 
 def _short_sums(flat: Tensor, lengths: tuple[int, ...]) -> Tensor:  # -> [number of tensors, 2]

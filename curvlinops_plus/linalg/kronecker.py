@@ -54,7 +54,7 @@ class Kronecker(LinearOperator):
         self.G = Dense(G, structure) if isinstance(G, Tensor) else G
         self.A = Dense(A, structure) if isinstance(A, Tensor) else A
         for name, factor in (("G", self.G), ("A", self.A)):
-            if not isinstance(factor, Factor):
+            if not isinstance(factor, (Dense, Factor)):
                 raise ValueError(
                     f"Factor {name}: expected a tensor, Dense, Diagonal or identity, got {type(factor).__name__}."
                 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 import torch
@@ -80,8 +79,9 @@ class Layout:
         self.patterns = dict(patterns)
         self.shapes = {name: torch.Size(shapes[name]) for name in patterns}
         self.sizes = dict(sizes or {})
-        given = (*self.sizes.items(),)
-        self._steps = {name: _parse(name, pattern, self.shapes[name], given) for name, pattern in self.patterns.items()}
+        self._steps = {
+            name: _parse(name, pattern, self.shapes[name], self.sizes) for name, pattern in self.patterns.items()
+        }
         parsed = [*self._steps.values()]
         if len({steps.matrix[:-1] for steps in parsed}) > 1:
             matrices = {name: steps.matrix for name, steps in self._steps.items()}
@@ -164,9 +164,7 @@ class Layout:
 _TOKEN = re.compile(r"\(([^()]*)\)|([A-Za-z_]\w*|1)")
 
 
-@lru_cache(4096)
-def _parse(name: str, pattern: str, shape: torch.Size, given: tuple[tuple[str, int], ...]) -> _Steps:
-    sizes = dict(given)
+def _parse(name: str, pattern: str, shape: torch.Size, sizes: Mapping[str, int]) -> _Steps:
     where = f'Pattern "{pattern}" of parameter "{name}" with shape {list(shape)}'
     if pattern.count("->") != 1:
         raise ValueError(f'{where}: expected one "->" between the axes of the parameter and "rows cols".')

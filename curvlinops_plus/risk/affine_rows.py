@@ -242,7 +242,7 @@ class AffineRows:
         call = self._only_call
         if call is None or not self.weight or self.sparse or self.example_weights is not None:
             return None
-        return call if not self.bias or self.adds_bias(call) else None
+        return call if not self.bias or "bias" in call.use.keys else None
 
     def _upcast(self, t: Tensor) -> Tensor:
         if t.dtype == self.layer.accumulation_dtype or not t.is_floating_point():

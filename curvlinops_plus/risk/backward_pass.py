@@ -45,7 +45,7 @@ class VectorGroup:
 
     outputs: Sequence[Tensor]
     number: int
-    vectors: Iterator[list[Tensor]]
+    vectors: Iterator[tuple[Tensor, ...]]
     terms: int = 1
     where: str = ""
 
@@ -75,9 +75,9 @@ def vector_groups(
     # An output that no tracked layer reaches has no graph.
     live = [part for part in parts if part.f.requires_grad and part.number]
     if live and vectors.together and len({part.number for part in parts}) == 1:
-        together = ([*group] for group in zip(*(part.send() for part in live), strict=True))
+        together = zip(*[part.send() for part in live], strict=True)
         return [VectorGroup([part.f for part in live], live[0].number, together)]
-    return [VectorGroup([p.f], p.number, ([v] for v in p.send()), p.F.shape[1], p.where) for p in live]
+    return [VectorGroup([p.f], p.number, zip(p.send()), p.F.shape[1], p.where) for p in live]
 
 
 @dataclass(eq=False)
@@ -168,9 +168,8 @@ class BackwardPasses:
 
     def _narrow(self, outputs: Sequence[Tensor]) -> bool:
         """Whether vectors go through float16."""
-        return is_narrow(outputs) or any(
-            slot.dtype == torch.float16 for recorded in self.recorder.calls for slot in recorded.slots
-        )
+        slots = [slot for recorded in self.recorder.calls for slot in recorded.slots]
+        return is_narrow(outputs) or torch.float16 in [slot.dtype for slot in slots]
 
     def take(self, group: VectorGroup, user: UserBackward) -> None:
         """Take the gradients of a single vector from the user's backward pass."""

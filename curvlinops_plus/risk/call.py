@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +27,7 @@ class Call:
         in_axes: Where the module itself has the examples, for each tensor among its inputs.
         out_axes: The same for its outputs.
         kept: Of rows that had an order of their own: which of the N * P there are, [N, P]; None for all.
+        rule: The rule of an affine layer.
     """
 
     use: ModuleUse
@@ -36,11 +37,10 @@ class Call:
     in_axes: Sequence[int] | None = None
     out_axes: Sequence[int] | None = None
     kept: Tensor | None = None
+    rule: AffineRule = field(init=False)
 
-    @property
-    def rule(self) -> AffineRule:
-        """The rule of an affine layer."""
-        return self.use.rule  # type: ignore[return-value]  # pyright: ignore[reportReturnType]
+    def __post_init__(self) -> None:
+        self.rule = self.use.rule  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def input(self) -> Tensor:

@@ -34,9 +34,9 @@ def batch_kind(calls: Sequence[RecordedCall], outputs: Iterable[Tensor], rows: S
             recorded.call.use.name,
             recorded.expanded,
             tuple(number if number is None else number - start for number in numbers),
-            recorded.state and (recorded.state.options, recorded.state.changes()),
+            state and (state.options, state.changes()),
         )
-        for recorded, numbers in zip(calls, nodes)
+        for recorded, numbers, state in zip(calls, nodes, map(RecordedCall.seen_state, calls))
     )
     return seen, tuple(rows), tuple(f.grad_fn._sequence_nr() - start for f in outputs if f.grad_fn is not None)
 

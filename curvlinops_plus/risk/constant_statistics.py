@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ _FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
 def batch_norms(model: nn.Module) -> dict[str, Any]:
     """The batch norms of a model that are in training mode, by name."""
     modules = modules_of(model).items()
-    return {name: m for name, m in modules if isinstance(m, _BatchNorm) and m.training and _is_known(m)}
+    return {name: m for name, m in modules if m.training and isinstance(m, _BatchNorm) and _is_known(m)}
 
 
 def _is_known(module: nn.Module) -> bool:
@@ -33,16 +33,16 @@ def _is_known(module: nn.Module) -> bool:
 
 
 @contextmanager
-def constant_statistics(model: nn.Module) -> Iterator[None]:
+def constant_statistics(norms: Iterable[Any]) -> Iterator[None]:
     """Context in which batch norms in training mode return the same numbers, and derivatives leave the statistics out.
 
     Running statistics change as without it. Batch norms with a forward of their own are left as they are.
 
     Args:
-        model: The model.
+        norms: The batch norms of a model, see `batch_norms`.
     """
     with ExitStack() as hooks:
-        for module in batch_norms(model).values():
+        for module in norms:
             handle = module.register_forward_hook(own_calls(_at_constants), prepend=True, with_kwargs=True)
             hooks.callback(handle.remove)
         yield

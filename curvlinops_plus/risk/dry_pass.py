@@ -143,7 +143,7 @@ class DryPass:
                 handle.remove()
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
-        mine = [use for use in self.uses if use.name == name and not use.functional and not use.without_rule]
+        mine = [use for use in self.uses if use.name == name and use.function is None and not use.without_rule]
         answers = {key for use in mine if use.holds(module, self._free) for key in use.keys.values()}
         whole = all(
             child._parameters.get(local) is p

@@ -36,7 +36,7 @@ class FunctionUses:
     """
 
     def __init__(self, layers: Sequence[Layer], params: Mapping[str, Tensor]) -> None:
-        found = [(index, use) for index, layer in enumerate(layers) for use in layer.uses if use.functional]
+        found = [(index, use) for index, layer in enumerate(layers) for use in layer.uses if use.function is not None]
         #: Those of several parameters first.
         self._uses = sorted(found, key=lambda item: -len(item[1].keys))
         self._keys = {key for _, use in found for key in use.keys.values()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from operator import attrgetter
 from typing import Any
@@ -19,32 +19,32 @@ from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-__all__ = ["is_known_chain"]
+__all__ = ["are_calls_of", "known_chain"]
 
 
-def is_known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> bool:
-    """Whether a recorded forward pass was one of PyTorch's own modules one after the other, with examples in front.
+def known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> Sequence[Any] | None:
+    """The hooked modules of a model made of PyTorch's own, one after the other, with examples in front; else None.
 
-    Nothing is left to compare with autograd then: no module mixes examples or draws numbers, each is called once, and
-    the rules of those with parameters are this package's. Nor has its graph to be walked through: nothing but the
-    layers reads their parameters, and all that is above the first one's output is below the model's. Nothing is
-    remembered either: types, methods, hooks and options of all modules are looked at in every batch. Any doubt is a no,
-    as a module of another type, or an axis of examples or an output that the user names.
+    If their calls were recorded, see `are_calls_of`, nothing is left to compare with autograd: no module mixes examples
+    or draws numbers, each is called once, and the rules of those with parameters are this package's. Nor has its graph
+    to be walked through: nothing but the layers reads their parameters, and all that is above the first one's output is
+    below the model's. Nothing is remembered either: types, methods, hooks and options of all modules are looked at in
+    every batch; a pass doesn't change them. Any doubt is None, as a module of another type, or an axis of examples or
+    an output that the user names.
 
     Args:
         risk: Model and options.
-        recorder: Which recorded the pass.
+        recorder: Which records the pass.
         batch: The batch.
     """
     X, options = batch.X, risk.options
     if type(X) is not Tensor or X.layout != torch.strided or not X.ndim or X.shape[0] != batch.num_examples:
-        return False
+        return None
     if X.grad_fn is not None:  # the batch itself may be computed from the parameters
-        return False
+        return None
     if options.output or options.example_axis or options.example_of_row or _is_watched():
-        return False
-    hooked = _hooked_in_chain(risk.model, X.ndim, recorder)
-    return hooked is not None and _are_calls_of(hooked, recorder)
+        return None
+    return _hooked_in_chain(risk.model, X.ndim, recorder)
 
 
 def _hooked_in_chain(model: Any, axes: int, recorder: Recorder) -> list[Any] | None:
@@ -55,7 +55,9 @@ def _hooked_in_chain(model: Any, axes: int, recorder: Recorder) -> list[Any] | N
         axes: How many axes its input has.
         recorder: The recorder.
     """
-    hooked, kinds, waiting = [], set(), [model]  # of nested sequences a sequence before its parts, in their order
+    hooked: list[Any] = []
+    kinds: dict[type, type] = {}
+    waiting = [model]  # of nested sequences a sequence before its parts, in their order
     while waiting:
         module = waiting.pop()
         kind = type(module) if type(module) in _AXES else _kind(module)
@@ -64,7 +66,7 @@ def _hooked_in_chain(model: Any, axes: int, recorder: Recorder) -> list[Any] | N
         axes = _AXES[kind](module, axes)
         if not axes:
             return None
-        kinds.add((type(module), kind))
+        kinds[type(module)] = kind
         if kind is nn.Sequential:
             waiting.extend(reversed(module._modules.values()))
         if module._forward_hooks:
@@ -72,19 +74,19 @@ def _hooked_in_chain(model: Any, axes: int, recorder: Recorder) -> list[Any] | N
     return hooked if _have_own_methods(kinds) else None
 
 
-def _have_own_methods(kinds: Iterable[tuple[type, type]]) -> bool:
+def _have_own_methods(kinds: Mapping[type, type]) -> bool:
     """Whether types have the methods of PyTorch's types that they are, or are taken for."""
-    for kind, known in kinds:
+    for kind, known in kinds.items():
         get, methods = _METHODS[known]
         if get(kind) != methods:
             return False
     return True
 
 
-def _are_calls_of(hooked: Sequence[Any], recorder: Recorder) -> bool:
-    """Whether the recorded calls are those of the modules with hooks, one of each layer, which shares nothing then."""
+def are_calls_of(hooked: Sequence[Any] | None, recorder: Recorder) -> bool:
+    """Whether recorded calls are those of a chain's hooked modules, one of each layer, which shares nothing then."""
     calls = recorder.calls
-    if not len(recorder.layers) == len(calls) == len(hooked):
+    if hooked is None or not len(recorder.layers) == len(calls) == len(hooked):
         return False
     for module, recorded in zip(hooked, calls):
         use = recorded.call.use
@@ -116,26 +118,18 @@ def _is_watched() -> bool:
 
 def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
     """Whether a module does what PyTorch's type does: no hooks but the recorder's, no methods or tensors of its own."""
-    if (
-        module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or module._compiled_call_impl
-        or not _hidden(kind).isdisjoint(vars(module))
-    ):
+    others = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, module._compiled_call_impl
+    if True in map(bool, others) or not _hidden(kind).isdisjoint(module.__dict__):
         return False
-    for hook in (*module._forward_hooks.values(),):
+    for hook in (*module._forward_hooks.values(),) if module._forward_hooks else ():
         if type(hook) is not Uncopied or getattr(hook.func, "__self__", None) is not recorder:
             return False
-    for t in (*module._parameters.values(), *module._buffers.values()):
-        if t is not None and not _is_plain_tensor(t):
-            return False
+    for held in (module._parameters, module._buffers):
+        for t in held.values() if held else ():
+            # A subclass, a hook that changes its gradient, or a tensor that is computed, as from parameters.
+            if t is not None and (type(t) not in _TENSORS or t._backward_hooks or t.grad_fn is not None):
+                return False
     return True
-
-
-def _is_plain_tensor(t: Tensor) -> bool:
-    """Whether it is none of a subclass, no hook changes its gradient, and it is not computed, as from parameters."""
-    return type(t) in _TENSORS and not t._backward_hooks and t.grad_fn is None
 
 
 @cache

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ class Group:
     layout: Layout
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Layer:
     """Parameters that are read together, the modules that read them, and the blocks they form.
 
@@ -64,6 +64,12 @@ class Layer:
         params: Key to parameter.
         groups: The blocks, either one for all parameters or one per parameter.
         roles: What the modules multiply with; the first one's matrix is the layer's. Empty without Kronecker factors.
+        affine: Whether Kronecker factors exist: all modules have affine rules, and roles that fit.
+        sparse: Whether the input factor is a diagonal.
+        weight: Key of an affine layer's weight, None if it is not tracked.
+        bias: Key of an affine layer's bias, None if it has none or it is not tracked.
+        accumulation_dtype: The parameters' dtype, float32 at least.
+        device: Where the parameters are.
     """
 
     name: str
@@ -71,53 +77,36 @@ class Layer:
     params: dict[str, Tensor]
     groups: tuple[Group, ...]
     roles: tuple[Role, ...] = ()
+    affine: bool = field(init=False)
+    sparse: bool = field(init=False)
+    weight: str | None = field(init=False, default=None)
+    bias: str | None = field(init=False, default=None)
+    accumulation_dtype: torch.dtype = field(init=False)
+    device: torch.device = field(init=False)
 
-    @cached_property
+    def __post_init__(self) -> None:
+        self.affine = self.sparse = bool(self.roles)
+        for role in self.roles:
+            for use in role.uses:
+                self.sparse &= isinstance(use.rule, AffineRule) and use.rule.sparse and not role.transposed
+        for use in self.roles[0].uses if self.roles else self.uses[:1]:
+            for local, key in use.keys.items():
+                if local == "bias":
+                    self.bias = self.bias or key
+                else:
+                    self.weight = self.weight or key
+        self.accumulation_dtype, (first, *_) = common_dtype(self.params), self.params.values()
+        self.device = first.device
+
+    @property
     def title(self) -> str:
         """How messages call the layer."""
         return title(self.name)
 
     @property
-    def affine(self) -> bool:
-        """Whether Kronecker factors exist: all modules have affine rules, and roles that fit."""
-        return bool(self.roles)
-
-    @property
     def tied(self) -> bool:
         """Whether several modules read the same parameter."""
         return len(self.uses) > 1
-
-    @cached_property
-    def sparse(self) -> bool:
-        """Whether the input factor is a diagonal."""
-        return self.affine and all(
-            _affine(use).sparse and not role.transposed for role in self.roles for use in role.uses
-        )
-
-    @cached_property
-    def weight(self) -> str | None:
-        """Key of an affine layer's weight, None if it is not tracked."""
-        return next((key for use in self._first for local, key in use.keys.items() if local != "bias"), None)
-
-    @cached_property
-    def bias(self) -> str | None:
-        """Key of an affine layer's bias, None if it has none or it is not tracked."""
-        return next((use.keys["bias"] for use in self._first if "bias" in use.keys), None)
-
-    @cached_property
-    def accumulation_dtype(self) -> torch.dtype:
-        """The parameters' dtype, float32 at least."""
-        return common_dtype(self.params)
-
-    @cached_property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return next(iter(self.params.values())).device
-
-    @property
-    def _first(self) -> tuple[ModuleUse, ...]:
-        """The modules whose matrix is the layer's."""
-        return self.roles[0].uses if self.roles else self.uses[:1]
 
 
 def find_layers(
@@ -243,9 +232,14 @@ def _make_group(
     params: Mapping[str, Tensor],
 ) -> Group:
     """Some parameters as one matrix, by the patterns of the layer's rule."""
-    used = {axis: n for axis, n in sizes.items() if any(axis in _axes(patterns[key]) for key in keys)}
-    layout = Layout({key: patterns[key] for key in keys}, {key: params[key].shape for key in keys}, used)
-    return Group(name, tuple(keys), layout)
+    named = tuple([(key, patterns[key], params[key].shape) for key in keys])
+    return Group(name, tuple(keys), _layout(named, (*sizes.items(),) if sizes else ()))
+
+
+@lru_cache(4096)
+def _layout(named: tuple[tuple[str, str, torch.Size], ...], sizes: tuple[tuple[str, int], ...]) -> Layout:
+    used = {axis: n for axis, n in sizes if any(axis in _axes(pattern) for _, pattern, _ in named)}
+    return Layout({key: pattern for key, pattern, _ in named}, {key: shape for key, _, shape in named}, used)
 
 
 def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
@@ -254,8 +248,9 @@ def _roles(uses: list[ModuleUse], separate: bool) -> tuple[Role, ...]:
     They have one if all share the weight, seen as one matrix or its transpose, and a bias belongs to one role alone;
     as a separate block it would need the gradient factor of that role, which the nearest product does not have.
     """
-    if not all(isinstance(use.rule, AffineRule) for use in uses):
-        return ()
+    for use in uses:
+        if not isinstance(use.rule, AffineRule):
+            return ()
     if len(uses) == 1 or _share_only_a_bias(uses):
         return (Role(tuple(uses)),)
     if not _share_one_weight(uses):

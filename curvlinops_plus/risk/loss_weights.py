@@ -56,7 +56,7 @@ class LossWeights:
     def _relative(self, totals: Totals | None) -> tuple[float, ...]:
         losses = self.losses
         if losses.constant_weights or totals is None:
-            return tuple(one.weight for one in losses)
+            return tuple([one.weight for one in losses])
         scales = losses.scales(totals, self.num_data)
         return tuple(float(one.weight * c / scales[losses.reference]) for one, c in zip(losses, scales))
 
@@ -144,8 +144,9 @@ def loss_weights(risk: Evaluated) -> LossWeights:
     Cost: one forward pass over the data if they depend on it, which is never so for one loss or one batch. For an
     iterator each batch has to determine them.
     """
-    single = _is_single(risk)
-    if risk.losses.constant_weights or single or _reads_once(risk):
+    constant = risk.losses.constant_weights
+    single = not constant and _is_single(risk)
+    if constant or single or _reads_once(risk):
         return LossWeights(risk.losses, risk.options.num_data, single_batch=single)
     return LossWeights(risk.losses, risk.options.num_data, count_loss_terms(risk))
 

@@ -330,9 +330,8 @@ class Losses(tuple[OutputLoss, ...]):
     ) -> Terms:
         """Outputs and targets of one batch in canonical form, and its totals."""
         given = zip(self, outputs, targets, class_axes, strict=True)
-        pairs = [one.canonical(f, y, N, axis) for one, f, y, axis in given]
-        counts, losses = zip(*(one.sums(F, Y, N, weight) for one, (F, Y) in zip(self, pairs)))
-        Fs, Ys = (tuple(part) for part in zip(*pairs))
+        Fs, Ys = zip(*[one.canonical(f, y, N, axis) for one, f, y, axis in given])
+        counts, losses = zip(*[one.sums(F, Y, N, weight) for one, F, Y in zip(self, Fs, Ys)])
         first = self.reference
         terms = N * Fs[first].shape[1] if self[first].known else N
         loss = losses[0] if len(self) == 1 else sum(one.weight * value for one, value in zip(self, losses))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -41,7 +41,9 @@ class ModelCalls:
                 checkpointing leaves parameters out of the graph.
         """
         if torch.is_grad_enabled():
-            with nullcontext() if self._looked else _without_gaps():
+            if self._looked:
+                return self._call(model, batch)
+            with _without_gaps():
                 out = self._call(model, batch)
             self._looked = True
             return out

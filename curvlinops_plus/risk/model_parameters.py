@@ -53,6 +53,7 @@ class ModelParameters:
         self._own = named_params(model, params, owned)
         self.whole = WholeParameters(model, owned, processes)
         self.params = self.whole.of(values_of(params, self._own))
+        self._elsewhere = bool(self.whole) or not all(map(is_, self.params.values(), self._own.values()))
         # Found before any parameter is replaced, because replacements may be nested.
         self._places = parameter_places(modules.values(), self._own)
         self._paths = paths_in(modules.values())
@@ -71,9 +72,7 @@ class ModelParameters:
         other.params = {key: p for key, p in self.params.items() if key in chosen}
         other.space = Space.of(other.params)
         other._own = {key: p for key, p in self._own.items() if key in chosen}
-        other._places = [
-            (module, {n: key for n, key in names.items() if key in chosen}) for module, names in self._places
-        ]
+        other._places = [(module, [(n, key) for n, key in names if key in chosen]) for module, names in self._places]
         return other
 
     def vector(self) -> Tensor:
@@ -142,8 +141,7 @@ class ModelParameters:
     def placed(self) -> AbstractContextManager[None]:
         """Context in which the model has the values of `params`, where these are not its own tensors."""
         self.require_in_place()
-        own = all(map(is_, self.params.values(), self._own.values()))
-        return nullcontext() if own and not self.whole else self._placed()
+        return self._placed() if self._elsewhere else nullcontext()
 
     @contextmanager
     def _placed(self) -> Iterator[None]:

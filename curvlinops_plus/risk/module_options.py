@@ -23,7 +23,8 @@ def example_axes(modules: Mapping[str, nn.Module], given: Mapping[str, int] | No
     axes: dict[str, int] = {}
     layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     for name, module in modules.items():
-        flag = module.self_attn.batch_first if isinstance(module, layers) else getattr(module, "batch_first", None)
+        holder = module.self_attn if module._modules and isinstance(module, layers) else module
+        flag = getattr(holder, "batch_first", None)
         if flag is False:
             for inner, _ in module.named_modules(prefix=name):
                 axes[inner] = 1

@@ -20,17 +20,17 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
         >>> list(modules_of(nn.Sequential(nn.Sequential(relu), nn.Linear(3, 2), relu)))
         ['', '0', '0.0', '1']
     """
-    names: dict[nn.Module, str] = {}
-    waiting = [("", model)]
-    while waiting:
-        name, module = waiting.pop()
-        if module not in names:
-            names[module] = name
-            if module._modules:
-                prefix = f"{name}." if name else ""
-                inside = [(prefix + own, child) for own, child in module._modules.items() if child is not None]
-                waiting += inside[::-1]
+    names = {model: ""}
+    _name_inside(model, "", names)
     return {name: module for module, name in names.items()}
+
+
+def _name_inside(module: nn.Module, prefix: str, names: dict[nn.Module, str]) -> None:
+    for own, child in module._modules.items():
+        if child is not None and child not in names:
+            names[child] = prefix + own
+            if child._modules:
+                _name_inside(child, f"{prefix}{own}.", names)
 
 
 def parameters_of(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:

@@ -26,7 +26,7 @@ class ModuleUse:
         rule: What the module does with its parameters.
         keys: The module's own parameter names, each with the key of the tracked parameter.
         owner: The module in the model that holds the parameters.
-        function: The function that reads the parameters, where it is not the module, whose hook would tell.
+        function: The function that reads the parameters, which no hook sees; None if the module does.
     """
 
     name: str
@@ -36,18 +36,13 @@ class ModuleUse:
     owner: nn.Module
     function: Function | None = None
 
-    @property
-    def functional(self) -> bool:
-        """Whether the parameters are read by function calls, which no hook sees."""
-        return self.function is not None
-
     def own(self, module: nn.Module, params: Mapping[str, Tensor]) -> dict[str, bool]:
         """Key to whether the module holds this parameter at the moment, not another tensor in its place."""
         return {key: _slot(module, local) is params[key] for local, key in self.keys.items()}
 
     def holds(self, module: nn.Module, params: Mapping[str, Tensor]) -> bool:
         """Whether the module holds all of the parameters at the moment."""
-        return False not in self.own(module, params).values()
+        return False not in [_slot(module, local) is params[key] for local, key in self.keys.items()]
 
     @property
     def without_rule(self) -> bool:
@@ -57,8 +52,8 @@ class ModuleUse:
 
 def _slot(module: nn.Module, local: str) -> Tensor | None:
     """What a module holds under the name of a parameter, which may be that of a parametrization or of a child."""
-    if "." not in local:
-        return module._parameters.get(local)
+    if local in module._parameters:
+        return module._parameters[local]
     inside, _, name = local.rpartition(".")
     return module.get_submodule(inside)._parameters.get(name)
 
@@ -72,33 +67,30 @@ def find_uses(model: nn.Module, params: Mapping[str, Tensor]) -> list[ModuleUse]
     """The modules that read some parameters, and the function calls inside attention (key to the model's own)."""
     key_of = dict(zip(map(id, params.values()), params))
     uses: list[ModuleUse] = []
-    claimed: set[int] = set()  # modules whose parameters another one answers for
-    for name, module in _not_empty(model):
-        if id(module) in claimed:
+    claimed: set[nn.Module] = set()  # whose parameters another one answers for
+    for name, module in modules_of(model).items():
+        if module in claimed or not (module._parameters or module._modules):
             continue
-        if is_parametrized(module):
-            claimed |= {id(m) for m in module.get_submodule("parametrizations").modules()}
-        rule, in_parts = rule_of(module), set[int]()
+        if module._modules and is_parametrized(module):
+            claimed |= {*module.get_submodule("parametrizations").modules()}
+        held = differentiable_parameters(module)
+        rule, in_parts = rule_of(module, held), set[int]()
         for part in rule.parts(module):
-            claimed.add(id(part.module))
+            claimed.add(part.module)
             in_parts |= {id(p) for p in part.params.values()}
             if keys := _tracked(part.params, key_of):
                 full = ".".join([name, part.name]).lstrip(".")
                 uses.append(ModuleUse(full, part.module, part.rule, keys, module, LINEAR))
-        if keys := _tracked(differentiable_parameters(module), key_of, in_parts):
+        if keys := _tracked(held, key_of, in_parts):
             rule.check(module)
             uses.append(ModuleUse(name, module, rule, keys, module))
-    return [use for use in uses if not _alias(use, uses)]
-
-
-def _not_empty(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that hold parameters or other modules, with their names."""
-    return [(name, m) for name, m in modules_of(model).items() if m._parameters or m._modules]
+    return [use for use in uses if isinstance(use.rule, AffineRule) or not _alias(use, uses)]
 
 
 def _tracked(params: Mapping[str, Tensor], key_of: Mapping[int, str], without: Collection[int] = ()) -> dict[str, str]:
     """Local name to key, of those parameters that have one, `without` some."""
-    return {local: key_of[at] for local, p in params.items() if (at := id(p)) in key_of and at not in without}
+    found = zip(params, map(id, params.values()))
+    return {local: key_of[at] for local, at in found if at in key_of and at not in without}
 
 
 def _alias(use: ModuleUse, uses: list[ModuleUse]) -> bool:
@@ -106,8 +98,6 @@ def _alias(use: ModuleUse, uses: list[ModuleUse]) -> bool:
 
     Should it read them too, recording finds one reader more than calls, and says so.
     """
-    if isinstance(use.rule, AffineRule):
-        return False
     inside = {id(m) for m in use.module.modules()} - {id(use.module)}
     others = [u for u in uses if id(u.owner) in inside and isinstance(u.rule, AffineRule)]
     return set(use.keys.values()) <= {key for u in others for key in u.keys.values()}

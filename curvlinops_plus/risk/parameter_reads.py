@@ -66,7 +66,7 @@ class KeptParameters(ParameterReads):
     def __init__(self, own: Mapping[str, Tensor], values: Mapping[str, Tensor], places: Places) -> None:
         super().__init__(p for p in own.values() if not p.requires_grad)
         self._own = own
-        given = [module._parameters[name] for module, names in places for name in names]
+        given = [module._parameters[name] for module, names in places for name, _ in names]
         below = [getattr(node, "variable", None) for node, _ in postorder(t.grad_fn for t in given if t is not None)]
         self._given = {id(t) for t in (*given, *below)}
         self._differentiates = any(t is not None and t.requires_grad for t in given)

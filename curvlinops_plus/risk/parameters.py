@@ -42,12 +42,13 @@ def named_params(
                 )
             raise ValueError("No parameter of the model requires a gradient; name the parameters with `params=`.")
     given = _items(params)
-    names = _names(owned, [p for _, p in given])
+    identities = [*map(id, [p for _, p in given])]
+    names = _names(owned, identities)
     own: dict[str, Tensor] = {}
     labels: dict[str, str] = {}
-    for position, (key, p) in enumerate(given):
+    for position, ((key, p), known) in enumerate(zip(given, map(names.get, identities))):
         label = f"params[{position if key is None else key!r}]"
-        name = names.get(id(p)) or _own_name(model, names, p, label, key)
+        name = known or _own_name(model, names, p, label, key)
         if name in labels:
             raise ValueError(
                 f"{label} is the same parameter as {labels[name]}: the model's {name!r}. Name each parameter once."
@@ -65,6 +66,8 @@ def _items(params: Any) -> Collection[tuple[str | None, Any]]:
     Raises:
         TypeError: If this is neither a mapping nor a list.
     """
+    if isinstance(params, (list, tuple)):
+        return [(None, p) for p in params]
     if isinstance(params, Mapping):
         if other := [key for key in params if not isinstance(key, str)]:
             raise TypeError(
@@ -81,10 +84,10 @@ def _items(params: Any) -> Collection[tuple[str | None, Any]]:
     return [(None, p) for p in params]
 
 
-def _names(owned: Mapping[str, Tensor], given: Iterable[Any]) -> dict[Any, str]:
+def _names(owned: Mapping[str, Tensor], identities: Iterable[int]) -> dict[Any, str]:
     """The names of a model's parameters by identity, and by memory if other tensors are among those that are given."""
     names: dict[Any, str] = dict(zip(map(id, owned.values()), owned))
-    if not names.keys() >= {*map(id, given)}:
+    if not names.keys() >= {*identities}:
         names |= {(p.data_ptr(), p.shape, p.stride()): name for name, p in owned.items() if p.numel() > 0}
     return names
 
@@ -115,7 +118,7 @@ def _own_name(model: nn.Module, names: Mapping[Any, str], p: Any, label: str, ke
 
 def values_of(params: Any, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """What stands for parameters: the model's own tensors, or other values given under their names."""
-    if not isinstance(params, Mapping):
+    if isinstance(params, (list, tuple)) or not isinstance(params, Mapping):
         return own
     return {key: _value(params[key], p) for key, p in own.items()}
 
@@ -128,25 +131,25 @@ def _value(given: Tensor, own: Tensor) -> Tensor:
 
 def common_device(params: Mapping[str, Tensor]) -> torch.device:
     """Where all of the parameters are; refuses several devices."""
-    devices = {p.device for p in params.values()}
-    if len(devices) != 1:
+    device, *others = {p.device for p in params.values()}
+    if others:
         raise ValueError(
-            f"The parameters live on several devices, {sorted(map(str, devices))}; one operator needs them on one."
+            f"The parameters live on several devices, {sorted(map(str, [device, *others]))}; one operator needs them "
+            "on one."
         )
-    return devices.pop()
+    return device
 
 
 def common_dtype(params: Mapping[str, Tensor]) -> torch.dtype:
     """The widest of the parameters' dtypes, float32 at least."""
-    dtypes = {p.dtype for p in params.values()}
-    if not all(dtype.is_floating_point for dtype in dtypes):
-        raise ValueError(
-            f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have "
-            "a curvature here."
-        )
-    wide = torch.float32
+    wide, dtypes = torch.float32, {p.dtype for p in params.values()}
     for dtype in dtypes:
-        wide = torch.promote_types(wide, dtype)
+        if not dtype.is_floating_point:
+            raise ValueError(
+                f"The parameters have dtypes {sorted(map(str, dtypes))}; only real floating-point parameters have "
+                "a curvature here."
+            )
+        wide = wide if dtype == wide else torch.promote_types(wide, dtype)
     return wide
 
 

@@ -60,12 +60,12 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
 @contextmanager
 def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
     """What modules store in themselves while they run, as activations and counters, is as before at the end."""
-    before = [(vars(module), dict(vars(module))) for module in modules]
+    before = [(module.__dict__, {**module.__dict__}) for module in modules]
     try:
         yield
     finally:
         for own, attributes in before:
-            for name in own.keys() - attributes.keys():
+            for name in {*own}.difference(attributes):
                 del own[name]
             own.update(attributes)
 
@@ -98,13 +98,15 @@ def _restored(modules: Iterable[nn.Module], data: Any) -> Iterator[None]:
 
 def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int | None]:
     """What changes when a tensor is written to, of each."""
-    return {name: None if t.is_inference() else t._version for name, t in tensors.items()}
+    inference = map(Tensor.is_inference, tensors.values())
+    return {name: None if made_there else t._version for (name, t), made_there in zip(tensors.items(), inference)}
 
 
 def data_generators(data: Any) -> list[torch.Generator]:
     """The generators of a data loader and its samplers."""
     holders = (data, getattr(data, "sampler", None), getattr(getattr(data, "batch_sampler", None), "sampler", None))
-    return [g for g in (getattr(holder, "generator", None) for holder in holders) if isinstance(g, torch.Generator)]
+    found = [getattr(holder, "generator", None) for holder in holders]
+    return [g for g in found if g is not None and isinstance(g, torch.Generator)]
 
 
 @torch.no_grad()

@@ -24,10 +24,10 @@ __all__ = [
     "Batch",
     "check_data",
     "count_examples",
-    "input_error_context",
     "is_iterator",
     "loss_error_context",
     "read_batch",
+    "refuse_input",
     "require_numbers",
     "require_rereadable",
     "scalar_loss",
@@ -325,26 +325,21 @@ def _pair_hint(out: Any) -> str:
     )
 
 
-@contextmanager
-def input_error_context(batch: Batch, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """If a forward pass fails on an input of another dtype or form than it expects, say so beside its own error."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError) as error:
+def refuse_input(error: Exception, batch: Batch, params: Mapping[str, Tensor]) -> None:
+    """Refuse an input of another dtype or form than a forward pass expects, which failed on it with this error."""
+    if not isinstance(error, RuntimeError):
         if advice := _form(batch):
             raise TypeError(f"{advice} Its own message: {type(error).__name__}: {error}") from error
-        raise
-    except RuntimeError as error:
-        kinds = {t.dtype for t in tree_leaves(_plain(batch.X)) if isinstance(t, Tensor)}
-        given, own = {kind for kind in kinds if kind.is_floating_point}, {p.dtype for p in params.values()}
-        if not given and "dtype" in str(error):  # of integers alone, for what are no indices
-            given = kinds
-        if given and not given <= own:
-            raise TypeError(
-                f"The model failed on an input of dtype {_dtypes(given)}; its parameters have {_dtypes(own)}. Convert "
-                f"the data or the model. Its own message: {error}"
-            ) from error
-        raise
+        return
+    kinds = {t.dtype for t in tree_leaves(_plain(batch.X)) if isinstance(t, Tensor)}
+    given, own = {kind for kind in kinds if kind.is_floating_point}, {p.dtype for p in params.values()}
+    if not given and "dtype" in str(error):  # of integers alone, for what are no indices
+        given = kinds
+    if given and not given <= own:
+        raise TypeError(
+            f"The model failed on an input of dtype {_dtypes(given)}; its parameters have {_dtypes(own)}. Convert "
+            f"the data or the model. Its own message: {error}"
+        ) from error
 
 
 def _form(batch: Batch) -> str:

@@ -60,7 +60,8 @@ class Recorder:
     Attributes:
         calls: What was recorded in the last forward pass.
         num_examples: N of that batch.
-        chain: Whether it was made of one layer after the other, see `is_known_chain`; whoever has looked sets it.
+        chain: The hooked modules of a model whose layers are known to come one after the other, see `known_chain`; None
+            for another one. Whoever has looked sets it.
         doubt: Why a pass of others was not recorded to its end.
         receive: Called with call, slot and gradient whenever autograd delivers one; None ignores them.
 
@@ -80,7 +81,8 @@ class Recorder:
     ) -> None:
         self.layers, self.backward, self.intercept = layers, backward, intercept
         self.calls: list[RecordedCall] = []
-        self.num_examples, self.chain = 0, False
+        self.num_examples = 0
+        self.chain: Sequence[nn.Module] | None = None
         self.doubt: Exception | None = None
         self._own_pass = own_pass
         self.receive: Receive | None = None
@@ -98,8 +100,8 @@ class Recorder:
     def __enter__(self) -> Recorder:
         for index, layer in enumerate(self.layers):
             for use in layer.uses:
-                if not use.functional:
-                    self._handles += self._functions.watch(use)
+                if use.function is None:
+                    self._handles += self._functions.watch(use) if self._functions else ()
                     hook = Uncopied(self._module_call, index, use)
                     self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         return self
@@ -116,11 +118,9 @@ class Recorder:
             handle.remove()
         self._handles.clear()
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[Any]:
         """Function calls are seen in here: in forward passes, and in backward passes, which may run modules again."""
-        with self._mode or nullcontext():
-            yield
+        return self._mode or nullcontext()
 
     # ------------------------------------------------------------------------------------------------------- hooks
     def _module_call(
@@ -136,8 +136,8 @@ class Recorder:
         if self._off.depth or self.doubt is not None or not self._handles or not self._ours():
             return None
         try:
-            if not self._reads_own(use, module):
-                return None
+            if not use.holds(module, self._params):
+                return self._refuse_replaced(use, module)
             if isinstance(out, Tensor) or (order := packed_order(use, out, self.num_examples)) is None:
                 return self._output(index, use, args, kwargs, out)
             packed, *states = out
@@ -171,7 +171,7 @@ class Recorder:
         only = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
         given = args if only else tree_leaves((args, kwargs))
         refuse_call(use, [*given, *leaves])
-        at = _float_tensors(leaves, out, use)
+        at = [0] if single and out.is_floating_point() else _float_tensors(leaves, out, use)
         axis = self._axes.get(use.name, 0)
         tensors = [leaves[k] for k in at]
         axes = use.rule.axes(use.module, axis, tensors, inputs=False) if packed is None else [0, 1, 1][: len(at)]
@@ -186,14 +186,12 @@ class Recorder:
             return None
         return leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
-    def _reads_own(self, use: ModuleUse, module: nn.Module) -> bool:
-        """Whether a module is called with its parameters, not with other tensors in their place.
+    def _refuse_replaced(self, use: ModuleUse, module: nn.Module) -> None:
+        """Refuse other tensors in place of some parameters of unknown code; other readers are found by counting them.
 
         Raises:
-            OutsideReads: If some of a module of unknown code are replaced.
+            OutsideReads: Naming them.
         """
-        if use.holds(module, self._params):
-            return True
         own = use.own(module, self._params)
         if any(own.values()) and not isinstance(use.rule, AffineRule):
             replaced = [key for key, same in own.items() if not same]
@@ -202,7 +200,6 @@ class Recorder:
                 f"parameters {replaced} (by functional_call inside forward, or an assignment around the call). Leave "
                 f"its parameters {list(use.keys.values())} out of `params`."
             )
-        return False  # what else reads them is found when readers are counted
 
     def _outputs(
         self,
@@ -227,7 +224,7 @@ class Recorder:
             if one_row:
                 t = t.expand(*t.shape[:axis], self.num_examples, *t.shape[axis + 1 :])
             found.append(t)
-            slots.append(OutputSlot.of(t, axis, fold, expanded=one_row, order=order))
+            slots.append(OutputSlot(t.shape, t.dtype, t.device, axis, fold, one_row, order))
         return found, slots
 
     def _order(self, use: ModuleUse, out: Tensor, axis: int) -> RowOrder | None:
@@ -263,7 +260,7 @@ class Recorder:
         (out,), (slot,) = self._outputs(found[0][1], [out], [axis], fold)
         if self._recording:
             for index, use in found:
-                slot = OutputSlot.of(out, axis, fold, expanded=slot.expanded)
+                slot = OutputSlot(out.shape, out.dtype, out.device, axis, fold, slot.expanded)
                 call = make_recorded_call(use, index, product.inputs, {}, [slot], True, axis, self.num_examples)
                 self._note(call, [out])
                 self._functions.remember(out, call)
@@ -272,7 +269,8 @@ class Recorder:
     def _note(self, recorded: RecordedCall, tensors: Sequence[Tensor]) -> None:
         if self.backward:
             use = recorded.call.use
-            recorded.state = ModuleState.of(use.module) if use.function is None else None
+            if use.function is None and self.chain is None:  # which has no code that changes a module
+                recorded.state = ModuleState.of(use.module)
             for slot, t in zip(recorded.slots, tensors, strict=True):
                 slot.connect(t, partial(self._arrive, recorded, slot))
         self.calls.append(recorded)
@@ -289,13 +287,16 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------ passes
     @contextmanager
-    def recording(self, num_examples: int, data: tuple[Any, Any] = (None, None)) -> Iterator[None]:
+    def recording(
+        self, num_examples: int, data: tuple[Any, Any] = (None, None), chain: Sequence[nn.Module] | None = None
+    ) -> Iterator[None]:
         """One forward pass of the model on the data (X, y) happens in here; the batch before is forgotten."""
         self._release()
-        self._functions.start()
         self.num_examples, self._data, self._recording, self.doubt = num_examples, data, True, None
-        self.chain = False
+        self.chain = chain
         self._ours = OwnThread()
+        if self._functions:
+            self._functions.start()
         frozen = [p for p in self._params.values() if not p.requires_grad]
         # Frozen parameters leave no trace in the graph that tells which operations read them.
         reads = ParameterReads(frozen) if frozen else None
@@ -309,7 +310,8 @@ class Recorder:
             raise refusal from error
         finally:
             self._recording = False
-            self._functions.end()
+            if self._functions:
+                self._functions.end()
         if reads is not None:
             refuse_outside_readers(self.layers, self.calls, reads.counts, self._params)
 
@@ -346,7 +348,7 @@ class Recorder:
         Cost: a walk through the graph, unless it is a chain.
         """
         edges = [slot.edge for recorded in self.calls for slot in recorded.slots if slot.edge is not None]
-        if self.chain:
+        if self.chain is not None:
             return edges[:1]
         marked = {edge.node for edge in edges}
         above: dict[Any, bool] = {}  # whether a recorded edge is below the node
@@ -386,8 +388,6 @@ def _float_tensors(leaves: Sequence[Any], out: Any, use: ModuleUse) -> list[int]
     Raises:
         UnsupportedError: If there are none, or several where the rule of the layer knows one.
     """
-    if isinstance(out, Tensor) and out.is_floating_point():
-        return [0]
     at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor) and t.is_floating_point()]
     if not at or isinstance(out, PackedSequence) or (len(at) > 1 and isinstance(use.rule, AffineRule)):
         what = f"a {out.dtype} tensor" if isinstance(out, Tensor) else f"a {type(out).__name__}"

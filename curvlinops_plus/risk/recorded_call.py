@@ -48,13 +48,6 @@ class OutputSlot:
     edge: Any = None
     handle: Any = None
 
-    @classmethod
-    def of(
-        cls, t: Tensor, axis: int, fold: int | None = None, expanded: bool = False, order: RowOrder | None = None
-    ) -> OutputSlot:
-        """The slot of a tensor that a call returned."""
-        return cls(t.shape, t.dtype, t.device, axis, fold, expanded, order)
-
     @property
     def out(self) -> Tensor:
         """An empty tensor of this shape, which takes no memory."""
@@ -105,7 +98,7 @@ class RecordedCall:
         slots: What it returned, one slot per floating-point tensor.
         single: Whether it returned just one tensor.
         versions: Its inputs and their versions, to notice changes in place.
-        state: What the module looked like; None for a function.
+        state: What the module looked like; None for a function, and in a chain, whose modules don't change.
         expanded: Whether it returned one row for all examples.
     """
 
@@ -124,6 +117,11 @@ class RecordedCall:
             self.call.grads = slot.gradient(grads.pop(id(slot), None), V, batched)
         else:
             self.call.grads = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
+
+    def seen_state(self) -> ModuleState | None:
+        """What the module looked like when it was called; None for a function."""
+        known = self.state is not None or self.call.use.function is not None
+        return self.state if known else ModuleState.of(self.call.use.module)
 
     def require_unchanged(self) -> None:
         """Refuse inputs that were written to since the call."""
@@ -191,7 +189,7 @@ def _examples_first(t: Tensor, axis: int, use: ModuleUse, slot: OutputSlot, N: i
         t = t.unflatten(0, (-1, slot.fold))
     if slot.order is not None and t.ndim > axis and t.shape[axis] == slot.order.num_rows:
         t, N = slot.order.filled(t, axis), len(slot.order.index)
-    moved = axis != 0 and t.ndim > axis and (use.functional or t.shape[axis] in (1, N))
+    moved = axis != 0 and t.ndim > axis and (use.function is not None or t.shape[axis] in (1, N))
     if moved:
         t = t.movedim(axis, 0)
     if expand and t.ndim and t.shape[0] == 1:
@@ -204,7 +202,7 @@ def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int, inputs: An
         if slot.order is not None:
             continue
         size = slot.shape[slot.axis] if len(slot.shape) > slot.axis and slot.fold is None else slot.fold or 0
-        if size == 0 or size % N or (slot.axis != 0 and size != N and not use.functional):
+        if size == 0 or size % N or (slot.axis != 0 and size != N and use.function is None):
             raise not_by_example(
                 use,
                 inputs,

@@ -13,8 +13,8 @@ from curvlinops_plus.risk.process_state import OwnThread
 
 __all__ = ["Places", "copied_buffers", "parameter_places", "paths_in", "replaced_parameters", "require_places"]
 
-#: Every module that holds a parameter, and the keys of those it holds, by their names in it.
-Places = Sequence[tuple[nn.Module, Mapping[str, str]]]
+#: Every module that holds a parameter, and the names in it and keys of those it holds.
+Places = Sequence[tuple[nn.Module, Sequence[tuple[str, str]]]]
 #: Parents, names and children of modules.
 Paths = Sequence[tuple[nn.Module, str, nn.Module]]
 
@@ -42,10 +42,10 @@ class _Replaced(dict[str, Any]):
 def parameter_places(modules: Iterable[nn.Module], params: Mapping[str, Tensor]) -> Places:
     """Where parameters are: a module may have two names, a parameter two modules."""
     key_of = dict(zip(map(id, params.values()), params))
-    places: list[tuple[nn.Module, Mapping[str, str]]] = []
+    places: list[tuple[nn.Module, Sequence[tuple[str, str]]]] = []
     for module in modules:
         held = module._parameters.items() if module._parameters else ()
-        if names := {name: key_of[place] for name, p in held if (place := id(p)) in key_of}:
+        if names := [(name, key_of[place]) for name, p in held if (place := id(p)) in key_of]:
             places.append((module, names))
     return places
 
@@ -70,13 +70,13 @@ def require_places(
         paths: The modules on the way to these, and maybe others.
     """
     gone = [m for parent, name, m in paths if name not in parent._modules or parent._modules[name] is not m]
-    inside = {module for child in gone for module in child.modules()}
+    inside = {module for child in gone for module in child.modules()} if gone else ()
     other = [
         key
         for module, names in places
-        if not isinstance(held := module._parameters, _Replaced)
-        for name, key in names.items()
-        if held.get(name) is not own[key] or module in inside
+        for name, key in names
+        if (name not in (held := module._parameters) or held[name] is not own[key] or module in inside)
+        and not isinstance(held, _Replaced)
     ]
     if other:
         raise ValueError(
@@ -94,10 +94,10 @@ def replaced_parameters(places: Places, values: Mapping[str, Tensor]) -> Iterato
     with ExitStack() as stack:
         for module, names in places:
             given = module._parameters
-            replaced = {**given, **{name: values[key] for name, key in names.items()}}
+            replaced = {**given, **{name: values[key] for name, key in names}}
             made = _Replaced(replaced, getattr(given, "own", given), ours)
             vars(module)["_parameters"] = made
-            stack.callback(_restore, module, "_parameters", given, made, names)
+            stack.callback(_restore, module, "_parameters", given, made, dict(names))
         yield
 
 

@@ -47,7 +47,8 @@ def all_parameters(risk: Any) -> dict[str, Tensor]:
     """The parameters of a risk under their keys, and others of its model under their names after "model."."""
     tracked = {*map(id, risk.params.values())}
     every = risk.whole.of(parameters_of(modules_of(risk.model)))
-    return risk.params | {f"model.{name}": p for name, p in every.items() if id(p) not in tracked}
+    others = [name for name, at in zip(every, map(id, every.values())) if at not in tracked]
+    return risk.params | {f"model.{name}": every[name] for name in others}
 
 
 def require_replicas(risk: Shared, over_data: bool, more: Callable[[], Mapping[str, Any]] = dict) -> None:

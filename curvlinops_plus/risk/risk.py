@@ -31,9 +31,9 @@ from curvlinops_plus.risk.reading import (
     Batch,
     check_data,
     count_examples,
-    input_error_context,
     is_iterator,
     read_batch,
+    refuse_input,
     require_numbers,
 )
 from curvlinops_plus.risk.replicas import require_replicas
@@ -75,7 +75,7 @@ class Checked:
         batches: How many batches were seen since then.
         taken: How many backward passes of the user were seen, of which some are looked at.
         recorded: Whether the last forward pass of the user could be recorded, so that no other was needed.
-        chain: Whether it was one of a chain, see `is_known_chain`, and not compared with a pass of our own.
+        chain: Whether it was one of a chain, see `known_chain`, and not compared with a pass of our own.
         kinds: What batches that were looked at look like.
         shapes: Shapes of batches whose outputs were compared.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
@@ -273,12 +273,8 @@ class EmpiricalRisk(ModelParameters):
                     yield batch if batch.first == seen else replace(batch, first=seen)
                     seen += batch.num_examples
         if not seen and self.processes.world == 1:
-            again = (
-                " It is an iterator, which can be read only once: pass a list or a DataLoader."
-                if is_iterator(self.data)
-                else ""
-            )
-            raise ValueError(f"`data` has no examples.{again}")
+            again = " It is an iterator, which can be read only once: pass a list or a DataLoader."
+            raise ValueError(f"`data` has no examples.{again if is_iterator(self.data) else ''}")
 
     def read(self, item: Any, index: int = 0) -> Batch:
         """One item of the data as a batch; the first one tells whether labels are shifted.
@@ -339,8 +335,12 @@ class EmpiricalRisk(ModelParameters):
             look = KeptParameters(self._own, self.params, self._places)
         # Functions are only watched for frozen parameters: they tell what the graph of the outputs does not.
         watch = look if look is not None and look.counts else nullcontext()
-        with input_error_context(batch, self.params), self.placed() if model is None else watch:
-            out = self._calls(call, batch)
+        try:
+            with self.placed() if model is None else watch:
+                out = self._calls(call, batch)
+        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+            refuse_input(error, batch, self.params)
+            raise
         found = self.read_output(out, batch)
         if look is not None:
             look.refuse(found[0])
@@ -351,7 +351,7 @@ class EmpiricalRisk(ModelParameters):
         """Outputs, targets and class axes, as `run` gives them, from what the model returned for a batch."""
         outputs, class_axes = self.losses.select(out, self.options.output)
         require_numbers(outputs)
-        graph = self.checked.batch_norm and any(f.requires_grad for f in outputs)
+        graph = self.checked.batch_norm and True in [f.requires_grad for f in outputs]
         if graph and not prepare_graph(outputs, batch.num_examples):
             self.checked.batch_norm = False
         outputs, targets, class_axes = zip(
@@ -459,21 +459,19 @@ def _number(given: Any) -> Any:
 
 
 def _check_options(options: RiskOptions, losses: Losses) -> None:
-    for name, example in {
-        "output": "lambda o: o[0]",
-        "mask": "lambda X, y: ...",
-        "batch_size_fn": "len",
-        "example_ids": "lambda X, y: ...",
-        "weight": "lambda X, y, w: w",
-    }.items():
-        given = getattr(options, name)
+    for name, given, example in (
+        ("output", options.output, "lambda o: o[0]"),
+        ("mask", options.mask, "lambda X, y: ..."),
+        ("batch_size_fn", options.batch_size_fn, "len"),
+        ("example_ids", options.example_ids, "lambda X, y: ..."),
+        ("weight", options.weight, "lambda X, y, w: w"),
+    ):
         if given is not None and not callable(given):
             raise TypeError(f"{name} is a {type(given).__name__}; expected a function, for instance {name}={example}.")
-    numbers = {
-        "num_data": (options.num_data, "examples"),
-        "num_per_example_loss_terms": (options.num_per_example_loss_terms, "loss terms per example"),
-    }
-    for name, (number, what) in numbers.items():
+    for name, number, what in (
+        ("num_data", options.num_data, "examples"),
+        ("num_per_example_loss_terms", options.num_per_example_loss_terms, "loss terms per example"),
+    ):
         if number is None:
             continue
         if not isinstance(number, Real) or isinstance(number, bool):

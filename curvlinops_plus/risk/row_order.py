@@ -111,8 +111,8 @@ def refuse_functions(uses: Sequence[ModuleUse], names: Collection[str]) -> None:
     Raises:
         UnsupportedError: Naming the first one.
     """
-    for use in uses:
-        if use.functional and any(name in ("", use.name) or use.name.startswith(f"{name}.") for name in names):
+    for use in uses if names else ():
+        if use.function is not None and any(n in ("", use.name) or use.name.startswith(f"{n}.") for n in names):
             raise UnsupportedError(
                 f"example_of_row= can't be said for {title(use.name)} ({type(use.owner).__name__}), whose weights are "
                 f"read by functions. Leave its parameters {list(use.keys.values())} out of `params`, or give the "

@@ -69,7 +69,7 @@ def check_batch(
     * a vector for one example reaches no other example's rows in any layer;
     * the gradient that each layer's rule makes of its recorded calls is autograd's gradient of the parameters.
 
-    A chain of PyTorch's own modules needs no look, see `is_known_chain`.
+    A chain of PyTorch's own modules needs no look, see `known_chain`.
 
     Where little is computed, vectors for halves of the examples and for one are sent back through the batch itself, and
     the few examples are run for their outputs only. The whole batch stands in for them where they can't be told apart

@@ -35,7 +35,8 @@ class WholeParameters:
 
     def __init__(self, model: nn.Module, owned: Mapping[str, Tensor], processes: Alone) -> None:
         self._model = model
-        self._parts: dict[str, Any] = {name: p for name, p in owned.items() if hasattr(p, "full_tensor")}
+        other = [(name, p) for name, p in owned.items() if type(p) is not nn.Parameter]
+        self._parts: dict[str, Any] = {name: p for name, p in other if hasattr(p, "full_tensor")}
         if self._parts:
             _require_fully_sharded(model, self._parts, processes)
         self._whole = {

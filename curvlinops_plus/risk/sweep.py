@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from warnings import warn
 
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorGroup, vector_groups
-from curvlinops_plus.risk.constant_statistics import constant_statistics
+from curvlinops_plus.risk.constant_statistics import batch_norms, constant_statistics
 from curvlinops_plus.risk.draws import Draws
-from curvlinops_plus.risk.known_chains import is_known_chain
+from curvlinops_plus.risk.known_chains import are_calls_of, known_chain
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms
+from curvlinops_plus.risk.module_tree import modules_of
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
@@ -107,7 +107,7 @@ class RecordedPasses:
         # Fused inference of transformers calls no submodule, so that no hook would fire.
         fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
         if risk.checked.fused is None:
-            risk.checked.fused = any(isinstance(module, fused) for module in risk.model.modules())
+            risk.checked.fused = True in [isinstance(m, fused) for m in modules_of(risk.model).values()]
         options = risk.options
         self.recorder = Recorder(
             layers,
@@ -117,31 +117,42 @@ class RecordedPasses:
             example_of_row=options.example_of_row,
             own_pass=own_pass,
         )
-        grad_mode = torch.enable_grad if vectors.backward else torch.no_grad
-        statistics = partial(constant_statistics, risk.model)
-        watching = self.recorder.watching
-        self._modes = (partial(torch.inference_mode, False), grad_mode, statistics, watching, eager) if own_pass else ()
-        # Between passes of others no mode of ours is on. Hooks of a compiled model that ran before never fire; running
-        # eagerly leaves nothing behind.
-        self._watching, self._eager = (nullcontext, nullcontext) if own_pass else (watching, eager)
-        self._contexts = ExitStack()
+        self._own_pass = own_pass
+        # Between passes of others no mode of ours is on.
+        self._watching = nullcontext if own_pass else self.recorder.watching
+        self._contexts: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> RecordedPasses:
-        with ExitStack() as contexts:
-            for mode in self._modes:
-                contexts.enter_context(mode())
-            contexts.enter_context(self.risk.placed())
-            contexts.enter_context(self.recorder)
-            self._contexts = contexts.pop_all()
+        self._contexts = self._entered()
+        self._contexts.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._contexts.__exit__(*error)
 
     @contextmanager
-    def recording(self, batch: Batch) -> Iterator[None]:
-        """One forward pass of the model on a batch happens in here."""
-        with self._eager(), self._watching(), self.recorder.recording(batch.num_examples, (batch.X, batch.y)):
+    def _entered(self) -> Iterator[None]:
+        risk, recorder = self.risk, self.recorder
+        if not self._own_pass:
+            with risk.placed(), recorder:
+                yield
+            return
+        norms = batch_norms(risk.model)
+        statistics = constant_statistics(norms.values()) if norms else nullcontext()
+        gradients = torch.enable_grad() if self.vectors.backward else torch.no_grad()
+        with torch.inference_mode(False), gradients, statistics, recorder.watching(), eager(), risk.placed(), recorder:
+            yield
+
+    def recording(self, batch: Batch) -> AbstractContextManager[None]:
+        """Context for one forward pass of the model on a batch."""
+        chain = known_chain(self.risk, self.recorder, batch) if self._own_pass else None
+        recording = self.recorder.recording(batch.num_examples, (batch.X, batch.y), chain)
+        return recording if self._own_pass else self._among_others(recording)
+
+    @contextmanager
+    def _among_others(self, recording: AbstractContextManager[None]) -> Iterator[None]:
+        # Hooks of a compiled model that ran before never fire; running eagerly leaves nothing behind.
+        with eager(), self._watching(), recording:
             yield
 
     def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
@@ -175,8 +186,9 @@ class RecordedPasses:
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():
-            recorder.chain = is_known_chain(risk, recorder, batch)
-            if user is None and risk.options.check and not recorder.chain:
+            chain = recorder.chain if self._own_pass else known_chain(risk, recorder, batch)
+            recorder.chain = chain if are_calls_of(chain, recorder) else None
+            if user is None and risk.options.check and recorder.chain is None:
                 check_batch(risk, recorder, batch, fs, self.repeatable)
             passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight)
             batch_totals.called = passes.called
@@ -197,7 +209,7 @@ class RecordedPasses:
 
     def is_unchecked(self, batch: Batch, outputs: Sequence[Tensor]) -> bool:
         """Whether a recorded pass, through whose graph nothing can be sent, has to be checked in another pass."""
-        known = is_known_chain(self.risk, self.recorder, batch)
+        known = are_calls_of(known_chain(self.risk, self.recorder, batch), self.recorder)
         return not known and is_unchecked(self.risk, self.recorder, batch, outputs, self.repeatable)
 
     def _terms(self, batch: Batch, outputs: tuple[Any, Any, Any]) -> Terms:

@@ -43,7 +43,7 @@ def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Module], dict[st
         for own, b in module._buffers.items()
         if b is not None
     }
-    if lazy := [name for name, t in (owned | buffers).items() if is_lazy(t)]:
+    if lazy := [name for name, t in (owned | buffers).items() if type(t) is not nn.Parameter and is_lazy(t)]:
         raise ValueError(
             f"{_some(lazy)} of the model have no shapes yet: their modules are lazy, such as nn.LazyLinear. Call the "
             "model once on a batch, model(X), which gives them their shapes."

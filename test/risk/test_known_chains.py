@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from curvlinops_plus import DiagonalBlock, EmpiricalRisk, FullBlock, UnsupportedError, curvature
+from curvlinops_plus import DiagonalBlock, EmpiricalRisk, Exact, FullBlock, UnsupportedError, curvature
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.rule_registry import RULES
-from curvlinops_plus.risk.known_chains import is_known_chain
+from curvlinops_plus.risk.draws import Draws
+from curvlinops_plus.risk.find_functions import layers_of
+from curvlinops_plus.risk.known_chains import are_calls_of
+from curvlinops_plus.risk.loss_weights import loss_weights
 from curvlinops_plus.risk.record import Recorder
+from curvlinops_plus.risk.sweep import RecordedPasses
 
 N = 7
 
@@ -79,10 +83,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
 
     def noted(*given: Any) -> bool:
-        found.append(is_known_chain(*given))
+        found.append(are_calls_of(*given))
         return found[-1]
 
-    monkeypatch.setattr("curvlinops_plus.risk.sweep.is_known_chain", noted)
+    monkeypatch.setattr("curvlinops_plus.risk.sweep.are_calls_of", noted)
     return found
 
 
@@ -116,6 +120,27 @@ def test_some_of_the_parameters(looks: list[bool]) -> None:
     close(K.to_dense(), other.to_dense())
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_modules_of_a_chain_are_after_a_pass_as_in_it(shared: bool) -> None:
+    """So their states are not noted in it; where calls are compared, as with a shared weight, they are told later."""
+    model = perceptron()
+    model.append(nn.Linear(3, 3).double()).append(nn.Linear(3, 3).double())
+    if shared:
+        model[5].weight = model[4].weight
+    told = []
+    for each in (model, Same(model)):
+        risk = risk_of(each, 4)
+        with RecordedPasses(risk, layers_of(risk), Exact(), loss_weights(risk)) as passes:
+            passes.observe(next(risk.batches("")), Draws(0), lambda batch: None)
+            recorder = passes.recorder
+            assert (recorder.chain is not None) == (each is model and not shared)
+            assert {call.state is None for call in recorder.calls} == {each is model}
+            states = [call.seen_state() for call in recorder.calls]
+            told.append([(state.options, state.changes()) for state in states if state is not None])
+    assert len(told[0]) == 5
+    assert told[0] == told[1]
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_graph_of_a_chain_says_where_it_begins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the walk through the graph, which is left out."""
@@ -123,7 +148,7 @@ def test_the_graph_of_a_chain_says_where_it_begins(name: str, monkeypatch: pytes
 
     def both(recorder: Recorder, outputs: Any) -> list[Any]:
         known = own(recorder, outputs) if recorder.chain else []
-        recorder.chain = False
+        recorder.chain = None
         walked = own(recorder, outputs)
         same.append(known == walked)
         return walked
