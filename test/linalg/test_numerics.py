@@ -158,6 +158,9 @@ class Tridiagonal:
         beside = self.sign * values[-1] * torch.ones(self.columns - 1).to(values)
         return torch.diag(values[:-1]) + torch.diag(beside, 1) + torch.diag(beside, -1)
 
+    def row_sum(self, total: Tensor) -> Tensor:
+        return self.sign * total
+
 
 @pytest.mark.parametrize("ones", [False, True])
 @pytest.mark.parametrize("d", [3, 130])
@@ -172,7 +175,7 @@ def test_sums_of_packed_matrices(d: int, ones: bool, kinds: str) -> None:
             batch.add(rows)
         else:
             form, values = Tridiagonal(d, -1.0 if kind == "m" else 1.0), normal(d + 1, seed=step)
-            batch.add_packed(PackedGram(values, form, rows.sum(0) if ones else None, 5.0))
+            batch.add_packed(PackedGram(values, form, form.sign * rows.sum(0) if ones else None, 5.0))
             M = form.unpack(values)
         if ones:
             side = rows.sum(0)[:, None]
