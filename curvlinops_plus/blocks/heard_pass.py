@@ -183,7 +183,7 @@ class HeardPass:
         if not self._again:
             try:
                 self._send_through(batch, read, user, add)
-                checked.recorded, checked.chain = True, bool(self._passes.recorder.chain)
+                checked.recorded, checked.chain = True, self._passes.recorder.chain
                 return
             except OutsideReads as found:
                 error, self._again = found, "functions that read parameters"

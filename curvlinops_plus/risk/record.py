@@ -62,7 +62,7 @@ class Recorder:
     Attributes:
         calls: What was recorded in the last forward pass.
         num_examples: N of that batch.
-        chain: Whether it was made of one layer after the other, see `is_known_chain`; None before it was looked at.
+        chain: Whether it was made of one layer after the other, see `is_known_chain`; whoever has looked sets it.
         doubt: Why a pass of others was not recorded to its end.
         receive: Called with call, slot and gradient whenever autograd delivers one; None ignores them.
 
@@ -82,8 +82,7 @@ class Recorder:
     ) -> None:
         self.layers, self.backward, self.intercept = layers, backward, intercept
         self.calls: list[RecordedCall] = []
-        self.num_examples = 0
-        self.chain: bool | None = None
+        self.num_examples, self.chain = 0, False
         self.doubt: Exception | None = None
         self._own_pass = own_pass
         self.receive: Receive | None = None
@@ -297,7 +296,7 @@ class Recorder:
         self._release()
         self._functions.start()
         self.num_examples, self._data, self._recording, self.doubt = num_examples, data, True, None
-        self.chain = None
+        self.chain = False
         self._ours = OwnThread()
         frozen = [p for p in self._params.values() if not p.requires_grad]
         # Frozen parameters leave no trace in the graph that tells which operations read them.

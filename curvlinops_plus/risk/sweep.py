@@ -185,8 +185,9 @@ class RecordedPasses:
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():
-            known = self._is_known_chain(batch)
-            if user is None and risk.options.check and not known:
+            if user is None or not recorder.chain:  # else `is_unchecked` has looked
+                recorder.chain = is_known_chain(risk, recorder, batch)
+            if user is None and risk.options.check and not recorder.chain:
                 check_batch(risk, recorder, batch, fs, self.repeatable)
             passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight)
             batch_totals.called = passes.called
@@ -207,14 +208,8 @@ class RecordedPasses:
 
     def is_unchecked(self, batch: Batch, outputs: Sequence[Tensor]) -> bool:
         """Whether a recorded pass, through whose graph nothing can be sent, has to be checked in another pass."""
-        known = self._is_known_chain(batch)
-        return not known and is_unchecked(self.risk, self.recorder, batch, outputs, self.repeatable)
-
-    def _is_known_chain(self, batch: Batch) -> bool:
-        """`is_known_chain`, looked at once for each recorded pass."""
-        if self.recorder.chain is None:
-            self.recorder.chain = is_known_chain(self.risk, self.recorder, batch)
-        return self.recorder.chain
+        self.recorder.chain = is_known_chain(self.risk, self.recorder, batch)
+        return not self.recorder.chain and is_unchecked(self.risk, self.recorder, batch, outputs, self.repeatable)
 
     def _terms(self, batch: Batch, outputs: tuple[Any, Any, Any]) -> Terms:
         """What the losses make of the outputs."""
