@@ -246,13 +246,13 @@ class GramSum:
         self._sum = total if self._sum is None else self._sum.add_(total)
 
     def _add_values(self, form: PackedForm, values: Sequence[Tensor]) -> None:
-        if self._packed is not None and not _fit(self._packed, (form, values)):
+        own = () if self._packed is None else self._packed[1]
+        if self._packed is None or self._packed[0] != form or [t.shape for t in own] != [t.shape for t in values]:
             self._unpack()
-        if self._packed is None:
             self._packed = form, values
-        else:
-            for own, t in zip(self._packed[1], values, strict=True):
-                own.add_(t)
+            return
+        for total, t in zip(own, values):
+            total.add_(t)
 
     def _unpack(self) -> None:
         if self._packed is not None:
@@ -350,11 +350,6 @@ def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
         if stop < C.shape[0]:
             C[start:stop, stop:] = C[stop:, start:stop].T
     return C
-
-
-def _fit(one: tuple[PackedForm, Sequence[Tensor]], other: tuple[PackedForm, Sequence[Tensor]]) -> bool:
-    """Whether packed numbers may be added; images of other sizes may have as many correlations."""
-    return one[0] == other[0] and [t.shape for t in one[1]] == [t.shape for t in other[1]]
 
 
 def _cloned(t: Any) -> Any:
