@@ -148,7 +148,9 @@ def test_small_images_are_multiplied_whole(
         assert A.dtype == dtype
         assert (A - exact).abs().max() < tolerance * exact.abs().max()
         assert packed.total is not None
-        torch.testing.assert_close(packed.form.row_sum(packed.total).double(), rows.sum(0), rtol=0, atol=tolerance * len(rows))
+        torch.testing.assert_close(
+            packed.form.row_sum(packed.total).double(), rows.sum(0), rtol=0, atol=tolerance * len(rows)
+        )
         assert packed.rows == len(rows)
 
 
