@@ -203,7 +203,7 @@ class Accumulator(metaclass=AccumulatorType):
 
     def add_packed(self, name: str, packed: PackedGram) -> None:
         """The same for the product of rows that are not formed; the sum is over their number."""
-        self._row_sum(name, packed.row_sum is not None).add_packed(packed)
+        self._row_sum(name, packed.total is not None).add_packed(packed)
         self._add_count(name, packed.rows)
 
     def _row_sum(self, name: str, ones: bool) -> GramSum:

@@ -365,7 +365,7 @@ def _add(estimator: CurvatureEstimator, show: Show, decay: float) -> None:
     step, before = estimator._drawn if decay == 1 or not estimator.updates else (estimator._drawn[0] + 1, 0)
 
     def show_again(consume: Consumer) -> Totals:  # with the same vectors each time
-        return show(consume, Draws(estimator.vectors.seed or 0, step, before)).detached()
+        return show(consume, Draws(estimator.vectors.seed or 0, step, before)).of_stream()
 
     batch, totals = sums_of_batch(estimator, show_again)
     batch.require_finite()

@@ -10,7 +10,7 @@ from curvlinops_plus.risk import Totals
 
 __all__ = ["Step"]
 
-_COUNTED = ("examples", "terms", "loss_count", "loss")
+_COUNTED = ("examples", "terms", "loss_count")
 
 
 @dataclass

@@ -16,7 +16,7 @@ from curvlinops_plus.risk import Layer, Totals
 
 __all__ = ["StoredSums"]
 
-_KEYS = {"sums", "counts", "examples", "terms", "loss_count", "loss", "shares", "constants"}
+_KEYS = {"sums", "counts", "examples", "terms", "loss_count", "shares", "constants"}
 
 
 @dataclass
@@ -44,7 +44,6 @@ class StoredSums:
             "examples": totals.examples,
             "terms": totals.terms,
             "loss_count": totals.loss_count,
-            "loss": totals.loss,
             "shares": list(totals.weights),
             "steps": totals.steps,
             "constants": {name: _each(t, _copied) for name, t in self.constants.items() if t is not None},
@@ -71,7 +70,7 @@ class StoredSums:
         def count(x: Tensor | float) -> Tensor | float:
             return x.to(layer.device, wide_dtype(layer.device)) if isinstance(x, Tensor) else x
 
-        counted = (state[key] for key in ("examples", "terms", "loss_count", "loss"))
+        counted = (state[key] for key in ("examples", "terms", "loss_count"))
         return cls(
             {name: own(total) for name, total in state["sums"].items()},
             {name: GramSum.from_state_dict(each, layer.device, form) for name, each in state.get("rows", {}).items()},

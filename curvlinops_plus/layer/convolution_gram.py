@@ -156,7 +156,7 @@ def packed_gram(geometry: Geometry, x: Tensor, ones: bool) -> PackedGram | None:
     Args:
         geometry: Of the convolution.
         x: Its input [B, c, *size].
-        ones: Whether the sum of patches is wanted, too.
+        ones: Whether the sum of patches is wanted, too: that of images is enough.
 
     Returns:
         The Gram matrix of small images, or their `correlations` unless these are more numbers than there are in the
@@ -172,8 +172,7 @@ def packed_gram(geometry: Geometry, x: Tensor, ones: bool) -> PackedGram | None:
         if not correlation_pays(geometry, x, _MIN_PACKED_PRODUCTS) or form.size > form.columns**2 // 2:
             return None
         values = torch.cat(correlations(geometry, x))
-    row_sum = geometry.sum_rows(x.sum(0, keepdim=True))[0] if ones else None
-    return PackedGram(values, form, row_sum, float(len(x) * geometry.positions(x)))
+    return PackedGram(values, form, x.sum(0) if ones else None, float(len(x) * geometry.positions(x)))
 
 
 @dataclass(frozen=True)
@@ -187,6 +186,10 @@ class _OfPatches:
     def columns(self) -> int:
         """Numbers in a patch."""
         return self.channels * prod(self.geometry.kernel)
+
+    def row_sum(self, total: Tensor) -> Tensor:  # [c, *size] -> [c·kernel]
+        """The sum of patches, from that of images."""
+        return self.geometry.sum_rows(total[None])[0]
 
 
 class Images(_OfPatches):

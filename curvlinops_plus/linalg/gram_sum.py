@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ __all__ = ["GramSum", "PackedForm", "PackedGram", "blas_threads", "gram", "lower
 _BLOCK = 256  # a tile and its transpose fit the cache
 _WAITING = 128  # rows; products with half as many cost what one with all does
 _AS_IT_IS = nullcontext()
+_PACKED = "packed", "packed_total"  # in states: numbers of which other summands are made
 
 
 def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
@@ -61,6 +62,10 @@ class PackedForm(Protocol):
         """The matrix [columns, columns], which is linear in `values`."""
         ...
 
+    def row_sum(self, total: Tensor) -> Tensor:
+        """The sum of rows [columns], which is linear in `total`."""
+        ...
+
 
 @dataclass(eq=False)
 class PackedGram:
@@ -69,13 +74,13 @@ class PackedGram:
     Attributes:
         values: These numbers. Only values of one shape are added up.
         form: What they mean.
-        row_sum: The sum of rows [d]; None if it is not wanted.
+        total: What the sum of rows is made of; None if that is not wanted.
         rows: How many rows there are.
     """
 
     values: Tensor
     form: PackedForm
-    row_sum: Tensor | None
+    total: Tensor | None
     rows: float
 
 
@@ -109,7 +114,7 @@ class GramSum:
         self._number = 0
         self._triangle: Tensor | None = None  # the lower one, which `_factor` belongs to; what is above may be anything
         self._factor = 1.0
-        self._packed: tuple[PackedForm, Tensor] | None = None  # of which another summand is made
+        self._packed: tuple[PackedForm, Sequence[Tensor]] | None = None  # of which other summands are made
         self._sum: Tensor | None = None
         self._count: Tensor | float = 0.0
         if total is not None:
@@ -118,23 +123,24 @@ class GramSum:
 
     def add(self, rows: Tensor) -> None:
         """Add the product of rows [M, d]."""
+        self._count = self._count + float(rows.shape[0])
         if self.ones:
-            self._add_ones(rows.sum(0), float(rows.shape[0]))
+            self._add_ones(rows.sum(0))
         self._add_piece(rows)
 
     def add_packed(self, packed: PackedGram) -> None:
         """Add a product that is packed."""
-        if packed.row_sum is not None:
-            self._add_ones(packed.row_sum, packed.rows)
-        self._add_values(packed.form, packed.values)
+        self._count = self._count + packed.rows
+        self._add_values(packed.form, [packed.values] if packed.total is None else [packed.values, packed.total])
 
     def merge(self, other: GramSum) -> None:
         """Add another sum, which stays as it is; in `plain_mode`."""
+        self._count = self._count + other._count
         if other._sum is not None:
-            self._add_ones(other._sum.clone() if self._sum is None else other._sum, other._count)
+            self._add_ones(other._sum.clone() if self._sum is None else other._sum)
         if other._packed is not None:
             form, values = other._packed
-            self._add_values(form, values if self._packed is not None else values.clone())
+            self._add_values(form, values if self._packed is not None else [t.clone() for t in values])
         for rows, _ in other._pieces:
             self._add_piece(rows)
         if other._rows is not None:
@@ -151,11 +157,11 @@ class GramSum:
         if self._number:
             assert self._rows is not None
             self._rows[: self._number] *= math.sqrt(factor)
-        if self._packed is not None:
-            self._packed[1].mul_(factor)
+        for t in () if self._packed is None else self._packed[1]:
+            t.mul_(factor)
         if self._sum is not None:
             self._sum *= factor
-            self._count = self._count * factor
+        self._count = self._count * factor
 
     @property
     def changed(self) -> bool:
@@ -168,7 +174,7 @@ class GramSum:
         if self._rows is not None:
             found.append(self._rows[: self._number])
         if self._packed is not None:
-            found.append(self._packed[1])
+            found.append(self._packed[1][0])
         return found if self._triangle is None else [*found, self._triangle.diagonal()]
 
     @property
@@ -180,22 +186,22 @@ class GramSum:
     @property
     def _held(self) -> Tensor:
         """Something that was added."""
-        packed = () if self._packed is None else (self._packed[1],)
+        packed = () if self._packed is None else self._packed[1]
         held = (self._triangle, self._rows, *packed, *(rows for rows, _ in self._pieces))
         return next(t for t in held if t is not None)
 
     def value(self) -> Tensor:  # -> [d, d], or [d + 1, d + 1] with ones
         """The sum, as in `plain_mode`. Rows go on waiting: what is added later rounds as if nobody had asked."""
         with plain_mode(self._held.device.type):
-            other = copy(self)  # whose total is made in its triangle and its list of pieces; the rest is only read
-            other._triangle, other._pieces = _cloned(self._triangle), list(self._pieces)
+            other = copy(self)  # whose total is made in these; the rest is only read
+            other._triangle, other._sum, other._pieces = _cloned(self._triangle), _cloned(self._sum), [*self._pieces]
             return other.take()
 
     def state_dict(self) -> dict[str, Any]:
         """What was added, and in which parts: who goes on from here rounds as this object."""
         rows = [*(rows for rows, _ in self._pieces), *([] if self._rows is None else [self._rows[: self._number]])]
-        form, packed = (None, None) if self._packed is None else self._packed
-        found = {"triangle": self._triangle, "packed": packed, "sum": self._sum}
+        form, values = (None, ()) if self._packed is None else self._packed
+        found = {"triangle": self._triangle, "sum": self._sum, **dict(zip(_PACKED, values))}
         kept = {**found, "rows": torch.cat(rows) if rows else None}
         tensors = {name: t.detach().clone() for name, t in kept.items() if t is not None}
         told = {} if form is None else {"form": repr(form)}
@@ -212,9 +218,9 @@ class GramSum:
         total = cls(kept["ones"])
         total._triangle, total._factor = kept.get("triangle"), kept["factor"]
         total._sum, total._count = kept.get("sum"), kept["count"]
-        if "packed" in kept:
+        if "form" in kept:
             assert form is not None
-            total._packed = form(kept["form"]), kept["packed"]
+            total._packed = form(kept["form"]), [kept[name] for name in _PACKED if name in kept]
         if "rows" in kept:
             total._wait(kept["rows"])
         return total
@@ -236,20 +242,25 @@ class GramSum:
         del total
         return mirror(framed)
 
-    def _add_ones(self, total: Tensor, count: Tensor | float) -> None:
+    def _add_ones(self, total: Tensor) -> None:
         self._sum = total if self._sum is None else self._sum.add_(total)
-        self._count = self._count + count
 
-    def _add_values(self, form: PackedForm, values: Tensor) -> None:
-        if self._packed is not None and (self._packed[0] != form or self._packed[1].shape != values.shape):
+    def _add_values(self, form: PackedForm, values: Sequence[Tensor]) -> None:
+        own = () if self._packed is None else self._packed[1]
+        if self._packed is None or self._packed[0] != form or [t.shape for t in own] != [t.shape for t in values]:
             self._unpack()
-        self._packed = form, values if self._packed is None else self._packed[1].add_(values)
+            self._packed = form, values
+            return
+        for total, t in zip(own, values):
+            total.add_(t)
 
     def _unpack(self) -> None:
         if self._packed is not None:
-            form, values = self._packed
+            form, (values, *totals) = self._packed
             self._packed = None
             self._add_matrix(form.unpack(values))
+            for total in totals:
+                self._add_ones(form.row_sum(total))
 
     def _add_matrix(self, total: Tensor) -> None:
         """Add a matrix of which the lower triangle counts; the first one is taken over."""

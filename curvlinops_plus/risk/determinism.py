@@ -20,7 +20,8 @@ def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
         NumericsError: If a loss is not finite; names layer and batch.
         RuntimeError: If the passes disagree; names modules in training mode.
     """
-    one, two = (torch.as_tensor(totals.loss, dtype=torch.float64, device="cpu") for totals in (first, second))
+    weighted = (sum(a.weight * x for a, x in zip(risk.losses, totals.losses)) for totals in (first, second))
+    one, two = (torch.as_tensor(value, dtype=torch.float64, device="cpu") for value in weighted)
     if not bool(one.isfinite() & two.isfinite()):
         where = first_nonfinite(risk)
         raise NumericsError(f"The total loss is {float(one)}." + (f" First seen: {where}." if where else ""))

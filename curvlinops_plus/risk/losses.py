@@ -334,8 +334,7 @@ class Losses(tuple[OutputLoss, ...]):
         counts, losses = zip(*[one.sums(F, Y, N, weight) for one, F, Y in zip(self, Fs, Ys)])
         first = self.reference
         terms = N * Fs[first].shape[1] if self[first].known else N
-        loss = losses[0] if len(self) == 1 else sum(one.weight * value for one, value in zip(self, losses))
-        return Terms(Fs, Ys, Totals(N, terms, counts[first], loss, counts=counts, losses=losses), weight)
+        return Terms(Fs, Ys, Totals(N, terms, counts[first], counts=counts, losses=losses), weight)
 
     # --------------------------------------------------------------------------------------------------------- factors
     def scale(

@@ -186,8 +186,8 @@ class RecordedPasses:
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():
-            chain = recorder.chain if self._own_pass else known_chain(risk, recorder, batch)
-            recorder.chain = chain if are_calls_of(chain, recorder) else None
+            if user is None or recorder.chain is None:  # else `is_unchecked` has looked
+                recorder.chain = self._chain_of(batch)
             if user is None and risk.options.check and recorder.chain is None:
                 check_batch(risk, recorder, batch, fs, self.repeatable)
             passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight)
@@ -209,8 +209,14 @@ class RecordedPasses:
 
     def is_unchecked(self, batch: Batch, outputs: Sequence[Tensor]) -> bool:
         """Whether a recorded pass, through whose graph nothing can be sent, has to be checked in another pass."""
-        known = are_calls_of(known_chain(self.risk, self.recorder, batch), self.recorder)
-        return not known and is_unchecked(self.risk, self.recorder, batch, outputs, self.repeatable)
+        recorder = self.recorder
+        recorder.chain = self._chain_of(batch)
+        return recorder.chain is None and is_unchecked(self.risk, recorder, batch, outputs, self.repeatable)
+
+    def _chain_of(self, batch: Batch) -> Sequence[nn.Module] | None:
+        """The modules of the recorded pass if it was one through a known chain."""
+        chain = self.recorder.chain if self._own_pass else known_chain(self.risk, self.recorder, batch)
+        return chain if are_calls_of(chain, self.recorder) else None
 
     def _terms(self, batch: Batch, outputs: tuple[Any, Any, Any]) -> Terms:
         """What the losses make of the outputs."""

@@ -24,7 +24,6 @@ class Totals:
         examples: N.
         terms: Loss terms of the reference loss, N·R.
         loss_count: What PyTorch's mean reduction of the reference loss divides by.
-        loss: Sum of the un-reduced losses, each times its weight.
         called: Indices of the layers that ran.
         reached: Indices of the layers that a gradient reached.
         counts: For each loss, what its mean divides by.
@@ -36,7 +35,6 @@ class Totals:
     examples: int = 0
     terms: int = 0
     loss_count: Number = 0.0
-    loss: Number = 0.0
     called: set[int] = field(default_factory=set)
     reached: set[int] = field(default_factory=set)
     counts: tuple[Number, ...] = ()
@@ -68,7 +66,6 @@ class Totals:
         self.examples += other.examples
         self.terms += other.terms
         self.loss_count = _sum(self.loss_count, other.loss_count)
-        self.loss = _sum(self.loss, other.loss)
         self.called |= other.called
         self.reached |= other.reached
         self.weights = self.weights or other.weights
@@ -79,7 +76,7 @@ class Totals:
 
     def decay(self, factor: float) -> None:
         """Multiply what statistics are divided by."""
-        self.loss_count, self.loss = self.loss_count * factor, self.loss * factor
+        self.loss_count = self.loss_count * factor  # others may have the same tensor
         self.steps *= factor
 
     def over(self, processes: Alone, error: Exception | None = None) -> Totals:
@@ -107,7 +104,7 @@ class Totals:
     def plain(self) -> Totals:
         """The same without tensors."""
         counts, losses = tuple(map(float, self.counts)), tuple(map(float, self.losses))
-        return replace(self, loss_count=float(self.loss_count), loss=float(self.loss), counts=counts, losses=losses)
+        return replace(self, loss_count=float(self.loss_count), counts=counts, losses=losses)
 
     @classmethod
     def union(cls, parts: Iterable[Totals]) -> Totals:
@@ -118,10 +115,13 @@ class Totals:
         return whole
 
     def detached(self) -> Totals:
-        """The same without a graph behind the losses, in double precision, as a state has them that is resumed."""
-        loss, count, *each = (_wide(x) for x in (self.loss, self.loss_count, *self.losses, *self.counts))
-        several = len(self.losses)
-        return replace(self, loss=loss, loss_count=count, losses=tuple(each[:several]), counts=tuple(each[several:]))
+        """The same without a graph behind the losses, in double precision."""
+        counts, losses = tuple(map(_wide, self.counts)), tuple(map(_wide, self.losses))
+        return replace(self, loss_count=_wide(self.loss_count), counts=counts, losses=losses)
+
+    def of_stream(self) -> Totals:
+        """What a stream of batches adds up, in double precision, as a state has it that is resumed."""
+        return replace(self, loss_count=_wide(self.loss_count), counts=(), losses=())
 
 
 def _wide(x: Number) -> Number:
@@ -130,7 +130,9 @@ def _wide(x: Number) -> Number:
 
 def _sum(one: Number, other: Number) -> Number:
     # A zero added to a tensor takes as long as a small layer does.
-    return other if type(one) is float and one == 0 else one + other
+    if type(one) is float and one == 0:
+        return other
+    return one if type(other) is float and other == 0 else one + other
 
 
 def _ratio(weights: tuple[float, ...]) -> str:

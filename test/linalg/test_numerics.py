@@ -158,6 +158,9 @@ class Tridiagonal:
         beside = self.sign * values[-1] * torch.ones(self.columns - 1).to(values)
         return torch.diag(values[:-1]) + torch.diag(beside, 1) + torch.diag(beside, -1)
 
+    def row_sum(self, total: Tensor) -> Tensor:
+        return self.sign * total
+
 
 @pytest.mark.parametrize("ones", [False, True])
 @pytest.mark.parametrize("d", [3, 130])
@@ -165,14 +168,15 @@ class Tridiagonal:
 def test_sums_of_packed_matrices(d: int, ones: bool, kinds: str) -> None:
     """Beside rows, through moving averages and merging, with another form (m), and after its value was read."""
     total, expected = GramSum(ones), torch.zeros(d + ones, d + ones, dtype=F64)
+    forms = Tridiagonal(d), Tridiagonal(d, -1.0)
     for step, kind in enumerate(kinds):
         rows = normal(5, d, seed=step)
         batch, M = GramSum(ones, refer=True), rows.T @ rows
         if kind == "r":
             batch.add(rows)
         else:
-            form, values = Tridiagonal(d, -1.0 if kind == "m" else 1.0), normal(d + 1, seed=step)
-            batch.add_packed(PackedGram(values, form, rows.sum(0) if ones else None, 5.0))
+            form, values = forms[kind == "m"], normal(d + 1, seed=step)
+            batch.add_packed(PackedGram(values, form, form.sign * rows.sum(0) if ones else None, 5.0))
             M = form.unpack(values)
         if ones:
             side = rows.sum(0)[:, None]
@@ -185,7 +189,9 @@ def test_sums_of_packed_matrices(d: int, ones: bool, kinds: str) -> None:
     again = GramSum(ones)
     again.merge(total)
     torch.testing.assert_close(GramSum(ones, again.value()).value(), expected, rtol=1e-12, atol=1e-10)
+    resumed = GramSum.from_state_dict(total.state_dict(), expected.device, {repr(f): f for f in forms}.__getitem__)
     torch.testing.assert_close(total.value(), expected, rtol=1e-12, atol=1e-10)
+    assert torch.equal(total.value(), resumed.value())  # reading has changed nothing
 
 
 def test_witnesses_of_packed_matrices() -> None:
