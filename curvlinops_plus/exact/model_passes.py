@@ -60,7 +60,7 @@ class ModelPasses:
         largest: Numbers in the largest intermediate result; 0 asks to watch the next forward pass.
         numbers: Numbers that operations returned per example of that pass.
         stopped: Whether an operation of the last pass with gradients kept none of an input that has one.
-        hooked: Whether the model has looked for places of hooks in the graph, in a pass that was watched.
+        hooked: Whether the model has registered a hook on a tensor, in a pass that was watched.
 
     Raises:
         ValueError: If `chunk_size` is less than one.

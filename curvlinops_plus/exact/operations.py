@@ -39,7 +39,7 @@ class Operations(TorchFunctionMode):
         numbers: Numbers in all results.
         replaced: Whether an operation was replaced: then all forward passes must be watched.
         stopped: Whether a tangent came out of an operation that keeps no gradient: forward mode ignores `no_grad`.
-        hooked: Whether hooks were registered, or nodes of the graph looked at that have them.
+        hooked: Whether a hook was registered on a tensor.
     """
 
     def __init__(self, twice: bool = False) -> None:
@@ -59,7 +59,7 @@ class Operations(TorchFunctionMode):
         kwargs = kwargs or {}
         found = self._table[func](*args, **kwargs) if func in self._table else None
         self.replaced |= found is not None
-        self.hooked |= func in _HOOKS
+        self.hooked |= func is Tensor.register_hook
         out = func(*args, **kwargs) if found is None else found
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
@@ -234,7 +234,6 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor | None:
     return torch.where(input > 0, input, slope * input)
 
 
-_HOOKS = (Tensor.register_hook, vars(torch._C.TensorBase)["grad_fn"].__get__)
 _REPLACED: dict[Any, Callable[..., Tensor | None]] = {
     torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateImportUsage]
     embedding: _embedding,

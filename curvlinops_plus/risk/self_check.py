@@ -72,9 +72,9 @@ def check_batch(
 
     A chain of PyTorch's own modules needs no look, see `is_known_chain`.
 
-    Where little is computed, vectors for halves of the examples, for two and for one are sent back through the batch itself, and
-    the few examples are run for their outputs only. The whole batch stands in for them where they can't be told apart
-    in its input. The statistics of batch norm in training mode are constants in all of these passes.
+    Where little is computed, vectors for halves of the examples, for two and for one are sent back through the batch
+    itself, and the few examples are run for their outputs only. The whole batch stands in for them where they can't be
+    told apart in its input. The statistics of batch norm in training mode are constants in all of these passes.
 
     Whether layers are called as before is seen from what is recorded of each batch, see `batch_kind`: which modules are
     called in which order, their attributes, hooks and tensors at that moment, their rows per example, and how many

@@ -62,18 +62,10 @@ def hooked(hook: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Te
     return middle
 
 
-def _node(net: nn.Module, h: Tensor) -> Tensor:
-    h = h.tanh()
-    if h.grad_fn is not None:
-        h.grad_fn.register_prehook(lambda grads: tuple(g.clamp(-0.05, 0.05) for g in grads))
-    return h
-
-
 WRONG: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "clamped": hooked(lambda g: g.clamp(-0.05, 0.05)),
     "clamped where vectors are long": hooked(lambda g: g.clamp(-3.0, 3.0)),
     "cut off": hooked(lambda g: g * (g.abs() > 0.3)),
-    "clamped at a node": _node,
     "normalised": lambda net, h: _Normalised.apply(h),  # type: ignore[arg-type, return-value]
 }
 
