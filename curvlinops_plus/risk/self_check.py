@@ -303,8 +303,10 @@ class _Check:
     def _is_light(self) -> bool:
         """Whether backward passes through the whole batch take less time than a forward pass on a few examples does."""
         calls, layers = self.recorder.calls, self.recorder.layers
-        if any(c.expanded for c in calls) or not all(p.requires_grad for p in self.risk.params.values()):
+        if any(c.expanded for c in calls):
             return False
+        if not all(p.requires_grad and not p._backward_hooks for p in self.risk.params.values()):
+            return False  # hooks are the user's, of gradients that are, too: other tensors have none
         sizes = [
             slot.out.numel() * layers[c.layer].groups[0].layout.matrix_shape[-1] for c in calls for slot in c.slots
         ]

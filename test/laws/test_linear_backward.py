@@ -154,3 +154,17 @@ def test_surrogates_are_linear() -> None:
     torch.testing.assert_close(GGN(_risk(model)) @ V, expected @ V)
     trace = curvature(_risk(model), DiagonalBlock).diagonal()
     torch.testing.assert_close(trace, expected.diagonal())
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_hooks_of_parameters_are_left_alone(door: str) -> None:
+    """They are about what arrives in `.grad`: no matrix depends on them, and nobody calls them."""
+    torch.manual_seed(0)
+    model, called = Net(lambda net, h: h.tanh()).double(), list[Tensor]()
+    expected = DOORS[door](_risk(model))
+    for p in model.parameters():
+        p.register_hook(lambda g: called.append(g) or g.clamp(-1e-3, 1e-3))
+    found = DOORS[door](_risk(model))
+    as_tensor: Any = getattr(found, "to_dense", lambda: found)
+    torch.testing.assert_close(as_tensor(), getattr(expected, "to_dense", lambda: expected)())
+    assert not called
