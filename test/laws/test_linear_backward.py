@@ -121,7 +121,7 @@ def test_examples_by_themselves(wide: int) -> None:
     """In large layers, of which three examples are run by themselves; other hooks are fine."""
 
     class Deep(nn.Module):
-        def __init__(self, hook: Callable[[Tensor], Tensor]) -> None:
+        def __init__(self, hook: Callable[[Tensor], Any]) -> None:
             super().__init__()
             self.first, self.second, self.last = nn.Linear(3, wide), nn.Linear(wide, wide), nn.Linear(wide, 2)
             self.hook = hook
