@@ -181,7 +181,7 @@ class CurvatureEstimator:
         if start:  # the layers have other tensors in the user's pass, which come and go; or there are no examples
             _update(self, found, start, add)
 
-    def begin(self, X: Any, unpack: bool = False) -> HeardBatch:
+    def begin(self, X: Any, unpack: bool = False, watch: bool = True) -> HeardBatch:
         """Begin to watch a call of the model whose targets come later: what `listen` does in one block.
 
         Then follow `end(output)` of what is returned here, and `add(y)`, or `close()`.
@@ -189,13 +189,15 @@ class CurvatureEstimator:
         Args:
             X: What the model is about to be called with; its examples are counted.
             unpack: Whether it will be called as `model(**X)`.
+            watch: Refuse outputs of other calls than one of the risk's model on X, as of a copy of it, which hooks on
+                the model tell. A hook of the model that calls `begin` itself knows that, and says False.
         """
         self.risk.require_own_values("`begin`")
         self.risk.whole.refuse("`begin` can't watch a model", "Use `listen` or `update`.")
         batch = self.risk.read_input(X, unpack)
         # Where it is not known yet how functions read parameters, a pass of its own has to find out.
         heard = None if self._looks_first else HeardPass(self._pass(batch), partial(_update, self))
-        return HeardBatch(batch, heard, self._add_heard)
+        return HeardBatch(batch, heard, self._add_heard, self.risk.model if watch else None)
 
     def _add_heard(self, batch: Batch, heard: HeardPass | None, decay: float | None) -> None:
         add = partial(self._add, decay=decay)

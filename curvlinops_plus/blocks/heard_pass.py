@@ -59,21 +59,28 @@ def listen(batch_pass: BatchPass, add: Callable[[Show], None], update: Update) -
             heard.end(out)
 
     with heard, eager():  # before a compiled model is called
-        handles = [
-            model.register_forward_pre_hook(own_calls(begin), with_kwargs=True),
-            model.register_forward_hook(own_calls(end)),
-        ]
-        try:
+        with _hooked(model, begin, end):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
         if len(calls) != 1:
             raise ValueError(
                 f"The model was called {len(calls)} times inside `listen`, expected once, on the batch that `listen` "
                 "was given. Call it once there; evaluate outside."
             )
         heard.add(batch_pass.batch, add)
+
+
+@contextmanager
+def _hooked(model: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> Iterator[None]:
+    """Calls of the model in here are seen, before and after."""
+    handles = [
+        model.register_forward_pre_hook(own_calls(begin), with_kwargs=True),
+        model.register_forward_hook(own_calls(end)),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class HeardPass:
@@ -131,7 +138,7 @@ class HeardPass:
         risk = self._owner.risk
         if not self._owner.batch.num_examples:
             raise ValueError("The batch has no examples.")
-        self._require_input(called)
+        _require_input(self._owner.batch.X, called)
         self._versions, self._autocast = self._versions_now(), torch.is_autocast_enabled(risk.device.type)
         norms, checked = batch_norms(risk.model), risk.checked
         # What a backward pass inside has left may have to be compared in any batch, as the last one, which is smaller.
@@ -262,18 +269,6 @@ class HeardPass:
     def _versions_now(self) -> list[int]:
         return [p._version for p in self._owner.risk.params.values() if not p.is_inference()]
 
-    def _require_input(self, called: Any) -> None:
-        """Refuse a call on other tensors than those of the batch: its targets belong to these."""
-        if called is (X := self._owner.batch.X) or (isinstance(X, Tensor) and X is next(iter(called[0]), None)):
-            return
-        given, called = tensors_of(X), tensors_of(called)
-        if given and called and not any(_equal(mine, theirs) for mine in given for theirs in called):
-            raise ValueError(
-                f"Inside `listen` the model was called on other tensors, of shapes {[list(t.shape) for t in called]}, "
-                f"than `listen` was given, {[list(t.shape) for t in given]}. Give it what the model is called on, "
-                "after augmentation: listen((X, y)) around model(X)."
-            )
-
     def _read_output(self, batch: Batch) -> tuple[Any, Any, Any]:
         """What the losses read of the model's output."""
         risk = self._owner.risk
@@ -296,21 +291,50 @@ class HeardBatch:
         batch: The batch, without targets.
         heard: The recording; None if a pass of its own will be needed in any case.
         add: Called with batch, recording and decay.
+        model: The model, if nobody else sees what it is called with and what it returns.
 
     Attributes:
         output: What the model returned; None before `end`.
     """
 
     def __init__(
-        self, batch: Batch, heard: HeardPass | None = None, add: Callable[..., None] = lambda *_: None
+        self,
+        batch: Batch,
+        heard: HeardPass | None = None,
+        add: Callable[..., None] = lambda *_: None,
+        model: nn.Module | None = None,
     ) -> None:
         self.batch, self.output, self._heard, self._add = batch, None, heard, add
+        self._calls: list[Any] | None = None  # what the model was called with, and returned, in turn
+        self._contexts = ExitStack() if heard is None else heard.contexts
+        weakref.finalize(self, self._contexts.close).atexit = False  # whoever forgets it leaves no hooks
         if heard is not None:
-            weakref.finalize(self, heard.contexts.close).atexit = False  # whoever forgets it leaves no hooks
             heard.begin(batch.X)
+        if model is not None:
+            self._watch(model)
+
+    def _watch(self, model: nn.Module) -> None:
+        """Note what the model is called with, and what it returns."""
+        self._calls = calls = list[Any]()  # which the hooks hold, and not this object
+        hooks = _hooked(model, lambda module, *called: calls.append(called), lambda m, args, out: calls.append(out))
+        self._watching = self._contexts.enter_context(ExitStack())
+        self._watching.enter_context(eager())
+        self._watching.enter_context(hooks)
 
     def end(self, output: Any) -> None:
-        """The model has returned."""
+        """The model has returned.
+
+        Raises:
+            ValueError: If it was not called once since `begin`, on what this was given, or has returned something else.
+        """
+        if (calls := self._calls) is not None:
+            self._watching.close()
+            self._calls = None
+            try:
+                _require_call(self.batch.X, calls, output)
+            except ValueError:
+                self.close()
+                raise
         self.output = output
         if self._heard is not None:
             self._heard.end(output)
@@ -332,10 +356,38 @@ class HeardBatch:
 
     def close(self) -> None:
         """Leave it; nothing is added."""
-        if self._heard is not None:
-            with suppress(Exception):  # of what was recorded of a call that failed
-                self._heard.close()
-            self._heard = None
+        with suppress(Exception):  # of what was recorded of a call that failed
+            self._contexts.close()
+        self._heard = None
+
+
+def _require_call(X: Any, calls: Sequence[Any], output: Any) -> None:
+    """Refuse what is not the output of the model for this batch, as that of a copy: nothing was recorded then."""
+    if len(calls) != 2:
+        raise ValueError(
+            f"The model was called {len(calls) // 2} times between `begin` and `end`, expected once, on what `begin` "
+            "was given. A copy of the model is another one; evaluate before `begin`, or after `end`."
+        )
+    called, returned = calls
+    _require_input(X, called)
+    if not {id(t) for t in tensors_of(output)} <= {id(t) for t in tensors_of(returned)}:
+        raise ValueError(
+            "`end` was given tensors that the model has not returned since `begin`. Give it what the model returned, "
+            "as it is: heard = estimator.begin(X); out = model(X); heard.end(out)."
+        )
+
+
+def _require_input(X: Any, called: Any) -> None:
+    """Refuse a call on other tensors than those of the batch: its targets belong to these."""
+    if called is X or (isinstance(X, Tensor) and X is next(iter(called[0]), None)):
+        return
+    given, called = tensors_of(X), tensors_of(called)
+    if given and called and not any(_equal(mine, theirs) for mine in given for theirs in called):
+        raise ValueError(
+            f"The model was called on other tensors, of shapes {[list(t.shape) for t in called]}, than `listen` or "
+            f"`begin` was given, {[list(t.shape) for t in given]}. Give it what the model is called on, after "
+            "augmentation: listen((X, y)) around model(X)."
+        )
 
 
 def _is_looked_at(number: int) -> bool:

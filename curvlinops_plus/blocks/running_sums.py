@@ -68,13 +68,19 @@ class RunningSums:
         )
         totals = fresh._add(show)
         known, whole = set(self.called), fresh.over(processes)
-        new = {layer: whole.stages[layer][-1:] for layer in whole.called if layer not in known}
+        new = {layer: whole.stages[layer][-1:] for layer in whole.called if layer not in known or self._waits(layer)}
+        if new and not _counts(whole):
+            return fresh, totals
         while new := RunningSums(new)._following(processes):
             RunningSums(new)._add(show)
             for layer, (stage,) in new.items():
                 fresh._append(layer, stage)
             new = RunningSums(new).over(processes).stages
         return fresh, totals
+
+    def _waits(self, layer: Layer) -> bool:
+        """Whether a layer has no basis yet: its batches until now had no term that counts, so their gradients are 0."""
+        return len(self.stages[layer]) == 1 and any(a.needs_another_sweep for a in self.stages[layer][0].values())
 
     def _following(self, processes: Alone) -> dict[Layer, list[Stage]]:
         """The stages of the next sweep, of layers whose approximations need one."""
@@ -355,6 +361,16 @@ class RunningSums:
             totals.steps = totals.steps or (steps if index in called else 0.0)
             share_totals(own, totals)
         return loaded._sharing_equal()
+
+
+def _counts(sums: RunningSums) -> bool:
+    """Whether a term counts, so that the mean over the terms exists."""
+    try:
+        accumulator = next(sums._accumulators())
+        accumulator.scale(accumulator.totals)
+    except ValueError:
+        return False
+    return True
 
 
 def _map(stage: Stage, function: Callable[[Accumulator], Accumulator]) -> Stage:

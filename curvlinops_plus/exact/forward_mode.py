@@ -53,6 +53,7 @@ class ForwardMode:
         self.shared = True
         self.graphs: set[int] = set()
         self.why: str | None = None
+        self._linear = False  # whether backward passes alone were found to be linear
 
     def require_tried(self, F: Outputs) -> None:
         """Refuse forward mode where the model takes another way than when it was tried: parts may have no graph there.
@@ -78,6 +79,8 @@ class ForwardMode:
             MJV = [Mv for Mv in output_product(F, extra)(JV) if Mv is not None]
             if len(MJV) < len(JV):
                 return None
+            if self._by_hand(F):  # vectors of other lengths may leave something else
+                return None
             back = self.passes.vjp(F, free, MJV, 1, last=True)
             if not agree([rows], JV, MJV, [back], [*F, *free]):
                 return None
@@ -97,6 +100,39 @@ class ForwardMode:
         state.restore()
         return None
 
+    def _by_hand(self, F: Outputs) -> bool:
+        """Whether something else than PyTorch's own functions, which are linear, takes part in backward passes."""
+        python = torch._C._FunctionBase  # pyright: ignore[reportPrivateUsage]
+        return self.passes.hooked or any(isinstance(node, python) for node, _ in postorder([f.grad_fn for f in F]))
+
+    def require_linear(self, F: Outputs, free: list[Tensor], vectors: Sequence[Tensor | None], back: Tensor) -> None:
+        """Refuse backward passes that are not linear. Once, and only where this is not clear from the graph.
+
+        Args:
+            F: Outputs.
+            free: Parameters.
+            vectors: What was sent back, [K, *output].
+            back: What has arrived, [K, n].
+
+        Raises:
+            UnsupportedError: If a sum of the vectors leaves something else than the sum of what they have left, or
+                longer and shorter ones do.
+        """
+        if self._linear or self.right is not None or not self._by_hand(F):
+            return
+        self._linear = bool(back.any())
+        c = torch.cos(torch.arange(len(back), device=back.device)).to(back.dtype)
+        expected, eps = c @ back, max(torch.finfo(t.dtype).eps for t in (*F, *free))
+        for length in (1.0, 2.0**30, 2.0**-30):  # powers of two change no digit
+            sent = [None if v is None else length * torch.tensordot(c.to(v.dtype), v, 1)[None] for v in vectors]
+            away = (self.passes.vjp(F, free, sent, 1)[0] / length - expected).norm()
+            if bool(away.isfinite() & (away > min(10 * eps**0.5, 0.1) * back.norm())):  # in float16 it overflows
+                raise UnsupportedError(
+                    "A backward pass through the model is not linear in the vector that is sent back: a hook of the "
+                    "model, or a backward pass written by hand, clamps, normalises or perturbs gradients. There are no "
+                    "derivatives then: leave that out while the curvature is computed."
+                )
+
     def choose(self, batch: Batch) -> None:
         """Determine whether forward mode is possible and right: does it agree with a backward pass?"""
         device = self.passes.risk.device
@@ -109,7 +145,11 @@ class ForwardMode:
 
         def agrees(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> bool:
             self.graphs.add(_graph(F))
-            return _agrees(F, free, split_rows(v, free), JV, normal)
+            right = _agrees(F, free, split_rows(v, free), JV, normal)
+            if right and self._by_hand(F):
+                vectors = [normal(*t.shape) for t in JV]
+                self.require_linear(F, free, vectors, self.passes.vjp(F, free, vectors, 1))
+            return right
 
         try:
             self.passes.largest = 0

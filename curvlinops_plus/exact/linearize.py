@@ -98,7 +98,9 @@ class Linearizer:
         def inside(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
             with torch.no_grad():
                 made = vectors([f.detach() for f in F], extra)
-            return self.passes.vjp(F, free, made, len(made[0]))
+            back = self.passes.vjp(F, free, made, len(made[0]))
+            self.mode.require_linear(F, free, made, back)
+            return back
 
         return self._at(batch, inside)
 
@@ -196,6 +198,7 @@ class Linearizer:
                 for unit in torch.eye(sizes[k], dtype=f.dtype, device=f.device).split(self.passes.columns()):
                     vectors = [unit.view(-1, *f.shape) if j == k else None for j in range(len(F))]
                     rows.append(self.passes.vjp(F, free, vectors, len(unit)))
+                    self.mode.require_linear(F, free, vectors, rows[-1])
             J = torch.cat(rows)  # [m, n]
             V = [part.T.reshape(n, *f.shape).to(f.dtype) for part, f in zip(J.split(sizes), F, strict=True)]
             MV = [torch.zeros_like(v) if Mv is None else Mv for v, Mv in zip(V, product(V), strict=True)]

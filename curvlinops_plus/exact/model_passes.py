@@ -60,6 +60,7 @@ class ModelPasses:
         largest: Numbers in the largest intermediate result; 0 asks to watch the next forward pass.
         numbers: Numbers that operations returned per example of that pass.
         stopped: Whether an operation of the last pass with gradients kept none of an input that has one.
+        hooked: Whether the model has registered a hook on a tensor, in a pass that was watched.
 
     Raises:
         ValueError: If `chunk_size` is less than one.
@@ -68,7 +69,7 @@ class ModelPasses:
     def __init__(self, risk: EmpiricalRisk, read: Read, chunk_size: int | None = None) -> None:
         self.risk, self.read, self.chunk_size = risk, read, checked_chunk_size(chunk_size)
         self.keys, self.params = list(risk.params), list(risk.params.values())
-        self.largest, self.numbers, self.stopped = 0, 0, False
+        self.largest, self.numbers, self.stopped, self.hooked = 0, 0, False, False
         self._replaced = False  # whether operations were replaced
         self._frees_tangents, self._most_freed = True, 0
 
@@ -86,7 +87,7 @@ class ModelPasses:
             found = self.read(model, batch)
         self.largest, self._replaced = max(self.largest, watch.largest), self._replaced or watch.replaced
         self.numbers = max(self.numbers, watch.numbers // batch.num_examples)
-        self.stopped = watch.stopped and torch.is_grad_enabled()
+        self.stopped, self.hooked = watch.stopped and torch.is_grad_enabled(), self.hooked or watch.hooked
         return found
 
     def _read_again(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:

@@ -39,12 +39,13 @@ class Operations(TorchFunctionMode):
         numbers: Numbers in all results.
         replaced: Whether an operation was replaced: then all forward passes must be watched.
         stopped: Whether a tangent came out of an operation that keeps no gradient: forward mode ignores `no_grad`.
+        hooked: Whether a hook was registered on a tensor.
     """
 
     def __init__(self, twice: bool = False) -> None:
         super().__init__()
         self._table = _REPLACED | _REPLACED_TWICE if twice else _REPLACED
-        self.largest, self.numbers, self.replaced, self.stopped = 1, 0, False, False
+        self.largest, self.numbers, self.replaced, self.stopped, self.hooked = 1, 0, False, False, False
 
     def __enter__(self) -> Operations:
         _watched.depth = getattr(_watched, "depth", 0) + 1
@@ -58,6 +59,7 @@ class Operations(TorchFunctionMode):
         kwargs = kwargs or {}
         found = self._table[func](*args, **kwargs) if func in self._table else None
         self.replaced |= found is not None
+        self.hooked |= func is Tensor.register_hook
         out = func(*args, **kwargs) if found is None else found
         for t in tree_leaves(out):
             if isinstance(t, Tensor):

@@ -36,8 +36,9 @@ class SentVectors:
 
     Attributes:
         calls: The recorded calls.
-        first: What a vector for the first example left at their slots, by identity, if it reached others.
-        grads: The same of a vector for the example in the middle.
+        first: What a vector for the first example and that in the middle left at their slots, by identity, if it
+            reached others.
+        grads: What a longer vector for the example in the middle left there.
         expected: Autograd's gradients of parameters for the latter, by key.
         num_examples: N.
         batch_size: Of how many examples the N were taken.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.risk.autograd_graph import gradients_of
-from curvlinops_plus.risk.compare_rules import SentVectors, compare_rules
-from curvlinops_plus.risk.float16_range import is_narrow, send_in_range
+from curvlinops_plus.risk.compare_rules import TOLERANCE, SentVectors, compare_rules
+from curvlinops_plus.risk.float16_range import Arrived, is_narrow, send_in_range
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.outside_reads import not_by_example
@@ -30,6 +30,9 @@ __all__ = [
     "send_single",
 ]
 
+# The second vector is so much longer: a hook that clamps gradients may leave a shorter one alone.
+_LONGER = 16.0
+
 
 def compare(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
     """Compare rows and rules with what vectors left behind.
@@ -38,7 +41,7 @@ def compare(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
         Indices of the layers whose gradients are not all zero.
     """
     N = sent.num_examples
-    vectors = [(_one_of(N, 0), sent.first)] if sent.first else []
+    vectors = [(_two_of(N), sent.first)] if sent.first else []
     vectors.append((_all_of(N) if sent.every else _one_of(N, N // 2), sent.grads))
     found = _find_rows(sent.calls, N, vectors)
     if found is None:
@@ -48,23 +51,61 @@ def compare(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
     return compare_rules(sent, layers)
 
 
+def _require_linear(sent: SentVectors, rows: Mapping[int, Tensor], alone: Callable[[], Mapping[int, Tensor]]) -> None:
+    """Refuse backward passes in which a longer vector leaves something else than as much more in an example's rows.
+
+    Args:
+        sent: What the longer one has left.
+        rows: What it should have left in the rows of the example in the middle.
+        alone: Sends a vector for the first example back, which may be what has reached these rows, too.
+
+    Raises:
+        UnsupportedError: Naming the layer.
+    """
+    N = sent.num_examples
+    places = [(c, s) for c in sent.calls for s in c.slots if id(s) in rows and id(s) in sent.grads]
+    if not places:
+        return
+    pairs = [(rows[id(s)], _middle(s, sent.grads[id(s)], N)) for _, s in places]
+    norms = torch.stack([norm for one, other in pairs for norm in (torch.dist(one, other), one.norm(), other.norm())])
+    found = [(away, max(sizes)) for away, *sizes in norms.view(-1, 3).tolist()]
+    largest = max(size for _, size in found)
+    for (recorded, slot), (away, size) in zip(places, found, strict=True):
+        if not away > max(TOLERANCE[slot.dtype.itemsize] * size, 10 * torch.finfo(slot.dtype).eps * largest):
+            continue
+        first = alone()
+        for _, other, mixed in _find_rows(sent.calls, N, [(_one_of(N, 0), first)]) or ():
+            raise _wrong_rows(sent, other, mixed, _one_of(N, 0), first)
+        raise UnsupportedError(
+            f"What arrives at {title(recorded.call.use.name)} in a backward pass is not linear in the vector that is "
+            f"sent back: of one that is {_LONGER:g} times as long it differs by {away / size:.1e} of the norm. Does a "
+            "hook inside the model clamp, normalise or perturb gradients, or a backward pass that is written by hand? "
+            "There are no derivatives then: leave that out while the curvature is computed."
+        )
+
+
+def _middle(slot: OutputSlot, g: Tensor, N: int) -> Tensor:
+    """What arrived in the rows of the example in the middle."""
+    return at_least_float32(slot.arrange(g).reshape(N, -1)[N // 2])
+
+
 def send_single(
     recorder: Recorder,
     outputs: Sequence[Tensor],
     free: Mapping[str, Tensor],
     batch_size: int,
     every: bool = False,
-    whole: bool = False,
 ) -> SentVectors:
-    """Send a random vector for the first example back, and one for that in the middle.
+    """Send a random vector for the first example and that in the middle back, and a longer one for the latter alone.
 
     Args:
         outputs: What it returned, with a graph.
         free: Key to the tensor that stood for the parameter in it.
         batch_size: Of how many examples those in the pass were taken.
         every: Send a vector for all examples instead of the latter.
-        whole: Whether this is a batch by itself, which others go back through: the graph is kept, and the vector for
-            the first example is left to `compare_all_rows`.
+
+    Raises:
+        UnsupportedError: If what arrives is not linear in what is sent.
     """
     N = recorder.num_examples
     if not outputs:
@@ -73,17 +114,25 @@ def send_single(
     slots = [slot for recorded in recorder.calls for slot in recorded.slots]
     edges, numbers = [slot.edge for slot in slots], [_random_like(f) for f in outputs]
 
-    def send(n: int, inputs: list[Any], retain_graph: bool = False) -> Sequence[Tensor | None]:
-        vectors = [_only(v, _all_of(N) if every and n else _one_of(N, n)) for v in numbers]
-        return _gradients(slots, outputs, inputs, vectors, retain_graph)
+    def send(chosen: Tensor, length: float, inputs: list[Any]) -> Arrived:
+        return _gradients(slots, outputs, inputs, [length * _only(v, chosen) for v in numbers])
 
-    # Two of them: examples that change places may leave one where it is.
-    first = _by_slot(slots, send(0, edges, retain_graph=True)) if N > 1 and not whole else {}
-    if first and _find_rows(recorder.calls, N, [(_one_of(N, 0), first)]) == []:
-        first = {}  # there is nothing to say of them, and they would take memory in the pass that follows
-    found = send(N // 2, [*edges, *free.values()], retain_graph=whole)
+    # Two vectors: examples that change places may leave one where it is.
+    first, rows = dict[int, Tensor](), dict[int, Tensor]()
+    if N > 1:
+        arrived = send(_two_of(N), 1.0, edges)
+        first = _by_slot(slots, arrived.gradients)
+        if arrived.power == 1:  # in float16 the two may be multiplied with different numbers
+            rows = {id(s): _LONGER * _middle(s, first[id(s)], N) for s in slots if id(s) in first}
+        if _find_rows(recorder.calls, N, [(_two_of(N), first)]) == []:
+            first = {}  # there is nothing to say of them, and they would take memory in the pass that follows
+    chosen = _all_of(N) if every else _one_of(N, N // 2)
+    found = send(chosen, _LONGER, [*edges, *free.values()]).gradients
     grads, expected = _by_slot(slots, found), _by_key(free, found[len(slots) :])
-    return SentVectors(recorder.calls, first, grads, expected, N, batch_size, every)
+    sent = SentVectors(recorder.calls, first, grads, expected, N, batch_size, every)
+    if not first:
+        _require_linear(sent, rows, lambda: _by_slot(slots, send(_one_of(N, 0), 1.0, edges).gradients))
+    return sent
 
 
 def random_halves(N: int) -> Tensor:  # -> [4, N]
@@ -126,7 +175,7 @@ def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Tens
 
     def send(chosen: Tensor) -> dict[int, Tensor]:
         vectors = [_only(v, chosen) for v in numbers]
-        return _by_slot(slots, _gradients(slots, outputs, edges, vectors, retain_graph=True))
+        return _by_slot(slots, _gradients(slots, outputs, edges, vectors).gradients)
 
     for at, recorded, slot in _find_rows(recorder.calls, N, ((chosen, send(chosen)) for chosen in halves)) or ():
         sent = SentVectors(recorder.calls, {}, {}, {}, N, N)
@@ -134,12 +183,12 @@ def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Tens
 
 
 def _gradients(
-    slots: Sequence[OutputSlot], outputs: Sequence[Tensor], inputs: list[Any], vectors: list[Tensor], retain_graph: bool
-) -> Sequence[Tensor | None]:
-    """What vectors leave at some places, all times one number."""
+    slots: Sequence[OutputSlot], outputs: Sequence[Tensor], inputs: list[Any], vectors: list[Tensor]
+) -> Arrived:
+    """What vectors leave at some places; the graph is kept."""
     narrow = is_narrow([*outputs, *(slot.out for slot in slots)])
-    send = partial(gradients_of, outputs, inputs, retain_graph=retain_graph or narrow)
-    return send_in_range(send, outputs, vectors, narrow).gradients
+    send = partial(gradients_of, outputs, inputs, retain_graph=True)
+    return send_in_range(send, outputs, vectors, narrow)
 
 
 def _find_rows(
@@ -192,6 +241,11 @@ def _by_key(params: Mapping[str, Tensor], grads: Sequence[Tensor | None]) -> dic
 def _one_of(N: int, n: int) -> Tensor:
     """The n-th example, [N] bool."""
     return torch.arange(N) == n
+
+
+def _two_of(N: int) -> Tensor:
+    """The first example and that in the middle."""
+    return _one_of(N, 0) | _one_of(N, N // 2)
 
 
 def _all_of(N: int) -> Tensor:

@@ -367,7 +367,7 @@ class Losses(tuple[OutputLoss, ...]):
         if not count > 0:
             raise ValueError(
                 f"No term of {one.title} counts: every target is ignored or has weight 0, so the mean over them "
-                f"does not exist.{' Leave this loss out.' if len(self) > 1 else ''}"
+                f"does not exist. {'Leave this loss out.' if len(self) > 1 else 'Skip such batches until one counts.'}"
             )
         return given / count
 

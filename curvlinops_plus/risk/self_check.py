@@ -67,13 +67,14 @@ def check_batch(
 
     * their outputs are their part of the batch's outputs;
     * a vector for one example reaches no other example's rows in any layer;
+    * of one that is longer as much more arrives (outside of float16): there is a hook that clamps gradients otherwise;
     * the gradient that each layer's rule makes of its recorded calls is autograd's gradient of the parameters.
 
     A chain of PyTorch's own modules needs no look, see `known_chain`.
 
-    Where little is computed, vectors for halves of the examples and for one are sent back through the batch itself, and
-    the few examples are run for their outputs only. The whole batch stands in for them where they can't be told apart
-    in its input. The statistics of batch norm in training mode are constants in all of these passes.
+    Where little is computed, vectors for halves of the examples, for two and for one are sent back through the batch
+    itself, and the few examples are run for their outputs only. The whole batch stands in for them where they can't be
+    told apart in its input. The statistics of batch norm in training mode are constants in all of these passes.
 
     Whether layers are called as before is seen from what is recorded of each batch, see `batch_kind`: which modules are
     called in which order, their attributes, hooks and tensors at that moment, their rows per example, and how many
@@ -89,6 +90,7 @@ def check_batch(
       that it holds) which is changed in a later batch for the time of the call;
     * a difference that the examples looked at don't show: one in three of them only, or one that is within rounding;
     * after the first eight kinds of batches, those between the 2ᵏth ones;
+    * hooks that clamp, of which longer vectors than that one would tell;
     * rows that belong to other examples in a later batch only, if there are as many as an axis of the input has for
       each example, or as before and all of the input is floating-point numbers (as zeros for padding);
     * in training loops, a function that reads a parameter in batches of more than three examples only, if it does so
@@ -106,7 +108,7 @@ def check_batch(
 
     Cost: a forward and two backward passes over three examples, and the gradients of the parameters for one of them;
     where all rows are compared, four backward passes to the layers' outputs. Where little is computed, a forward
-    pass over three examples, and up to five backward passes. In batches that are not looked at, a few microseconds per
+    pass over three examples, and up to six backward passes. In batches that are not looked at, a few microseconds per
     call of a layer.
     """
     new = _New.of(risk.checked, recorder, batch, outputs, repeatable)
@@ -294,8 +296,10 @@ class _Check:
     def _is_light(self) -> bool:
         """Whether backward passes through the whole batch take less time than a forward pass on a few examples does."""
         calls, layers = self.recorder.calls, self.recorder.layers
-        if any(c.expanded for c in calls) or not all(p.requires_grad for p in self.risk.params.values()):
+        if any(c.expanded for c in calls):
             return False
+        if not all(p.requires_grad and not p._backward_hooks for p in self.risk.params.values()):
+            return False  # hooks are the user's, of gradients that are, too: other tensors have none
         sizes = [
             slot.out.numel() * layers[c.layer].groups[0].layout.matrix_shape[-1] for c in calls for slot in c.slots
         ]
@@ -367,7 +371,7 @@ class _Check:
         if not self.all_rows:
             compare_all_rows(recorder, live, halves_by_digits(N))
             self.all_rows = True
-        sent = send_single(recorder, live, self.risk.params, N, every, whole=True)
+        sent = send_single(recorder, live, self.risk.params, N, every)
         with recorder.disabled(), plain_mode(self.risk.device.type):
             return self._compare(recorder, live, sent)
 

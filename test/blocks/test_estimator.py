@@ -812,3 +812,34 @@ def test_what_can_not_be_recorded_does_not_interrupt_the_users_call() -> None:
         model(batch[0])
     running.update(batch)
     torch.testing.assert_close(listening.operator.to_dense(), running.operator.to_dense())
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("name", EVERY)
+def test_batches_in_which_nothing_counts(name: str, place: int) -> None:
+    """They add their inputs, and nothing else, wherever they come; EKFAC takes its basis from the first that counts."""
+    model, data = network(), batches(6, 5)
+    stream = [*data[:place], (torch.randn(4, 3), torch.full((4,), -100)), *data[place:]]
+    listening, running, nothing = (estimator(model, EVERY[name], vectors=Exact()) for _ in range(3))
+    for batch in stream:
+        running.update(batch)
+        with listening.listen(batch):
+            model(batch[0])
+    if name in ("EKFAC", "mix"):  # whose blocks don't depend on inputs without gradients
+        for batch in data:
+            nothing.update(batch)
+        expected = nothing.operator
+        nothing.reset()
+    else:
+        plan = dict.fromkeys(("0", "3"), EVERY[name])
+        expected = curvature(running.risk.with_data(stream), plan, default=DiagonalBlock, vectors=Exact())
+    torch.testing.assert_close(running.operator.to_dense(), expected.to_dense())
+    torch.testing.assert_close(listening.operator.to_dense(), expected.to_dense())
+    nothing.update(stream[place])
+    with pytest.raises(ValueError, match=r"No term of CrossEntropyLoss counts.*Skip such batches until one counts"):
+        nothing.refresh(0.1)
+    nothing.load_state_dict(nothing.state_dict())
+    for batch in data:
+        nothing.update(batch)
+    nothing.refresh(0.1)
+    torch.testing.assert_close(nothing.operator.trace, running.operator.trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +118,33 @@ def test_a_table_that_is_read_in_some_batches_only(vectors: Any) -> None:
     assert not model.table._forward_hooks
     model.use = TABLES["broadcast"]
     by_parts(running, batch(2))
+
+
+MADE = {
+    "a copy": (lambda model, X: copy.deepcopy(model)(X), "called 0 times between `begin` and `end`"),
+    "a copy after the model": (lambda model, X: (model(X), copy.deepcopy(model)(X))[1], "has not returned since"),
+    "two calls": (lambda model, X: (model(X), model(X))[1], "called 2 times between `begin` and `end`"),
+    "other inputs": (lambda model, X: model(X + 1), "called on other tensors"),
+    "another output": (lambda model, X: 2 * model(X), "has not returned since `begin`"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_outputs_of_other_calls(name: str) -> None:
+    """Those of a copy were taken for a batch without gradients, which halved the curvature."""
+    torch.manual_seed(0)
+    model = Table(TABLES["broadcast"], True).double()
+    running = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), vectors=Exact())
+    running.update(batch(0))
+    before = running.operator.to_dense()
+    heard, (make, words) = running.begin(batch(0)[0]), MADE[name]
+    out = make(model, batch(0)[0])
+    with pytest.raises(ValueError, match=words):
+        heard.end(out)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert running.updates == 1
+    by_parts(running, batch(0))
+    torch.testing.assert_close(running.operator.to_dense(), before)
 
 
 class Experts(nn.Module):

@@ -1061,3 +1061,22 @@ def test_what_is_no_multiple_of_the_loss(change: str) -> None:
     with told if change == "another term" else nullcontext():
         optimizer.step()
     assert optimizer.curvature.factor == 1.0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_micro_batch_in_which_nothing_counts(first: int) -> None:
+    """It adds nothing to the step; a step of which no target counts is refused, and can be gone on from."""
+    models = net(), net()
+    loss, (X, y) = nn.CrossEntropyLoss(), batch()
+    nothing = torch.full_like(y, -100)
+    for model, parts in zip(models, ([y, nothing] if first else [nothing, y], [y]), strict=True):
+        optimizer = KFACOptimizer(model, loss, 1.0, 0.0, 0.1, approximation=FullBlock, norm_constraint=None, **EXACT)
+        loss(model(X), nothing).backward()
+        with pytest.raises(ValueError, match=r"No term of CrossEntropyLoss counts.*Skip such batches until one counts"):
+            optimizer.step()
+        optimizer.zero_grad()
+        for part in parts:
+            loss(model(X), part).backward()
+        optimizer.step()
+        optimizer.close()
+    torch.testing.assert_close(flat(models[0]), flat(models[1]))

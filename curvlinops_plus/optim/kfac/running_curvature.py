@@ -150,7 +150,9 @@ class RunningCurvature:
             return None
         self.noticed.calls.add("train")
         start = PassStart.now(self.risk.model) if remember else None
-        heard = self.estimator.begin(X, unpack) if self.due else HeardBatch(self.risk.read_input(X, unpack))
+        heard = (
+            self.estimator.begin(X, unpack, watch=False) if self.due else HeardBatch(self.risk.read_input(X, unpack))
+        )
         return HeardCall(heard, start)
 
     def add(self, call: HeardCall, y: Any, factors: Sequence[Factor]) -> None:

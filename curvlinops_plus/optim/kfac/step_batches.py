@@ -62,18 +62,18 @@ class Factor:
     def watch(self, value: Tensor, by_itself: Callable[[], Tensor] | None = None) -> None:
         """The loss was computed once more: both are part of what is differentiated, or the one that is."""
         if value.requires_grad:
-            value.register_hook(partial(self._arrive, by_itself))  # which goes with the graph
+            value.register_hook(partial(self._arrive, by_itself or value.detach()))  # which goes with the graph
 
-    def _arrive(self, by_itself: Callable[[], Tensor] | None, g: Tensor) -> None:
+    def _arrive(self, of: Callable[[], Tensor] | Tensor, g: Tensor) -> None:
         owner, task = self._owner(), torch._C._current_graph_task_id()
         if owner is None or self.paused or not owner.accumulates():
             return
         owner.begin(task)
         self.task = task
-        if by_itself is None:
-            number = g.detach().sum()
+        if isinstance(of, Tensor):  # a mean over no terms is NaN, and no part of the gradient
+            number = g.detach().masked_fill(of.isnan(), 0.0).sum()
         else:
-            number, differs = _multiple(g.detach(), by_itself())
+            number, differs = _multiple(g.detach(), of())
             self.differs = differs if self.differs is None else self.differs | differs
         self.number = number if self.number is None else self.number + number
 
