@@ -21,9 +21,9 @@ from math import prod
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from curvlinops_plus.layer.patches import Geometry
+from curvlinops_plus.layer.weight_gradient import ADDED, weight_gradient
 from curvlinops_plus.linalg.gram_sum import PackedGram, lower_gram, mirror
 from curvlinops_plus.linalg.numerics import gram
 
@@ -51,8 +51,6 @@ _SMALL_PRODUCTS = range(16, 65)
 # Fewer patches, or fewer multiplications in their Gram matrix, do not repay the fixed costs of correlations.
 _MIN_PATCHES = 512
 _MIN_PRODUCTS = 1.5e8
-# PyTorch's weight gradients add up all positions one after the other; of more than these too many digits get lost.
-_ADDED = 2**14
 # Multiplications that repay those of sums of many batches, of which the matrix is made once.
 _MIN_PACKED_PRODUCTS = 4e7
 # Multiplications that take as long as copying a number of a patch, and as what is done to an entry of a sum of images.
@@ -305,20 +303,13 @@ def _correlations(x: Tensor, kernel: tuple[int, ...]) -> Tensor:  # -> [c, c, k,
     if n == 1 and x.numel() * k <= _PATCH_BYTES // x.element_size():  # short lines: one product is faster
         shifted = F.pad(x, [0, k - 1]).unfold(2, x.shape[2], 1).permute(1, 2, 0, 3)  # [B, c, k, w] -> [c, k, B, w]
         return x.transpose(0, 1).flatten(1) @ shifted.flatten(2).flatten(0, 1).T
-    shifts, padding = tuple(2 * k - 1 for k in kernel[1:]), (0, *(k - 1 for k in kernel[1:]))
-    size, positions = x.shape[2], prod(x.shape[2:])
-    if n > 1 and positions <= c:  # less to put in order as weights than what is from channel to channel
-        below = F.pad(x, [0, 0] * (n - 1) + [0, k - 1]).transpose(0, 1)
-        return (F.conv2d, F.conv3d)[n - 2](below, x.transpose(0, 1), padding=padding).transpose(0, 1)
-    weight_gradient = (conv1d_weight, conv2d_weight, conv3d_weight)[n - 1]
-    total, lines = None, max(1, _ADDED * size // positions)
-    for some in x.split(max(1, _ADDED // positions)):
-        for start in range(0, size, lines):
-            seen, met = some[:, :, start : start + lines], some[:, :, start : start + lines + k - 1]
-            below = F.pad(met, [0, 0] * (n - 1) + [0, seen.shape[2] + k - 1 - met.shape[2]])
-            # All three take one number per dimension, whatever the annotation of the first says.
-            part = weight_gradient(below, (c, c, k, *shifts), seen, padding=padding)  # pyright: ignore[reportArgumentType]
-            total = part if total is None else total.add_(part)
+    ones, padding, shape = (1,) * n, (0, *(k - 1 for k in kernel[1:])), (c, c, k, *(2 * k - 1 for k in kernel[1:]))
+    total, lines = None, max(1, ADDED * x.shape[2] // prod(x.shape[2:]))
+    for start in range(0, x.shape[2], lines):
+        seen, met = x[:, :, start : start + lines], x[:, :, start : start + lines + k - 1]
+        below = F.pad(met, [0, 0] * (n - 1) + [0, seen.shape[2] + k - 1 - met.shape[2]])
+        part = weight_gradient(below, seen, shape, ones, padding, ones)
+        total = part if total is None else total + part
     assert total is not None
     return total
 

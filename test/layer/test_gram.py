@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from curvlinops_plus.layer import convolution_gram as grams
+from curvlinops_plus.layer import weight_gradient
 from curvlinops_plus.layer.conv import ConvRule
 from curvlinops_plus.layer.patches import Geometry
 
@@ -166,7 +167,8 @@ def test_correlations_are_as_exact_as_float32_allows(shape: tuple[int, ...]) -> 
 @pytest.mark.parametrize("added", [1, 13, 70])
 def test_correlations_in_pieces(shape: tuple[int, ...], added: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some examples at a time, or some lines of one."""
-    monkeypatch.setattr(grams, "_ADDED", added)
+    for module in (grams, weight_gradient):
+        monkeypatch.setattr(module, "ADDED", added)
     monkeypatch.setattr(grams, "_PATCH_BYTES", 1)
     n = len(shape) - 2
     where, x = geometry((3, 2, 4)[:n], ((1, 1),) * n), torch.randn(shape)
