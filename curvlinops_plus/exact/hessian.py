@@ -20,6 +20,7 @@ from curvlinops_plus.exact.batched import (
     split_rows,
     vjp,
 )
+from curvlinops_plus.exact.convolution import EdgesOnly
 from curvlinops_plus.exact.double_backward import (
     is_symmetric,
     kernel_shape,
@@ -101,21 +102,23 @@ class Hessian(ParameterCurvature):
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         risk, totals = self.risk, Totals()
         free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}
+        edges = EdgesOnly(list(free.values()))
         X = X.clone() if X.is_inference() else X
         total, reached = None, []
 
         def loop(model: nn.Module) -> None:
-            with nullcontext() if self._checked and not self._replaced else replaced_again(model, twice=True):
+            again = replaced_again(model, twice=True, also=edges.replaced)
+            with nullcontext() if self._checked and not self._replaced else again:
                 read(model)
 
         def read(model: nn.Module) -> None:
             nonlocal total
             for batch in self._batches():
-                run = partial(self._run, model, batch, weights)
+                run = partial(self._run, model, batch, weights, edges)
                 loss, shape, batch_totals = run()
                 if loss.requires_grad:
                     reached.append(shape)
-                    total = self._product(loss, list(free.values()), X, shape, total, run)
+                    total = self._product(loss, edges, X, shape, total, run)
                 totals.add(batch_totals)
             if not reached and totals.examples:
                 raise_unreached()
@@ -124,9 +127,11 @@ class Hessian(ParameterCurvature):
             risk.at(free, loop)
         return (torch.zeros_like(X) if total is None else total.T), totals  # the examples may be in other processes
 
-    def _run(self, model: nn.Module, batch: Batch, weights: LossWeights) -> tuple[Tensor, Hashable, Totals]:
+    def _run(
+        self, model: nn.Module, batch: Batch, weights: LossWeights, edges: EdgesOnly
+    ) -> tuple[Tensor, Hashable, Totals]:
         """The loss of a batch with its graph, what kernels choose their ways by, and totals without a graph."""
-        watch = None if self._checked and not self._replaced else Operations(twice=True)
+        watch = None if self._checked and not self._replaced else Operations(twice=True, also=edges.replaced)
         with watch or nullcontext():
             f, y, class_axis = self.risk.run(batch, model)
         totals = self.risk.terms(f, y, batch, class_axis).totals
@@ -143,7 +148,7 @@ class Hessian(ParameterCurvature):
     def _product(
         self,
         loss: Tensor,
-        params: list[Tensor],
+        edges: EdgesOnly,
         X: Tensor,
         shape: Hashable,
         total: Tensor | None,
@@ -154,12 +159,12 @@ class Hessian(ParameterCurvature):
         if new:
             refuse_once_differentiable(loss)
             refuse_outside_reads(loss, self.risk.params)
-        of_loss = partial(_BatchHessian, params=params, blocks=self._blocks, dtype=self.dtype, columns=self._columns())
+        of_loss = partial(_BatchHessian, edges=edges, blocks=self._blocks, dtype=self.dtype, columns=self._columns())
         hessian = of_loss(loss)
         if not new:
             return hessian.products(X.T, total, last=True)
         HX = hessian.products(X.T)
-        dtype, some = coarsest_dtype(self.risk), X.shape[1] and is_generic(X[:, 0], params)
+        dtype, some = coarsest_dtype(self.risk), X.shape[1] and is_generic(X[:, 0], edges.params)
         # The product that nearly always is the last one needs memory for a vector more, and frees the graph instead.
         if not some or not is_symmetric(partial(hessian.products, last=True), X[:, 0], HX[0], dtype):
             state = RandomState.now(self.device)
@@ -175,21 +180,18 @@ class _BatchHessian:
 
     Args:
         loss: The loss.
-        params: The parameters.
+        edges: The parameters.
         blocks: The parameters of each block.
         dtype: Of products.
         columns: How many vectors are multiplied together.
     """
 
-    def __init__(
-        self, loss: Tensor, params: list[Tensor], blocks: list[slice], dtype: torch.dtype, columns: int
-    ) -> None:
-        self.params, self.blocks, self.dtype, self.columns = params, blocks, dtype, columns
+    def __init__(self, loss: Tensor, edges: EdgesOnly, blocks: list[slice], dtype: torch.dtype, columns: int) -> None:
+        self.params, self.blocks, self.dtype, self.columns = edges.params, blocks, dtype, columns
         # A gradient is known by where it is in the graph; its numbers are not needed.
-        self.gradient = [
-            get_gradient_edge(g) if g is not None and g.requires_grad else None
-            for g in torch.autograd.grad(loss, params, create_graph=True, allow_unused=True)
-        ]
+        with edges.backward(loss):
+            gradient = torch.autograd.grad(loss, edges.params, create_graph=True, allow_unused=True)
+        self.gradient = [get_gradient_edge(g) if g is not None and g.requires_grad else None for g in gradient]
 
     def products(self, rows: Tensor, total: Tensor | None = None, last: bool = False) -> Tensor:
         """Products with vectors, [K, n] -> [K, n], added to `total` if there is one; the last free the graph."""

@@ -20,6 +20,8 @@ from curvlinops_plus.risk.process_state import hookable_modules, own_calls
 
 __all__ = ["Operations", "Stopped", "checkpoints_in_words", "replaced_again"]
 
+Replaced = dict[Any, Callable[..., Tensor | None]]
+
 #: How many forward passes of this thread are watched at the moment.
 _watched = threading.local()
 
@@ -33,6 +35,7 @@ class Operations(TorchFunctionMode):
 
     Args:
         twice: Whether what comes out is differentiated twice.
+        also: More functions, and what stands for them; None where they return it.
 
     Attributes:
         largest: Numbers in the largest result.
@@ -42,9 +45,9 @@ class Operations(TorchFunctionMode):
         hooked: Whether a hook was registered on a tensor.
     """
 
-    def __init__(self, twice: bool = False) -> None:
+    def __init__(self, twice: bool = False, also: Replaced | None = None) -> None:
         super().__init__()
-        self._table = _REPLACED | _REPLACED_TWICE if twice else _REPLACED
+        self._table = (_REPLACED | _REPLACED_TWICE if twice else _REPLACED) | (also or {})
         self.largest, self.numbers, self.replaced, self.stopped, self.hooked = 1, 0, False, False, False
 
     def __enter__(self) -> Operations:
@@ -91,18 +94,18 @@ class Stopped(TorchFunctionMode):
 
 
 @contextmanager
-def replaced_again(model: nn.Module, twice: bool = False) -> Iterator[None]:
+def replaced_again(model: nn.Module, twice: bool = False, also: Replaced | None = None) -> Iterator[None]:
     """Context in which modules that run in a backward pass, as activation checkpointing does, replace the same.
 
     Args:
         model: The model.
-        twice: As for `Operations`.
+        twice: As for `Operations`; as is `also`.
     """
     running: list[tuple[nn.Module, Operations]] = []
 
     def start(module: nn.Module, args: Any) -> None:
         if not getattr(_watched, "depth", 0):
-            running.append((module, Operations(twice).__enter__()))
+            running.append((module, Operations(twice, also).__enter__()))
 
     def end(module: nn.Module, args: Any, out: Any) -> None:
         if running and running[-1][0] is module:
@@ -234,12 +237,12 @@ def _prelu(input: Tensor, weight: Tensor) -> Tensor | None:
     return torch.where(input > 0, input, slope * input)
 
 
-_REPLACED: dict[Any, Callable[..., Tensor | None]] = {
+_REPLACED: Replaced = {
     torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateImportUsage]
     embedding: _embedding,
     embedding_bag: _embedding_bag,
 }
-_REPLACED_TWICE: dict[Any, Callable[..., Tensor | None]] = {
+_REPLACED_TWICE: Replaced = {
     group_norm: _group_norm,
     torch.group_norm: _group_norm,
     torch.prelu: _prelu,

@@ -21,9 +21,9 @@ from math import prod
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from curvlinops_plus.layer.patches import Geometry
+from curvlinops_plus.layer.weight_gradient import ADDED, weight_gradient
 from curvlinops_plus.linalg.gram_sum import PackedGram, gram, lower_gram, mirror
 
 __all__ = [
@@ -301,16 +301,19 @@ def _correlations(x: Tensor, kernel: tuple[int, ...]) -> Tensor:  # -> [c, c, k,
 
     `R[c, c', -δ] = R[c', c, δ]`, so that half of the shifts are enough.
     """
-    n, c = len(kernel), x.shape[1]
-    below = F.pad(x, [0, 0] * (n - 1) + [0, kernel[0] - 1])
-    if n == 1 and below.numel() * kernel[0] <= _PATCH_BYTES // x.element_size():  # short lines: one product is faster
-        shifted = below.unfold(2, x.shape[2], 1).permute(1, 2, 0, 3)  # [B, c, k, w] -> [c, k, B, w]
+    n, c, k = len(kernel), x.shape[1], kernel[0]
+    if n == 1 and x.numel() * k <= _PATCH_BYTES // x.element_size():  # short lines: one product is faster
+        shifted = F.pad(x, [0, k - 1]).unfold(2, x.shape[2], 1).permute(1, 2, 0, 3)  # [B, c, k, w] -> [c, k, B, w]
         return x.transpose(0, 1).flatten(1) @ shifted.flatten(2).flatten(0, 1).T
-    shifts = tuple(2 * k - 1 for k in kernel[1:])
-    weight_gradient = (conv1d_weight, conv2d_weight, conv3d_weight)[n - 1]
-    padding = (0, *(k - 1 for k in kernel[1:]))
-    # All three take one number per dimension, whatever the annotation of the first says.
-    return weight_gradient(below, (c, c, kernel[0], *shifts), x, padding=padding)  # pyright: ignore[reportArgumentType]
+    ones, padding, shape = (1,) * n, (0, *(k - 1 for k in kernel[1:])), (c, c, k, *(2 * k - 1 for k in kernel[1:]))
+    total, lines = None, max(1, ADDED * x.shape[2] // prod(x.shape[2:]))
+    for start in range(0, x.shape[2], lines):
+        seen, met = x[:, :, start : start + lines], x[:, :, start : start + lines + k - 1]
+        below = F.pad(met, [0, 0] * (n - 1) + [0, seen.shape[2] + k - 1 - met.shape[2]])
+        part = weight_gradient(below, seen, shape, ones, padding, ones)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
 
 
 def _all_shifts(half: Tensor, c: int, kernel: tuple[int, ...]) -> Tensor:  # -> [c, c, *(2·kernel - 1)]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from curvlinops_plus.layer import convolution_gram as grams
+from curvlinops_plus.layer import weight_gradient
 from curvlinops_plus.layer.conv import ConvRule
 from curvlinops_plus.layer.patches import Geometry
 
@@ -154,11 +155,34 @@ def test_small_images_are_multiplied_whole(
         assert packed.rows == len(rows)
 
 
-def test_correlations_are_as_exact_as_float32_allows() -> None:
-    where, x = geometry((3, 3), ((1, 1), (1, 1))), torch.randn(8, 16, 12, 12)
-    exact = plain(where, x)
-    error = (grams.correlation_gram(where, x.float()) - exact).abs().max() / exact.abs().max()
+@pytest.mark.parametrize("shape", [(8, 16, 12, 12), (160, 8, 32, 32), (1, 8, 400, 400), (2, 8, 80000)])
+def test_correlations_are_as_exact_as_float32_allows(shape: tuple[int, ...]) -> None:
+    """Also of many and of large images, over which PyTorch's weight gradients add up one number after the other."""
+    n = len(shape) - 2
+    where, x = geometry((3,) * n, ((1, 1),) * n), torch.rand(shape) - 0.25
+    exact = grams.patch_gram(where, x)
+    error = (grams.correlation_gram(where, x.float()) - exact).norm() / exact.norm()
     assert error < 2e-6
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 9), (3, 2, 6, 5), (2, 2, 5, 4, 6)])
+@pytest.mark.parametrize("added", [1, 13, 70])
+def test_correlations_in_pieces(shape: tuple[int, ...], added: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some examples at a time, or some lines of one."""
+    for module in (grams, weight_gradient):
+        monkeypatch.setattr(module, "ADDED", added)
+    monkeypatch.setattr(grams, "_PATCH_BYTES", 1)
+    n = len(shape) - 2
+    where, x = geometry((3, 2, 4)[:n], ((1, 1),) * n), torch.randn(shape)
+    torch.testing.assert_close(grams.correlation_gram(where, x), plain(where, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(3, 30, 5, 6), (2, 30, 2, 3, 5)])
+def test_correlations_of_small_images_of_many_channels(shape: tuple[int, ...]) -> None:
+    """Images are the weights there, and channels the examples."""
+    n = len(shape) - 2
+    where, x = geometry((3, 2, 3)[:n], ((1, 0),) * n), torch.randn(shape)
+    torch.testing.assert_close(grams.correlation_gram(where, x), plain(where, x), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("many", "kernel"), list(product([1, 40], [(3,), (2, 3), (2, 1, 3)])))
