@@ -139,7 +139,7 @@ class Accumulation:
             return
         again = [layer for layer in layers if any(a.needs_another_sweep for a in self.pending[layer].values())]
         if self._max_bytes and again:
-            self._cache = SweepCache(self._max_bytes, again)
+            self._cache = SweepCache(self._max_bytes, again, filter(self._squares_again, again))
             add, count = partial(self._add_and_keep, self._cache), partial(self._count_and_keep, self._cache)
             # What lists hold stays; loaders may fill one memory anew.
             begin = None if type(self.risk.data) in (list, tuple) else self._cache.begin
@@ -152,6 +152,9 @@ class Accumulation:
         totals = sweep(self.risk, self.layers, self.vectors, add, count, desc, self._weights, repeatable, begin)
         self._check(totals)
         self.totals.append(totals)
+
+    def _squares_again(self, layer: Layer) -> bool:
+        return all(accumulator.squares_again for accumulator in self.pending[layer].values())
 
     def _share_totals(self) -> None:
         """Let accumulators that begin now count their batches together."""
