@@ -133,7 +133,7 @@ class Accumulation:
         desc = f"{self.title} sweep {self.sweeps}{self._of_groups()}"
         self._inputs = SharedInputs(self.pending, self.keepers.owner)
         self._share_totals()
-        add, count, begin = self._add, partial(count_batch, self.pending), None
+        add, count, begin = self._add, self._count, None
         if self._cache is not None and self.risk.processes.every("kept", self._cache.can_replay(layers)):
             self._cache.replay(add, count, f"{desc} (kept)" if self.risk.options.progressbar else None)
             return
@@ -167,12 +167,16 @@ class Accumulation:
         self._inputs.begin(batch.of_batch)
         add_batch(self.pending, batch)
 
+    def _count(self, batch_totals: Totals) -> None:
+        count_batch(self.pending, batch_totals)
+        self._inputs.end()
+
     def _add_and_keep(self, cache: SweepCache, batch: LayerBatch) -> None:
         self._add(batch)
         cache.add(batch)
 
     def _count_and_keep(self, cache: SweepCache, batch_totals: Totals) -> None:
-        count_batch(self.pending, batch_totals)
+        self._count(batch_totals)
         cache.end_of_batch(batch_totals)
 
     def _finish(self) -> None:
