@@ -348,7 +348,7 @@ def _with_frame(C: Tensor) -> Tensor:  # [d, d] -> [d + 1, d + 1]
     """`C` with one more row and column of anything, made in its memory if there is room: `C` is no more then."""
     d = len(C)
     room = C.is_contiguous() and not C.storage_offset() and C.untyped_storage().nbytes() == (d + 1) ** 2 * C.itemsize
-    framed = C.new_empty(0).set_(C.untyped_storage(), 0, (d + 1, d + 1)) if room else C.new_empty(d + 1, d + 1)
+    framed = C.as_strided((d + 1, d + 1), (d + 1, 1)) if room else C.new_empty(d + 1, d + 1)
     for start in reversed(range(0, d, _BLOCK)):  # rows move towards the end
         rows = C[start : start + _BLOCK]
         framed[start : start + len(rows), :d] = rows.clone()
