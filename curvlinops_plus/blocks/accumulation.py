@@ -136,7 +136,7 @@ class Accumulation:
             return
         again = [layer for layer in layers for a in self.pending[layer].values() if a.needs_another_sweep]
         if self._max_bytes and again:
-            self._cache = SweepCache(self._max_bytes, again)
+            self._cache = SweepCache(self._max_bytes, again, filter(self._squares_again, again))
             add, count = partial(self._add_and_keep, self._cache), partial(self._count_and_keep, self._cache)
             # What lists hold stays; loaders may fill one memory anew.
             begin = None if type(self.risk.data) in (list, tuple) else self._cache.begin
@@ -150,6 +150,9 @@ class Accumulation:
         self._check(totals)
         self.totals.append(totals)
 
+    def _squares_again(self, layer: Layer) -> bool:
+        return all(accumulator.squares_again for accumulator in self.pending[layer].values())
+
     def _share_totals(self) -> None:
         """Let accumulators that begin now count their batches together."""
         every = [a for own in self.pending.values() for a in own.values()]
@@ -162,6 +165,10 @@ class Accumulation:
     def _add(self, batch: LayerBatch) -> None:
         self._inputs.begin(batch.of_batch)
         add_batch(self.pending, batch)
+
+    def _count(self, batch_totals: Totals) -> None:
+        count_batch(self.pending, batch_totals)
+        self._inputs.end()
 
     def _add_and_keep(self, cache: SweepCache, batch: LayerBatch) -> None:
         self._add(batch)

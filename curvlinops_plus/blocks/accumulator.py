@@ -280,6 +280,11 @@ class Accumulator(metaclass=AccumulatorType):
         """Whether `finish` will return an accumulator that reads the data again."""
         return self.sweeps > 1
 
+    @property
+    def squares_again(self) -> bool:
+        """Whether another sweep reads nothing of batches but `squared_grads`, for which less of them has to be kept."""
+        return False
+
     def needs(self) -> Needs | None:
         """How much memory the block takes; None if that is not known. Nothing is computed for it."""
         return None

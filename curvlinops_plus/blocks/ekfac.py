@@ -95,6 +95,10 @@ class EKFAC(KFAC):
     def sweeps(self) -> int:
         return 2
 
+    @property
+    def squares_again(self) -> bool:
+        return type(self).finish is EKFAC.finish
+
     def needs(self) -> Needs:
         first, itemsize = super().needs(), self.layer.accumulation_dtype.itemsize
         bases = sum(form.kept for form in self.forms.values() if not form.diagonal)

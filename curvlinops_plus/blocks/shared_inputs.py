@@ -38,19 +38,24 @@ class SharedInputs:
             for name, a in own.items():
                 if isinstance(a, KFAC) and a.may_share_inputs:
                     self.candidates[layer], self._owners[layer] = a, owner(name, a)
-        self._seen: Calls | None = None
+        self._calls: Calls | None = None  # of the present batch
+        self._begun = False
 
     def begin(self, calls: Calls | None) -> None:
         """Look at the calls of a batch before something of it is added; called once for each layer of the batch."""
-        if calls is None or calls is self._seen or len(self.candidates) < 2:
+        if calls is None or calls is self._calls or len(self.candidates) < 2:
             return
-        first, self._seen = self._seen is None, calls
+        first, self._begun, self._calls = not self._begun, True, calls
         if first:
             return self._find_leaders(calls)
         for follower, leader in self._pairs():
             mine, theirs = (calls.get(a.layer, ()) for a in (follower, leader))
             if (mine or theirs) and (_read(mine) is None or _read(mine) != _read(theirs)):
                 follower.part_from_leader()
+
+    def end(self) -> None:
+        """All of a batch was added; what layers read need not stay while the model runs on the next one."""
+        self._calls = None
 
     def _find_leaders(self, calls: Calls) -> None:
         """Let layers that read the same in the first batch share."""
@@ -71,7 +76,7 @@ class SharedInputs:
         """Share in all processes what is shared in each that has examples. Collective."""
         if processes.world == 1:
             return
-        own = None if self._seen is None else {(f.layer.name, leader.layer.name) for f, leader in self._pairs()}
+        own = {(f.layer.name, leader.layer.name) for f, leader in self._pairs()} if self._begun else None
         told = [pairs for pairs in processes.gather("inputs that layers share", own) if pairs is not None]
         common = set.intersection(*told) if told else set()
         if own is None:

@@ -1,7 +1,8 @@
 """What layers received in one sweep, kept for the next one up to a given amount of memory.
 
 A second sweep over the same data sends the same vectors (draws depend on the seed alone), so that layers receive the
-same inputs and gradients. Keeping a few megabytes of them is cheaper than a forward and a backward pass.
+same inputs and gradients. Keeping a few megabytes of them is cheaper than a forward and a backward pass. Of layers with
+many positions, such as first convolutions, gradients of each example are smaller.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class SweepCache:
     Args:
         max_bytes: The largest memory that they may hold. A tensor that several layers read counts once.
         layers: The layers whose batches are kept.
+        squares: Those of which nothing but `squared_grads` is read again.
     """
 
-    def __init__(self, max_bytes: int, layers: Iterable[Layer]) -> None:
-        self.max_bytes, self.layers = max_bytes, set(layers)
+    def __init__(self, max_bytes: int, layers: Iterable[Layer], squares: Iterable[Layer] = ()) -> None:
+        self.max_bytes, self.layers, self.squares = max_bytes, set(layers), set(squares)
         self._batches: list[LayerBatch] | None = []
         self._totals: list[Totals] = []
         self._storages: set[int] = set()  # their addresses
@@ -57,7 +59,12 @@ class SweepCache:
 
     def add(self, batch: LayerBatch) -> None:
         """Keep a batch, if it is of one of the layers."""
-        if self._batches is None or batch.layer not in self.layers:
+        if self._batches is not None and batch.layer in self.layers:
+            for part in batch.for_squares() if batch.layer in self.squares else (batch,):
+                self._add(part)
+
+    def _add(self, batch: LayerBatch) -> None:
+        if self._batches is None:
             return
         # The sweep removes the gradients from its own objects.
         calls = [
@@ -65,7 +72,7 @@ class SweepCache:
             for call in batch.calls
         ]
         mask, weights = self._own(batch.mask), self._own(batch.example_weights)
-        tensors = tree_leaves([(call.args, call.kwargs, call.grads) for call in calls] + [mask, weights])
+        tensors = tree_leaves([(call.args, call.kwargs, call.grads) for call in calls] + [mask, weights, batch.summed])
         for t in tensors:
             if isinstance(t, Tensor):
                 storage = t.untyped_storage()

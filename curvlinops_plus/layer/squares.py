@@ -7,7 +7,7 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.aligned import aligned, is_aligned
 
-__all__ = ["Basis", "multiplied", "rotate", "row_products", "squared_gradients"]
+__all__ = ["Basis", "multiplied", "rotate", "row_products", "squared_examples", "squared_gradients"]
 
 # An orthogonal matrix, or those on the diagonal of one.
 Basis = Tensor | tuple[Tensor, ...]
@@ -91,11 +91,16 @@ def squared_gradients(
         torch.bmm(g_n.mT.flatten(0, -3), a_n.flatten(0, -3), out=J_n[..., : a.shape[-1]].flatten(0, -3))
         if bias:  # one more column of J rather than one more entry for each of S inputs
             torch.sum(g_n, -2, out=J_n[..., -1])
-        rotated = rotate(J_n, QG, QA)
-        if step == 1:
-            total.addcmul_(rotated[0], rotated[0])
-        else:
-            total += rotated.square_().sum(0)
+        squared_examples(J_n, QG, QA, total)
+    return total
+
+
+def squared_examples(J: Tensor, QG: Basis | None, QA: Basis | None, total: Tensor) -> Tensor:
+    """`total + Σ_n (Q_Gᵀ J_n Q_A)²` of a few gradients [N, *b, o, i], in place."""
+    rotated = rotate(J, QG, QA)
+    if len(J) == 1:
+        return total.addcmul_(rotated[0], rotated[0])
+    total += (rotated.square() if rotated is J else rotated.square_()).sum(0)
     return total
 
 

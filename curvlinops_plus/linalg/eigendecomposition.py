@@ -152,16 +152,20 @@ def _by_range(M: Tensor, what: str, rtol: float, refine: bool) -> tuple[Tensor, 
     r = L.shape[1]
     V, W, T = householder(L)  # I - V W is orthogonal, and its first r columns times T are L
     del L  # everything here is as large as half of M, or a quarter
+    if refine:  # by a product with M, once there is a basis
+        values, U = M.new_zeros(r), torch.eye(r, dtype=M.dtype)
+    else:
+        values, U = _eigh(gram(T.T), what)
+        W[:, :r] = W[:, :r] @ U
+    del T
     Q = aligned(d, d, like=M)
     complement, range_ = Q[:, : d - r], Q[:, d - r :]
-    for part, columns in ((complement, slice(r, d)), (range_, slice(r))):
-        torch.mm(V, W[:, columns], out=part).neg_()
-        part[columns].diagonal().add_(1)
+    torch.mm(V, W[:, r:], out=complement).neg_()[r:].diagonal().add_(1)
+    torch.mm(V, W[:, :r], out=range_).neg_()[:r].add_(U)
     del V, W
-    small = range_.T @ (M @ range_) if refine else gram(T.T)
-    del T
-    values, U = _eigh(small, what)
-    range_.copy_(range_ @ U)
+    if refine:
+        values, U = _eigh(range_.T @ (M @ range_), what)
+        range_.copy_(range_ @ U)
     values = torch.cat([values.new_zeros(d - r), values.clamp(min=0)])
     # A look from a random direction, as the caller may be wrong about M.
     x = torch.randn(d, 1, generator=torch.Generator().manual_seed(0), dtype=M.dtype)

@@ -44,12 +44,15 @@ def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
     return mirror(lower_gram(rows))
 
 
-def lower_gram(rows: Tensor) -> Tensor:  # [M, d] -> [d, d]
-    """The lower triangle of `gram(rows)`, and above it anything: what `mirror` takes, also as a sum of several."""
-    rows = _single_at_least(rows)
+def lower_gram(rows: Tensor, room: bool = False) -> Tensor:  # [M, d] -> [d, d]
+    """The lower triangle of `gram(rows)`, and above it anything: what `mirror` takes, also as a sum of several.
+
+    With `room`, large ones have memory for one more row and column.
+    """
+    rows, d = _single_at_least(rows), rows.shape[1]
     if not _half_pays(rows):
         return rows.T @ rows
-    return _add_triangle(rows, rows.new_zeros(rows.shape[1], rows.shape[1]))
+    return _add_triangle(rows, rows.new_zeros((d + room) ** 2)[: d * d].view(d, d))
 
 
 class PackedForm(Protocol):
@@ -236,8 +239,8 @@ class GramSum:
             total *= self._factor
         if self._sum is None:
             return mirror(total)
-        framed = total.new_empty(total.shape[0] + 1, total.shape[0] + 1)
-        framed[:-1, :-1], framed[-1, :-1], framed[-1, -1] = total, self._sum, self._count
+        framed = _with_frame(total)
+        framed[-1, :-1], framed[-1, -1] = self._sum, self._count
         self._triangle = None
         del total
         return mirror(framed)
@@ -307,7 +310,7 @@ class GramSum:
         if total is not None and rows.dtype != total.dtype:
             rows = rows.to(total.dtype)
         if total is None:
-            self._triangle = lower_gram(rows)
+            self._triangle = lower_gram(rows, room=self.ones)
         elif _half_pays(rows):
             _add_triangle(rows, total, self._factor)
         else:
@@ -350,6 +353,17 @@ def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
         if stop < C.shape[0]:
             C[start:stop, stop:] = C[stop:, start:stop].T
     return C
+
+
+def _with_frame(C: Tensor) -> Tensor:  # [d, d] -> [d + 1, d + 1]
+    """`C` with one more row and column of anything, made in its memory if there is room: `C` is no more then."""
+    d = len(C)
+    room = C.is_contiguous() and not C.storage_offset() and C.untyped_storage().nbytes() == (d + 1) ** 2 * C.itemsize
+    framed = C.as_strided((d + 1, d + 1), (d + 1, 1)) if room else C.new_empty(d + 1, d + 1)
+    for start in reversed(range(0, d, _BLOCK)):  # rows move towards the end
+        rows = C[start : start + _BLOCK]
+        framed[start : start + len(rows), :d] = rows.clone()
+    return framed
 
 
 def _cloned(t: Any) -> Any:

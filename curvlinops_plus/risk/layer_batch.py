@@ -6,6 +6,7 @@ parameters as one matrix; see `AffineRows` for more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule, SparseRows
-from curvlinops_plus.layer.squares import Basis, multiplied, rotate, row_products, squared_gradients
+from curvlinops_plus.layer.squares import Basis, multiplied, rotate, row_products, squared_examples, squared_gradients
 from curvlinops_plus.risk.affine_rows import AffineRows
 from curvlinops_plus.risk.call import Call
 from curvlinops_plus.risk.layers import Group, Layer, Role
@@ -27,8 +28,9 @@ __all__ = ["LayerBatch"]
 
 # Per-example gradients that are only needed one after the other are formed in pieces of about this size.
 _PIECE_BYTES = 2**26
-# Patches of an image are formed in pieces that a processor's cache can hold.
-_ROW_BYTES = 2**22
+# Patches of images are formed in pieces that a processor's cache can hold, but not too few at a time for fast products.
+_ROW_BYTES = 2**20
+_ROWS = 256
 
 
 @dataclass(eq=False)
@@ -46,6 +48,7 @@ class LayerBatch:
         group: The parameters that the batch is restricted to, None for all of the layer's.
         role: The role that it is restricted to, None for all of the layer's.
         of_batch: All layers' calls in the mini-batch, the same object for each of them; None if they are gone.
+        summed: Gradients of each example in place of the calls, see `for_squares`.
     """
 
     layer: Layer
@@ -58,6 +61,7 @@ class LayerBatch:
     role: Role | None = None
     _shared: dict[Any, Any] = field(default_factory=dict)
     of_batch: Mapping[Layer, Sequence[Call]] | None = None
+    summed: Tensor | None = None
 
     def restrict(self, group: Group) -> LayerBatch:
         """The same batch with only the parameters of `group`; what was computed is shared."""
@@ -162,6 +166,8 @@ class LayerBatch:
 
         Summed over positions, calls and modules that share the parameter.
         """
+        if self.summed is not None:
+            return self.summed
         if self._one_matrix:
             if not self.rows.weight:
                 return self.rows.bias_grads()[..., None]
@@ -226,6 +232,8 @@ class LayerBatch:
         Cost: rows and gradients per example are formed in pieces, never all at once; gradients of sparse rows not at
         all, unless there is a basis of the columns.
         """
+        if self.summed is not None:
+            return self._squared_examples(QG, QA, total)
         if self._one_matrix:
             rows = self.rows
             if not rows.weight:
@@ -245,14 +253,22 @@ class LayerBatch:
         assert total is not None
         return total
 
+    def for_squares(self) -> Iterator[LayerBatch]:
+        """Batches with all that `squared_grads` reads: gradients where these are smaller than the rows, else itself."""
+        rows = self.rows if self._one_matrix and len(self.layer.groups) == 1 else None
+        if rows is None or not rows.weight or rows.sparse or rows.direct_grads or not self._many_positions:
+            yield self
+            return
+        for part in self._row_pieces():
+            grads = part.per_example_grads
+            yield replace(part, calls=[], mask=None, example_weights=None, _shared={}, summed=grads)
+
     def _squared_rows(self, QG: Basis | None, QA: Basis | None, total: Tensor | None) -> Tensor:
-        """The same from rows, in pieces of examples."""
-        numbers = 0
-        for call in self.calls:
-            outputs = call.grads.shape[1:].numel() // self.num_examples  # positions · b · o
-            height, columns = self.layer.groups[0].layout.matrix_shape[-2:]
-            numbers += outputs * columns // height
-        for piece in self._cut(_ROW_BYTES, numbers):
+        """`squared_grads` from rows, in pieces of examples."""
+        for piece in self._row_pieces():
+            if self._many_positions:
+                total = piece._squared_examples(QG, QA, total)
+                continue
             rows = piece.rows
             ones = rows.bias and all(map(rows.adds_bias, piece.calls))  # else they are stored as a column
             a = rows.plain_inputs() if ones or not rows.bias else rows.inputs
@@ -261,6 +277,30 @@ class LayerBatch:
                 total = squared_gradients(g, a, QG, QA, ones, total)
         assert total is not None
         return total
+
+    def _squared_examples(self, QG: Basis | None, QA: Basis | None, total: Tensor | None) -> Tensor:
+        grads = self.per_example_grads
+        total = torch.zeros_like(grads[0, 0]) if total is None else total
+        for J in grads:
+            squared_examples(J, QG, QA, total)
+        return total
+
+    def _row_pieces(self) -> Iterator[LayerBatch]:
+        columns = self.layer.groups[0].layout.matrix_shape[-1]
+        size = max(_ROW_BYTES, _ROWS * columns * self.layer.accumulation_dtype.itemsize)
+        return self._cut(size, self._positions * columns)
+
+    @property
+    def _positions(self) -> int:
+        """Of all calls and matrices, per example."""
+        outputs = sum(call.grads.shape[1:].numel() for call in self.calls)  # examples · positions · b · o
+        return outputs // self.num_examples // self.layer.groups[0].layout.matrix_shape[-2]
+
+    @property
+    def _many_positions(self) -> bool:
+        """Whether a gradient is smaller than the rows that it is the sum of, whether in a basis or not."""
+        *batch, rows, columns = self.layer.groups[0].layout.matrix_shape
+        return self._positions > math.prod(batch) * max(rows, columns)
 
     def param_grads(self) -> dict[str, Tensor]:
         """Gradients of each example in the parameters' own shapes: key to [V, N, *shape]."""

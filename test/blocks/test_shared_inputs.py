@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -135,3 +136,21 @@ def test_a_rule_that_changes_its_rows_does_not_share() -> None:
     model.k = twice
     K = curvature(EmpiricalRisk(model, risk.losses.given, risk.data), KFAC)
     close(factor(K, "k").matrix[:-1, :-1], 4 * factor(K, "q").matrix[:-1, :-1], 1e-12)
+
+
+def test_inputs_of_a_batch_are_gone_when_the_model_runs_on_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, gone, seen = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), [], []
+    data = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(4)]
+    begin = SharedInputs.begin
+
+    def watched(self: SharedInputs, calls: Any) -> None:
+        seen.extend(weakref.ref(call.input) for own in calls.values() for call in own if call.input.shape[1] == 5)
+        begin(self, calls)
+
+    monkeypatch.setattr(SharedInputs, "begin", watched)
+    model[0].register_forward_pre_hook(lambda module, args: gone.append(all(before() is None for before in seen)))
+    curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data, check=False), KFAC)
+    assert len(seen) == 2 * len(data)
+    assert len(gone) >= len(data)
+    assert all(gone)

@@ -61,6 +61,39 @@ def test_what_fits_is_kept(max_kept_bytes: int) -> None:
     assert K.max_kept_bytes == max_kept_bytes
 
 
+class WithOwnEnd(EKFAC):
+    def finish(self) -> Any:
+        return super().finish()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_gradients_of_examples_are_kept_where_they_are_smaller(samples: int, bias: bool) -> None:
+    """A convolution with more positions than rows and columns: 2 · 4 or 5 numbers instead of 64 · 3 per example."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 2, padding="same", bias=bias), nn.Tanh(), nn.Flatten(), nn.Linear(128, 3))
+    data = [(torch.randn(20, 1, 8, 8), torch.randint(3, (20,))) for _ in range(3)]
+    outputs = 4 * 60 * (128 + samples * 3)  # inputs and gradients of the other layer
+    small = outputs + samples * 4 * 60 * 2 * (4 + bias) + 1000  # and what else belongs to a batch
+    read: list[int] = []
+
+    class Counted(list[Any]):
+        def __iter__(self) -> Any:
+            read.append(1)
+            return super().__iter__()
+
+    def run(kind: type[EKFAC], max_kept_bytes: int) -> torch.Tensor:
+        risk, vectors = EmpiricalRisk(model, nn.CrossEntropyLoss(), Counted(data)), MonteCarlo(samples, seed=0)
+        return curvature(risk, kind, vectors=vectors, max_kept_bytes=max_kept_bytes).to_dense()
+
+    swept = run(EKFAC, 0)
+    assert len(read) == 2
+    assert torch.equal(run(EKFAC, small), swept)
+    assert len(read) == 3
+    assert torch.equal(run(WithOwnEnd, small), swept)  # what it reads again is not known
+    assert len(read) == 5
+
+
 @pytest.mark.parametrize("given", [-1, 1.5, True, "64 MiB"])
 def test_other_memory_is_refused(given: Any) -> None:
     p = problem("mlp")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.layer import squares
-from curvlinops_plus.layer.squares import Basis, squared_gradients
+from curvlinops_plus.layer.squares import Basis, squared_examples, squared_gradients
 from curvlinops_plus.linalg.aligned import aligned, is_aligned
 
 F64 = torch.float64
@@ -82,3 +82,11 @@ def test_rows_of_totals_begin_cache_lines(dtype: torch.dtype) -> None:
     stored = squared_gradients(g, a, total=total.contiguous())
     assert is_aligned(stored)
     assert torch.equal(stored, squared_gradients(g, a, total=total))
+
+
+def test_gradients_stay_as_they_are() -> None:
+    """Also where no basis makes other ones of them."""
+    J = torch.randn(4, 2, 3)
+    before, total = J.clone(), torch.ones(2, 3)
+    assert torch.allclose(squared_examples(J, None, None, total), 1 + J.square().sum(0))
+    assert torch.equal(J, before)

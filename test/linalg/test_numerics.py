@@ -85,6 +85,21 @@ def test_sums_of_gram_matrices(d: int, numbers: list[int], ones: bool, dtype: to
     )
 
 
+@pytest.mark.parametrize("dtype", [F64, F32])
+def test_ones_are_added_in_the_memory_of_the_sum(dtype: torch.dtype) -> None:
+    """Also of several tiles; a value that is asked for before has memory of its own."""
+    total, rows = GramSum(ones=True), normal(700, 600).to(dtype)
+    total.add(rows)
+    assert total._triangle is not None
+    memory, before = total._triangle.untyped_storage().data_ptr(), total.value()
+    found = total.take()
+    assert found.untyped_storage().data_ptr() == memory != before.untyped_storage().data_ptr()
+    assert found.is_contiguous()
+    framed = torch.cat([rows, rows.new_ones(700, 1)], 1).double()
+    torch.testing.assert_close(found.double(), framed.T @ framed, rtol=1e-4, atol=1e-10 if dtype == F64 else 1e-3)
+    assert torch.equal(found, before)
+
+
 def test_rows_that_wait_count_once() -> None:
     for d, M in ((3, 1), (200, 50)):
         total, pieces = GramSum(ones=False), [normal(M, d, seed=seed) for seed in range(9)]
