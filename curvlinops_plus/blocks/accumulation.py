@@ -134,7 +134,7 @@ class Accumulation:
         if self._cache is not None and self.risk.processes.every("kept", self._cache.can_replay(layers)):
             self._cache.replay(add, count, f"{desc} (kept)" if self.risk.options.progressbar else None)
             return
-        again = [layer for layer in layers for a in self.pending[layer].values() if a.needs_another_sweep]
+        again = [layer for layer in layers if any(a.needs_another_sweep for a in self.pending[layer].values())]
         if self._max_bytes and again:
             self._cache = SweepCache(self._max_bytes, again, filter(self._squares_again, again))
             add, count = partial(self._add_and_keep, self._cache), partial(self._count_and_keep, self._cache)
@@ -166,10 +166,6 @@ class Accumulation:
         self._inputs.begin(batch.of_batch)
         add_batch(self.pending, batch)
 
-    def _count(self, batch_totals: Totals) -> None:
-        count_batch(self.pending, batch_totals)
-        self._inputs.end()
-
     def _add_and_keep(self, cache: SweepCache, batch: LayerBatch) -> None:
         self._add(batch)
         cache.add(batch)
@@ -177,6 +173,7 @@ class Accumulation:
     def _count(self, batch_totals: Totals) -> None:
         for totals in self._counted:
             totals.add(batch_totals)
+        self._inputs.end()
 
     def _count_and_keep(self, cache: SweepCache, batch_totals: Totals) -> None:
         self._count(batch_totals)
