@@ -187,10 +187,10 @@ class Accumulation:
             finished: dict[str, LinearOperator] = {}
             for layer, results in self._finish_accumulators().items():
                 for name, result in results.items():
-                    found = result if isinstance(result, (dict, Mapping)) else {name: result}
-                    if found is not result and isinstance(result, Accumulator):
+                    if isinstance(result, Accumulator):
                         self.pending[layer][name] = result
                     else:
+                        found = {name: result} if isinstance(result, LinearOperator) else result
                         refuse_unread(self.risk, layer, found)
                         finished |= found
             self.blocks |= finished if self._store is None else self._put_away(finished)

@@ -106,7 +106,7 @@ class KFAC(Accumulator):
             )
         self.reduce, weight = kfac_approx == "reduce", layer.weight
         #: The group that has the weight: its columns are those of A. None if only the bias is tracked.
-        self.weight_group = (*[g for g in layer.groups if weight in g.keys], None)[0]
+        self.weight_group = next((g for g in layer.groups if weight in g.keys), None)
         #: What is kept of each factor, by its name.
         self.forms = factor_forms(layer, max_bytes, split)
         #: Another accumulator whose layer reads the same inputs: the input factor is its.

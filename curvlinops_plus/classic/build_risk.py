@@ -34,7 +34,7 @@ def build_risk(
         ValueError: If the model is a function and `params` is no mapping, or `batch_size_fn` is missing.
         UnsupportedError: If the loss is not known.
     """
-    if of_layers and batch_size_fn is None and isinstance(data, (list, Sequence)) and len(data):
+    if of_layers and batch_size_fn is None and isinstance(data, Sequence) and len(data):
         item = data[0]
         if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], Mapping):
             raise ValueError(

@@ -357,7 +357,7 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def _items(sequence_or_mapping: Any) -> list[tuple[str, Any]]:
-    if isinstance(sequence_or_mapping, (dict, Mapping)):
+    if isinstance(sequence_or_mapping, Mapping):
         return list(sequence_or_mapping.items())
     return [(str(position), value) for position, value in enumerate(sequence_or_mapping)]
 

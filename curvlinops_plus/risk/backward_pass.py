@@ -169,7 +169,7 @@ class BackwardPasses:
     def _narrow(self, outputs: Sequence[Tensor]) -> bool:
         """Whether vectors go through float16."""
         slots = [slot for recorded in self.recorder.calls for slot in recorded.slots]
-        return is_narrow(outputs) or torch.float16 in [slot.dtype for slot in slots]
+        return is_narrow(outputs) or any(slot.dtype == torch.float16 for slot in slots)
 
     def take(self, group: VectorGroup, user: UserBackward) -> None:
         """Take the gradients of a single vector from the user's backward pass."""

@@ -43,7 +43,7 @@ class Arrived(NamedTuple):
 
 def is_narrow(tensors: Iterable[Tensor]) -> bool:
     """Whether one of the tensors is in float16."""
-    return torch.float16 in [t.dtype for t in tensors]
+    return any(t.dtype == torch.float16 for t in tensors)
 
 
 def narrowest(dtype: torch.dtype) -> torch.dtype:

@@ -119,9 +119,9 @@ def _is_watched() -> bool:
 def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
     """Whether a module does what PyTorch's type does: no hooks but the recorder's, no methods or tensors of its own."""
     others = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, module._compiled_call_impl
-    if True in map(bool, others) or not _hidden(kind).isdisjoint(module.__dict__):
+    if any(others) or not _hidden(kind).isdisjoint(module.__dict__):
         return False
-    for hook in (*module._forward_hooks.values(),) if module._forward_hooks else ():
+    for hook in tuple(module._forward_hooks.values()):
         if type(hook) is not Uncopied or getattr(hook.func, "__self__", None) is not recorder:
             return False
     for held in (module._parameters, module._buffers):

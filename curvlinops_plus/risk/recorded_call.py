@@ -163,7 +163,7 @@ def make_recorded_call(
     """
     _check_slots(use, slots, num_examples, (args, kwargs))
     slot, out_axes = slots[0], [slot.axis for slot in slots]
-    expand = num_examples if True in [slot.expanded for slot in slots] else 0
+    expand = num_examples if any(slot.expanded for slot in slots) else 0
     if isinstance(use.rule, AffineRule):  # it reads one tensor; the rest is not kept alive
         read = use.rule.input_of(use.module, args, kwargs).detach()
         x, moved = _examples_first(read, axis if slot.fold is None else 1, use, slot, num_examples, expand)

@@ -351,7 +351,7 @@ class EmpiricalRisk(ModelParameters):
         """Outputs, targets and class axes, as `run` gives them, from what the model returned for a batch."""
         outputs, class_axes = self.losses.select(out, self.options.output)
         require_numbers(outputs)
-        graph = self.checked.batch_norm and True in [f.requires_grad for f in outputs]
+        graph = self.checked.batch_norm and any(f.requires_grad for f in outputs)
         if graph and not prepare_graph(outputs, batch.num_examples):
             self.checked.batch_norm = False
         outputs, targets, class_axes = zip(

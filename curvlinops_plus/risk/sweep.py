@@ -107,7 +107,7 @@ class RecordedPasses:
         # Fused inference of transformers calls no submodule, so that no hook would fire.
         fused = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
         if risk.checked.fused is None:
-            risk.checked.fused = True in [isinstance(m, fused) for m in modules_of(risk.model).values()]
+            risk.checked.fused = any(isinstance(m, fused) for m in modules_of(risk.model).values())
         options = risk.options
         self.recorder = Recorder(
             layers,
