@@ -66,18 +66,25 @@ def settings() -> dict[str, object]:
     }
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[Any]:
-    """What the package says once per process is said again in each test, and no test changes a global setting.
+_settings = pytest.StashKey[dict[str, object]]()
 
-    Nothing that a test calls does, either. Two fixtures would take as long as a small test.
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """What the package says once per process is said again in each test.
+
+    With `pytest_runtest_teardown` in place of two fixtures, which would take as long as a small test.
     """
     from curvlinops_plus.blocks import plan
 
-    before, told, plan._told = settings(), plan._told, set()
-    try:
-        result = yield
-    finally:
-        plan._told = told
-    assert settings() == before
+    plan._told = set()
+    item.stash[_settings] = settings()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """No test, and nothing that a test calls, changes a global setting of PyTorch."""
+    result = yield
+    assert settings() == item.stash[_settings]
     return result

@@ -267,7 +267,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a weight twice": lambda m: setattr(m[2].append(nn.Linear(6, 6).double())[2], "weight", m[2][0].weight),
 }
 #: What has a curvature all the same.
-RIGHT = {"parametrization of rows", "a layer twice", "a weight twice"}
+RIGHT = {"hook of a parameter", "parametrization of rows", "a layer twice", "a weight twice"}
 
 
 class OtherForward(nn.Sequential):
