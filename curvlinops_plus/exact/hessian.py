@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from curvlinops_plus.exact.base import ParameterCurvature
 from curvlinops_plus.exact.batched import (
@@ -32,7 +31,7 @@ from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, r
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk, Totals
-from curvlinops_plus.risk.autograd_graph import raise_unreached
+from curvlinops_plus.risk.autograd_graph import edge_of, raise_unreached
 from curvlinops_plus.risk.determinism import coarsest_dtype
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
@@ -191,7 +190,7 @@ class _BatchHessian:
         # A gradient is known by where it is in the graph; its numbers are not needed.
         with edges.backward(loss):
             gradient = torch.autograd.grad(loss, edges.params, create_graph=True, allow_unused=True)
-        self.gradient = [get_gradient_edge(g) if g is not None and g.requires_grad else None for g in gradient]
+        self.gradient = [edge_of(g) if g is not None and g.requires_grad else None for g in gradient]
 
     def products(self, rows: Tensor, total: Tensor | None = None, last: bool = False) -> Tensor:
         """Products with vectors, [K, n] -> [K, n], added to `total` if there is one; the last free the graph."""

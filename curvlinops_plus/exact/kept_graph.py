@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 from curvlinops_plus.exact.batched import add_vjp, split_rows, vjp
 from curvlinops_plus.exact.model_passes import Outputs
-from curvlinops_plus.risk.autograd_graph import postorder
+from curvlinops_plus.risk.autograd_graph import edge_of, postorder
 
 __all__ = ["KeptGraph", "kept_graph"]
 
@@ -90,7 +90,7 @@ def _places_of_gradients(F: Outputs, free: list[Tensor], w: list[Tensor]) -> lis
     back: list[GradientEdge | None] = [None] * len(free)
 
     def note(k: int, g: Tensor) -> Tensor:
-        back[k] = get_gradient_edge(g) if g.requires_grad else None
+        back[k] = edge_of(g) if g.requires_grad else None
         return g.detach().new_zeros(()).expand(g.shape)
 
     hooks = [p.register_hook(partial(note, k)) for k, p in enumerate(free)]

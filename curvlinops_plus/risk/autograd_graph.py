@@ -8,11 +8,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from curvlinops_plus.errors import UnsupportedError
 
-__all__ = ["REENTRANT", "gradients_of", "postorder", "prepare_graph", "raise_unreached"]
+__all__ = ["REENTRANT", "edge_of", "gradients_of", "postorder", "prepare_graph", "raise_unreached"]
 
 REENTRANT = (
     "The model uses activation checkpointing with use_reentrant=True, which hides parameters from derivatives other "
@@ -46,6 +46,14 @@ def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
                 continue
             stack.append((node, True))
             stack += [(child, False) for child in children if child not in below]
+
+
+def edge_of(t: Tensor) -> GradientEdge:
+    """Where a tensor is in its graph, which stays alive without the tensor, in all versions of PyTorch."""
+    if isinstance(t.grad_fn, torch._C._FunctionBase):  # what is written in Python does not keep its graph
+        with torch.enable_grad():
+            t = t.view_as(t)
+    return get_gradient_edge(t)
 
 
 def gradients_of(
