@@ -116,17 +116,21 @@ class ForwardMode:
 
         Raises:
             UnsupportedError: If a sum of the vectors leaves something else than the sum of what they have left, or
-                longer and shorter ones do.
+                longer and shorter ones do; with float16 on their way, if somewhat longer ones do.
         """
         if self._linear or self.right is not None or not self._by_hand(F):
             return
         self._linear = bool(back.any())
         c = torch.cos(torch.arange(len(back), device=back.device)).to(back.dtype)
         expected, eps = c @ back, max(torch.finfo(t.dtype).eps for t in (*F, *free))
-        for length in (1.0, 2.0**30, 2.0**-30):  # powers of two change no digit
+        allowed, lengths = min(10 * eps**0.5, 0.1) * back.norm(), (1.0, 2.0**30, 2.0**-30)
+        if _meets_float16(F):  # which has no digits for shorter ones, and few for small numbers
+            allowed = 0.1 * back.norm() + torch.finfo(torch.float16).tiny * back.shape[1] ** 0.5
+            lengths = (1.0, 2.0**4)
+        for length in lengths:  # powers of two change no digit
             sent = [None if v is None else length * torch.tensordot(c.to(v.dtype), v, 1)[None] for v in vectors]
             away = (self.passes.vjp(F, free, sent, 1)[0] / length - expected).norm()
-            if bool(away.isfinite() & (away > min(10 * eps**0.5, 0.1) * back.norm())):  # in float16 it overflows
+            if bool(away.isfinite() & (away > allowed)):  # in float16 it overflows
                 raise UnsupportedError(
                     "A backward pass through the model is not linear in the vector that is sent back: a hook of the "
                     "model, or a backward pass written by hand, clamps, normalises or perturbs gradients. There are no "
@@ -202,6 +206,12 @@ def _first_use_of_forward_mode() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
         yield
+
+
+def _meets_float16(F: Outputs) -> bool:
+    """Whether something in the graph is in float16, as with autocast, whatever the outputs are in."""
+    nodes = (node for node, _ in postorder([f.grad_fn for f in F]))
+    return any(met.dtype == torch.float16 for node in nodes for met in node._input_metadata)
 
 
 def _agrees(

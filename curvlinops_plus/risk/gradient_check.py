@@ -118,14 +118,12 @@ def send_single(
         return _gradients(slots, outputs, inputs, [length * _only(v, chosen) for v in numbers])
 
     # Two vectors: examples that change places may leave one where it is.
-    first, rows = dict[int, Tensor](), dict[int, Tensor]()
-    if N > 1:
-        arrived = send(_two_of(N), 1.0, edges)
-        first = _by_slot(slots, arrived.gradients)
-        if arrived.power == 1:  # in float16 the two may be multiplied with different numbers
-            rows = {id(s): _LONGER * _middle(s, first[id(s)], N) for s in slots if id(s) in first}
-        if _find_rows(recorder.calls, N, [(_two_of(N), first)]) == []:
-            first = {}  # there is nothing to say of them, and they would take memory in the pass that follows
+    arrived = send(_two_of(N), 1.0, edges)
+    first, rows = _by_slot(slots, arrived.gradients), dict[int, Tensor]()
+    if arrived.power == 1:  # in float16 the two may be multiplied with different numbers
+        rows = {id(s): _LONGER * _middle(s, first[id(s)], N) for s in slots if id(s) in first}
+    if _find_rows(recorder.calls, N, [(_two_of(N), first)]) == []:
+        first = {}  # there is nothing to say of them, and they would take memory in the pass that follows
     chosen = _all_of(N) if every else _one_of(N, N // 2)
     found = send(chosen, _LONGER, [*edges, *free.values()]).gradients
     grads, expected = _by_slot(slots, found), _by_key(free, found[len(slots) :])

@@ -116,6 +116,40 @@ def test_refused(name: str, door: str) -> None:
         DOORS[door](_risk(_network(name)))
 
 
+@pytest.mark.parametrize("name", WRONG)
+def test_batches_of_one_example(name: str) -> None:
+    risk = EmpiricalRisk(_network(name), nn.CrossEntropyLoss(), [(X[:1], Y[:1])])
+    with pytest.raises(UnsupportedError, match="not linear in the vector"):
+        curvature(risk, FullBlock)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["float16", "float16 inside"])
+def test_float16_is_linear(inside: bool) -> None:
+    """It has no digits for vectors that are much shorter; clamps are found all the same."""
+
+    class Narrow(nn.Module):
+        def __init__(self, clamped: bool) -> None:
+            super().__init__()
+            self.first, self.last, self.clamped = nn.Linear(3, 4), nn.Linear(4, 2), clamped
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = _Straight.apply(self.first(x).half())
+            if self.clamped and h.requires_grad:  # type: ignore[attr-defined]
+                h.register_hook(lambda g: g.clamp(-0.05, 0.05))  # type: ignore[attr-defined]
+            return self.last(h.to(self.last.weight.dtype))  # type: ignore[attr-defined]
+
+    for clamped in (False, True):
+        torch.manual_seed(0)
+        model = Narrow(clamped) if inside else Narrow(clamped).half()
+        risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X.float() if inside else X.half(), Y)])
+        for door in ("GGN, dense", "Jacobian, dense", "factor"):
+            if clamped:
+                with pytest.raises(UnsupportedError, match="not linear in the"):
+                    DOORS[door](risk)
+            else:
+                DOORS[door](risk)
+
+
 @pytest.mark.parametrize("wide", [3, 400])
 def test_examples_by_themselves(wide: int) -> None:
     """In large layers, of which three examples are run by themselves; other hooks are fine."""
