@@ -223,7 +223,7 @@ class _Graph:
 
 
 def _to_real(Y: Tensor) -> Tensor:  # complex [d, K] -> [2d, K]
-    return torch.view_as_real(Y.resolve_conj()).movedim(-1, 1).flatten(0, 1) if Y.is_complex() else Y
+    return torch.stack((Y.real, Y.imag), 1).flatten(0, 1) if Y.is_complex() else Y
 
 
 def _as_blocks(M: Tensor) -> Tensor:  # complex [d, e] -> [2d, 2e]
