@@ -16,7 +16,7 @@ from torch.autograd import Function, forward_ad
 
 from curvlinops_plus.layer.weight_gradient import weight_gradient
 
-__all__ = ["EdgesOnly"]
+__all__ = ["EdgesOnly", "is_own_node"]
 
 _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 
@@ -80,6 +80,11 @@ class EdgesOnly:
             return None
         strides, pads, gaps = ((a,) * n if isinstance(a, int) else tuple(a) for a in (stride, padding, dilation))
         return _Convolution.apply(_Options(self, strides, pads, gaps, groups), input, weight, bias)
+
+
+def is_own_node(node: Any) -> bool:
+    """Whether a node of a graph was made by these convolutions, which are linear as PyTorch's are."""
+    return getattr(node, "_forward_cls", None) in (_Convolution, _Backward)
 
 
 class _Options(NamedTuple):

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointError
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.batched import agree, is_generic, split_rows, vjp
 from curvlinops_plus.exact.double_backward import only_rounding, refuse_once_differentiable, tried
+from curvlinops_plus.exact.linear_passes import is_by_hand, refuse_nonlinear
 from curvlinops_plus.exact.model_passes import ModelPasses, OutputProduct, Outputs, jvp_double_backward
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.autograd_graph import postorder, raise_unreached
@@ -79,7 +80,7 @@ class ForwardMode:
             MJV = [Mv for Mv in output_product(F, extra)(JV) if Mv is not None]
             if len(MJV) < len(JV):
                 return None
-            if self._by_hand(F):  # vectors of other lengths may leave something else
+            if is_by_hand(F, self.passes.hooked):  # vectors of other lengths may leave something else
                 return None
             back = self.passes.vjp(F, free, MJV, 1, last=True)
             if not agree([rows], JV, MJV, [back], [*F, *free]):
@@ -100,11 +101,6 @@ class ForwardMode:
         state.restore()
         return None
 
-    def _by_hand(self, F: Outputs) -> bool:
-        """Whether something else than PyTorch's own functions, which are linear, takes part in backward passes."""
-        python = torch._C._FunctionBase  # pyright: ignore[reportPrivateUsage]
-        return self.passes.hooked or any(isinstance(node, python) for node, _ in postorder([f.grad_fn for f in F]))
-
     def require_linear(self, F: Outputs, free: list[Tensor], vectors: Sequence[Tensor | None], back: Tensor) -> None:
         """Refuse backward passes that are not linear. Once, and only where this is not clear from the graph.
 
@@ -118,24 +114,16 @@ class ForwardMode:
             UnsupportedError: If a sum of the vectors leaves something else than the sum of what they have left, or
                 longer and shorter ones do; with float16 on their way, if somewhat longer ones do.
         """
-        if self._linear or self.right is not None or not self._by_hand(F):
+        if self._linear or self.right is not None or not is_by_hand(F, self.passes.hooked):
             return
         self._linear = bool(back.any())
         c = torch.cos(torch.arange(len(back), device=back.device)).to(back.dtype)
-        expected, eps = c @ back, max(torch.finfo(t.dtype).eps for t in (*F, *free))
-        allowed, lengths = min(10 * eps**0.5, 0.1) * back.norm(), (1.0, 2.0**30, 2.0**-30)
-        if _meets_float16(F):  # which has no digits for shorter ones, and few for small numbers
-            allowed = 0.1 * back.norm() + torch.finfo(torch.float16).tiny * back.shape[1] ** 0.5
-            lengths = (1.0, 2.0**4)
-        for length in lengths:  # powers of two change no digit
+
+        def send(length: float) -> Tensor:
             sent = [None if v is None else length * torch.tensordot(c.to(v.dtype), v, 1)[None] for v in vectors]
-            away = (self.passes.vjp(F, free, sent, 1)[0] / length - expected).norm()
-            if bool(away.isfinite() & (away > allowed)):  # in float16 it overflows
-                raise UnsupportedError(
-                    "A backward pass through the model is not linear in the vector that is sent back: a hook of the "
-                    "model, or a backward pass written by hand, clamps, normalises or perturbs gradients. There are no "
-                    "derivatives then: leave that out while the curvature is computed."
-                )
+            return self.passes.vjp(F, free, sent, 1)[0]
+
+        refuse_nonlinear(send, c @ back, F, max(torch.finfo(t.dtype).eps for t in (*F, *free)))
 
     def choose(self, batch: Batch) -> None:
         """Determine whether forward mode is possible and right: does it agree with a backward pass?"""
@@ -150,7 +138,7 @@ class ForwardMode:
         def agrees(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> bool:
             self.graphs.add(_graph(F))
             right = _agrees(F, free, split_rows(v, free), JV, normal)
-            if right and self._by_hand(F):
+            if right and is_by_hand(F, self.passes.hooked):
                 vectors = [normal(*t.shape) for t in JV]
                 self.require_linear(F, free, vectors, self.passes.vjp(F, free, vectors, 1))
             return right
@@ -206,12 +194,6 @@ def _first_use_of_forward_mode() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)
         yield
-
-
-def _meets_float16(F: Outputs) -> bool:
-    """Whether something in the graph is in float16, as with autocast, whatever the outputs are in."""
-    nodes = (node for node, _ in postorder([f.grad_fn for f in F]))
-    return any(met.dtype == torch.float16 for node in nodes for met in node._input_metadata)
 
 
 def _agrees(

@@ -27,6 +27,7 @@ from curvlinops_plus.exact.double_backward import (
     refuse_asymmetry,
     refuse_once_differentiable,
 )
+from curvlinops_plus.exact.linear_passes import is_by_hand, refuse_nonlinear
 from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
@@ -56,7 +57,8 @@ class Hessian(ParameterCurvature):
     Raises:
         TypeError: If `block_sizes` is a number.
         ValueError: If they don't add up to the number of parameters, or `chunk_size` is less than one.
-        UnsupportedError: If model or loss use an operation that PyTorch can't differentiate twice.
+        UnsupportedError: If model or loss use an operation that PyTorch can't differentiate twice; if products are not
+            linear, since a hook or a backward pass written by hand clamps gradients.
         RuntimeError: If two passes over the data disagree.
 
     Cost: one sweep per product, of a forward pass and two backward passes; columns of a chunk share the first two.
@@ -92,6 +94,7 @@ class Hessian(ParameterCurvature):
         self._checked: set[Hashable] = set()  # shapes of batches that were
         self._largest = 1  # numbers in the largest intermediate result of the first forward pass
         self._replaced = False  # whether operations in it were replaced
+        self._hooked = False  # whether the model has registered a hook on a tensor
         if check_deterministic:
             self._check_loss()
 
@@ -136,6 +139,7 @@ class Hessian(ParameterCurvature):
         totals = self.risk.terms(f, y, batch, class_axis).totals
         if watch is not None:
             self._largest, self._replaced = max(self._largest, watch.largest), watch.replaced
+            self._hooked |= watch.hooked
         return weights.objective(totals), kernel_shape(batch.num_examples, f), totals.detached()
 
     def _columns(self) -> int:
@@ -163,6 +167,7 @@ class Hessian(ParameterCurvature):
         if not new:
             return hessian.products(X.T, total, last=True)
         HX = hessian.products(X.T)
+        self._require_linear(loss, hessian)
         dtype, some = coarsest_dtype(self.risk), X.shape[1] and is_generic(X[:, 0], edges.params)
         # The product that nearly always is the last one needs memory for a vector more, and frees the graph instead.
         if not some or not is_symmetric(partial(hessian.products, last=True), X[:, 0], HX[0], dtype):
@@ -172,6 +177,14 @@ class Hessian(ParameterCurvature):
             state.restore()
         self._checked.add(shape)
         return HX if total is None else total.add_(HX)
+
+    def _require_linear(self, loss: Tensor, hessian: _BatchHessian) -> None:
+        """Refuse products that are not linear: hooks are called in the second backward pass, too."""
+        if not is_by_hand([loss], self._hooked):
+            return
+        x = torch.cos(torch.arange(self.shape[0], device=self.device)).to(self.dtype)
+        eps = torch.finfo(coarsest_dtype(self.risk)).eps
+        refuse_nonlinear(lambda c: hessian.products(c * x[None])[0], hessian.products(x[None])[0], [loss], eps)
 
 
 class _BatchHessian:
