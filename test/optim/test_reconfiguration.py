@@ -430,6 +430,20 @@ def with_nan(t: Tensor) -> Tensor:
     return t
 
 
+class Clamping(nn.Module):
+    """Its gradients are cut where they are long, as in products with long vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(4, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x @ self.a
+        if h.requires_grad:
+            h.register_hook(lambda g: g.clamp(-5.0, 5.0))
+        return h.tanh()
+
+
 class Mixing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -589,6 +603,7 @@ NORMED = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).doub
         (ValueError, r"chunk_size to be a positive whole number or None, got 0", lambda: sr(*ARGS, chunk_size=0)),
         (UnsupportedError, r"log_psi draws random numbers", lambda: sr(RANDOM, None, X, E)),
         (UnsupportedError, r"can't be called with one sample.*Batch norm", lambda: sr(NORMED, None, X, E)),
+        (UnsupportedError, r"backward pass through the model is not linear", lambda: sr(Clamping(), None, X, E)),
         (UnsupportedError, r"must depend on one sample only", lambda: sr(Mixing(), None, X, E)),
         (
             ValueError,

@@ -13,7 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlinops_plus.errors import NumericsError, UnsupportedError
-from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude
+from curvlinops_plus.exact.linear_passes import is_by_hand, refuse_nonlinear
+from curvlinops_plus.exact.operations import Operations
+from curvlinops_plus.optim.reconfiguration.amplitude import LogAmplitude, as_real
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import eager
@@ -39,9 +41,9 @@ class Ensemble:
     Raises:
         ValueError: If there are fewer than two samples of positive weight, or weights are invalid.
         NumericsError: If log ψ of a sample is NaN or infinite.
-        UnsupportedError: If log ψ is random, or that of one sample depends on others.
+        UnsupportedError: If log ψ is random, that of one sample depends on others, or a backward pass is not linear.
 
-    Cost: one forward pass without gradient.
+    Cost: one forward pass without gradient, and one of a sample.
     """
 
     def __init__(self, psi: LogAmplitude, samples: Any, weights: Any = None, chunk_size: int | None = None) -> None:
@@ -115,13 +117,17 @@ class Ensemble:
                 )
             self._check_finite(out)
             alone = tree_map_only(Tensor, lambda t: t[-1:], self.chunks[-1])
+            leaves = {name: v.detach().requires_grad_() for name, v in self.free.items()}
             try:
-                last = self.psi(self.free, alone)
+                with torch.enable_grad(), Operations() as watch:
+                    last = self.psi(leaves, alone)
             except Exception as error:
                 raise UnsupportedError(
                     f"log_psi can't be called with one sample, where it should return log ψ of it: {error} (Batch norm "
                     "in training mode? Call .eval() first.)"
                 ) from error
+            self._require_linear(last, [*leaves.values()], watch.hooked)
+            last = last.detach()
         tolerance = torch.finfo(out.dtype).eps ** 0.5
         if not torch.allclose(last, out[-1:], rtol=tolerance, atol=tolerance * float(out.abs().amax())):
             raise UnsupportedError(
@@ -130,6 +136,18 @@ class Ensemble:
                 ".eval() first. A normalisation over the batch? It does not matter here, leave it out.)"
             )
         return out
+
+    def _require_linear(self, out: Tensor, leaves: list[Tensor], hooked: bool) -> None:
+        """Refuse backward passes from an output [1, c] that are not linear."""
+        if not is_by_hand([out], hooked):
+            return
+
+        def send(length: float) -> Tensor:
+            vectors = length * torch.ones_like(out)
+            found = torch.autograd.grad(out, leaves, vectors, retain_graph=True, materialize_grads=True)
+            return torch.cat([as_real(g).flatten() for g in found])
+
+        refuse_nonlinear(send, send(1.0), [out], torch.finfo(out.dtype).eps)
 
     def _check_finite(self, out: Tensor) -> None:
         bad = ~torch.isfinite(out).all(1)

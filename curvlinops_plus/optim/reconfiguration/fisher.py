@@ -49,7 +49,7 @@ class CenteredFisherLinearOperator(LinearOperator):
     Raises:
         ValueError: If arguments do not fit each other, or fewer than two samples count.
         NumericsError: If `log ψ` or its derivatives are NaN or infinite; names the samples.
-        UnsupportedError: If `log ψ` is random, or mixes samples.
+        UnsupportedError: If `log ψ` is random, mixes samples, or has a backward pass that is not linear.
 
     Cost: one forward pass to make it. A product with one vector takes three backward passes, and with chunks two
         forward passes more; without chunks the graph of one forward pass stays in memory. Stored, one backward pass per
