@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,9 +32,15 @@ def build_risk(
             mappings need `batch_size_fn`.
 
     Raises:
+        TypeError: If neither the operator nor `EmpiricalRisk` has an option.
         ValueError: If the model is a function and `params` is no mapping, or `batch_size_fn` is missing.
         UnsupportedError: If the loss is not known.
     """
+    if unknown := [name for name in risk_options if name not in signature(EmpiricalRisk).parameters]:
+        raise TypeError(
+            f"Unexpected keyword {', '.join(map(repr, unknown))}: an option neither of this operator nor of "
+            "`EmpiricalRisk`, whose options it takes, too."
+        )
     if of_layers and batch_size_fn is None and isinstance(data, Sequence) and len(data):
         item = data[0]
         if isinstance(item, (tuple, list)) and len(item) == 2 and isinstance(item[0], Mapping):

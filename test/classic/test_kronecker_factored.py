@@ -138,7 +138,7 @@ def test_options_of_a_risk_are_passed_on(kind: Any) -> None:
     K = kind(p.model, p.loss, p.params, p.data, check=False, weight=lambda X, y: torch.full((len(X),), 2.0))
     assert K.risk.options.check is False
     close(K.to_dense(), kind(p.model, p.loss, p.params, p.data).to_dense())  # a mean
-    with pytest.raises(TypeError, match="wieght"):
+    with pytest.raises(TypeError, match=r"keyword 'wieght': an option neither of this operator nor of .EmpiricalRisk"):
         kind(p.model, p.loss, p.params, p.data, wieght=None)
 
 
