@@ -12,6 +12,8 @@ from curvlinops_plus.risk import EmpiricalRisk
 
 __all__ = ["FunctionModule", "build_risk"]
 
+_OPTIONS = signature(EmpiricalRisk).parameters
+
 
 def build_risk(
     model_func: nn.Module | Callable[..., Any],
@@ -36,7 +38,7 @@ def build_risk(
         ValueError: If the model is a function and `params` is no mapping, or `batch_size_fn` is missing.
         UnsupportedError: If the loss is not known.
     """
-    if unknown := [name for name in risk_options if name not in signature(EmpiricalRisk).parameters]:
+    if unknown := [name for name in risk_options if name not in _OPTIONS]:
         raise TypeError(
             f"Unexpected keyword {', '.join(map(repr, unknown))}: an option neither of this operator nor of "
             "`EmpiricalRisk`, whose options it takes, too."
