@@ -14,8 +14,6 @@ from curvlinops_plus.risk import EmpiricalRisk, Group, Layer, LayerBatch
 from curvlinops_plus.risk.find_functions import layers_of
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["attribution_scores", "self_influence"]
-
 
 def attribution_scores(
     P: LinearOperator,

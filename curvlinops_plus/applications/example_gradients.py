@@ -22,8 +22,6 @@ from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.sweep import RecordedPasses
 from curvlinops_plus.risk.takes_risk import takes_risk
 
-__all__ = ["Add", "per_example_gradients", "show_gradients"]
-
 #: Takes a layer's batch, and the number of the loss term that its first vector is of.
 Add = Callable[[LayerBatch, int], None]
 

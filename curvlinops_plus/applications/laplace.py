@@ -19,8 +19,6 @@ from curvlinops_plus.linalg import BlockDiagonal, Dense, Diagonal, LinearOperato
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.selection import select
 
-__all__ = ["Laplace"]
-
 Precision = float | Tensor | Mapping[str, Any]
 
 

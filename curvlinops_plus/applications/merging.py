@@ -14,8 +14,6 @@ from curvlinops_plus.errors import NoClosedForm, SingularMatrixError
 from curvlinops_plus.linalg import Diagonal, LinearOperator, RelativeDamping, Structure, cg
 from curvlinops_plus.risk.wrappers import inner_model
 
-__all__ = ["merge"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

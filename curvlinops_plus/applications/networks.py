@@ -14,8 +14,6 @@ from curvlinops_plus.exact.base import RiskOperator
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk
 
-__all__ = ["require_fixed", "require_own_values", "require_present", "risks_of"]
-
 
 def risks_of(K: LinearOperator) -> list[EmpiricalRisk]:
     """The risks of an operator and of all that it is made of, such as the terms of a sum; empty if it has none."""

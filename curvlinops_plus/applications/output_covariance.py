@@ -37,8 +37,6 @@ from curvlinops_plus.risk.reading import Batch, count_examples, to_device
 from curvlinops_plus.risk.risk import Checked
 from curvlinops_plus.risk.sweep import RecordedPasses
 
-__all__ = ["OutputCovariance", "Outputs"]
-
 Then = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 

@@ -13,8 +13,6 @@ from curvlinops_plus.applications.networks import require_fixed, require_present
 from curvlinops_plus.linalg import Deferred, LinearOperator, Structure
 from curvlinops_plus.risk import EmpiricalRisk
 
-__all__ = ["QuadraticPenalty"]
-
 
 class Penalty(ABC):
     """A number that depends on parameters of a network; penalties add up."""

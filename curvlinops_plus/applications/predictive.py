@@ -22,8 +22,6 @@ from curvlinops_plus.likelihood.mse import MSE
 from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.numerics import standard_normal
 
-__all__ = ["Normal", "needs_covariance", "predictive"]
-
 LINKS = ("probit", "mc", "bridge")
 
 

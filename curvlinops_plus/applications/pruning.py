@@ -17,8 +17,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.damping import Damping
 
-__all__ = ["prune"]
-
 
 @torch.no_grad()
 def prune(

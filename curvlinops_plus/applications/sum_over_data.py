@@ -20,8 +20,6 @@ from curvlinops_plus.risk.first_order import loss_pass
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
 
-__all__ = ["SumOverData", "sum_over_data"]
-
 
 @dataclass(frozen=True)
 class SumOverData:

@@ -31,8 +31,6 @@ from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import require_rereadable
 from curvlinops_plus.risk.sweep import sweep
 
-__all__ = ["Accumulation", "Planned", "refuse_unread", "run_accumulation"]
-
 
 class Accumulation:
     """The accumulators of a plan, and the blocks that are finished so far.

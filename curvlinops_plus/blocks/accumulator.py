@@ -26,16 +26,6 @@ from curvlinops_plus.risk import Group, Layer, LayerBatch, Totals
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "Accumulator",
-    "Approximation",
-    "LossScale",
-    "Needs",
-    "add_batch",
-    "finish_work",
-    "share_totals",
-]
-
 # Totals over all batches to the factor `c` in front of the sum of all loss terms.
 LossScale = Callable[[Totals], Tensor | float]
 

@@ -18,8 +18,6 @@ from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST
 from curvlinops_plus.risk.sweep import RecordedPasses
 
-__all__ = ["BatchPass", "PassStart", "Show"]
-
 # Shows a batch to a consumer, with vectors that are drawn from the given random numbers; as often as it is called.
 Show = Callable[[Consumer, Draws], Totals]
 

@@ -53,8 +53,6 @@ from curvlinops_plus.risk.takes_risk import checked_bytes, made_together, takes_
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["BlockwiseLinearOperator", "curvature", "restore"]
-
 
 class BlockwiseLinearOperator(ScaledBlocks):
     """A block-diagonal approximation of the curvature of an empirical risk.

@@ -8,8 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["Checkpoint"]
-
 
 class Stateful(Protocol):
     """What has a state."""

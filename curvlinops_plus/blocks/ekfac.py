@@ -39,8 +39,6 @@ from curvlinops_plus.risk import Group, Layer, LayerBatch
 if TYPE_CHECKING:
     pass
 
-__all__ = ["EKFAC", "compute_eigenvalue_correction_linear_weight_sharing"]
-
 
 class EKFAC(KFAC):
     """Eigenvalue-corrected KFAC: its trace is the exact block's, and it is never further from it than KFAC.

@@ -33,8 +33,6 @@ from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.takes_risk import made_together, takes_risk
 
-__all__ = ["CurvatureEstimator"]
-
 
 class CurvatureEstimator:
     """A running estimate of a risk's block-diagonal curvature that takes one batch at a time.

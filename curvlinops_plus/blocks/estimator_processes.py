@@ -15,8 +15,6 @@ from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.draws import Draws
 
-__all__ = ["add_nothing", "add_to_step", "agree", "sums_of_batch", "together"]
-
 T = TypeVar("T")
 
 

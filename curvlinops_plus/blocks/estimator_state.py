@@ -17,8 +17,6 @@ from curvlinops_plus.errors import CurvatureWarning, level_of_user
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.risk import EmpiricalRisk, Totals, Vectors
 
-__all__ = ["read_estimator", "with_layers", "write_estimator"]
-
 FORMAT = "curvlinops_plus.estimator"
 
 

@@ -11,8 +11,6 @@ from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.linalg import BlockDiagonal, Kronecker, heuristic_damping
 from curvlinops_plus.linalg.offload import in_turn, resident
 
-__all__ = ["heuristic_factor_damping", "pair_damping"]
-
 
 def pair_damping(K: BlockDiagonal, pair: tuple[Any, Any], scale: float | Tensor) -> dict[str, Any]:
     """Block name to `(λ_A, λ_G / scale)` for Kronecker products, to the second of these for others.

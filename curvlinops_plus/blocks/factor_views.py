@@ -26,8 +26,6 @@ from curvlinops_plus.linalg import (
 from curvlinops_plus.linalg.offload import resident
 from curvlinops_plus.risk import Layer
 
-__all__ = ["FactorOwner", "FactorView", "blocks_from_factors", "factor_names", "read_factor"]
-
 COVARIANCES = ("input_covariances", "gradient_covariances")
 EIGENVECTORS = ("input_covariances_eigenvectors", "gradient_covariances_eigenvectors")
 VALUES = "corrected_eigenvalues"

@@ -17,21 +17,6 @@ from curvlinops_plus.linalg import Dense, Diagonal, SplitFactor, Structure
 from curvlinops_plus.linalg.factor import Factor
 from curvlinops_plus.risk import Layer
 
-__all__ = [
-    "FactorForm",
-    "Parts",
-    "as_factor",
-    "check_factor_sizes",
-    "each_part",
-    "factor_forms",
-    "form_in_role",
-    "numbered",
-    "of_form",
-    "slices",
-    "stacked",
-    "unstacked",
-]
-
 # A factor: its matrix or matrices `[*b, d, d]`, its diagonal `[*b, d]`, or the matrices on the diagonal of a split one.
 Parts = Tensor | tuple[Tensor, ...]
 

@@ -8,8 +8,6 @@ from curvlinops_plus.linalg.compared import Sums
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.replicas import all_parameters
 
-__all__ = ["Fingerprint", "changed_parameters", "fingerprint", "require_unchanged"]
-
 Fingerprint = Mapping[str, list[float]]
 
 

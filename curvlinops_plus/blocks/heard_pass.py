@@ -25,8 +25,6 @@ from curvlinops_plus.risk.repeatable import relative_difference
 from curvlinops_plus.risk.sweep import RecordedPasses
 from curvlinops_plus.risk.user_backward import UserBackward
 
-__all__ = ["HeardBatch", "HeardPass", "listen"]
-
 _INSIDE = "`loss.backward()` inside the block"
 
 

@@ -51,8 +51,6 @@ from curvlinops_plus.risk.affine_rows import AffineRows
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["KFAC"]
-
 # Larger factors are diagonal.
 MAX_BYTES = 2 * 2**30
 

@@ -16,8 +16,6 @@ from curvlinops_plus.blocks.plan import LayerPlan, table
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.risk import Layer
 
-__all__ = ["Memory", "checked_limit", "groups_within", "memory_of", "sweeps_of", "warn_of_memory"]
-
 _LITTLE = 2**30  # below, nobody asks how much there is
 
 

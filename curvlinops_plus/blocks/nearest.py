@@ -20,8 +20,6 @@ from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.linalg.kronecker_approximation import balanced, nearest_to_matrix
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
-__all__ = ["NearestKronecker", "PowerStep"]
-
 # Outer products of sparse rows' gradients are formed in pieces of about this many bytes.
 _WORK_BYTES = 2**24
 

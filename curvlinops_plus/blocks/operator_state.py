@@ -33,19 +33,6 @@ from curvlinops_plus.risk import EmpiricalRisk, Group, Vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, rebuild_reads
 from curvlinops_plus.risk.losses import rebuild_losses
 
-__all__ = [
-    "NoData",
-    "StateOwner",
-    "block_parts",
-    "check_state",
-    "describe",
-    "part_names",
-    "read_blocks",
-    "rebuild_arguments",
-    "upgrade",
-    "write_blocks",
-]
-
 VERSION = 3
 # Without them a state is cut off; "examples", "blocks" and factors are there as soon as blocks are computed.
 KEYS = (

@@ -18,8 +18,6 @@ from curvlinops_plus.linalg import Dense, Kronecker, LinearOperator, Structure
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import Totals
 
-__all__ = ["decompose_factors", "decompose_together", "sum_over_processes"]
-
 # Name of a sum to its shape and dtype, and the same of divisors that are tensors.
 Shapes = dict[str, tuple[list[int], torch.dtype]]
 

@@ -15,8 +15,6 @@ from curvlinops_plus.linalg import BlockDiagonal, Elsewhere, LinearOperator
 from curvlinops_plus.linalg.owned import OwnedBlockDiagonal
 from curvlinops_plus.risk import EmpiricalRisk
 
-__all__ = ["Everyone", "Owners", "keepers_of"]
-
 T = TypeVar("T")
 
 

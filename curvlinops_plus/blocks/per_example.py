@@ -10,8 +10,6 @@ from curvlinops_plus.linalg import Dense, Diagonal, IdentityLinearOperator, Line
 from curvlinops_plus.linalg.gram_sum import gram
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
-__all__ = ["DiagonalBlock", "FullBlock", "ScaledIdentity"]
-
 
 def _numbers(accumulator: Accumulator) -> int:
     """How many numbers the parameters of a block have."""

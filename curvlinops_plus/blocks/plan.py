@@ -15,8 +15,6 @@ from curvlinops_plus.layer import why_generic
 from curvlinops_plus.layer.enclosed import EnclosedRule
 from curvlinops_plus.risk import Layer
 
-__all__ = ["LayerPlan", "make_plan", "plan_table", "positions", "refuse_missing_gradients", "table", "warn_of_replaced"]
-
 
 @dataclass(frozen=True)
 class LayerPlan:

@@ -23,8 +23,6 @@ from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
 
-__all__ = ["RunningSums"]
-
 # Accumulators by block names, as `LayerPlan.accumulators` makes them.
 Stage = dict[str, Accumulator]
 

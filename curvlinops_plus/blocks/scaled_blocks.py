@@ -18,8 +18,6 @@ from curvlinops_plus.linalg.damping import BlockDampings, HeuristicDamping, Scal
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ScaledBlocks"]
-
 
 class ScaledBlocks(Deferred):
     """A number times a positive semi-definite block-diagonal matrix, which may be computed at first use.

@@ -16,8 +16,6 @@ from curvlinops_plus.distributed import Alone
 from curvlinops_plus.linalg import OwnedBlockDiagonal
 from curvlinops_plus.linalg.packing import FORMAT, copied, mapped
 
-__all__ = ["load", "save"]
-
 _MISSING = "save and load need the package safetensors: pip install safetensors. torch.save carries a state_dict, too."
 
 _PART = "a part"  # in place of the tree, in files that another one names

@@ -15,8 +15,6 @@ from curvlinops_plus.distributed import Alone
 from curvlinops_plus.risk import Layer
 from curvlinops_plus.risk.call import Call
 
-__all__ = ["SharedInputs"]
-
 Calls = Mapping[Layer, Sequence[Call]]
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from curvlinops_plus.risk import Totals
 
-__all__ = ["Step"]
-
 _COUNTED = ("examples", "terms", "loss_count")
 
 

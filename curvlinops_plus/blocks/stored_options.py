@@ -20,8 +20,6 @@ from curvlinops_plus.blocks.tnt import TNT
 from curvlinops_plus.linalg.packing import copied
 from curvlinops_plus.risk import CurvaturePropagation, Empirical, Exact, ForwardOnly, MonteCarlo, Vectors
 
-__all__ = ["as_data", "plain", "rebuild_approximations", "rebuild_vectors", "same_data"]
-
 APPROXIMATIONS: tuple[type[Accumulator], ...] = (
     KFAC,
     EKFAC,

@@ -14,8 +14,6 @@ from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.linalg.gram_sum import GramSum, PackedForm
 from curvlinops_plus.risk import Layer, Totals
 
-__all__ = ["StoredSums"]
-
 _KEYS = {"sums", "counts", "examples", "terms", "loss_count", "shares", "constants"}
 
 

@@ -21,8 +21,6 @@ from curvlinops_plus.risk import Layer, LayerBatch, Totals
 from curvlinops_plus.risk.model_calls import tensors_of
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["KEPT_BYTES", "SweepCache"]
-
 # The default memory for what stays between sweeps. On small networks the second sweep is what costs time, on large ones
 # eigendecompositions and memory count.
 KEPT_BYTES = 2**24

@@ -20,8 +20,6 @@ from curvlinops_plus.linalg import Dense, Diagonal, Kronecker, LinearOperator, S
 from curvlinops_plus.linalg.kronecker_approximation import balanced
 from curvlinops_plus.risk import Group, Layer, LayerBatch
 
-__all__ = ["TNT", "KroneckerBlock", "column_gram", "columns", "kronecker", "pieces", "row_gram"]
-
 # Per-example gradients are formed in pieces of about this many bytes.
 _PIECE_BYTES = 2**26
 

@@ -36,9 +36,6 @@ from curvlinops_plus.risk.process_state import eager, untraced
 from curvlinops_plus.risk.reading import Batch, require_rereadable
 from curvlinops_plus.risk.sweep import RecordedPasses
 
-__all__ = ["Verification", "verify"]
-
-
 LOSS_CHECK = "(c) loss Hessian"
 
 

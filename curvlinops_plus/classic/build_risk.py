@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from curvlinops_plus.risk import EmpiricalRisk
 
-__all__ = ["FunctionModule", "build_risk"]
-
 _OPTIONS = signature(EmpiricalRisk).parameters
 
 

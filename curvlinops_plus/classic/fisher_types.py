@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum, EnumMeta
 
-__all__ = ["FisherType", "KFACType"]
-
 
 class _ContainsValues(EnumMeta):
     """Makes `"mc" in FisherType` true, as for the member itself (Python does so from 3.12 on)."""

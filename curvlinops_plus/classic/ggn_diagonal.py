@@ -12,8 +12,6 @@ from curvlinops_plus.blocks.per_example import DiagonalBlock
 from curvlinops_plus.classic.build_risk import build_risk
 from curvlinops_plus.risk import Exact, MonteCarlo
 
-__all__ = ["GGNDiagonalLinearOperator"]
-
 
 class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
     """The diagonal of the generalized Gauss-Newton matrix, exact or from would-be gradients, for any layer.

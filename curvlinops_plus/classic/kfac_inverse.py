@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 from curvlinops_plus.classic.kronecker_factored import EKFACLinearOperator, KFACLinearOperator
 from curvlinops_plus.linalg import BlockDiagonal, Deferred, Structure
 
-__all__ = ["KFACInverseLinearOperator"]
-
 #: Arguments of the constructor that a state has, each kept under its name behind an underscore.
 _OPTIONS = (
     "damping",

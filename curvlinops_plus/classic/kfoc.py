@@ -13,8 +13,6 @@ from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.classic.fisher_types import FisherType
 from curvlinops_plus.classic.kronecker_factored import KFACLinearOperator
 
-__all__ = ["KFOCLinearOperator"]
-
 
 class KFOCLinearOperator(KFACLinearOperator):
     """Kronecker-factored optimal curvature (KFOC): per layer the product `G ⊗ A` nearest to the exact block.

@@ -26,8 +26,6 @@ from curvlinops_plus.risk import Empirical, Exact, ForwardOnly, MonteCarlo, Vect
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["EKFACLinearOperator", "KFACLinearOperator"]
-
 
 class KFACLinearOperator(BlockwiseLinearOperator):
     """Kronecker-factored approximate curvature (KFAC) of the Fisher or generalized Gauss-Newton matrix.

@@ -15,17 +15,6 @@ from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.linalg.operator import Adjoint
 from curvlinops_plus.risk import Empirical, EmpiricalRisk, MonteCarlo, Vectors
 
-__all__ = [
-    "ActivationHessianLinearOperator",
-    "EFLinearOperator",
-    "FisherMCLinearOperator",
-    "GGNFactorLinearOperator",
-    "GGNLinearOperator",
-    "HessianLinearOperator",
-    "JacobianLinearOperator",
-    "TransposedJacobianLinearOperator",
-]
-
 Params = Sequence[Tensor] | Mapping[str, Tensor]
 
 

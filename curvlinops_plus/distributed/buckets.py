@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Bucket", "buckets", "pack_triangle", "unpack_triangle"]
-
 
 def pack_triangle(M: Tensor) -> Tensor:  # [*b, d, d] -> [*b, d (d + 1) / 2 numbers as a rectangle]
     """The lower triangle of symmetric matrices as a rectangle, whose other half holds the rest of it.

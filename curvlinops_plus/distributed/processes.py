@@ -24,8 +24,6 @@ from curvlinops_plus.distributed.buckets import Bucket, buckets
 from curvlinops_plus.distributed.share import number_of_examples, share
 from curvlinops_plus.errors import ProcessError, UnsupportedError
 
-__all__ = ["Alone", "Processes"]
-
 T = TypeVar("T")
 
 _IN_FLIGHT = 2  # buckets

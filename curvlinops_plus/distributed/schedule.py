@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["schedule"]
-
 
 def schedule(costs: Sequence[float], workers: int) -> list[int]:
     """The worker of each job: the longest job first, to the worker with the least work so far.

@@ -10,9 +10,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, Subset
 
-__all__ = ["number_of_examples", "share"]
-
-
 # Which examples, or items, a process has, of how many.
 Part = Callable[[int], slice]
 

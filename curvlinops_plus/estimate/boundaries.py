@@ -8,8 +8,6 @@ from torch import Generator
 from curvlinops_plus.estimate.eigen import extreme_eigenpairs
 from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, multiplying
 
-__all__ = ["Boundaries", "approximate_boundaries", "approximate_boundaries_abs", "check_boundaries", "ends"]
-
 Boundaries = tuple[float | None, float | None] | None
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["inner", "length", "orthonormal"]
-
 ROWS = 2**13  # of a block
 
 

@@ -18,8 +18,6 @@ from curvlinops_plus.estimate.probes import (
     random_vectors,
 )
 
-__all__ = ["hutchinson_diag", "xdiag"]
-
 
 @estimator
 def hutchinson_diag(

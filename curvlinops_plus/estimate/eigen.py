@@ -21,8 +21,6 @@ from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, 
 from curvlinops_plus.estimate.probes import random_vectors
 from curvlinops_plus.linalg.eigendecomposition import eigh
 
-__all__ = ["Eigenpairs", "condition_number", "extreme_eigenpairs", "spectral_norm", "top_eigenpairs"]
-
 Which = Literal["largest", "smallest", "ends", "largest magnitude", "smallest magnitude"]
 
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from curvlinops_plus.estimate.columns import length, orthonormal
 
-__all__ = ["leave_one_out"]
-
 
 def leave_one_out(Y: Tensor) -> tuple[Tensor, Tensor]:  # [n, N] -> [n, r], [r, N]
     """A basis `Q` of the range of `Y`, and for every column `i` the direction `sᵢ` that only this column adds.

@@ -17,8 +17,6 @@ from curvlinops_plus.estimate.columns import length
 from curvlinops_plus.estimate.matrix import Matrix
 from curvlinops_plus.linalg.eigendecomposition import eigh
 
-__all__ = ["Tridiagonal", "check_symmetric", "lanczos", "warn_of_rounding"]
-
 GROSS = 0.1  # relative asymmetry that no rounding explains
 
 

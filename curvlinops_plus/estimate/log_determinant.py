@@ -14,8 +14,6 @@ from curvlinops_plus.estimate.lanczos import lanczos
 from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, multiplying
 from curvlinops_plus.estimate.probes import check_distribution, check_draws, random_vectors
 
-__all__ = ["logdet"]
-
 
 @overload
 def logdet(

@@ -19,8 +19,6 @@ from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = ["Matrix", "MatrixLike", "as_matrix", "check_at_least", "check_whole", "multiplying"]
-
 BLOCK_BYTES = 2**27  # of the columns that are multiplied at once, unless the caller says how many
 _HALF = (torch.float16, torch.bfloat16)
 

@@ -14,8 +14,6 @@ from curvlinops_plus.estimate.probes import (
     random_vectors,
 )
 
-__all__ = ["hutchinson_squared_fro"]
-
 
 @estimator
 def hutchinson_squared_fro(

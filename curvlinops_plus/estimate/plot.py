@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["plot_spectrum"]
-
 
 def plot_spectrum(spectrum: tuple[Tensor, Tensor], *, log: bool = False, ax: Any = None, **line: Any) -> Any:
     """Draw a spectral density: `plot_spectrum(lanczos_approximate_spectrum(A, ncv=100), label="Hessian")`.

@@ -12,8 +12,6 @@ from torch import Generator, Tensor
 from curvlinops_plus.estimate.matrix import MatrixLike, check_at_least
 from curvlinops_plus.linalg.numerics import standard_normal
 
-__all__ = ["Estimator", "Mean", "check_draws", "check_num_matvecs", "estimator", "random_vector", "random_vectors"]
-
 
 class Estimator(Protocol):
     """Signature of a stochastic estimator; `return_error` decides whether it returns a pair."""

@@ -18,13 +18,6 @@ from curvlinops_plus.estimate.lanczos import lanczos
 from curvlinops_plus.estimate.matrix import Matrix, MatrixLike, check_at_least, multiplying
 from curvlinops_plus.estimate.probes import random_vectors
 
-__all__ = [
-    "LanczosApproximateLogSpectrumCached",
-    "LanczosApproximateSpectrumCached",
-    "lanczos_approximate_log_spectrum",
-    "lanczos_approximate_spectrum",
-]
-
 
 def lanczos_approximate_spectrum(
     A: MatrixLike,

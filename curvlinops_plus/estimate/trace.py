@@ -16,8 +16,6 @@ from curvlinops_plus.estimate.probes import (
     random_vectors,
 )
 
-__all__ = ["hutchinson_trace", "hutchpp_trace", "xtrace"]
-
 
 @estimator
 def hutchinson_trace(

@@ -30,8 +30,6 @@ from curvlinops_plus.risk.process_state import own_calls, untraced
 from curvlinops_plus.risk.reading import require_rereadable
 from curvlinops_plus.risk.takes_risk import takes_risk
 
-__all__ = ["ActivationHessian"]
-
 
 class ActivationHessian(SymmetricRiskOperator):
     """The Hessian of the loss with respect to an activation: the input or output of a module inside the model.

@@ -26,8 +26,6 @@ from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.repeatable import require_repeatable
 from curvlinops_plus.risk.takes_risk import takes_risk
 
-__all__ = ["ParameterCurvature", "RiskOperator", "SymmetricRiskOperator", "refuse_several", "require_same_products"]
-
 
 class RiskOperator(LinearOperator):
     """A matrix of an empirical risk, known by its products.

@@ -11,18 +11,6 @@ from torch import Tensor
 from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.risk.process_state import quiet
 
-__all__ = [
-    "add_vjp",
-    "agree",
-    "checked_chunk_size",
-    "columns_at_once",
-    "columns_sent_back",
-    "is_generic",
-    "join_rows",
-    "split_rows",
-    "vjp",
-]
-
 # Columns are vectorised in pieces whose copies of intermediate results stay below this many bytes.
 CHUNK_BYTES = 2**28
 

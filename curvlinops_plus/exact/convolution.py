@@ -16,8 +16,6 @@ from torch.autograd import Function, forward_ad
 
 from curvlinops_plus.layer.weight_gradient import weight_gradient
 
-__all__ = ["EdgesOnly", "is_own_node"]
-
 _CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 
 

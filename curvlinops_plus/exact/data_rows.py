@@ -20,8 +20,6 @@ from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import require_rereadable
 
-__all__ = ["DataRows", "RowBlock"]
-
 
 class RowBlock(Protocol):
     """The block of `L` that belongs to a batch; rows may be several tensors."""

@@ -16,18 +16,6 @@ from curvlinops_plus.exact.batched import vjp
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.process_state import eager
 
-__all__ = [
-    "differentiable",
-    "is_symmetric",
-    "kernel_shape",
-    "loss_hessian_product",
-    "only_rounding",
-    "operation_context",
-    "refuse_asymmetry",
-    "refuse_once_differentiable",
-    "tried",
-]
-
 
 @contextmanager
 def differentiable() -> Iterator[None]:

@@ -25,8 +25,6 @@ from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.autograd_graph import postorder, raise_unreached
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["ForwardMode", "OtherGraph"]
-
 
 class OtherGraph(Exception):
     """A forward pass took another way than those for which forward mode was tried."""

@@ -21,8 +21,6 @@ from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.takes_risk import made_together, takes_risk
 
-__all__ = ["GGN"]
-
 # [K, *output] for each output, in and out.
 OutputProduct = Callable[[Sequence[Tensor]], list[Tensor]]
 

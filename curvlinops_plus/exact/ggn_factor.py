@@ -24,8 +24,6 @@ from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vecto
 from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
 from curvlinops_plus.risk.takes_risk import takes_risk
 
-__all__ = ["GGNFactor"]
-
 
 class GGNFactor(DataRows):
     """A factor `B [P, N·R·K]` of `GGN(risk, vectors)`, exact and matrix-free: `B Bᵀ = GGN`.

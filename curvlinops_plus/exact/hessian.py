@@ -39,8 +39,6 @@ from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.takes_risk import made_together, takes_risk
 
-__all__ = ["Hessian"]
-
 
 class Hessian(ParameterCurvature):
     """The Hessian of the empirical risk with respect to the parameters, exact and matrix-free.

@@ -18,8 +18,6 @@ from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.takes_risk import takes_risk
 
-__all__ = ["Jacobian"]
-
 
 class Jacobian(DataRows):
     """The Jacobian of the model's output with respect to the parameters: all outputs of all data, `[N·C, P]`.

@@ -28,8 +28,6 @@ from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.takes_risk import checked_bytes
 
-__all__ = ["KEPT_BYTES", "KeptLinearizations"]
-
 #: Memory in which linearisations stay by default: none. Whoever asks for it says that the model is a function.
 KEPT_BYTES = 0
 

@@ -17,8 +17,6 @@ from curvlinops_plus.exact.batched import add_vjp, split_rows, vjp
 from curvlinops_plus.exact.model_passes import Outputs
 from curvlinops_plus.risk.autograd_graph import edge_of, postorder
 
-__all__ = ["KeptGraph", "kept_graph"]
-
 
 @dataclass(eq=False)
 class KeptGraph:

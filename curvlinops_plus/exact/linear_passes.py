@@ -12,8 +12,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.convolution import is_own_node
 from curvlinops_plus.risk.autograd_graph import postorder
 
-__all__ = ["is_by_hand", "refuse_nonlinear"]
-
 
 def is_by_hand(outputs: Sequence[Tensor], hooked: bool) -> bool:
     """Whether something else than PyTorch's own functions, which are linear, takes part in backward passes.

@@ -20,8 +20,6 @@ from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["Linearizer", "OutputMap", "Outputs", "Read"]
-
 T = TypeVar("T")
 
 

@@ -15,15 +15,6 @@ from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.roots import Root, WeightedRoot
 
-__all__ = [
-    "LossRoots",
-    "LossTerms",
-    "check_vectors",
-    "loss_draws",
-    "loss_roots",
-    "run_losses",
-]
-
 
 @dataclass(frozen=True, eq=False)
 class LossTerms:

@@ -28,8 +28,6 @@ from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["ModelPasses", "OutputMap", "OutputProduct", "Outputs", "Read", "jvp_double_backward", "with_least_graph"]
-
 T = TypeVar("T")
 
 

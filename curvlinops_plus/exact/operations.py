@@ -18,8 +18,6 @@ from torch.utils.checkpoint import CheckpointError
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.process_state import hookable_modules, own_calls
 
-__all__ = ["Operations", "Stopped", "checkpoints_in_words", "replaced_again"]
-
 Replaced = dict[Any, Callable[..., Tensor | None]]
 
 #: How many forward passes of this thread are watched at the moment.

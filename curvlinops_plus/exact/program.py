@@ -22,8 +22,6 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Program", "Unclear", "fingerprint"]
-
 Run = Callable[[], Sequence[Tensor]]  # a forward pass, which returns its outputs
 _PLAIN = {bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _SCALARS = {*_PLAIN, float, complex}

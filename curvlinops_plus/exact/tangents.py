@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdRef
 
-__all__ = ["PassingTangents"]
-
 # Tangents with fewer numbers stay, and cost no time.
 LEAST_NUMBERS = 2**12
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.integrations.eigenfactors import Eigenfactors, eigenfactors, write_files
 
-__all__ = ["save_factors"]
-
 
 def save_factors(K: Any, folder: str | PathLike[str], *, shards: int = 1) -> None:
     """Write KFAC or EKFAC as bergson (2.5) reads it.

@@ -17,8 +17,6 @@ from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.sweep import sweep
 
-__all__ = ["Eigenfactors", "eigenfactors", "write_files"]
-
 _LEAVE_OUT = "Leave its parameters out of `params`"
 _KINDS: dict[type[LinearOperator], str] = {Kronecker: "KFAC", Eigendecomposed: "EKFAC"}
 

@@ -17,8 +17,6 @@ from curvlinops_plus.blocks.accumulator import Approximation
 from curvlinops_plus.integrations.eigenfactors import Eigenfactors, eigenfactors, write_files
 from curvlinops_plus.risk import Empirical
 
-__all__ = ["save_factors"]
-
 
 def save_factors(K: Any, folder: str | PathLike[str]) -> None:
     """Write KFAC or EKFAC as kronfluence (1.0.1) reads it.

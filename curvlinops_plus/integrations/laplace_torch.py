@@ -39,8 +39,6 @@ else:
 
         EFInterface = GGNInterface
 
-__all__ = ["CurvlinopsPlusEF", "CurvlinopsPlusGGN"]
-
 
 class _Backend:
     """Loss and curvature of one batch, as laplace-torch asks for them; of `MSELoss` half of both."""

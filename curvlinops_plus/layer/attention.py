@@ -21,8 +21,6 @@ from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.layer.rule import AffineRule, LayerRule
 from curvlinops_plus.layer.rule_registry import register_rule
 
-__all__ = ["AttentionRule", "Part", "Projection", "ProjectionRule"]
-
 
 @dataclass(frozen=True, eq=False)
 class Part:

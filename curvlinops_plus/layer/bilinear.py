@@ -13,8 +13,6 @@ from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.layer.rule_registry import register_rule
 from curvlinops_plus.linalg.gram_sum import gram
 
-__all__ = ["BilinearRule"]
-
 # Work memory for rows, which have i1·i2 entries.
 _ROW_BYTES = 8 * 2**20
 

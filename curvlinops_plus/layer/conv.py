@@ -22,8 +22,6 @@ from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.layer.rule_registry import register_rule
 from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram
 
-__all__ = ["ConvRule", "GroupedRule"]
-
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 

@@ -26,17 +26,6 @@ from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.weight_gradient import ADDED, weight_gradient
 from curvlinops_plus.linalg.gram_sum import PackedGram, gram, lower_gram, mirror
 
-__all__ = [
-    "Correlations",
-    "Images",
-    "correlation_gram",
-    "grouped_gram",
-    "image_gram",
-    "input_gram",
-    "packed_gram",
-    "patch_gram",
-]
-
 # Work memory for patches; larger pieces exceed the cache and gain nothing.
 _PATCH_BYTES = 8 * 2**20
 # The same for the groups of a grouped convolution, whose products are small and read what was just written.

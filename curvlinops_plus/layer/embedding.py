@@ -18,8 +18,6 @@ from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.layer.rule_registry import register_rule
 
-__all__ = ["EmbeddingBagRule", "EmbeddingRule", "refuse_renormalization"]
-
 
 @register_rule(nn.Embedding)
 class EmbeddingRule(AffineRule):

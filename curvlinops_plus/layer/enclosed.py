@@ -11,8 +11,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.replay import replay_per_example
 from curvlinops_plus.layer.rule import LayerRule, flat_pattern
 
-__all__ = ["EnclosedRule"]
-
 
 class EnclosedRule(LayerRule):
     """Per-example gradients of parameters inside a module, its own or its children's, by running all of it again.

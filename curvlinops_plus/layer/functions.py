@@ -18,8 +18,6 @@ from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.layer.rule_registry import rule_of
 
-__all__ = ["LINEAR", "Function", "Product", "added_bias", "products"]
-
 
 @dataclass(frozen=True)
 class Function:

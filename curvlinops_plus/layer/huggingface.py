@@ -7,8 +7,6 @@ from torch import nn
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.rule_registry import register_rule
 
-__all__ = ["Conv1DRule"]
-
 
 @register_rule("transformers.pytorch_utils.Conv1D")
 class Conv1DRule(LinearRule):

@@ -8,8 +8,6 @@ from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.layer.rule_registry import register_rule
 
-__all__ = ["LinearRule"]
-
 
 @register_rule(nn.Linear)
 class LinearRule(AffineRule):

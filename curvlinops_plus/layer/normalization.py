@@ -19,17 +19,6 @@ from curvlinops_plus.layer.rule import LayerRule
 from curvlinops_plus.layer.rule_registry import register_rule
 from curvlinops_plus.layer.run_again import check_repeatable
 
-__all__ = [
-    "BatchNormRule",
-    "GroupNormRule",
-    "InstanceNormRule",
-    "LayerNormRule",
-    "RMSNormRule",
-    "ScaleShiftRule",
-    "ScaledRMSNormRule",
-    "sum_of_products",
-]
-
 # Work memory on CPUs, about what a cache holds.
 _WORK_BYTES = 2**20
 

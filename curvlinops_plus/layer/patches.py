@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Geometry"]
-
 # Below this many examples, computing the offsets of patch entries costs more than it saves.
 _FEW_EXAMPLES = 4
 

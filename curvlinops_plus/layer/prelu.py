@@ -12,8 +12,6 @@ from curvlinops_plus.layer.replay import at_least_float32, why_computed
 from curvlinops_plus.layer.rule import LayerRule
 from curvlinops_plus.layer.rule_registry import register_rule
 
-__all__ = ["PReLURule"]
-
 
 @register_rule(nn.PReLU)
 class PReLURule(LayerRule):

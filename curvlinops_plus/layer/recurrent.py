@@ -25,8 +25,6 @@ from curvlinops_plus.layer.rule import LayerRule
 from curvlinops_plus.layer.rule_registry import register_rule
 from curvlinops_plus.layer.run_again import check_repeatable
 
-__all__ = ["CellRule", "PaddedSequence", "RecurrentRule"]
-
 # Work memory per example and step, in multiples of the gates, for tensors that autograd saves.
 _ACTIVATIONS = 4
 

@@ -36,15 +36,6 @@ from curvlinops_plus.layer.run_again import (
     words_for_errors,
 )
 
-__all__ = [
-    "at_least_float32",
-    "differentiable_parameters",
-    "in_chunks",
-    "is_parametrized",
-    "replay_per_example",
-    "why_computed",
-]
-
 # Work memory per example, in multiples of its inputs and output: what a small module keeps for its backward pass.
 _ACTIVATIONS = 6
 

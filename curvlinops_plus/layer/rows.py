@@ -17,8 +17,6 @@ from torch import Tensor
 
 from curvlinops_plus.layer.squares import Basis, multiplied
 
-__all__ = ["SparseRows"]
-
 # Work memory for the gradients of several vectors at a time.
 _WORK_BYTES = 16 * 2**20
 

@@ -30,8 +30,6 @@ from curvlinops_plus.layer.replay import at_least_float32, differentiable_parame
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram, gram
 
-__all__ = ["AffineRule", "LayerRule", "flat_pattern", "outer_products"]
-
 _OF_INPUTS = ("stacked_inputs", "input_gram", "packed_gram", "mean_inputs", "per_example_grads")
 
 

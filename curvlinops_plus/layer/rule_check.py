@@ -26,8 +26,6 @@ from curvlinops_plus.layer.rule_registry import rule_of, why_generic
 from curvlinops_plus.layer.run_again import check_repeatable
 from curvlinops_plus.linalg.layout import Layout
 
-__all__ = ["RuleCheck", "check_rule"]
-
 _TOLERANCE = 1e-8  # of double precision
 
 

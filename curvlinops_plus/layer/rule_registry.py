@@ -11,8 +11,6 @@ from torch import nn
 from curvlinops_plus.layer.replay import differentiable_parameters
 from curvlinops_plus.layer.rule import LayerRule
 
-__all__ = ["RULES", "register_rule", "rule_of", "why_generic"]
-
 RULES: dict[type[nn.Module] | str, LayerRule] = {}
 """Module type, or its full name, to its rule. `register_rule` adds to it."""
 

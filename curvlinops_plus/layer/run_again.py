@@ -17,15 +17,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.random_state import RandomState
 
-__all__ = [
-    "as_parameters",
-    "attributes_restored",
-    "check_repeatable",
-    "no_random_numbers",
-    "spectral_norms",
-    "words_for_errors",
-]
-
 
 def check_repeatable(module: nn.Module) -> None:
     """Refuse modules whose output for an example depends on the batch or on the number of calls.

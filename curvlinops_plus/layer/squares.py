@@ -7,8 +7,6 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.aligned import aligned, is_aligned
 
-__all__ = ["Basis", "multiplied", "rotate", "row_products", "squared_examples", "squared_gradients"]
-
 # An orthogonal matrix, or those on the diagonal of one.
 Basis = Tensor | tuple[Tensor, ...]
 

@@ -23,8 +23,6 @@ from curvlinops_plus.layer.patches import Geometry
 from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.layer.rule_registry import register_rule
 
-__all__ = ["TransposedConvRule"]
-
 _Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ADDED", "weight_gradient"]
-
 #: PyTorch adds up all positions one after the other on CPUs; of more than these too many digits get lost.
 ADDED = 2**14
 

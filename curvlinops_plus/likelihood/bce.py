@@ -15,8 +15,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.elementwise import DiagonalLikelihood
 from curvlinops_plus.likelihood.likelihood import Uniform, register_likelihood
 
-__all__ = ["BCE", "BCEWithLogits"]
-
 
 @register_likelihood(nn.BCEWithLogitsLoss)
 class BCEWithLogits(DiagonalLikelihood):

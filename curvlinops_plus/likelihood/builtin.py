@@ -15,8 +15,6 @@ from curvlinops_plus.likelihood.likelihood import Likelihood
 from curvlinops_plus.likelihood.mse import MSE
 from curvlinops_plus.likelihood.poisson import PoissonNLL
 
-__all__ = ["BUILTIN", "rebuild_loss"]
-
 BUILTIN: tuple[type[Likelihood], ...] = (MSE, CrossEntropy, NLL, BCEWithLogits, BCE, GaussianNLL, PoissonNLL)
 
 

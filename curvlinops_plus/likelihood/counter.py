@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["counter_key", "splitmix64", "uniforms"]
-
 _GAMMA = 0x9E3779B97F4A7C15
 _ROUNDS, _LAST = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)), 31
 _PIECE = 2**16  # numbers that are made together: they and what they are made with fit the cache

@@ -18,8 +18,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, register_likelihood
 from curvlinops_plus.likelihood.sampling import categories, scalar, wide_dtype
 
-__all__ = ["NLL", "CrossEntropy"]
-
 
 @register_likelihood(nn.CrossEntropyLoss)
 class CrossEntropy(Likelihood):

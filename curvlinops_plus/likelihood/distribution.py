@@ -14,8 +14,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.likelihood import Likelihood, Uniform, hessian_products
 from curvlinops_plus.likelihood.sampling import categories, counts, inside, scalar, wide_dtype
 
-__all__ = ["FromDistribution"]
-
 
 class FromDistribution(Likelihood):
     """The negative log-likelihood of a distribution `p(y | f)`, all derivatives by automatic differentiation.

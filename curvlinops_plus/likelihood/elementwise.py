@@ -10,8 +10,6 @@ from torch import Tensor
 
 from curvlinops_plus.likelihood.likelihood import Likelihood
 
-__all__ = ["DiagonalLikelihood"]
-
 
 class DiagonalLikelihood(Likelihood):
     """A likelihood whose Hessian `diag(b²)` has the root `diag(b)`; a subclass defines `nll` and `root_diagonal`.

@@ -11,8 +11,6 @@ from curvlinops_plus.likelihood.elementwise import DiagonalLikelihood
 from curvlinops_plus.likelihood.likelihood import Uniform, register_likelihood
 from curvlinops_plus.likelihood.sampling import normals, scalar
 
-__all__ = ["GaussianNLL"]
-
 _SIDE_BY_SIDE = (
     "The output holds means, then variances, side by side on the last axis: for a model that returns (mean, variance), "
     "of one shape, output=lambda o: torch.cat(o, -1)."

@@ -25,8 +25,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.sampling import normals, scalar
 from curvlinops_plus.likelihood.unsupported import has_hooks, how_to_convert, not_registered
 
-__all__ = ["Likelihood", "Uniform", "has_likelihood", "hessian_products", "likelihood_of", "register_likelihood"]
-
 # `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn example by example.
 Uniform = Callable[..., Tensor]
 

@@ -10,8 +10,6 @@ from curvlinops_plus.likelihood.elementwise import DiagonalLikelihood
 from curvlinops_plus.likelihood.likelihood import Uniform, register_likelihood
 from curvlinops_plus.likelihood.sampling import normals
 
-__all__ = ["MSE"]
-
 
 @register_likelihood(nn.MSELoss)
 class MSE(DiagonalLikelihood):

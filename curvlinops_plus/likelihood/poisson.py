@@ -11,8 +11,6 @@ from curvlinops_plus.likelihood.elementwise import DiagonalLikelihood
 from curvlinops_plus.likelihood.likelihood import Uniform, register_likelihood
 from curvlinops_plus.likelihood.sampling import counts, wide_dtype
 
-__all__ = ["PoissonNLL"]
-
 
 @register_likelihood(nn.PoissonNLLLoss)
 class PoissonNLL(DiagonalLikelihood):

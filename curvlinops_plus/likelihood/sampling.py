@@ -9,9 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["categories", "counts", "inside", "normals", "scalar", "wide_dtype"]
-
-
 # Cumulative probabilities in float64 are formed in pieces of about this size.
 _WORK_BYTES = 2**20
 

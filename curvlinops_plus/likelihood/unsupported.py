@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
 
-__all__ = ["has_hooks", "how_to_convert", "not_registered"]
-
 
 def not_registered(loss: Any, known: Sequence[type]) -> UnsupportedError:
     """The error for a loss whose class is not among the known ones, or overrides their `forward`."""

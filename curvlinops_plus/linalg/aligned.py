@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["aligned", "is_aligned"]
-
 _CACHE_LINE = 64
 
 

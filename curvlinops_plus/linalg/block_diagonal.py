@@ -23,8 +23,6 @@ from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense
 
-__all__ = ["BlockDiagonal", "multiply_parts"]
-
 T = TypeVar("T")
 
 _OTHER = "; that of a curvature is read by BlockwiseLinearOperator.from_state_dict(state, model, data)"

@@ -22,8 +22,6 @@ from curvlinops_plus.linalg.structure import Structure
 if TYPE_CHECKING:  # for annotations only: operators inherit from what is defined here
     from curvlinops_plus.linalg.operator import LinearOperator
 
-__all__ = ["ClosedForms"]
-
 _ADVICE = {
     "trace": "estimate it from products with random vectors: `xtrace(A, ...)` or `hutchinson_trace(A, ...)`",
     "logdet": "estimate it from products by stochastic Lanczos quadrature: `curvlinops_plus.estimate.logdet(A, ...)`",

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Sums", "TensorSums", "compared", "described", "rounding_of"]
-
 # Waves of a longer tensor are those of one piece, shifted.
 _PIECE = 2**18
 # Shorter tensors are summed up together.

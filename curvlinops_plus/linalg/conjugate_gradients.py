@@ -24,8 +24,6 @@ from curvlinops_plus.linalg.solve import (
     scale,
 )
 
-__all__ = ["CG", "CGInverseLinearOperator", "cg"]
-
 
 class CG(Relative):
     """State: direction `P`, residual `R` with norm `r`, `rz = <R, M R>`."""

@@ -24,17 +24,6 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = [
-    "Damping",
-    "HeuristicDamping",
-    "RelativeDamping",
-    "Scalar",
-    "heuristic_damping",
-    "is_zero",
-    "resolve",
-    "scalar",
-]
-
 
 class Matrix(Protocol):
     """The attributes of a matrix that dampings depend on."""

@@ -17,8 +17,6 @@ from curvlinops_plus.linalg.remembered import remember
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = ["Deferred", "DeferredResult", "Formed"]
-
 
 class Deferred(LinearOperator):
     """Forwards products and closed forms to `self.operator`; spaces, dtype, device and structure are known without it.

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.gram_sum import gram
 
-__all__ = ["canonical", "householder"]
-
 _TOLERANCE = 64  # times the machine epsilon and the largest eigenvalue: rounding of a Gram matrix is about 10 of these
 _LARGE = 128  # null spaces for which a QR decomposition takes longer than the steps around that of a smaller range
 

@@ -25,8 +25,6 @@ from curvlinops_plus.linalg.degenerate import canonical, householder
 from curvlinops_plus.linalg.gram_sum import blas_threads, gram
 from curvlinops_plus.linalg.numerics import check_finite
 
-__all__ = ["eigenbasis", "eigh"]
-
 _SMALLEST = 192  # below, LAPACK's eigensolver takes no longer than the steps around a smaller problem
 
 

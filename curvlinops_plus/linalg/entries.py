@@ -17,8 +17,6 @@ from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
-__all__ = ["formed_part", "may_be_formed"]
-
 #: Parts of structured matrices are formed up to this number of bytes.
 LARGEST = 2**31
 

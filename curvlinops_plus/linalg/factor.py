@@ -12,8 +12,6 @@ from curvlinops_plus.linalg.numerics import frobenius
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.products import derived
 
-__all__ = ["Factor"]
-
 
 class Factor(LinearOperator):
     """A matrix `[m, n]`, or `b` of them seen as one block-diagonal matrix; may be a factor of a `Kronecker` product.

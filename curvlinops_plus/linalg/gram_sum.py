@@ -16,8 +16,6 @@ import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
-__all__ = ["GramSum", "PackedForm", "PackedGram", "blas_threads", "gram", "lower_gram", "mirror", "plain_mode"]
-
 _BLOCK = 256  # a tile and its transpose fit the cache
 _WAITING = 128  # rows; products with half as many cost what one with all does
 _AS_IT_IS = nullcontext()

@@ -22,9 +22,6 @@ from curvlinops_plus.linalg.products import derived
 from curvlinops_plus.linalg.solve import SolveInfo
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = ["IterativeInverse", "SymmetricInverse", "need_square"]
-
-
 Inverse = TypeVar("Inverse", bound="IterativeInverse")
 
 

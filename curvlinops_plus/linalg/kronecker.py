@@ -25,8 +25,6 @@ from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense
 
-__all__ = ["Eigendecomposed", "Kronecker"]
-
 
 class Kronecker(LinearOperator):
     """`G ⊗ A` on the row-major `vec(W)` of `W [o, i]` (or `[b, o, i]`): `W ↦ G W Aᵀ`.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.eigendecomposition import eigh
 
-__all__ = ["balanced", "nearest_kronecker", "nearest_to_matrix"]
-
 
 def nearest_kronecker(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Factors `G, A` that minimise `|Σ_u G_u ⊗ A_u - G ⊗ A|` in the Frobenius norm.

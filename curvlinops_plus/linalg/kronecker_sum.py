@@ -25,8 +25,6 @@ from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator, OneTensor
 
-__all__ = ["Congruent", "DampedSumInverse", "KroneckerSum", "same_tensor"]
-
 
 class KroneckerSum(LinearOperator):
     """`Σ_u c_u G_u ⊗ A_u`, of Kronecker products of one shape; what adding them returns.

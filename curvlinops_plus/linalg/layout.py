@@ -16,8 +16,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-__all__ = ["Layout"]
-
 
 @dataclass(frozen=True)
 class _Steps:

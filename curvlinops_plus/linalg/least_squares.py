@@ -26,8 +26,6 @@ from curvlinops_plus.linalg.solve import (
 )
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = ["LSMR", "LSMRInverseLinearOperator", "lsmr"]
-
 
 class LSMR(Method):
     """State: Golub-Kahan vectors `U V` with coefficients `alpha beta`, directions `H Hbar`, and scalars with the names

@@ -26,8 +26,6 @@ from curvlinops_plus.linalg.solve import (
     times,
 )
 
-__all__ = ["MINRES", "MINRESInverseLinearOperator", "minres"]
-
 
 class MINRES(Relative):
     """State: Lanczos vectors `V0 V1` with norms `g0 g1` and `Z = M V1`; directions `W0 W1`; the last two rotations

@@ -20,8 +20,6 @@ from curvlinops_plus.linalg.solve import (
 )
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = ["NeumannInverseLinearOperator", "neumann"]
-
 
 def neumann(
     A: LinearOperator,

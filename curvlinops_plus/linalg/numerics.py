@@ -19,17 +19,6 @@ from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
 
-__all__ = [
-    "cholesky_inverse",
-    "damped_cholesky",
-    "frobenius",
-    "powers",
-    "psd_clip",
-    "standard_normal",
-    "whole",
-    "wide",
-]
-
 _HALF = (torch.float16, torch.bfloat16)
 
 

@@ -23,8 +23,6 @@ from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense
 
-__all__ = ["Offloaded", "Store", "in_turn", "resident"]
-
 
 class Stored:
     """A tensor that was put elsewhere.

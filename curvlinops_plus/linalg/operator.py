@@ -25,8 +25,6 @@ from curvlinops_plus.linalg.structure import Structure
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Adjoint", "LinearOperator", "Product", "Scaled", "Shifted", "Sum"]
-
 
 class LinearOperator(ClosedForms):
     """A matrix `[m, n]` that is multiplied with and need not be formed.

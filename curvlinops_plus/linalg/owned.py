@@ -23,8 +23,6 @@ from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Diagonal
 
-__all__ = ["Elsewhere", "OwnedBlockDiagonal"]
-
 T = TypeVar("T")
 
 

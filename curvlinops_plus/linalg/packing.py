@@ -18,8 +18,6 @@ from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
-__all__ = ["FORMAT", "copied", "mapped", "pack", "taken", "tensors_of", "unpack"]
-
 #: What states of this package say that they are.
 FORMAT = "curvlinops_plus"
 

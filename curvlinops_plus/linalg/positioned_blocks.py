@@ -14,8 +14,6 @@ from curvlinops_plus.linalg.packing import copied
 from curvlinops_plus.linalg.products import error_context
 from curvlinops_plus.linalg.space import Space
 
-__all__ = ["PositionedBlocks"]
-
 
 class PositionedBlocks(BlockDiagonal):
     """A `BlockDiagonal` matrix, given by the positions of each block's entries in the vector: a part of another one.

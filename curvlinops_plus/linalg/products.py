@@ -15,8 +15,6 @@ from curvlinops_plus.linalg.scipy_export import to_scipy
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = ["Products", "derived", "error_context", "outside_autocast"]
-
 
 def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Context in which matrix products keep their precision, whatever the caller's autocast says."""

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.solve import Method, State, Stop, System, dot, norm
 
-__all__ = ["Relative", "tolerance_text"]
-
 
 class Relative(Method):
     """Methods that are done when the residual is below a tolerance."""

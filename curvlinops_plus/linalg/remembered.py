@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["needs_gradient", "remember"]
-
 T = TypeVar("T")
 
 

@@ -11,9 +11,6 @@ import torch
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
 
-__all__ = ["to_scipy"]
-
-
 _OF_TORCH = {
     torch.float64: np.dtype(np.float64),
     torch.float32: np.dtype(np.float32),

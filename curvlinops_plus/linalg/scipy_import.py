@@ -18,8 +18,6 @@ from curvlinops_plus.linalg.structured import Dense
 if TYPE_CHECKING:
     from scipy.sparse.linalg import LinearOperator as SciPyLinearOperator
 
-__all__ = ["from_scipy"]
-
 
 class _FromSciPy(LinearOperator):
     def __init__(self, op: SciPyLinearOperator, dtype: torch.dtype, device: torch.device, structure: Structure) -> None:

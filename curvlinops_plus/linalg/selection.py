@@ -21,8 +21,6 @@ from torch import Tensor
 
 from curvlinops_plus.linalg.space import Space
 
-__all__ = ["Selection", "select"]
-
 
 @dataclass(frozen=True, eq=False)
 class Selection:

@@ -8,8 +8,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["side_by_side"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

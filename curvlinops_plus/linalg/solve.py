@@ -44,8 +44,6 @@ from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.space import Container
 
-__all__ = ["Preconditioner", "SolveInfo"]
-
 Preconditioner = LinearOperator | Callable[[Tensor], Tensor] | None
 Product = Callable[[Tensor], Tensor]  # [n, k] -> [m, k]
 _HALF = (torch.float16, torch.bfloat16)

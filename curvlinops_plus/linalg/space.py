@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Container", "Space", "to_numpy"]
-
 Tree = Mapping[str, Tensor] | Sequence[Tensor]
 Kind = Literal["tensor", "numpy", "list", "tuple", "dict"]
 _HALF = (torch.float16, torch.bfloat16)

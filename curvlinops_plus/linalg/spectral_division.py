@@ -18,8 +18,6 @@ from torch import Tensor
 
 from curvlinops_plus.errors import NumericsError
 
-__all__ = ["divide_and_conquer", "polar"]
-
 _TRIES = 8
 
 

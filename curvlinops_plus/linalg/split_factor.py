@@ -13,8 +13,6 @@ from curvlinops_plus.linalg.numerics import frobenius
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = ["SplitFactor"]
-
 
 class SplitFactor(Factor):
     """Matrices on the diagonal of a larger one, which may differ in size; zero between them.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["Structure"]
-
 
 class Structure(IntEnum):
     """What is known about a matrix; each value implies the smaller ones, so that a sum has the minimum of its parts.

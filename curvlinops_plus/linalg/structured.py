@@ -27,8 +27,6 @@ from curvlinops_plus.linalg.remembered import remember
 from curvlinops_plus.linalg.space import Space
 from curvlinops_plus.linalg.structure import Structure
 
-__all__ = ["Dense", "Diagonal", "Identity", "IdentityLinearOperator"]
-
 T = TypeVar("T")
 
 

@@ -26,8 +26,6 @@ from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structure import Structure
 from curvlinops_plus.linalg.structured import Dense, Diagonal, IdentityLinearOperator
 
-__all__ = ["ProjectedLinearOperator", "SubmatrixLinearOperator", "submatrix"]
-
 
 class SubmatrixLinearOperator(Wrapper):
     """The submatrix of the picked rows and columns of `A`; one product with `A` per product.

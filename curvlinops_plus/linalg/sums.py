@@ -17,8 +17,6 @@ from curvlinops_plus.linalg.split_factor import SplitFactor
 from curvlinops_plus.linalg.structured import Dense, Diagonal
 from curvlinops_plus.linalg.submatrices import PrincipalPart
 
-__all__ = ["FormedSum", "structured_sum"]
-
 STRUCTURED = (BlockDiagonal, Deferred, Dense, Diagonal, Eigendecomposed, Kronecker, KroneckerSum, Scaled, Shifted)
 
 

@@ -20,8 +20,6 @@ from curvlinops_plus.linalg.gram_sum import PackedGram, gram
 from curvlinops_plus.risk.call import Call
 from curvlinops_plus.risk.layers import Layer
 
-__all__ = ["AffineRows"]
-
 
 @dataclass(eq=False)
 class AffineRows:

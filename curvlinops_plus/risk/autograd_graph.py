@@ -12,8 +12,6 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from curvlinops_plus.errors import UnsupportedError
 
-__all__ = ["REENTRANT", "edge_of", "gradients_of", "postorder", "prepare_graph", "raise_unreached"]
-
 REENTRANT = (
     "The model uses activation checkpointing with use_reentrant=True, which hides parameters from derivatives other "
     "than loss.backward(). Pass use_reentrant=False to torch.utils.checkpoint (Hugging Face: "

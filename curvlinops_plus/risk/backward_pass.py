@@ -26,8 +26,6 @@ from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 from curvlinops_plus.risk.user_backward import UserBackward
 from curvlinops_plus.risk.vectors import Vectors
 
-__all__ = ["BackwardPasses", "Consumer", "VectorGroup", "vector_groups"]
-
 Consumer = Callable[[LayerBatch], None]
 T = TypeVar("T")
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.risk.module_uses import ModuleUse
 
-__all__ = ["Call"]
-
 
 @dataclass(eq=False)
 class Call:

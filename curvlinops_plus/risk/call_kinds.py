@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 
-__all__ = ["are_rows_unclear", "batch_kind", "rows_per_example"]
-
 #: How many rows a tensor has for each example: one, axes of the input that have as many places, or a number.
 Rows = int | tuple[Any, ...]
 

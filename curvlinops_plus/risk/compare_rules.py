@@ -17,8 +17,6 @@ from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.recorded_call import RecordedCall
 
-__all__ = ["TOLERANCE", "SentVectors", "compare_rules"]
-
 #: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
 #: compute in float32 whatever they get.
 TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-8}

@@ -14,8 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from curvlinops_plus.risk.module_tree import modules_of
 from curvlinops_plus.risk.process_state import own_calls
 
-__all__ = ["batch_norms", "constant_statistics"]
-
 # Of modules with a forward of their own it is not known what they return.
 _FORWARDS = {_BatchNorm.forward, nn.SyncBatchNorm.forward}
 

@@ -10,8 +10,6 @@ from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.totals import Totals
 
-__all__ = ["coarsest_dtype", "require_same", "training_modules"]
-
 
 def require_same(risk: EmpiricalRisk, first: Totals, second: Totals) -> None:
     """Compare the totals of two passes: the order of the examples does not matter, everything else does.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from curvlinops_plus.likelihood.counter import counter_key, uniforms
 
-__all__ = ["Draws"]
-
 
 class Draws:
     """Uniform random numbers of our own, for each example.

@@ -22,8 +22,6 @@ from curvlinops_plus.risk.process_state import eager, hookable_modules, own_call
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-__all__ = ["Claim", "DryPass", "Read"]
-
 
 @dataclass(eq=False)
 class Read:

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["take_examples"]
-
 
 def take_examples(batch: Batch, examples: Sequence[int]) -> Batch | None:
     """Some examples of a batch, with every tensor that carries them; None if no tensor of the input does."""

@@ -27,8 +27,6 @@ from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch, is_iterator
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-__all__ = ["describe_reads", "find_functions", "layers_of", "look_for_functions", "rebuild_reads"]
-
 
 def layers_of(risk: EmpiricalRisk, separate_weight_and_bias: bool = False) -> list[Layer]:
     """The layers of a risk; functions that read parameters of modules without a rule are looked for first.

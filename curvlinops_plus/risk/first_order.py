@@ -15,8 +15,6 @@ from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.totals import Totals
 
-__all__ = ["gradient_pass", "loss_pass"]
-
 T = TypeVar("T")
 
 

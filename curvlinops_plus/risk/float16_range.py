@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Arrived", "below_range", "is_narrow", "narrowest", "send_in_range"]
-
 _START = 6  # a vector's largest number is brought to 2 ** _START: below it is more room than above
 _HIGH = 14  # the largest number that arrives anywhere should be below 2 ** _HIGH,
 _LOW = -4  # and the largest of each layer above 2 ** _LOW, so that numbers of a thousandth keep their digits

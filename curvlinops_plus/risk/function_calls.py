@@ -15,8 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from curvlinops_plus.errors import UnsupportedError
 
-__all__ = ["FunctionCalls", "ParameterViews", "View"]
-
 Receive = Callable[[Any, "tuple[Any, ...]", "dict[str, Any]", Any, "int | None"], Any]
 
 

@@ -17,8 +17,6 @@ from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.process_state import Uncopied
 from curvlinops_plus.risk.recorded_call import RecordedCall
 
-__all__ = ["FunctionUses", "is_bias"]
-
 
 def is_bias(h: Tensor, b: Tensor, out: Tensor) -> bool:
     """Whether `out = h + b` adds one number of `b` to each output of a product `h`."""

@@ -22,14 +22,6 @@ from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_one_row
 
-__all__ = [
-    "compare",
-    "compare_all_rows",
-    "halves_by_digits",
-    "random_halves",
-    "send_single",
-]
-
 # The second vector is so much longer: a hook that clamps gradients may leave a shorter one alone.
 _LONGER = 16.0
 

@@ -19,8 +19,6 @@ from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-__all__ = ["are_calls_of", "known_chain"]
-
 
 def known_chain(risk: EmpiricalRisk, recorder: Recorder, batch: Batch) -> Sequence[Any] | None:
     """The hooked modules of a model made of PyTorch's own, one after the other, with examples in front; else None.

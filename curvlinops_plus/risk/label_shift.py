@@ -20,8 +20,6 @@ from curvlinops_plus.risk.losses import Losses
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["are_labels_shifted"]
-
 # Of the batch, so many examples are enough to tell.
 _FEW = 4
 _TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-6}

@@ -24,8 +24,6 @@ from curvlinops_plus.risk.call import Call
 from curvlinops_plus.risk.layers import Group, Layer, Role
 from curvlinops_plus.risk.module_uses import title
 
-__all__ = ["LayerBatch"]
-
 # Per-example gradients that are only needed one after the other are formed in pieces of about this size.
 _PIECE_BYTES = 2**26
 # Patches of images are formed in pieces that a processor's cache can hold, but not too few at a time for fast products.

@@ -23,8 +23,6 @@ from curvlinops_plus.linalg import Layout
 from curvlinops_plus.risk.module_uses import ModuleUse, find_uses, title
 from curvlinops_plus.risk.parameters import common_dtype
 
-__all__ = ["FoundReads", "Group", "Layer", "Role", "find_layers"]
-
 
 @dataclass(frozen=True, eq=False)
 class Role:

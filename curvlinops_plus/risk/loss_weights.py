@@ -20,8 +20,6 @@ from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch, is_iterator, require_rereadable
 from curvlinops_plus.risk.totals import Totals
 
-__all__ = ["LossWeights", "UnevenError", "count_loss_terms", "loss_weights", "with_consistent_weights"]
-
 T = TypeVar("T")
 
 

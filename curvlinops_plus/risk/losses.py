@@ -26,8 +26,6 @@ from curvlinops_plus.risk.reading import loss_error_context, scalar_loss, select
 from curvlinops_plus.risk.shared_draws import requested_size, share_draws
 from curvlinops_plus.risk.totals import Number, Totals
 
-__all__ = ["Losses", "OutputLoss", "Terms", "rebuild_losses"]
-
 Key = str | int
 
 

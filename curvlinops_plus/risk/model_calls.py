@@ -17,8 +17,6 @@ from curvlinops_plus.risk.autograd_graph import REENTRANT
 from curvlinops_plus.risk.process_state import exclusive
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["ModelCalls", "copied", "tensors_of"]
-
 
 class ModelCalls:
     """Calls of a model, which remember two habits of it.

@@ -21,8 +21,6 @@ from curvlinops_plus.risk.usable_model import refuse_parameters
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ModelParameters"]
-
 T = TypeVar("T")
 
 

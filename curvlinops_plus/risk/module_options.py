@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["ExampleOfRow", "example_axes", "functions_of_rows"]
-
 ExampleOfRow = Callable[[Any, Any], Tensor]
 
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from curvlinops_plus.risk.process_state import Uncopied, hookable_modules
 
-__all__ = ["ModuleState"]
-
 # What PyTorch keeps in every module.
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

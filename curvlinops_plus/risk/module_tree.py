@@ -9,8 +9,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-__all__ = ["modules_of", "parameters_of"]
-
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     """Name to module, each module once, under the first of its names.

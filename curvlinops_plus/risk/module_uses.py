@@ -13,8 +13,6 @@ from curvlinops_plus.layer.replay import is_parametrized
 from curvlinops_plus.layer.rule_registry import GENERIC
 from curvlinops_plus.risk.module_tree import modules_of
 
-__all__ = ["ModuleUse", "find_uses", "title"]
-
 
 @dataclass(frozen=True, eq=False)
 class ModuleUse:

@@ -14,8 +14,6 @@ from curvlinops_plus.risk.process_state import eager, hookable_modules, own_call
 from curvlinops_plus.risk.reading import is_iterator
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-__all__ = ["first_nonfinite"]
-
 
 def first_nonfinite(risk: EmpiricalRisk) -> str | None:
     """Where NaN or inf first appears in a forward pass: words naming layer and batch, None if nowhere.

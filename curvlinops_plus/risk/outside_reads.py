@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.module_uses import ModuleUse
 
-__all__ = ["OutsideReads", "not_by_example"]
-
 
 class OutsideReads(UnsupportedError):
     """What a layer's calls show is not all that the model does with a parameter; `look_for_functions` finds the rest.

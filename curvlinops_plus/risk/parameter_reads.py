@@ -18,14 +18,6 @@ from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.recorded_call import RecordedCall
 from curvlinops_plus.risk.replaced_parameters import Places
 
-__all__ = [
-    "KeptParameters",
-    "OutsideReads",
-    "ParameterReads",
-    "refuse_outside_readers",
-    "refuse_outside_reads",
-]
-
 
 class ParameterReads(TorchFunctionMode):
     """While active, counts for each parameter the torch functions that make a tensor from it.

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["common_device", "common_dtype", "named_params", "values_of", "write_parameters"]
-
 
 def named_params(
     model: nn.Module,

@@ -14,9 +14,6 @@ from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk.module_tree import modules_of, parameters_of
 from curvlinops_plus.risk.process_state import exclusive, own_passes
 
-__all__ = ["data_generators", "kept_attributes", "preserve_state"]
-
-
 # Options of embeddings that say nothing about the function they compute.
 _PLAIN = {"max_norm": None, "sparse": False, "scale_grad_by_freq": False}
 

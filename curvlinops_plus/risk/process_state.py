@@ -21,20 +21,6 @@ from torch._compile import _disable_dynamo
 
 from curvlinops_plus.risk.module_tree import modules_of
 
-__all__ = [
-    "NoHook",
-    "OwnThread",
-    "Uncopied",
-    "eager",
-    "exclusive",
-    "hookable_modules",
-    "in_own_passes",
-    "own_calls",
-    "own_passes",
-    "quiet",
-    "untraced",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -20,21 +20,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from curvlinops_plus.likelihood.sampling import wide_dtype
 
-__all__ = [
-    "Batch",
-    "check_data",
-    "count_examples",
-    "is_iterator",
-    "loss_error_context",
-    "read_batch",
-    "refuse_input",
-    "require_numbers",
-    "require_rereadable",
-    "scalar_loss",
-    "select_output",
-    "to_device",
-]
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -40,8 +40,6 @@ from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate
 from curvlinops_plus.risk.refused_calls import refusal_of_one_row, refuse_call
 from curvlinops_plus.risk.row_order import RowOrder, packed_order, read_order, refuse_functions
 
-__all__ = ["Recorder"]
-
 Receive = Callable[[RecordedCall, OutputSlot, Tensor], None]
 
 

@@ -19,8 +19,6 @@ from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.outside_reads import not_by_example
 from curvlinops_plus.risk.row_order import RowOrder
 
-__all__ = ["OutputSlot", "RecordedCall", "isolate", "make_recorded_call"]
-
 
 @dataclass(eq=False)
 class OutputSlot:

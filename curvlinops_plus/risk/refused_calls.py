@@ -13,8 +13,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.outside_reads import OutsideReads
 
-__all__ = ["MORE_THAN_BROADCAST", "refusal_of_one_row", "refuse_call"]
-
 #: What a model does with a row for all examples that it does not do alike with a row for each.
 MORE_THAN_BROADCAST = (
     "the model does more with it than broadcast it (it picks a row, or reduces over the first axis), so that its "

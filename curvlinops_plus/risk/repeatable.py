@@ -20,15 +20,6 @@ from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.replaced_parameters import copied_buffers
 from curvlinops_plus.risk.risk import EmpiricalRisk, RiskOptions
 
-__all__ = [
-    "are_examples_clear",
-    "first_different",
-    "not_repeatable",
-    "outputs_of_modules",
-    "relative_difference",
-    "require_repeatable",
-]
-
 # How many examples are looked at.
 _FEW = 3
 # So many evaluations of a model that draws numbers have to agree.

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from curvlinops_plus.layer.run_again import as_parameters
 from curvlinops_plus.risk.process_state import OwnThread
 
-__all__ = ["Places", "copied_buffers", "parameter_places", "paths_in", "replaced_parameters", "require_places"]
-
 #: Every module that holds a parameter, and the names in it and keys of those it holds.
 Places = Sequence[tuple[nn.Module, Sequence[tuple[str, str]]]]
 #: Parents, names and children of modules.

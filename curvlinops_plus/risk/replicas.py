@@ -15,8 +15,6 @@ from curvlinops_plus.risk.losses import Losses
 from curvlinops_plus.risk.module_tree import modules_of, parameters_of
 from curvlinops_plus.risk.sharded import WholeParameters
 
-__all__ = ["all_parameters", "require_replicas"]
-
 # What others may do in another way.
 _OWN = {"check", "progressbar"}
 _BUFFERS = (

@@ -41,8 +41,6 @@ from curvlinops_plus.risk.totals import Number, Totals
 from curvlinops_plus.risk.usable_model import require_module
 from curvlinops_plus.risk.wrappers import common_processes
 
-__all__ = ["EmpiricalRisk", "RiskOptions"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from curvlinops_plus.likelihood import Likelihood
 
-__all__ = ["ColumnsRoot", "HessianRoot", "Root", "WeightedRoot"]
-
 
 class Root(ABC):
     """A root of a matrix over the outputs `[N, R, C]` of one loss on one batch.

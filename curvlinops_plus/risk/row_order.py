@@ -18,8 +18,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import PaddedSequence, RecurrentRule
 from curvlinops_plus.risk.module_uses import ModuleUse, title
 
-__all__ = ["RowOrder", "packed_order", "read_order", "refuse_functions"]
-
 
 @dataclass(frozen=True, eq=False)
 class RowOrder:

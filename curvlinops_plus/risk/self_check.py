@@ -46,8 +46,6 @@ from curvlinops_plus.risk.repeatable import (
 from curvlinops_plus.risk.replaced_parameters import copied_buffers
 from curvlinops_plus.risk.risk import Checked, EmpiricalRisk
 
-__all__ = ["check_batch", "is_unchecked"]
-
 # How many examples are looked at.
 _FEW = 3
 # So many multiplications in a layer take less time than running it once more.

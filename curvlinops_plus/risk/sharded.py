@@ -15,8 +15,6 @@ from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.replaced_parameters import parameter_places, replaced_parameters
 
-__all__ = ["WholeParameters", "give_up_gathered"]
-
 
 class WholeParameters:
     """The values of parameters of which each process has a part, as plain tensors of their whole shapes.

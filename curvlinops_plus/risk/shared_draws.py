@@ -11,8 +11,6 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.draws import Draws
 
-__all__ = ["requested_size", "share_draws"]
-
 
 class _Requests(Draws):
     """Counts the random numbers that are requested, and returns 1/2 for all."""

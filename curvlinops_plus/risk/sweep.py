@@ -30,8 +30,6 @@ from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.user_backward import UserBackward
 from curvlinops_plus.risk.vectors import Exact, Vectors
 
-__all__ = ["RecordedPasses", "sweep"]
-
 
 def sweep(
     risk: EmpiricalRisk,

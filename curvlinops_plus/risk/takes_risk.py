@@ -8,8 +8,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from curvlinops_plus.risk.risk import EmpiricalRisk
 
-__all__ = ["checked_bytes", "made_together", "takes_risk"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

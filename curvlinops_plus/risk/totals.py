@@ -11,8 +11,6 @@ from torch import Tensor
 from curvlinops_plus.distributed import Alone
 from curvlinops_plus.likelihood.sampling import wide_dtype
 
-__all__ = ["Totals"]
-
 Number = Tensor | float
 
 

@@ -14,8 +14,6 @@ from curvlinops_plus.risk.module_tree import parameters_of
 from curvlinops_plus.risk.sharded import give_up_gathered
 from curvlinops_plus.risk.wrappers import inner_model
 
-__all__ = ["refuse_parameters", "require_module"]
-
 
 def require_module(model: Any) -> tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Parameter]]:
     """A model without its wrapper, its modules and parameters by their names; refuses what is no model, or not yet one.

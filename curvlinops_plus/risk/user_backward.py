@@ -16,8 +16,6 @@ from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 
-__all__ = ["UserBackward"]
-
 _AFTER = "Call `loss.backward()` after the block: then vectors are sent by a pass of their own."
 
 

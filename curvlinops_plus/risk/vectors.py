@@ -37,16 +37,6 @@ from curvlinops_plus.linalg.numerics import whole
 from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.roots import ColumnsRoot, HessianRoot, Root
 
-__all__ = [
-    "CurvaturePropagation",
-    "Empirical",
-    "Exact",
-    "ForwardOnly",
-    "MonteCarlo",
-    "Vectors",
-    "as_vectors",
-]
-
 
 def _near(numbers: Tensor, F: Tensor) -> Tensor:
     """Random numbers on the GPU of the outputs, if they are on one: a copy from pinned memory stops nobody."""

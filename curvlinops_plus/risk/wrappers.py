@@ -12,8 +12,6 @@ from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError, level_of_user
 from curvlinops_plus.risk.module_tree import modules_of
 
-__all__ = ["common_processes", "inner_model", "wrapped_processes", "wrapper_of"]
-
 #: What this process was told already.
 _told: set[str] = set()
 

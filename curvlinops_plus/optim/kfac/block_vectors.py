@@ -14,8 +14,6 @@ from torch import Tensor, _foreach_add_, _foreach_copy_  # pyright: ignore[repor
 from curvlinops_plus.linalg import Layout
 from curvlinops_plus.optim.kfac.tensor_lists import times
 
-__all__ = ["BlockVectors", "copied"]
-
 Place = tuple[int, torch.Size, tuple[int, ...], int]  # number of the vector, shape, strides, offset
 State = MutableMapping[Any, dict[str, Any]]  # an optimizer's, of its parameters
 

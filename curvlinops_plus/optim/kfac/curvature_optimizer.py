@@ -33,8 +33,6 @@ from curvlinops_plus.risk.wrappers import wrapped_processes
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CurvatureOptimizer"]
-
 
 class CurvatureOptimizer(torch.optim.Optimizer):
     """An optimizer whose steps use the inverse of a curvature that follows training.

@@ -8,8 +8,6 @@ from typing import Any, Literal
 from curvlinops_plus.optim.kfac.policies import number
 from curvlinops_plus.risk import Vectors
 
-__all__ = ["CurvatureOptions", "Inverse"]
-
 Inverse = Literal["exact", "factored"]
 
 

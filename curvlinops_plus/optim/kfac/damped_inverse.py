@@ -13,8 +13,6 @@ from curvlinops_plus.linalg.block_diagonal import multiply_parts
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.refusals import common_damping
 
-__all__ = ["DampedInverse", "complete"]
-
 
 class DampedInverse:
     """`(c K + λI)ᵖ` of the curvature `K` at an estimator's last refresh, where `c` is the factor of each step's loss.

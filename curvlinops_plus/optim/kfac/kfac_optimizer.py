@@ -27,8 +27,6 @@ from curvlinops_plus.optim.kfac.step_report import StepReport
 from curvlinops_plus.optim.kfac.tensor_lists import times
 from curvlinops_plus.risk import Vectors
 
-__all__ = ["KFACOptimizer"]
-
 
 class KFACOptimizer(CurvatureOptimizer):
     """K-FAC: steps along the gradient, times the inverse of a curvature that follows training.

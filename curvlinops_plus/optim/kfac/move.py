@@ -11,8 +11,6 @@ from curvlinops_plus.optim.kfac.block_vectors import BlockVectors
 from curvlinops_plus.optim.kfac.policies import Adaptive, NormConstraint, as_norm_constraint, as_weight_decay
 from curvlinops_plus.optim.kfac.tensor_lists import products, times, total
 
-__all__ = ["Move"]
-
 
 class Move:
     """What moves in one step, as vectors over the parameters that have gradient and curvature.

@@ -10,18 +10,6 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-__all__ = [
-    "Adaptive",
-    "LevenbergMarquardt",
-    "NormConstraint",
-    "WeightDecay",
-    "as_norm_constraint",
-    "as_weight_decay",
-    "number",
-    "plain_policy",
-    "scheduled",
-]
-
 
 def scheduled(name: str) -> TypeError:
     """The error about a scheduler of what the quadratic model chooses."""

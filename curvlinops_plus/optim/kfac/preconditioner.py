@@ -15,8 +15,6 @@ from curvlinops_plus.optim.kfac.policies import NormConstraint
 from curvlinops_plus.optim.kfac.step_report import StepReport
 from curvlinops_plus.risk import Vectors
 
-__all__ = ["KFACPreconditioner"]
-
 
 class KFACPreconditioner(CurvatureOptimizer):
     """Replaces gradients by `(K + λI)⁻¹ g`, for any other optimizer to use.

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["QuadraticModel"]
-
 Vectors = Sequence[Sequence[Tensor]]  # directions, each a list of tensors like the parameters
 
 

@@ -16,8 +16,6 @@ from curvlinops_plus.optim.kfac.step_batches import mean_over
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.constant_statistics import batch_norms
 
-__all__ = ["Noticed", "common_damping", "naming_training_mode", "no_batch", "require_common", "require_same_loss"]
-
 
 @dataclass
 class Noticed:

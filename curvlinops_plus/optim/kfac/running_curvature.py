@@ -33,8 +33,6 @@ from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.risk.process_state import own_calls
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = ["HeardCall", "RunningCurvature"]
-
 
 @dataclass(eq=False)
 class HeardCall:

@@ -22,16 +22,6 @@ from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.model_calls import copied
 from curvlinops_plus.risk.reading import Batch
 
-__all__ = [
-    "Factor",
-    "StepBatches",
-    "listening_factors",
-    "mean_over",
-    "other_targets",
-    "require_same_curvature",
-    "same_targets",
-]
-
 _LIMIT = 1024
 _AWAY = 0.03  # more than rounding under autocast
 

@@ -14,8 +14,6 @@ from curvlinops_plus.optim.kfac.block_vectors import BlockVectors, copied
 from curvlinops_plus.optim.kfac.policies import as_weight_decay
 from curvlinops_plus.optim.kfac.refusals import require_common
 
-__all__ = ["StepPlan"]
-
 Groups = Sequence[dict[str, Any]]
 Entry = tuple[dict[str, Any], str, Tensor]
 

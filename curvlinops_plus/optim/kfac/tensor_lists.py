@@ -9,8 +9,6 @@ import torch
 # PyTorch's own optimizers are made of these; its type hints don't list them.
 from torch import Tensor, _foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
-__all__ = ["norm", "products", "times", "total"]
-
 Tensors = Sequence[Tensor]
 
 

@@ -21,9 +21,6 @@ from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.model_calls import tensors_of
 from curvlinops_plus.risk.process_state import NoHook, in_own_passes, untraced
 
-__all__ = ["Watch"]
-
-
 # Calls of a model that wait for their losses; of more, the graphs would be kept for nothing where none comes.
 _LIMIT = 4
 

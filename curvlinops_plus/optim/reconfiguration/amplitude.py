@@ -31,8 +31,6 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import named_params
 
-__all__ = ["Amplitude", "LogAmplitude", "LogPsi", "Params", "as_real", "full_precision_no_grad"]
-
 Amplitude = Literal["real", "complex", "holomorphic"]
 LogPsi = nn.Module | Callable[[Any, Any], Tensor]
 Params = Sequence[Tensor] | Mapping[str, Tensor] | None

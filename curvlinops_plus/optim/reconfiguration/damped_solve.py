@@ -28,8 +28,6 @@ from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 from curvlinops_plus.optim.reconfiguration.fisher import CenteredFisherLinearOperator
 from curvlinops_plus.optim.reconfiguration.scores import MatrixFreeScores, StoredScores
 
-__all__ = ["DampedSystem", "Mode", "SolveReport", "Solver"]
-
 Mode = Literal["lazy", "dense", "kernel", "auto"]
 Solver = Literal["cholesky", "eigh", "cg", "lsmr"]
 

@@ -29,8 +29,6 @@ from curvlinops_plus.optim.reconfiguration.amplitude import (
 from curvlinops_plus.optim.reconfiguration.damped_solve import DampedSystem, Mode, Solver, SolveReport, check_options
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble, name_samples
 
-__all__ = ["FisherInverse", "Reconfiguration", "fisher_inverse", "reconfigure", "stochastic_reconfiguration"]
-
 
 class Reconfiguration(NamedTuple):
     """Result of `stochastic_reconfiguration`.

@@ -21,8 +21,6 @@ from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import to_device
 
-__all__ = ["Ensemble", "name_samples"]
-
 
 class Ensemble:
     """A log-amplitude at its parameters' current values, with samples and their weights.

@@ -20,8 +20,6 @@ from curvlinops_plus.optim.reconfiguration.amplitude import (
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 from curvlinops_plus.optim.reconfiguration.scores import MatrixFreeScores, StoredScores
 
-__all__ = ["CenteredFisherLinearOperator"]
-
 
 class CenteredFisherLinearOperator(LinearOperator):
     """`S = Cov(∇ log|ψ|)`, the covariance of log-derivatives over samples; also called quantum geometric tensor.

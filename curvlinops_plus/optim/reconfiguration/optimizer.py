@@ -19,8 +19,6 @@ from curvlinops_plus.optim.reconfiguration.damped_solve import DampedSystem, Mod
 from curvlinops_plus.optim.reconfiguration.directions import centred_costs, check_momentum, reconfigure
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 
-__all__ = ["StochasticReconfiguration"]
-
 
 class StochasticReconfiguration(torch.optim.Optimizer):
     """Steps `θ ← θ - lr δ` along the directions `δ` of `stochastic_reconfiguration`.

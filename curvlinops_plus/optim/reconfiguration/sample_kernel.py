@@ -20,8 +20,6 @@ from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 from curvlinops_plus.risk import Draws, EmpiricalRisk, LayerBatch, Vectors, find_layers
 from curvlinops_plus.risk.sweep import sweep
 
-__all__ = ["recorded_sample_kernel"]
-
 
 class _Ones(Vectors):
     """Backpropagates ones: the output gradients of each layer are then those of each sample."""

@@ -24,8 +24,6 @@ from curvlinops_plus.linalg.numerics import standard_normal
 from curvlinops_plus.optim.reconfiguration.ensemble import Ensemble
 from curvlinops_plus.optim.reconfiguration.sample_kernel import recorded_sample_kernel
 
-__all__ = ["MatrixFreeScores", "Scores", "StoredScores"]
-
 
 class Scores(LinearOperator):
     """`Ō` [n·c, P]. Subclasses define its products; quadratic functions of it have their own methods."""
