@@ -27,7 +27,11 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = {line.strip() for line in (ROOT / "examples" / "laplace_digits.py").read_text(encoding="utf-8").splitlines()}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Pages that import what the package does not need.
-NEEDS = {"huggingface": ("transformers", "peft", "accelerate"), "from_laplace_torch": ("torchmetrics", "laplace")}
+NEEDS = {
+    "huggingface": ("transformers", "peft", "accelerate"),
+    "from_laplace_torch": ("torchmetrics", "laplace"),
+    "sharpness": ("matplotlib",),
+}
 #: What `torchrun` says to one process by itself.
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 #: Pages whose code takes more than a few seconds.

@@ -14,6 +14,7 @@ import operator
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,8 +182,10 @@ def whole(number: Any) -> int | None:
         >>> whole(torch.tensor(3)), whole(3.0), whole(True)
         (3, None, None)
     """
-    if isinstance(number, bool) or (isinstance(number, Tensor) and (number.ndim or number.dtype == torch.bool)):
-        return None
+    if isinstance(number, (bool, np.bool_)) or (
+        isinstance(number, Tensor) and (number.ndim or number.dtype == torch.bool)
+    ):
+        return None  # before NumPy 2.3 np.True_ is an index
     try:
         return operator.index(number)
     except TypeError:

@@ -312,7 +312,8 @@ def test_another_thread_evaluates_the_model_of_an_estimator() -> None:
 def compiler() -> Iterator[None]:
     """What was compiled for one test is there for the next; no function is compiled so often that it then isn't."""
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):
+    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"  # PyTorch 2.6
+    with torch._dynamo.config.patch({limit: 64}):
         yield
 
 
