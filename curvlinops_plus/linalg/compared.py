@@ -60,7 +60,7 @@ class Sums(Mapping[str, list[float]]):
 
     @cached_property
     def _numbers(self) -> dict[str, list[float]]:
-        lengths = tuple(map(torch.Size.numel, self._shapes.values()))
+        lengths = tuple(shape.numel() for shape in self._shapes.values())
         parts = [] if self._copy is None else [_short_sums(self._copy, lengths)]
         # Read together: every answer of a GPU is waited for.
         found = [sums.view(-1, 2) for sums in (*parts, *self._long.values())]

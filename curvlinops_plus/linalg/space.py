@@ -51,7 +51,7 @@ class Space:
         #: Name to shape, in the order of the vector.
         self.shapes: dict[str, torch.Size] = {name: torch.Size(shape) for name, shape in shapes.items()}
         #: The number of entries of each tensor.
-        self.sizes: list[int] = [*map(torch.Size.numel, self.shapes.values())]
+        self.sizes: list[int] = [shape.numel() for shape in self.shapes.values()]
         #: Name to first position in the vector, and number of entries.
         self.extents: dict[str, tuple[int, int]] = dict(zip(self.shapes, zip([0, *accumulate(self.sizes)], self.sizes)))
         #: The number of entries of the whole vector.
