@@ -177,7 +177,7 @@ def _batch(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall]) -> La
 
 def _coarsest(layer: Layer, key: str, calls: Sequence[RecordedCall]) -> torch.dtype:
     """The dtype of a parameter, or of what its layer returned, that rounds most."""
-    kinds = [*(slot.out.dtype for recorded in calls for slot in recorded.slots), layer.params[key].dtype]
+    kinds = [*(slot.dtype for recorded in calls for slot in recorded.slots), layer.params[key].dtype]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps)
 
 
@@ -200,7 +200,7 @@ def _underflow(kind: torch.dtype, calls: Sequence[RecordedCall], theirs: Tensor)
     """How much numbers below the range of a dtype add up to: in float16 they are common."""
     smallest = torch.finfo(kind).smallest_normal * torch.finfo(kind).eps
     sizes = (
-        slot.out.numel() ** 0.5 * (1 + _norm((c.call.args, dict(c.call.kwargs)))) for c in calls for slot in c.slots
+        slot.shape.numel() ** 0.5 * (1 + _norm((c.call.args, dict(c.call.kwargs)))) for c in calls for slot in c.slots
     )
     return smallest * (theirs.numel() ** 0.5 + sum(sizes))
 

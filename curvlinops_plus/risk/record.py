@@ -322,6 +322,11 @@ class Recorder:
         """Modules that run in here are not recorded, and their outputs are not replaced."""
         return self._off
 
+    @property
+    def slots(self) -> list[OutputSlot]:
+        """What all calls returned."""
+        return [slot for recorded in self.calls for slot in recorded.slots]
+
     def by_layer(self) -> dict[int, list[RecordedCall]]:
         """Index of a layer to its calls."""
         by_layer: dict[int, list[RecordedCall]] = {}
@@ -345,7 +350,7 @@ class Recorder:
 
         Cost: a walk through the graph, unless it is a chain.
         """
-        edges = [slot.edge for recorded in self.calls for slot in recorded.slots if slot.edge is not None]
+        edges = [slot.edge for slot in self.slots if slot.edge is not None]
         if self.chain is not None:
             return edges[:1]
         marked = {edge.node for edge in edges}

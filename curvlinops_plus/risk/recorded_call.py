@@ -47,15 +47,11 @@ class OutputSlot:
     handle: Any = None
 
     @property
-    def out(self) -> Tensor:
-        """An empty tensor of this shape, which takes no memory."""
-        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
-
-    @property
     def num_rows(self) -> int:
         """How many rows there are on the axis of the examples, when it is the first one."""
-        plain = self.fold is None and self.order is None
-        return self.shape[self.axis] if plain else self.arrange(self.out).shape[0]
+        if self.fold is None and self.order is None:
+            return self.shape[self.axis]
+        return self.arrange(torch.empty((), device=self.device).expand(self.shape)).shape[0]
 
     @property
     def kept(self) -> Tensor | None:

@@ -299,7 +299,7 @@ class _Check:
         if not all(p.requires_grad and not p._backward_hooks for p in self.risk.params.values()):
             return False  # hooks are the user's, of gradients that are, too: other tensors have none
         sizes = [
-            slot.out.numel() * layers[c.layer].groups[0].layout.matrix_shape[-1] for c in calls for slot in c.slots
+            slot.shape.numel() * layers[c.layer].groups[0].layout.matrix_shape[-1] for c in calls for slot in c.slots
         ]
         return sum(sizes) <= _LIGHT * len(calls)
 
@@ -437,7 +437,7 @@ def _compare_expanded(expanded: RecordedCall, found: Sequence[Tensor], plain: Se
     """Refuse a row for all examples that the model takes for something else when it is a row for each."""
     for f, as_it_is in zip(found, plain, strict=True):
         if f.shape != as_it_is.shape or relative_difference(f.detach(), as_it_is) > TOLERANCE[f.element_size()]:
-            raise refusal_of_one_row(expanded.call.use, len(expanded.slots[0].out), MORE_THAN_BROADCAST)
+            raise refusal_of_one_row(expanded.call.use, expanded.slots[0].shape[0], MORE_THAN_BROADCAST)
 
 
 def _rows_of(t: Tensor, examples: list[int], N: int) -> Tensor:

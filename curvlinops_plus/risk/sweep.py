@@ -246,9 +246,9 @@ def _vectors_at_once(recorder: Recorder, number: int) -> int:
     """How many vectors to send in one vectorised pass: 1 streams, which is faster for large batches on the CPU."""
     if number == 1:
         return 1
-    slots = [slot for recorded in recorder.calls for slot in recorded.slots]
-    limit = 2**26 if slots and slots[0].out.is_cuda else 2**14
-    return max(1, min(number, limit // max(sum(slot.out.numel() for slot in slots), 1)))
+    slots = recorder.slots
+    limit = 2**26 if slots and slots[0].device.type == "cuda" else 2**14
+    return max(1, min(number, limit // max(sum(slot.shape.numel() for slot in slots), 1)))
 
 
 def _read_mask(risk: EmpiricalRisk, batch: Batch) -> Tensor | None:
