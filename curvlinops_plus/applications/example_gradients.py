@@ -144,7 +144,8 @@ def _show(
         add(seen, sent[seen.layer])
         sent[seen.layer] += seen.num_vectors
 
-    with RecordedPasses(risk, layers, vectors, weights) as passes:
+    passes = RecordedPasses(risk, layers, vectors, weights)
+    with passes.hooked():
         return passes.observe(batch, Draws(0), consume)
 
 

@@ -103,9 +103,10 @@ class HeardPass:
         # What arrives of the user's backward pass has the weights of examples, and not their roots.
         self._of_loss = owner.vectors.of_loss and owner.vectors.together and owner.risk.options.weight is None
         self.contexts = ExitStack()
-        self._passes = self.contexts.enter_context(
-            RecordedPasses(owner.risk, owner.layers, owner.vectors, owner.weights, own_pass=False, repeatable=False)
+        self._passes = RecordedPasses(
+            owner.risk, owner.layers, owner.vectors, owner.weights, own_pass=False, repeatable=False
         )
+        self.contexts.enter_context(self._passes.hooked())
         self._phase = self.contexts.enter_context(ExitStack())  # the call, then the time until vectors are sent
         self._versions: list[int] = []  # those of the parameters in the call
         self._autocast = False  # whether it was under autocast

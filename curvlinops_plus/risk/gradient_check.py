@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.replay import at_least_float32
+from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk.autograd_graph import gradients_of
 from curvlinops_plus.risk.compare_rules import TOLERANCE, SentVectors, compare_rules
 from curvlinops_plus.risk.float16_range import Arrived, send_in_range

@@ -63,7 +63,8 @@ def sweep(
     totals, draws, outside = Totals(), Draws(vectors.seed or 0), None
     if weights is None:
         weights = loss_weights(risk) if vectors.backward else LossWeights(risk.losses)
-    with RecordedPasses(risk, layers, vectors, weights, repeatable=repeatable) as passes:
+    passes = RecordedPasses(risk, layers, vectors, weights, repeatable=repeatable)
+    with passes.hooked():
         try:
             for batch in risk.batches(desc):
                 if before_batch is not None:
@@ -83,8 +84,8 @@ def sweep(
 class RecordedPasses:
     """Forward passes of a risk's model under hooks on its layers, and the vectors that are sent back through them.
 
-    A context manager: the hooks are on the modules for as long as it lasts. In passes that nobody else makes, the
-    statistics of batch norm in training mode are constants: each example has gradients of its own then.
+    Use them inside `hooked`. In passes that nobody else makes, the statistics of batch norm in training mode are
+    constants: each example has gradients of its own then.
 
     Args:
         own_pass: Whether nobody else needs the graph of the forward passes: without vectors there is none then. The
@@ -118,18 +119,10 @@ class RecordedPasses:
         self._own_pass = own_pass
         # Between passes of others no mode of ours is on.
         self._watching = nullcontext if own_pass else self.recorder.watching
-        self._contexts: AbstractContextManager[None] = nullcontext()
-
-    def __enter__(self) -> RecordedPasses:
-        self._contexts = self._entered()
-        self._contexts.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._contexts.__exit__(*error)
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def hooked(self) -> Iterator[None]:
+        """Context in which the hooks are on the modules."""
         risk, recorder = self.risk, self.recorder
         if not self._own_pass:
             with risk.placed(), recorder:

@@ -130,7 +130,8 @@ def test_modules_of_a_chain_are_after_a_pass_as_in_it(shared: bool) -> None:
     told = []
     for each in (model, Same(model)):
         risk = risk_of(each, 4)
-        with RecordedPasses(risk, layers_of(risk), Exact(), loss_weights(risk)) as passes:
+        passes = RecordedPasses(risk, layers_of(risk), Exact(), loss_weights(risk))
+        with passes.hooked():
             passes.observe(next(risk.batches("")), Draws(0), lambda batch: None)
             recorder = passes.recorder
             assert (recorder.chain is not None) == (each is model and not shared)
