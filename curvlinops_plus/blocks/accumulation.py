@@ -300,29 +300,23 @@ def run_accumulation(
     If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
     """
 
+    title = type(K).__name__
+
     def work() -> Accumulation:
-        return _run_accumulation(K, max_kept_bytes, max_bytes, store, **options)
+        while True:
+            _agree_on_reads(K)
+            accumulation = Accumulation(K.risk, K.plan, K.vectors, title, max_kept_bytes, max_bytes, store, K.keepers)
+            warn_of_memory(K.plan, accumulation.pending, max_bytes)
+            try:
+                accumulation.run(**options)
+            except OutsideReads as error:
+                require_rereadable(K.risk.data, "it is looked at again for functions that read parameters")
+                K.learn_reads(error=error)  # raises the error again if it finds no more than was known
+            else:
+                K.confirm_plan()
+                return accumulation
 
-    return K.risk.together(type(K).__name__, work, same=K.described)
-
-
-def _run_accumulation(
-    K: Planned, max_kept_bytes: int, max_bytes: int | None, store: Store | None, **options: Any
-) -> Accumulation:
-    while True:
-        _agree_on_reads(K)
-        accumulation = Accumulation(
-            K.risk, K.plan, K.vectors, type(K).__name__, max_kept_bytes, max_bytes, store, K.keepers
-        )
-        warn_of_memory(K.plan, accumulation.pending, max_bytes)
-        try:
-            accumulation.run(**options)
-        except OutsideReads as error:
-            require_rereadable(K.risk.data, "it is looked at again for functions that read parameters")
-            K.learn_reads(error=error)  # raises the error again if it finds no more than was known
-        else:
-            K.confirm_plan()
-            return accumulation
+    return K.risk.together(title, work, same=K.described)
 
 
 def _agree_on_reads(K: Planned) -> None:

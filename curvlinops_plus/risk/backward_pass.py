@@ -211,7 +211,7 @@ class BackwardPasses:
         if self._first:
             recorder.require_unchanged()
             recorder.sources(outputs)  # refuses parameters that something else reads
-        places = self._places()
+        places = [(call, slot) for call in recorder.calls for slot in call.slots if slot.edge is not None]
         if not places:
             return
         edges = [slot.edge for _, slot in places]
@@ -230,10 +230,6 @@ class BackwardPasses:
         for index in self._calls:
             self._show(index, grads, len(vectors[0]), batched)
         self._first = False
-
-    def _places(self) -> list[tuple[RecordedCall, OutputSlot]]:
-        """Where gradients arrive, with the calls that returned there."""
-        return [(call, slot) for call in self.recorder.calls for slot in call.slots if slot.edge is not None]
 
     def _send_each(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> None:
         """Several vectors [V, *output], one at a time."""

@@ -42,7 +42,9 @@ def exclusive() -> AbstractContextManager[Any]:
     return _lock
 
 
-class _OwnPasses(threading.local):
+class Depth:
+    """Context that counts how often it is entered; generators take several times as long."""
+
     depth = 0
 
     def __enter__(self) -> None:
@@ -50,6 +52,10 @@ class _OwnPasses(threading.local):
 
     def __exit__(self, *error: object) -> None:
         self.depth -= 1
+
+
+class _OwnPasses(Depth, threading.local):
+    pass
 
 
 _own_passes = _OwnPasses()

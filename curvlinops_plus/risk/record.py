@@ -35,7 +35,7 @@ from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
-from curvlinops_plus.risk.process_state import OwnThread, Uncopied
+from curvlinops_plus.risk.process_state import Depth, OwnThread, Uncopied
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
 from curvlinops_plus.risk.refused_calls import refusal_of_one_row, refuse_call
 from curvlinops_plus.risk.row_order import RowOrder, packed_order, read_order, refuse_functions
@@ -92,7 +92,7 @@ class Recorder:
         self._functions = FunctionUses(layers, self._params)
         self._mode = FunctionCalls(self._function_call) if intercept or self._functions else None
         self._handles: list[Any] = []
-        self._recording, self._off = False, _Disabled()
+        self._recording, self._off = False, Depth()
         self._ours = OwnThread()  # another thread may evaluate the model meanwhile
 
     def __enter__(self) -> Recorder:
@@ -371,18 +371,6 @@ class Recorder:
         refuse_outside_readers(self.layers, self.calls, readers, self._params)
         self._functions.check_sums(consumers)
         return [edge for edge in edges if above.get(edge.node) is False]
-
-
-class _Disabled:
-    """`Recorder.disabled`, which is entered for each layer of each batch: generators take several times as long."""
-
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
 
 
 def _float_tensors(leaves: Sequence[Any], out: Any, use: ModuleUse) -> list[int]:
