@@ -29,8 +29,8 @@ from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.refused_calls import OutsideReads
 from curvlinops_plus.risk.takes_risk import made_together, takes_risk
 
 

@@ -18,9 +18,9 @@ from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.compare_rules import TOLERANCE
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.model_calls import tensors_of
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.process_state import eager, exclusive, own_calls, own_passes
 from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.refused_calls import OutsideReads
 from curvlinops_plus.risk.repeatable import relative_difference
 from curvlinops_plus.risk.sweep import RecordedPasses
 from curvlinops_plus.risk.user_backward import UserBackward

@@ -65,7 +65,7 @@ def vector_groups(
     """
     factors = losses.vector_factors(weights, vectors.of_loss)
     parts = [
-        _LossVectors(one, vectors, *of_loss, terms.weight)
+        _LossVectors(one, vectors, *of_loss, weight=terms.weight)
         for one, *of_loss in zip(losses, outputs, terms.outputs, terms.targets, class_axes, factors, strict=True)
     ]
     streams = zip(parts, losses.streams(vectors, terms.outputs, draws, [part.ask for part in parts]), strict=True)
@@ -211,7 +211,7 @@ class BackwardPasses:
         if self._first:
             recorder.require_unchanged()
             recorder.sources(outputs)  # refuses parameters that something else reads
-        places = [(call, slot) for call in recorder.calls for slot in call.slots if slot.edge is not None]
+        places = self._places()
         if not places:
             return
         edges = [slot.edge for _, slot in places]
@@ -230,6 +230,10 @@ class BackwardPasses:
         for index in self._calls:
             self._show(index, grads, len(vectors[0]), batched)
         self._first = False
+
+    def _places(self) -> list[tuple[RecordedCall, OutputSlot]]:
+        """Where gradients arrive, with the calls that returned there."""
+        return [(call, slot) for call in self.recorder.calls for slot in call.slots if slot.edge is not None]
 
     def _send_each(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> None:
         """Several vectors [V, *output], one at a time."""

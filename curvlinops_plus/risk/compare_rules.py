@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.recorded_call import RecordedCall
+from curvlinops_plus.risk.refused_calls import OutsideReads
 
 #: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
 #: compute in float32 whatever they get.

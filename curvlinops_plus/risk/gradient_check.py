@@ -17,10 +17,9 @@ from curvlinops_plus.risk.compare_rules import TOLERANCE, SentVectors, compare_r
 from curvlinops_plus.risk.float16_range import Arrived, send_in_range
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.module_uses import title
-from curvlinops_plus.risk.outside_reads import not_by_example
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
-from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_one_row
+from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, not_by_example, refusal_of_one_row
 
 # The second vector is so much longer: a hook that clamps gradients may leave a shorter one alone.
 _LONGER = 16.0

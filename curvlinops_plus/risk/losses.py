@@ -21,9 +21,8 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
-from curvlinops_plus.risk.draws import Draws
+from curvlinops_plus.risk.draws import Draws, requested_size, share_draws
 from curvlinops_plus.risk.reading import loss_error_context, scalar_loss, select_output
-from curvlinops_plus.risk.shared_draws import requested_size, share_draws
 from curvlinops_plus.risk.totals import Number, Totals
 from curvlinops_plus.risk.vectors import Vectors
 

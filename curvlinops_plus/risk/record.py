@@ -33,11 +33,10 @@ from curvlinops_plus.risk.function_uses import FunctionUses
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.module_uses import ModuleUse, title
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
 from curvlinops_plus.risk.process_state import Depth, OwnThread, Uncopied
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
-from curvlinops_plus.risk.refused_calls import refusal_of_one_row, refuse_call
+from curvlinops_plus.risk.refused_calls import OutsideReads, refusal_of_one_row, refuse_call
 from curvlinops_plus.risk.row_order import RowOrder, packed_order, read_order, refuse_functions
 
 Receive = Callable[[RecordedCall, OutputSlot, Tensor], None]

@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
-from curvlinops_plus.risk.call import Call
 from curvlinops_plus.risk.module_state import ModuleState
-from curvlinops_plus.risk.module_uses import ModuleUse, title
-from curvlinops_plus.risk.outside_reads import not_by_example
+from curvlinops_plus.risk.module_uses import Call, ModuleUse, title
+from curvlinops_plus.risk.refused_calls import not_by_example
 from curvlinops_plus.risk.row_order import RowOrder
 
 

@@ -20,10 +20,10 @@ from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms
 from curvlinops_plus.risk.module_tree import modules_of
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
+from curvlinops_plus.risk.refused_calls import OutsideReads
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.self_check import check_batch, is_unchecked
 from curvlinops_plus.risk.totals import Totals
