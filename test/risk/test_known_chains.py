@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from curvlinops_plus import DiagonalBlock, EmpiricalRisk, Exact, FullBlock, UnsupportedError, curvature
+from curvlinops_plus import DiagonalBlock, EmpiricalRisk, Exact, FullBlock, KFACOptimizer, UnsupportedError, curvature
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.rule_registry import RULES
 from curvlinops_plus.risk.draws import Draws
@@ -118,6 +118,19 @@ def test_some_of_the_parameters(looks: list[bool]) -> None:
     K, other = (curvature(risk_of(m, 4, params=params), FullBlock) for m in (model, Same(model)))
     assert looks == [True, False]
     close(K.to_dense(), other.to_dense())
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_hooks_of_an_optimizer_only_read(listens: bool, looks: list[bool]) -> None:
+    model, loss, X = perceptron(), nn.CrossEntropyLoss(), torch.randn(N, 4).double()
+    optimizer = KFACOptimizer(model, loss)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with optimizer.listen((X, torch.arange(N) % 3)) if listens else nullcontext():
+            value = loss(model(X), torch.arange(N) % 3)
+        value.backward()
+        optimizer.step()
+    assert looks == [True, True]
 
 
 @pytest.mark.parametrize("shared", [False, True])
