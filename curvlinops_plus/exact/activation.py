@@ -25,7 +25,6 @@ from curvlinops_plus.exact.operations import Operations, replaced_again
 from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import own_calls, untraced
 from curvlinops_plus.risk.reading import require_rereadable
 from curvlinops_plus.risk.takes_risk import takes_risk
@@ -91,7 +90,7 @@ class ActivationHessian(SymmetricRiskOperator):
     @untraced
     def in_space(self) -> Space:  # type: ignore[override]
         shapes: list[torch.Size] = []
-        with preserve_state(self.risk.model, self.risk.data), differentiable():
+        with differentiable(self.risk):
             self._loop("sizes", lambda z, _: shapes.append(z.shape))
         return Space.from_shapes(shapes)
 

@@ -75,14 +75,13 @@ class SymmetricRiskOperator(RiskOperator):
     @untraced
     def _scaled(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], X: Tensor | None = None) -> Tensor:
         """The result of a sweep over the data, with the vectors `X`, times the factor of the reduction."""
-        risk = self.risk
 
         def preserved(weights: LossWeights) -> tuple[Tensor, Totals]:
-            with preserve_state(risk.model, risk.data), differentiable():
+            with differentiable(self.risk):
                 return sweep(weights)
 
         total, self._totals = self._summed(preserved, X)
-        return total.mul_(risk.scale(self._totals))
+        return total.mul_(self.risk.scale(self._totals))
 
     def _described(self) -> Mapping[str, Any]:
         """What the matrix depends on besides of the risk, which has to be the same in all processes."""
@@ -167,7 +166,7 @@ def require_same_products(
     risk, name = operator.risk, type(operator).__name__
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(n, 1, generator=generator, dtype=risk.dtype).to(risk.device)
-    with preserve_state(risk.model, risk.data), differentiable():
+    with differentiable(risk):
         one, two = product(v), product(v)
     if not bool(one.isfinite().all()):
         where = first_nonfinite(risk)

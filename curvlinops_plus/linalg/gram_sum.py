@@ -355,12 +355,12 @@ def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
 
 def _with_frame(C: Tensor) -> Tensor:  # [d, d] -> [d + 1, d + 1]
     """`C` with one more row and column of anything, made in its memory if there is room: `C` is no more then."""
-    d = len(C)
+    d = C.shape[0]
     room = C.is_contiguous() and not C.storage_offset() and C.untyped_storage().nbytes() == (d + 1) ** 2 * C.itemsize
     framed = C.as_strided((d + 1, d + 1), (d + 1, 1)) if room else C.new_empty(d + 1, d + 1)
     for start in reversed(range(0, d, _BLOCK)):  # rows move towards the end
-        rows = C[start : start + _BLOCK]
-        framed[start : start + len(rows), :d] = rows.clone()
+        stop = min(start + _BLOCK, d)
+        framed[start:stop, :d] = C[start:stop].clone()
     return framed
 
 
