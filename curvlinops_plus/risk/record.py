@@ -85,11 +85,12 @@ class Recorder:
         self.receive: Receive | None = None
         self._axes, self._example_of_row = example_axis, example_of_row or {}
         self._data: tuple[Any, Any] = (None, None)
-        refuse_functions([use for layer in layers for use in layer.uses], self._example_of_row)
+        functions = [(i, use) for i, layer in enumerate(layers) for use in layer.uses if use.function is not None]
+        refuse_functions([use for _, use in functions], self._example_of_row)
         #: The tensors that the model reads, by key.
         self._params = {key: p for layer in layers for key, p in layer.params.items()} | dict(values or {})
-        self._functions = FunctionUses(layers, self._params)
-        self._mode = FunctionCalls(self._function_call) if intercept or self._functions else None
+        self._functions = FunctionUses(functions, self._params) if functions else None
+        self._mode = FunctionCalls(self._function_call) if intercept or functions else None
         self._handles: list[Any] = []
         self._recording, self._off = False, Depth()
         self._ours = OwnThread()  # another thread may evaluate the model meanwhile
@@ -98,7 +99,7 @@ class Recorder:
         for index, layer in enumerate(self.layers):
             for use in layer.uses:
                 if use.function is None:
-                    self._handles += self._functions.watch(use) if self._functions else ()
+                    self._handles += self._functions.watch(use) if self._functions is not None else ()
                     hook = Uncopied(self._module_call, index, use)
                     self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         return self
@@ -235,20 +236,26 @@ class Recorder:
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, examples: int | None
     ) -> Any:
         """A torch function: note products with weights for the layers whose parameters they read."""
-        if self._off.depth or self.doubt is not None or not self._functions:
+        functions = self._functions
+        if self._off.depth or self.doubt is not None or functions is None:
             return out
         try:
             for h, b in added_bias(function, args, kwargs):
-                self._functions.add_bias(h, b, out)
+                functions.add_bias(h, b, out)
             for product in products(function, args, kwargs):
-                if found := self._functions.of(product):
-                    return self._product(product, found, out, examples)
+                if found := functions.of(product):
+                    return self._product(functions, product, found, out, examples)
         except Exception as error:
             self._doubted(error)
         return out
 
     def _product(
-        self, product: Product, found: Sequence[tuple[int, ModuleUse]], out: Tensor, examples: int | None
+        self,
+        functions: FunctionUses,
+        product: Product,
+        found: Sequence[tuple[int, ModuleUse]],
+        out: Tensor,
+        examples: int | None,
     ) -> Tensor:
         """A product with a weight. Inside attention examples are on axis 1, or on an axis with positions."""
         axis, fold = self._axes.get(found[0][1].name, 0), None
@@ -260,7 +267,7 @@ class Recorder:
                 slot = OutputSlot(out.shape, out.dtype, out.device, axis, fold, slot.expanded)
                 call = make_recorded_call(use, index, product.inputs, {}, [slot], True, axis, self.num_examples)
                 self._note(call, [out])
-                self._functions.remember(out, call)
+                functions.remember(out, call)
         return out
 
     def _note(self, recorded: RecordedCall, tensors: Sequence[Tensor]) -> None:
@@ -292,7 +299,7 @@ class Recorder:
         self.num_examples, self._data, self._recording, self.doubt = num_examples, data, True, None
         self.chain = chain
         self._ours = OwnThread()
-        if self._functions:
+        if self._functions is not None:
             self._functions.start()
         frozen = [p for p in self._params.values() if not p.requires_grad]
         # Frozen parameters leave no trace in the graph that tells which operations read them.
@@ -307,7 +314,7 @@ class Recorder:
             raise refusal from error
         finally:
             self._recording = False
-            if self._functions:
+            if self._functions is not None:
                 self._functions.end()
         if reads is not None:
             refuse_outside_readers(self.layers, self.calls, reads.counts, self._params)
@@ -368,7 +375,8 @@ class Recorder:
                     readers[id(leaf)] = readers.get(id(leaf), 0) + 1
             above[node] = found
         refuse_outside_readers(self.layers, self.calls, readers, self._params)
-        self._functions.check_sums(consumers)
+        if self._functions is not None:
+            self._functions.check_sums(consumers)
         return [edge for edge in edges if above.get(edge.node) is False]
 
 
