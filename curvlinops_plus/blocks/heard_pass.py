@@ -56,7 +56,7 @@ def listen(batch_pass: BatchPass, add: Callable[[Show], None], update: Update) -
         if len(calls) == 1:
             heard.end(out)
 
-    with heard, eager():  # before a compiled model is called
+    with heard.contexts, eager():  # before a compiled model is called
         with _hooked(model, begin, end):
             yield
         if len(calls) != 1:
@@ -113,16 +113,6 @@ class HeardPass:
         self._start: PassStart | None = None  # what it began with
         self._again = ""  # why it has to be run again
         self._backward: UserBackward | None = None  # what arrives of the user's backward pass, if that is of use
-
-    def __enter__(self) -> HeardPass:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.contexts.__exit__(*error)
-
-    def close(self) -> None:
-        """Remove all hooks."""
-        self.contexts.close()
 
     def begin(self, called: Any) -> None:
         """The call begins.
@@ -194,7 +184,7 @@ class HeardPass:
             except OutsideReads as found:
                 error, self._again = found, "functions that read parameters"
         checked.recorded = checked.chain = False
-        self.close()  # else our hooks see the passes that look for these
+        self.contexts.close()  # else our hooks see the passes that look for these
         self._require_unwritten(self._again)
         self._update(batch, self._start, add, self._check(read[0]), error)
 
