@@ -31,6 +31,17 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=F64, generator=seeded(seed))
 
 
+def uniforms(seed: int = 0) -> Callable[..., Tensor]:
+    """A source of uniform numbers in float64."""
+    generator = seeded(seed)
+    return lambda *shape: torch.rand(*shape, dtype=F64, generator=generator)
+
+
+def squared(B: Tensor) -> Tensor:
+    """Columns [K, N, R, C] -> Σ_k b_k b_kᵀ [N, R, C, C]."""
+    return torch.einsum("knrc,knrd->nrcd", B, B)
+
+
 def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:
     """A symmetric matrix with these eigenvalues and random eigenvectors."""
     values = torch.as_tensor(values, dtype=F64)
