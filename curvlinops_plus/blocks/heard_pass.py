@@ -136,7 +136,7 @@ class HeardPass:
         self._start = PassStart.now(risk.model) if likely else PassStart.in_short(risk.device)
         if norms:  # only the pass of our own counts
             self._again = "batch norm in training mode"
-            self._phase.enter_context(self._passes.recorder.disabled())
+            self._phase.enter_context(self._passes.recorder.disabled)
         else:
             self._phase.enter_context(self._passes.recording(self._owner.batch))
 
@@ -148,7 +148,7 @@ class HeardPass:
             doubt = recorder.doubt
         except Exception as error:
             doubt = error
-        self._phase.enter_context(recorder.disabled())  # until vectors are sent, nothing is recorded any more
+        self._phase.enter_context(recorder.disabled)  # until vectors are sent, nothing is recorded any more
         if doubt is not None:  # a pass of our own finds the same, or takes it
             self._again = f"a pass that can't be recorded as it is ({doubt})"
         if self._of_loss and not self._again:
@@ -214,7 +214,7 @@ class HeardPass:
 
         kept = [(f, f.grad) for f in read[0] if f.retains_grad]  # by the user, for gradients that are the user's
         try:
-            with exclusive(), own_passes(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes
+            with exclusive(), own_passes, torch.inference_mode(False), torch.enable_grad():  # whatever the modes
                 add(show)
         finally:
             for f, grad in kept:

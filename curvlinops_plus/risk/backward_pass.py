@@ -259,7 +259,7 @@ class BackwardPasses:
             self.weight,
             of_batch=self._of_batch,
         )
-        with recorder.disabled(), plain_mode(layer.device.type):
+        with recorder.disabled, plain_mode(layer.device.type):
             self.consume(batch)
         for recorded in calls:
             recorded.call.grads = None

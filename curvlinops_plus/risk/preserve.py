@@ -36,7 +36,7 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
         UnsupportedError: If an embedding's `max_norm` would rewrite its weight.
         RuntimeError: If parameters were written to meanwhile, as by another thread that trains.
     """
-    with exclusive(), own_passes(), ExitStack() as no_autocast:
+    with exclusive(), own_passes, ExitStack() as no_autocast:
         modules = modules_of(model)
         params = parameters_of(modules)
         versions = _versions(params)

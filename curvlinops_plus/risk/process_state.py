@@ -58,17 +58,8 @@ class _OwnPasses(Depth, threading.local):
     pass
 
 
-_own_passes = _OwnPasses()
-
-
-def own_passes() -> AbstractContextManager[None]:
-    """Context in which this thread's calls of models are this package's own, not the user's."""
-    return _own_passes
-
-
-def in_own_passes() -> bool:
-    """Whether calls of models are this package's own."""
-    return _own_passes.depth > 0
+#: Context in which this thread's calls of models are this package's own, not the user's.
+own_passes = _OwnPasses()
 
 
 class _Eager:

@@ -59,6 +59,7 @@ class Recorder:
         num_examples: N of that batch.
         chain: The hooked modules of a model whose layers are known to come one after the other, see `known_chain`; None
             for another one. Whoever has looked sets it.
+        disabled: Context in which modules that run are not recorded, and their outputs not replaced.
         doubt: Why a pass of others was not recorded to its end.
         receive: Called with call, slot and gradient whenever autograd delivers one; None ignores them.
 
@@ -92,7 +93,7 @@ class Recorder:
         self._functions = FunctionUses(functions, self._params) if functions else None
         self._mode = FunctionCalls(self._function_call) if intercept or functions else None
         self._handles: list[Any] = []
-        self._recording, self._off = False, Depth()
+        self._recording, self.disabled = False, Depth()
         self._ours = OwnThread()  # another thread may evaluate the model meanwhile
 
     def __enter__(self) -> Recorder:
@@ -131,7 +132,7 @@ class Recorder:
         out: Any = None,
     ) -> Any:
         """The forward hook of one module; if it was removed while the module ran, PyTorch calls it without kwargs."""
-        if self._off.depth or self.doubt is not None or not self._handles or not self._ours():
+        if self.disabled.depth or self.doubt is not None or not self._handles or not self._ours():
             return None
         try:
             if not use.holds(module, self._params):
@@ -237,7 +238,7 @@ class Recorder:
     ) -> Any:
         """A torch function: note products with weights for the layers whose parameters they read."""
         functions = self._functions
-        if self._off.depth or self.doubt is not None or functions is None:
+        if self.disabled.depth or self.doubt is not None or functions is None:
             return out
         try:
             for h, b in added_bias(function, args, kwargs):
@@ -323,10 +324,6 @@ class Recorder:
         """What to raise if this could come from one row for all examples, which was expanded; None if none was."""
         expanded = [recorded.call.use for recorded in self.calls if recorded.expanded]
         return refusal_of_one_row(expanded[0], self.num_examples, why) if expanded else None
-
-    def disabled(self) -> AbstractContextManager[None]:
-        """Modules that run in here are not recorded, and their outputs are not replaced."""
-        return self._off
 
     @property
     def slots(self) -> list[OutputSlot]:

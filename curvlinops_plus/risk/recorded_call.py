@@ -105,11 +105,8 @@ class RecordedCall:
 
     def set_gradients(self, grads: dict[int, Tensor], V: int, batched: bool) -> None:
         """Move the gradients of the slots (by identity) into `call.grads`; zeros where there are none."""
-        if self.single:
-            slot = self.slots[0]
-            self.call.grads = slot.gradient(grads.pop(id(slot), None), V, batched)
-        else:
-            self.call.grads = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
+        found = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
+        self.call.grads = found[0] if self.single else found
 
     def seen_state(self) -> ModuleState | None:
         """What the module looked like when it was called; None for a function."""
