@@ -22,7 +22,7 @@ from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weigh
 from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
-from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.reading import Batch, require_rereadable
 from curvlinops_plus.risk.repeatable import require_repeatable
 from curvlinops_plus.risk.takes_risk import takes_risk
 
@@ -133,12 +133,14 @@ class ParameterCurvature(SymmetricRiskOperator):
         return list(gradient.values()), loss
 
 
-def refuse_several(risk: EmpiricalRisk, name: str) -> None:
-    """Refuse an operator whose rows belong to the data, where these are spread over processes.
+def require_own_data(risk: EmpiricalRisk, name: str) -> None:
+    """Refuse an operator whose rows belong to the data, where these are read once or spread over processes.
 
     Raises:
+        ValueError: If they can be read only once.
         UnsupportedError: Naming it.
     """
+    require_rereadable(risk.data, f"{name} reads the data once per product")
     risk.processes.require_alone(
         name,
         "Its rows belong to the data, of which each process has a part: make it of a risk without `processes=`, for "

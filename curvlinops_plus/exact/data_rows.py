@@ -10,14 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from curvlinops_plus.exact.base import RiskOperator, refuse_several, require_same_products
+from curvlinops_plus.exact.base import RiskOperator, require_own_data, require_same_products
 from curvlinops_plus.exact.double_backward import differentiable
 from curvlinops_plus.exact.linearize import Linearizer, Outputs, Read
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.process_state import untraced
-from curvlinops_plus.risk.reading import require_rereadable
 
 
 class RowBlock(Protocol):
@@ -55,8 +54,7 @@ class DataRows(RiskOperator):
         self, risk: EmpiricalRisk, read: Read, seed: int, check_deterministic: bool | None, chunk_size: int | None
     ) -> None:
         super().__init__(risk, check_deterministic)
-        require_rereadable(risk.data, f"{type(self).__name__} reads the data once per product")
-        refuse_several(risk, type(self).__name__)
+        require_own_data(risk, type(self).__name__)
         self._seed, self._linear = seed, Linearizer(risk, read, chunk_size)
         if check_deterministic:
             require_same_products(self, risk.space.dim, lambda v: self._reduced(partial(self._rows_sweep, v)))
