@@ -105,9 +105,15 @@ class _LossVectors:
             pass
 
     def send(self, draws: Draws) -> Iterator[Tensor]:
-        """The vectors times their factor, of the output's shape."""
+        """The vectors times their factor, of the output's shape.
+
+        Raises:
+            ValueError: If there are more than `count` says: the graph is freed with the last one.
+        """
         f, likelihood = self.f, self.loss.likelihood
-        for v in self.vectors.send(likelihood, self.F, self.Y, draws):
+        for sent, v in enumerate(self.vectors.send(likelihood, self.F, self.Y, draws), 1):
+            if sent > self.number:
+                raise ValueError(f"{type(self.vectors).__name__} sends more vectors than its `count` says, {self.number}.")
             scaled = v if self.factor == 1 else v * self.factor
             if self.weight is not None:  # of the examples: squares of vectors are weighted
                 scaled = scaled * self.weight.sqrt().to(v)[:, None, None]
