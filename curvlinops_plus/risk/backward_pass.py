@@ -113,7 +113,8 @@ class _LossVectors:
         f, likelihood = self.f, self.loss.likelihood
         for sent, v in enumerate(self.vectors.send(likelihood, self.F, self.Y, draws), 1):
             if sent > self.number:
-                raise ValueError(f"{type(self.vectors).__name__} sends more vectors than its `count` says, {self.number}.")
+                name = type(self.vectors).__name__
+                raise ValueError(f"{name} sends more vectors than its `count` says, {self.number}.")
             scaled = v if self.factor == 1 else v * self.factor
             if self.weight is not None:  # of the examples: squares of vectors are weighted
                 scaled = scaled * self.weight.sqrt().to(v)[:, None, None]
