@@ -39,6 +39,15 @@ def new_objects_only() -> None:
 
 
 @pytest.fixture
+def two_threads() -> Iterator[None]:
+    """PyTorch computes with two threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiling does not flush the processor's caches to measure each guard, a quarter of its time."""
     monkeypatch.setattr("torch._dynamo.guards.profile_guard_manager", lambda *_: 0.0, raising=False)

@@ -17,6 +17,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from curvlinops_plus import UnsupportedError
+from curvlinops_plus.risk import Totals
 
 F64 = torch.float64
 
@@ -29,6 +30,24 @@ def seeded(seed: int = 0) -> Generator:
 def normal(*shape: int, seed: int = 0) -> Tensor:
     """Standard normal numbers in float64."""
     return torch.randn(*shape, dtype=F64, generator=seeded(seed))
+
+
+def uniforms(seed: int = 0) -> Callable[..., Tensor]:
+    """A source of uniform numbers in float64."""
+    generator = seeded(seed)
+    return lambda *shape: torch.rand(*shape, dtype=F64, generator=generator)
+
+
+def squared(B: Tensor) -> Tensor:
+    """Columns [K, N, R, C] -> Σ_k b_k b_kᵀ [N, R, C, C]."""
+    return torch.einsum("knrc,knrd->nrcd", B, B)
+
+
+def decay(accumulator: Any, factor: float) -> None:
+    """Multiply all sums and divisors of an accumulator."""
+    accumulator.decay_sums(factor)
+    accumulator.totals = Totals.union([accumulator.totals])  # others may share the old ones
+    accumulator.totals.decay(factor)
 
 
 def with_eigenvalues(values: Any, seed: int = 0) -> Tensor:

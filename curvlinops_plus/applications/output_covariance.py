@@ -128,11 +128,12 @@ class OutputCovariance:
     def _of_batch(self, root: BlockDiagonal, batch: Batch, part: Outputs, full: bool) -> tuple[Tensor, float]:
         """Variances or covariances of a batch, and how many bytes were held."""
         if isinstance(self.K, BlockwiseLinearOperator):
-            passes = _LayerParts(self.K.operator, root, self.picked, full, self.max_bytes, batch.num_examples)
+            parts = _LayerParts(self.K.operator, root, self.picked, full, self.max_bytes, batch.num_examples)
             layers = [entry.layer for entry in self.K.plan]
-            with RecordedPasses(self.risk, layers, _Units(), LossWeights(self.risk.losses)) as sent:
-                sent.observe(batch, Draws(0), passes)
-            return passes.spread(part.mean.shape), passes.most
+            passes = RecordedPasses(self.risk, layers, _Units(), LossWeights(self.risk.losses))
+            with passes.hooked():
+                passes.observe(batch, Draws(0), parts)
+            return parts.spread(part.mean.shape), parts.most
         rows = Jacobian(self.risk.with_data([batch]), check_deterministic=False).to_dense()
         order = torch.arange(len(rows), dtype=torch.float64, device=rows.device).reshape(part.f_shape)
         order = self.likelihood_terms(order, batch.num_examples, part.class_axis).long()

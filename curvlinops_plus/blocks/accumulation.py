@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 from curvlinops_plus.blocks.accumulator import Accumulator, add_batch, finish_work, share_totals
@@ -25,10 +24,10 @@ from curvlinops_plus.risk.determinism import require_same
 from curvlinops_plus.risk.find_functions import describe_reads, rebuild_reads
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.nonfinite import first_nonfinite
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import require_rereadable
+from curvlinops_plus.risk.refused_calls import OutsideReads
 from curvlinops_plus.risk.sweep import sweep
 
 
@@ -73,7 +72,7 @@ class Accumulation:
         self.sweeps = 0
         self._max_bytes = max_kept_bytes if left is None else min(max_kept_bytes, left)
         self._store = store
-        self._cache: SweepCache | None = None
+        self._cache: SweepCache | None = None  # what this sweep keeps, or the one before has kept
         self._weights: LossWeights | None = None
 
     @untraced
@@ -128,23 +127,23 @@ class Accumulation:
         desc = f"{self.title} sweep {self.sweeps}{self._of_groups()}"
         self._inputs = SharedInputs(self.pending, self.keepers.owner)
         self._share_totals()
-        add, count, begin = self._add, self._count, None
-        if self._cache is not None and self.risk.processes.every("kept", self._cache.can_replay(layers)):
-            self._cache.replay(add, count, f"{desc} (kept)" if self.risk.options.progressbar else None)
+        kept, self._cache, begin = self._cache, None, None
+        if kept is not None and self.risk.processes.every("kept", kept.can_replay(layers)):
+            kept.replay(self._add, self._count, f"{desc} (kept)" if self.risk.options.progressbar else None)
+            self._cache = kept
             return
         again = [layer for layer in layers if any(a.needs_another_sweep for a in self.pending[layer].values())]
         if self._max_bytes and again:
             self._cache = SweepCache(self._max_bytes, again, filter(self._squares_again, again))
-            add, count = partial(self._add_and_keep, self._cache), partial(self._count_and_keep, self._cache)
             # What lists hold stays; loaders may fill one memory anew.
             begin = None if type(self.risk.data) in (list, tuple) else self._cache.begin
-        else:
-            self._cache = None
         if self._weights is None and self.vectors.backward:
             self._weights = loss_weights(self.risk)
         # All layers, also those that are finished or come later: so vectors are sent in the same pieces, and numbers
         # do not depend on groups and on what is kept.
-        totals = sweep(self.risk, self.layers, self.vectors, add, count, desc, self._weights, repeatable, begin)
+        totals = sweep(
+            self.risk, self.layers, self.vectors, self._add, self._count, desc, self._weights, repeatable, begin
+        )
         self._check(totals)
         self.totals.append(totals)
 
@@ -163,19 +162,15 @@ class Accumulation:
     def _add(self, batch: LayerBatch) -> None:
         self._inputs.begin(batch.of_batch)
         add_batch(self.pending, batch)
-
-    def _add_and_keep(self, cache: SweepCache, batch: LayerBatch) -> None:
-        self._add(batch)
-        cache.add(batch)
+        if self._cache is not None:
+            self._cache.add(batch)
 
     def _count(self, batch_totals: Totals) -> None:
         for totals in self._counted:
             totals.add(batch_totals)
         self._inputs.end()
-
-    def _count_and_keep(self, cache: SweepCache, batch_totals: Totals) -> None:
-        self._count(batch_totals)
-        cache.end_of_batch(batch_totals)
+        if self._cache is not None:
+            self._cache.end_of_batch(batch_totals)
 
     def _finish(self) -> None:
         """Turn sums into blocks, or into the accumulators of the next sweep."""
@@ -305,29 +300,23 @@ def run_accumulation(
     If a parameter turns out to be read outside of its layer, its reads are taken into the plan.
     """
 
+    title = type(K).__name__
+
     def work() -> Accumulation:
-        return _run_accumulation(K, max_kept_bytes, max_bytes, store, **options)
+        while True:
+            _agree_on_reads(K)
+            accumulation = Accumulation(K.risk, K.plan, K.vectors, title, max_kept_bytes, max_bytes, store, K.keepers)
+            warn_of_memory(K.plan, accumulation.pending, max_bytes)
+            try:
+                accumulation.run(**options)
+            except OutsideReads as error:
+                require_rereadable(K.risk.data, "it is looked at again for functions that read parameters")
+                K.learn_reads(error=error)  # raises the error again if it finds no more than was known
+            else:
+                K.confirm_plan()
+                return accumulation
 
-    return K.risk.together(type(K).__name__, work, same=K.described)
-
-
-def _run_accumulation(
-    K: Planned, max_kept_bytes: int, max_bytes: int | None, store: Store | None, **options: Any
-) -> Accumulation:
-    while True:
-        _agree_on_reads(K)
-        accumulation = Accumulation(
-            K.risk, K.plan, K.vectors, type(K).__name__, max_kept_bytes, max_bytes, store, K.keepers
-        )
-        warn_of_memory(K.plan, accumulation.pending, max_bytes)
-        try:
-            accumulation.run(**options)
-        except OutsideReads as error:
-            require_rereadable(K.risk.data, "it is looked at again for functions that read parameters")
-            K.learn_reads(error=error)  # raises the error again if it finds no more than was known
-        else:
-            K.confirm_plan()
-            return accumulation
+    return K.risk.together(title, work, same=K.described)
 
 
 def _agree_on_reads(K: Planned) -> None:

@@ -280,18 +280,11 @@ class Accumulator(metaclass=AccumulatorType):
         return None
 
     # -------------------------------------------------------------------------------------------------- for drivers
-    def count(self, batch_totals: Totals) -> None:
-        """Add the totals of a batch that has been shown completely."""
-        self.totals = Totals.union([self.totals, batch_totals])  # others may share the old ones
-
-    def decay(self, factor: float) -> None:
-        """Multiply all sums and divisors: calling it before each batch makes values exponential moving averages."""
-        self.decay_sums(factor)
-        self.totals = Totals.union([self.totals])
-        self.totals.decay(factor)
-
     def decay_sums(self, factor: float) -> None:
-        """The same without the totals, which several accumulators may share."""
+        """Multiply all sums and divisors, but not the totals, which several accumulators may share.
+
+        With these it makes values exponential moving averages, if it is called before each batch.
+        """
         for rows in self._rows.values():
             rows.decay(factor)
         for total in self._sums.values():

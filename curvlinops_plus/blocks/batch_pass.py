@@ -74,7 +74,7 @@ class BatchPass:
             check: Called with what the losses read.
         """
         passes = RecordedPasses(self.risk, self.layers, self.vectors, self.weights, repeatable=False)
-        with preserve_state(self.risk.model, self.risk.data), passes:
+        with preserve_state(self.risk.model, self.risk.data), passes.hooked():
 
             def show(consume: Consumer, draws: Draws) -> Totals:
                 if not self.batch.num_examples:  # a step of other processes

@@ -94,7 +94,6 @@ class BlockwiseLinearOperator(ScaledBlocks):
     #: Whether a state may come from other vectors of the same kind, which are then taken over.
     adopts_vectors: bool = False
 
-    @takes_risk
     @made_together
     def __init__(
         self,

@@ -29,9 +29,9 @@ from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Layer, Totals, Vectors
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import made_together, takes_risk
+from curvlinops_plus.risk.refused_calls import OutsideReads
+from curvlinops_plus.risk.takes_risk import made_together
 
 
 class CurvatureEstimator:
@@ -91,7 +91,6 @@ class CurvatureEstimator:
         ([[2, 3], [2]], 4)
     """
 
-    @takes_risk
     @made_together
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from functools import lru_cache
 from itertools import count, takewhile
 from math import prod
@@ -128,13 +128,6 @@ def as_factor(factor: Parts, structure: Structure, axes: int = 2) -> Factor:
     if not isinstance(factor, Tensor):
         return SplitFactor([Dense(part, structure) for part in factor])
     return Dense(factor, structure) if factor.ndim == axes else Diagonal(factor)
-
-
-def each_part(factor: Parts | None, function: Callable[[Tensor], Tensor]) -> Parts | None:
-    """`function` of each tensor of a factor."""
-    if factor is None or isinstance(factor, Tensor):
-        return None if factor is None else function(factor)
-    return tuple(function(part) for part in factor)
 
 
 def check_factor_sizes(accumulator: Accumulator, limit: int, option: str) -> None:

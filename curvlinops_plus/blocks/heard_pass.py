@@ -18,9 +18,9 @@ from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.compare_rules import TOLERANCE
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.model_calls import tensors_of
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.process_state import eager, exclusive, own_calls, own_passes
 from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.refused_calls import OutsideReads
 from curvlinops_plus.risk.repeatable import relative_difference
 from curvlinops_plus.risk.sweep import RecordedPasses
 from curvlinops_plus.risk.user_backward import UserBackward
@@ -56,7 +56,7 @@ def listen(batch_pass: BatchPass, add: Callable[[Show], None], update: Update) -
         if len(calls) == 1:
             heard.end(out)
 
-    with heard, eager():  # before a compiled model is called
+    with heard.contexts, eager():  # before a compiled model is called
         with _hooked(model, begin, end):
             yield
         if len(calls) != 1:
@@ -103,25 +103,16 @@ class HeardPass:
         # What arrives of the user's backward pass has the weights of examples, and not their roots.
         self._of_loss = owner.vectors.of_loss and owner.vectors.together and owner.risk.options.weight is None
         self.contexts = ExitStack()
-        self._passes = self.contexts.enter_context(
-            RecordedPasses(owner.risk, owner.layers, owner.vectors, owner.weights, own_pass=False, repeatable=False)
+        self._passes = RecordedPasses(
+            owner.risk, owner.layers, owner.vectors, owner.weights, own_pass=False, repeatable=False
         )
+        self.contexts.enter_context(self._passes.hooked())
         self._phase = self.contexts.enter_context(ExitStack())  # the call, then the time until vectors are sent
         self._versions: list[int] = []  # those of the parameters in the call
         self._autocast = False  # whether it was under autocast
         self._start: PassStart | None = None  # what it began with
         self._again = ""  # why it has to be run again
         self._backward: UserBackward | None = None  # what arrives of the user's backward pass, if that is of use
-
-    def __enter__(self) -> HeardPass:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.contexts.__exit__(*error)
-
-    def close(self) -> None:
-        """Remove all hooks."""
-        self.contexts.close()
 
     def begin(self, called: Any) -> None:
         """The call begins.
@@ -145,7 +136,7 @@ class HeardPass:
         self._start = PassStart.now(risk.model) if likely else PassStart.in_short(risk.device)
         if norms:  # only the pass of our own counts
             self._again = "batch norm in training mode"
-            self._phase.enter_context(self._passes.recorder.disabled())
+            self._phase.enter_context(self._passes.recorder.disabled)
         else:
             self._phase.enter_context(self._passes.recording(self._owner.batch))
 
@@ -157,7 +148,7 @@ class HeardPass:
             doubt = recorder.doubt
         except Exception as error:
             doubt = error
-        self._phase.enter_context(recorder.disabled())  # until vectors are sent, nothing is recorded any more
+        self._phase.enter_context(recorder.disabled)  # until vectors are sent, nothing is recorded any more
         if doubt is not None:  # a pass of our own finds the same, or takes it
             self._again = f"a pass that can't be recorded as it is ({doubt})"
         if self._of_loss and not self._again:
@@ -193,7 +184,7 @@ class HeardPass:
             except OutsideReads as found:
                 error, self._again = found, "functions that read parameters"
         checked.recorded = checked.chain = False
-        self.close()  # else our hooks see the passes that look for these
+        self.contexts.close()  # else our hooks see the passes that look for these
         self._require_unwritten(self._again)
         self._update(batch, self._start, add, self._check(read[0]), error)
 
@@ -223,7 +214,7 @@ class HeardPass:
 
         kept = [(f, f.grad) for f in read[0] if f.retains_grad]  # by the user, for gradients that are the user's
         try:
-            with exclusive(), own_passes(), torch.inference_mode(False), torch.enable_grad():  # whatever the modes
+            with exclusive(), own_passes, torch.inference_mode(False), torch.enable_grad():  # whatever the modes
                 add(show)
         finally:
             for f, grad in kept:

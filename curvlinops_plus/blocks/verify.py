@@ -90,7 +90,7 @@ def verify(risk: EmpiricalRisk, layers: Sequence[Layer], num_examples: int = 3) 
         >>> len(curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)).verify().rows)
         11
     """
-    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in risk.params.values())
+    half = any(p.dtype.itemsize < 4 for p in risk.params.values())
     tolerance = 5e-2 if half else 1e-8 if coarsest_dtype(risk) == torch.float64 else 1e-3
     rows: list[tuple[str, str, float]] = []
 
@@ -193,7 +193,8 @@ def _recorded(
     single.checked.shift = risk.checked.shift
     # Any weights will do, and a few examples may have no term of some loss.
     weights = LossWeights.plain(risk.losses)
-    with RecordedPasses(single, layers, vectors, weights) as passes:
+    passes = RecordedPasses(single, layers, vectors, weights)
+    with passes.hooked():
         totals = passes.observe(batch, Draws(0), consume)
     factors = risk.losses.vector_factors(totals.weights, linear=False)
     vector = [a * sent[id(one.likelihood)] for one, a in zip(risk.losses, factors, strict=True)]

@@ -20,7 +20,6 @@ from curvlinops_plus.linalg.products import outside_autocast
 from curvlinops_plus.linalg.structure import Structure
 
 BLOCK_BYTES = 2**27  # of the columns that are multiplied at once, unless the caller says how many
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class MatrixLike(Protocol):
@@ -154,7 +153,7 @@ def _of_torch(A: Any) -> Matrix:
         raise TypeError(
             f"Expected a matrix of real floating-point numbers, got {A.dtype}; convert it, as to torch.float64."
         )
-    working = torch.float32 if A.dtype in _HALF else A.dtype
+    working = torch.promote_types(A.dtype, torch.float32)
     if isinstance(A, Tensor):
         A = A.to(working)
 

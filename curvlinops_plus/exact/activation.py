@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.exact.base import SymmetricRiskOperator, refuse_several
+from curvlinops_plus.exact.base import SymmetricRiskOperator, require_own_data
 from curvlinops_plus.exact.batched import columns_at_once
 from curvlinops_plus.exact.double_backward import (
     differentiable,
@@ -25,9 +25,7 @@ from curvlinops_plus.exact.operations import Operations, replaced_again
 from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import own_calls, untraced
-from curvlinops_plus.risk.reading import require_rereadable
 from curvlinops_plus.risk.takes_risk import takes_risk
 
 
@@ -81,8 +79,7 @@ class ActivationHessian(SymmetricRiskOperator):
         self._activation = _checked(risk.model, activation)
         self._checked: set[Hashable] = set()  # shapes of activations that were
         self._replaced = False  # whether operations in the forward pass were replaced
-        require_rereadable(risk.data, f"{type(self).__name__} reads the data once per product")
-        refuse_several(risk, type(self).__name__)
+        require_own_data(risk, type(self).__name__)
         _ = risk.losses.reduction  # refuse now, not at first use
         if check_deterministic:
             self._check_products()
@@ -91,7 +88,7 @@ class ActivationHessian(SymmetricRiskOperator):
     @untraced
     def in_space(self) -> Space:  # type: ignore[override]
         shapes: list[torch.Size] = []
-        with preserve_state(self.risk.model, self.risk.data), differentiable():
+        with differentiable(self.risk):
             self._loop("sizes", lambda z, _: shapes.append(z.shape))
         return Space.from_shapes(shapes)
 

@@ -22,7 +22,7 @@ from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weigh
 from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
-from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.reading import Batch, require_rereadable
 from curvlinops_plus.risk.repeatable import require_repeatable
 from curvlinops_plus.risk.takes_risk import takes_risk
 
@@ -75,14 +75,13 @@ class SymmetricRiskOperator(RiskOperator):
     @untraced
     def _scaled(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], X: Tensor | None = None) -> Tensor:
         """The result of a sweep over the data, with the vectors `X`, times the factor of the reduction."""
-        risk = self.risk
 
         def preserved(weights: LossWeights) -> tuple[Tensor, Totals]:
-            with preserve_state(risk.model, risk.data), differentiable():
+            with differentiable(self.risk):
                 return sweep(weights)
 
         total, self._totals = self._summed(preserved, X)
-        return total.mul_(risk.scale(self._totals))
+        return total.mul_(self.risk.scale(self._totals))
 
     def _described(self) -> Mapping[str, Any]:
         """What the matrix depends on besides of the risk, which has to be the same in all processes."""
@@ -134,12 +133,14 @@ class ParameterCurvature(SymmetricRiskOperator):
         return list(gradient.values()), loss
 
 
-def refuse_several(risk: EmpiricalRisk, name: str) -> None:
-    """Refuse an operator whose rows belong to the data, where these are spread over processes.
+def require_own_data(risk: EmpiricalRisk, name: str) -> None:
+    """Refuse an operator whose rows belong to the data, where these are read once or spread over processes.
 
     Raises:
+        ValueError: If they can be read only once.
         UnsupportedError: Naming it.
     """
+    require_rereadable(risk.data, f"{name} reads the data once per product")
     risk.processes.require_alone(
         name,
         "Its rows belong to the data, of which each process has a part: make it of a risk without `processes=`, for "
@@ -167,7 +168,7 @@ def require_same_products(
     risk, name = operator.risk, type(operator).__name__
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(n, 1, generator=generator, dtype=risk.dtype).to(risk.device)
-    with preserve_state(risk.model, risk.data), differentiable():
+    with differentiable(risk):
         one, two = product(v), product(v)
     if not bool(one.isfinite().all()):
         where = first_nonfinite(risk)

@@ -48,9 +48,9 @@ def columns_sent_back(chunk_size: int | None, numbers: int, largest: int, device
 
 def split_rows(rows: Tensor, params: Sequence[Tensor]) -> list[Tensor]:  # [K, n] -> [K, *shape] for each parameter
     """The parts of several vectors, in the parameters' own dtypes."""
-    rows = rows.clone() if rows.is_inference() else rows
+    rows, K = rows.clone() if rows.is_inference() else rows, rows.shape[0]
     parts = rows.split([p.numel() for p in params], dim=1)
-    return [part.reshape(len(rows), *p.shape).to(p.dtype) for part, p in zip(parts, params, strict=True)]
+    return [part.reshape(K, *p.shape).to(p.dtype) for part, p in zip(parts, params, strict=True)]
 
 
 def join_rows(

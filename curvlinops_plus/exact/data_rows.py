@@ -10,15 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from curvlinops_plus.exact.base import RiskOperator, refuse_several, require_same_products
+from curvlinops_plus.exact.base import RiskOperator, require_own_data, require_same_products
 from curvlinops_plus.exact.double_backward import differentiable
 from curvlinops_plus.exact.linearize import Linearizer, Outputs, Read
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.loss_weights import LossWeights
-from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
-from curvlinops_plus.risk.reading import require_rereadable
 
 
 class RowBlock(Protocol):
@@ -56,8 +54,7 @@ class DataRows(RiskOperator):
         self, risk: EmpiricalRisk, read: Read, seed: int, check_deterministic: bool | None, chunk_size: int | None
     ) -> None:
         super().__init__(risk, check_deterministic)
-        require_rereadable(risk.data, f"{type(self).__name__} reads the data once per product")
-        refuse_several(risk, type(self).__name__)
+        require_own_data(risk, type(self).__name__)
         self._seed, self._linear = seed, Linearizer(risk, read, chunk_size)
         if check_deterministic:
             require_same_products(self, risk.space.dim, lambda v: self._reduced(partial(self._rows_sweep, v)))
@@ -79,26 +76,25 @@ class DataRows(RiskOperator):
     @cached_property
     @untraced
     def _row_space(self) -> Space:
-        with preserve_state(self.risk.model, self.risk.data), differentiable():
+        with differentiable(self.risk):
             return Space.from_shapes(self._count_rows())
 
     @untraced
+    def _over_data(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]]) -> Tensor:
+        with differentiable(self.risk):
+            return self._reduced(sweep)
+
     def _rows_product(self, X: Tensor) -> Tensor:  # [P, K] -> [m, K]
-        with preserve_state(self.risk.model, self.risk.data), differentiable():
-            return self._reduced(partial(self._rows_sweep, X))
+        return self._over_data(partial(self._rows_sweep, X))
 
-    @untraced
     def _transpose_product(self, X: Tensor) -> Tensor:  # [m, K] -> [P, K]
-        with preserve_state(self.risk.model, self.risk.data), differentiable():
-            return self._reduced(partial(self._transpose_sweep, X))
+        return self._over_data(partial(self._transpose_sweep, X))
 
-    @untraced
     def _rows_dense(self) -> Tensor:  # [m, P]
         """The matrix; each batch by backward passes for its rows, or by tangents of all parameters if these are
         fewer.
         """
-        with preserve_state(self.risk.model, self.risk.data), differentiable():
-            return self._reduced(self._dense_sweep)
+        return self._over_data(self._dense_sweep)
 
     def _rows_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         place, totals, draws = _Placement(self), Totals(), Draws(self._seed)

@@ -13,22 +13,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.exact.batched import vjp
+from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import postorder
+from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import eager
 
 
 @contextmanager
-def differentiable() -> Iterator[None]:
-    """Context in which a forward pass can be differentiated in every mode, whatever the caller's modes are.
+def differentiable(risk: EmpiricalRisk) -> Iterator[None]:
+    """Context in which passes over the data can be differentiated in every mode, whatever the caller's modes are.
+
+    Afterwards the state of model and data is as before, see `preserve_state`.
 
     Attention runs by plain operations, whose fused kernels have neither forward mode nor second derivatives, and
     compiled modules run eagerly.
     """
-    with eager(), torch.inference_mode(False), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with preserve_state(risk.model, risk.data), eager(), torch.inference_mode(False), torch.enable_grad():
         before = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            yield
+            with sdpa_kernel(SDPBackend.MATH):
+                yield
         finally:
             torch.backends.mha.set_fastpath_enabled(before)
 

@@ -19,7 +19,7 @@ from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals, Vectors, as_vectors
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import made_together, takes_risk
+from curvlinops_plus.risk.takes_risk import made_together
 
 # [K, *output] for each output, in and out.
 OutputProduct = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -91,7 +91,6 @@ class GGN(ParameterCurvature):
 
     structure = Structure.PSD
 
-    @takes_risk
     @made_together
     def __init__(
         self,

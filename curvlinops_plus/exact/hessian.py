@@ -37,7 +37,7 @@ from curvlinops_plus.risk.determinism import coarsest_dtype
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
 from curvlinops_plus.risk.reading import Batch
-from curvlinops_plus.risk.takes_risk import made_together, takes_risk
+from curvlinops_plus.risk.takes_risk import made_together
 
 
 class Hessian(ParameterCurvature):
@@ -75,7 +75,6 @@ class Hessian(ParameterCurvature):
 
     structure = Structure.SYMMETRIC
 
-    @takes_risk
     @made_together
     def __init__(
         self,

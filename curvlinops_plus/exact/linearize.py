@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Linearizer:
-    """Products with the Jacobian `J` of what a model returns, batch by batch; all inside of `differentiable()`.
+    """Products with the Jacobian `J` of what a model returns, batch by batch; all inside of `differentiable`.
 
     Args:
         risk: Model, parameters and data.

@@ -64,14 +64,6 @@ def run_losses(
     return tuple(pairs), (terms, Totals(N, number, counts[first], counts=tuple(counts), losses=(0.0,) * len(counts)))
 
 
-def loss_draws(risk: EmpiricalRisk, vectors: Vectors, terms: Sequence[LossTerms], draws: Draws) -> Sequence[Draws]:
-    """Random numbers for each loss, from one stream in the order of the examples."""
-    if not vectors.random:
-        return [draws] * len(terms)
-    about = (repr(vectors), *(tuple(term.F.shape[1:]) for term in terms))
-    return risk.losses.streams(about, draws, len(terms[0].F), [partial(term.root, vectors) for term in terms])
-
-
 # -------------------------------------------------------------------------------------------------------------- roots
 class LossRoots:
     """The root `B` of the matrix of all losses over the outputs of one batch.
@@ -121,7 +113,7 @@ def loss_roots(
     risk: EmpiricalRisk, vectors: Vectors, terms: Sequence[LossTerms], weights: Sequence[float], draws: Draws
 ) -> LossRoots:
     """The root of all losses, which have likelihoods."""
-    streams = loss_draws(risk, vectors, terms, draws)
+    streams = risk.losses.streams(vectors, [t.F for t in terms], draws, [partial(t.root, vectors) for t in terms])
     return LossRoots([term.root(vectors, own) for term, own in zip(terms, streams)], weights, vectors.together)
 
 

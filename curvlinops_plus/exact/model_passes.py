@@ -47,7 +47,7 @@ OutputProduct = OutputMap[Sequence[Tensor | None]]
 
 
 class ModelPasses:
-    """What runs a model on one batch; all inside of `differentiable()`.
+    """What runs a model on one batch; all inside of `differentiable`.
 
     Args:
         risk: Model, parameters and data.

@@ -14,12 +14,13 @@ from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.normalization import ScaleShiftRule
 from curvlinops_plus.layer.prelu import PReLURule
 from curvlinops_plus.layer.recurrent import PaddedSequence, RecurrentRule
-from curvlinops_plus.layer.replay import at_least_float32, differentiable_parameters
+from curvlinops_plus.layer.replay import differentiable_parameters
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.layer.rule import AffineRule, LayerRule
 from curvlinops_plus.layer.rule_check import check_rule
 from curvlinops_plus.layer.rule_registry import RULES, register_rule, rule_of, why_generic
 from curvlinops_plus.layer.transposed import TransposedConvRule
+from curvlinops_plus.linalg.numerics import at_least_float32
 
 __all__ = [
     "RULES",

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.layer.rule import AffineRule
 from curvlinops_plus.layer.rule_registry import register_rule
 from curvlinops_plus.linalg.gram_sum import gram
+from curvlinops_plus.linalg.numerics import at_least_float32
 
 # Work memory for rows, which have i1·i2 entries.
 _ROW_BYTES = 8 * 2**20

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from curvlinops_plus.layer.normalization import sum_of_products
-from curvlinops_plus.layer.replay import at_least_float32, why_computed
+from curvlinops_plus.layer.replay import why_computed
 from curvlinops_plus.layer.rule import LayerRule
 from curvlinops_plus.layer.rule_registry import register_rule
+from curvlinops_plus.linalg.numerics import at_least_float32
 
 
 @register_rule(nn.PReLU)

@@ -35,20 +35,10 @@ from curvlinops_plus.layer.run_again import (
     no_random_numbers,
     words_for_errors,
 )
+from curvlinops_plus.linalg.numerics import at_least_float32
 
 # Work memory per example, in multiples of its inputs and output: what a small module keeps for its backward pass.
 _ACTIVATIONS = 6
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """Convert half-precision floats to float32; other tensors are returned unchanged.
-
-    Example:
-        >>> at_least_float32(torch.ones(2, dtype=torch.bfloat16)).dtype
-        torch.float32
-    """
-    dtype = tensor.dtype
-    return tensor.float() if dtype.itemsize < 4 and dtype.is_floating_point else tensor
 
 
 def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

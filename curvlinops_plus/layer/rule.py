@@ -26,9 +26,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.replay import at_least_float32, differentiable_parameters, replay_per_example
+from curvlinops_plus.layer.replay import differentiable_parameters, replay_per_example
 from curvlinops_plus.layer.rows import SparseRows
 from curvlinops_plus.linalg.gram_sum import PackedForm, PackedGram, gram
+from curvlinops_plus.linalg.numerics import at_least_float32
 
 _OF_INPUTS = ("stacked_inputs", "input_gram", "packed_gram", "mean_inputs", "per_example_grads")
 

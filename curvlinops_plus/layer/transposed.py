@@ -20,8 +20,8 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.conv import GroupedRule
 from curvlinops_plus.layer.convolution_gram import grouped_gram, input_gram
 from curvlinops_plus.layer.patches import Geometry
-from curvlinops_plus.layer.replay import at_least_float32
 from curvlinops_plus.layer.rule_registry import register_rule
+from curvlinops_plus.linalg.numerics import at_least_float32
 
 _Transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

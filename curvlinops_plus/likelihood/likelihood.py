@@ -24,6 +24,7 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.sampling import normals, scalar
 from curvlinops_plus.likelihood.unsupported import has_hooks, how_to_convert, not_registered
+from curvlinops_plus.linalg.numerics import at_least_float32
 
 # `uniform(N, ...)` returns float64 numbers in [0, 1). The example axis comes first: they are drawn example by example.
 Uniform = Callable[..., Tensor]
@@ -137,8 +138,7 @@ class Likelihood(ABC):
         if not f.is_floating_point():
             raise ValueError(f"{self.name} needs a floating-point output of the model, got {f.dtype} {list(f.shape)}.")
         axis = self._class_axis(f.shape, num_examples, class_axis)
-        F = _terms(f, num_examples, axis)
-        F = F.float() if F.dtype in (torch.float16, torch.bfloat16) else F
+        F = at_least_float32(_terms(f, num_examples, axis))
         return F, self.canonical_target(y, F, f.shape, axis)
 
     def canonical_target(self, y: Tensor, F: Tensor, f_shape: torch.Size, class_axis: int) -> Tensor:

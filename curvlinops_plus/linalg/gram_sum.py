@@ -16,6 +16,8 @@ import scipy  # its modules are imported where they are first used
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg.numerics import at_least_float32
+
 _BLOCK = 256  # a tile and its transpose fit the cache
 _WAITING = 128  # rows; products with half as many cost what one with all does
 _AS_IT_IS = nullcontext()
@@ -32,7 +34,7 @@ def gram(rows: Tensor) -> Tensor:  # [M, *b, d] -> [*b, d, d]
         tensor([[1., 2.],
                 [2., 5.]])
     """
-    rows = _single_at_least(rows)
+    rows = at_least_float32(rows)
     if rows.ndim == 3:
         items = rows.transpose(0, 1)
         return items.mT @ items
@@ -47,7 +49,7 @@ def lower_gram(rows: Tensor, room: bool = False) -> Tensor:  # [M, d] -> [d, d]
 
     With `room`, large ones have memory for one more row and column.
     """
-    rows, d = _single_at_least(rows), rows.shape[1]
+    rows, d = at_least_float32(rows), rows.shape[1]
     if not _half_pays(rows):
         return rows.T @ rows
     return _add_triangle(rows, rows.new_zeros((d + room) ** 2)[: d * d].view(d, d))
@@ -304,12 +306,10 @@ class GramSum:
         self._number = 0
 
     def _multiply(self, rows: Tensor) -> None:
-        total, rows = self._triangle, _single_at_least(rows)
-        if total is not None and rows.dtype != total.dtype:
-            rows = rows.to(total.dtype)
+        total = self._triangle
         if total is None:
             self._triangle = lower_gram(rows, room=self.ones)
-        elif _half_pays(rows):
+        elif _half_pays(rows := rows.to(total.dtype)):
             _add_triangle(rows, total, self._factor)
         else:
             total.addmm_(rows.T, rows, beta=self._factor)
@@ -355,21 +355,17 @@ def mirror(C: Tensor) -> Tensor:  # [d, d] -> [d, d]
 
 def _with_frame(C: Tensor) -> Tensor:  # [d, d] -> [d + 1, d + 1]
     """`C` with one more row and column of anything, made in its memory if there is room: `C` is no more then."""
-    d = len(C)
+    d = C.shape[0]
     room = C.is_contiguous() and not C.storage_offset() and C.untyped_storage().nbytes() == (d + 1) ** 2 * C.itemsize
     framed = C.as_strided((d + 1, d + 1), (d + 1, 1)) if room else C.new_empty(d + 1, d + 1)
     for start in reversed(range(0, d, _BLOCK)):  # rows move towards the end
-        rows = C[start : start + _BLOCK]
-        framed[start : start + len(rows), :d] = rows.clone()
+        stop = min(start + _BLOCK, d)
+        framed[start:stop, :d] = C[start:stop].clone()
     return framed
 
 
 def _cloned(t: Any) -> Any:
     return t.clone() if isinstance(t, Tensor) else t
-
-
-def _single_at_least(rows: Tensor) -> Tensor:
-    return rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
 
 
 def _half_pays(rows: Tensor) -> bool:

@@ -20,7 +20,16 @@ from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
 
-_HALF = (torch.float16, torch.bfloat16)
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Convert half-precision floats to float32; other tensors are returned unchanged.
+
+    Example:
+        >>> at_least_float32(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+    dtype = tensor.dtype
+    return tensor.float() if dtype.itemsize < 4 and dtype.is_floating_point else tensor
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -84,7 +93,7 @@ def damped_cholesky(
         SingularMatrixError: If `M + damping * I` is not positive definite; says which damping would do.
     """
     check_finite(M, what)
-    working = M.float() if M.dtype in _HALF else M
+    working = at_least_float32(M)
     for dtype in dict.fromkeys((working.dtype, torch.float64) if retry_double_precision else (working.dtype,)):
         L, info = torch.linalg.cholesky_ex(add_to_diagonal(working.to(dtype), damping))
         if not bool(info.any()):
@@ -154,7 +163,7 @@ def check_finite(M: Tensor, what: str) -> None:
 
 def _suggestion(M: Tensor) -> float:
     """A damping above every rounding error of `M`: ten times `d * eps * largest eigenvalue` (bounded by row sums)."""
-    eps = torch.finfo(torch.float32 if M.dtype in _HALF else M.dtype).eps
+    eps = torch.finfo(torch.promote_types(M.dtype, torch.float32)).eps
     return max(10 * M.shape[-1] * eps * float(M.detach().abs().sum(-1).max()), torch.finfo(torch.float32).tiny)
 
 

@@ -46,7 +46,6 @@ from curvlinops_plus.linalg.space import Container
 
 Preconditioner = LinearOperator | Callable[[Tensor], Tensor] | None
 Product = Callable[[Tensor], Tensor]  # [n, k] -> [m, k]
-_HALF = (torch.float16, torch.bfloat16)
 _LOOK_EVERY = 50  # iterations between true residuals, which cost 2 % more
 
 
@@ -131,7 +130,7 @@ class System:
         self.operator = A
         self.container: Container
         B, self.container = A.out_space.read(b, A.dtype, A.device)
-        self.dtype = torch.float32 if A.dtype in _HALF else A.dtype
+        self.dtype = torch.promote_types(A.dtype, torch.float32)
         self.eps = torch.finfo(self.dtype).eps
         B = B.detach().to(self.dtype)
         K = B.shape[1]

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from curvlinops_plus.linalg.numerics import at_least_float32
+
 Tree = Mapping[str, Tensor] | Sequence[Tensor]
 Kind = Literal["tensor", "numpy", "list", "tuple", "dict"]
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -350,8 +351,7 @@ class Space:
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """The tensor as an array; half precision as float32, for NumPy has no bfloat16."""
-    tensor = tensor.detach().cpu()
-    return (tensor.float() if tensor.dtype in _HALF else tensor).numpy()
+    return at_least_float32(tensor.detach().cpu()).numpy()
 
 
 def _items(sequence_or_mapping: Any) -> list[tuple[str, Any]]:

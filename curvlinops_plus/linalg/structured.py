@@ -21,7 +21,15 @@ from curvlinops_plus.errors import SingularMatrixError
 from curvlinops_plus.linalg.damping import Scalar, is_zero
 from curvlinops_plus.linalg.eigendecomposition import eigh
 from curvlinops_plus.linalg.factor import Factor
-from curvlinops_plus.linalg.numerics import add_to_diagonal, damped_cholesky, frobenius, powers, psd_clip, slogdet_of
+from curvlinops_plus.linalg.numerics import (
+    add_to_diagonal,
+    at_least_float32,
+    damped_cholesky,
+    frobenius,
+    powers,
+    psd_clip,
+    slogdet_of,
+)
 from curvlinops_plus.linalg.operator import LinearOperator
 from curvlinops_plus.linalg.remembered import remember
 from curvlinops_plus.linalg.space import Space
@@ -160,8 +168,7 @@ class Dense(OneTensor):
         self._need_square()
         if self.structure == Structure.PSD:
             return self._remember("slogdets", lambda: slogdet_of(psd_clip(self.eigh()[0], self.rtol)))
-        half = self.dtype in (torch.float16, torch.bfloat16)
-        sign, logarithm = torch.linalg.slogdet(self._tensor.float() if half else self._tensor)
+        sign, logarithm = torch.linalg.slogdet(at_least_float32(self._tensor))
         return sign.to(self.dtype), logarithm.to(self.dtype)
 
     def eigh(self) -> tuple[Tensor, Dense]:

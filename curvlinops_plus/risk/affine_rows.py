@@ -17,8 +17,8 @@ from torch import Tensor
 from curvlinops_plus.layer import SparseRows
 from curvlinops_plus.layer.rule import outer_products
 from curvlinops_plus.linalg.gram_sum import PackedGram, gram
-from curvlinops_plus.risk.call import Call
 from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.module_uses import Call
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 from warnings import warn
 
 import torch
@@ -16,7 +16,7 @@ from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.autograd_graph import gradients_of
 from curvlinops_plus.risk.draws import Draws
-from curvlinops_plus.risk.float16_range import is_narrow, narrowest, send_in_range
+from curvlinops_plus.risk.float16_range import narrowest, send_in_range
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
 from curvlinops_plus.risk.module_uses import title
@@ -27,7 +27,6 @@ from curvlinops_plus.risk.user_backward import UserBackward
 from curvlinops_plus.risk.vectors import Vectors
 
 Consumer = Callable[[LayerBatch], None]
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -69,13 +68,13 @@ def vector_groups(
         _LossVectors(one, vectors, *of_loss, weight=terms.weight)
         for one, *of_loss in zip(losses, outputs, terms.outputs, terms.targets, class_axes, factors, strict=True)
     ]
-    _share_draws(losses, vectors, parts, draws)
+    streams = zip(parts, losses.streams(vectors, terms.outputs, draws, [part.ask for part in parts]), strict=True)
     # An output that no tracked layer reaches has no graph.
-    live = [part for part in parts if part.f.requires_grad and part.number]
+    live = [(part, part.send(own)) for part, own in streams if part.f.requires_grad and part.number]
     if live and vectors.together and len({part.number for part in parts}) == 1:
-        together = zip(*[part.send() for part in live], strict=True)
-        return [VectorGroup([part.f for part in live], live[0].number, together)]
-    return [VectorGroup([p.f], p.number, zip(p.send()), p.F.shape[1], p.where) for p in live]
+        together = zip(*[sent for _, sent in live], strict=True)
+        return [VectorGroup([part.f for part, _ in live], parts[0].number, together)]
+    return [VectorGroup([part.f], part.number, zip(sent), part.F.shape[1], part.where) for part, sent in live]
 
 
 @dataclass(eq=False)
@@ -89,8 +88,7 @@ class _LossVectors:
     Y: Any
     class_axis: int | None
     factor: float
-    draws: Draws | None = None
-    weight: Tensor | None = None
+    weight: Tensor | None
     number: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,26 +104,22 @@ class _LossVectors:
         for _ in self.vectors.send(self.loss.likelihood, self.F, self.Y, draws):
             pass
 
-    def send(self) -> Iterator[Tensor]:
-        """The vectors times their factor, of the output's shape."""
+    def send(self, draws: Draws) -> Iterator[Tensor]:
+        """The vectors times their factor, of the output's shape.
+
+        Raises:
+            ValueError: If there are more than `count` says: the graph is freed with the last one.
+        """
         f, likelihood = self.f, self.loss.likelihood
-        assert self.draws is not None
-        for v in self.vectors.send(likelihood, self.F, self.Y, self.draws):
+        for sent, v in enumerate(self.vectors.send(likelihood, self.F, self.Y, draws), 1):
+            if sent > self.number:
+                name = type(self.vectors).__name__
+                raise ValueError(f"{name} sends more vectors than its `count` says, {self.number}.")
             scaled = v if self.factor == 1 else v * self.factor
             if self.weight is not None:  # of the examples: squares of vectors are weighted
                 scaled = scaled * self.weight.sqrt().to(v)[:, None, None]
             restored, dtype = likelihood.restore(scaled, f.shape, self.F.shape[0], self.class_axis), narrowest(f.dtype)
             yield restored if restored.dtype == dtype else restored.to(dtype)
-
-
-def _share_draws(losses: Losses, vectors: Vectors, parts: Sequence[_LossVectors], draws: Draws) -> None:
-    """Give each loss its random numbers from one stream."""
-    own: Sequence[Draws] = [draws] * len(parts)
-    if vectors.seed is not None and len(parts) > 1:
-        about = (repr(vectors), *(tuple(part.F.shape[1:]) for part in parts))
-        own = losses.streams(about, draws, len(parts[0].F), [part.ask for part in parts])
-    for part, stream in zip(parts, own, strict=True):
-        part.draws = stream
 
 
 class BackwardPasses:
@@ -159,15 +153,13 @@ class BackwardPasses:
             keep_graph: Keep the graph: somebody goes back through it afterwards.
         """
         if at_once == 1 and not self._narrow(group.outputs):
-            self._stream(group.outputs, group.vectors, keep_graph)
-            return
+            return self._stream(group, keep_graph)
         while chunk := list(islice(group.vectors, at_once)):
             self._send_at_once(group.outputs, [torch.stack(parts) for parts in zip(*chunk, strict=True)])
 
     def _narrow(self, outputs: Sequence[Tensor]) -> bool:
         """Whether vectors go through float16."""
-        slots = [slot for recorded in self.recorder.calls for slot in recorded.slots]
-        return is_narrow(outputs) or any(slot.dtype == torch.float16 for slot in slots)
+        return torch.float16 in [t.dtype for t in (*outputs, *self.recorder.slots)]
 
     def take(self, group: VectorGroup, user: UserBackward) -> None:
         """Take the gradients of a single vector from the user's backward pass."""
@@ -188,10 +180,11 @@ class BackwardPasses:
             self._show(index)
             self.reached.add(index)
 
-    def _stream(self, outputs: Sequence[Tensor], vectors: Iterable[Sequence[Tensor]], keep_graph: bool) -> None:
+    def _stream(self, group: VectorGroup, keep_graph: bool) -> None:
         """One vector at a time; each layer is consumed, and its gradient freed, as soon as it is complete."""
-        sources = self.recorder.sources(outputs)
-        for last, vector in _with_last(vectors):
+        sources, left = self.recorder.sources(group.outputs), group.number
+        for vector in group.vectors:
+            left -= 1
             if self._first:
                 self.recorder.require_unchanged()
             self._waiting = dict.fromkeys(self._calls, 0)
@@ -201,11 +194,11 @@ class BackwardPasses:
             self.recorder.receive = self._receive
             try:
                 if sources:
-                    gradients_of(outputs, sources, vector, keep_graph or not last)
+                    gradients_of(group.outputs, sources, vector, keep_graph or left > 0)
             finally:
                 self.recorder.receive = None
-            for index, left in self._waiting.items():
-                if left:  # some call, or all of them, does not reach the output: its gradient is zero
+            for index, waiting in self._waiting.items():
+                if waiting:  # some call, or all of them, does not reach the output: its gradient is zero
                     self._show(index, self._received)
             self._first = False
 
@@ -251,9 +244,9 @@ class BackwardPasses:
 
     def _send_each(self, outputs: Sequence[Tensor], vectors: Sequence[Tensor]) -> None:
         """Several vectors [V, *output], one at a time."""
-        singles = [[v[k] for v in vectors] for k in range(len(vectors[0]))]
+        singles = [tuple([v[k] for v in vectors]) for k in range(len(vectors[0]))]
         if not self._narrow(outputs):
-            return self._stream(outputs, singles, keep_graph=True)
+            return self._stream(VectorGroup(outputs, len(singles), iter(singles)), keep_graph=True)
         for single in singles:
             self._send_at_once(outputs, [v[None] for v in single])
 
@@ -273,7 +266,7 @@ class BackwardPasses:
             self.weight,
             of_batch=self._of_batch,
         )
-        with recorder.disabled(), plain_mode(layer.device.type):
+        with recorder.disabled, plain_mode(layer.device.type):
             self.consume(batch)
         for recorded in calls:
             recorded.call.grads = None
@@ -288,13 +281,3 @@ def _warn_of_rough(calls: Iterable[RecordedCall]) -> None:
             CurvatureWarning,
             stacklevel=2,
         )
-
-
-def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
-    """(is last, item), looking one item ahead."""
-    iterator = iter(items)
-    current = next(iterator, None)
-    while current is not None:
-        following = next(iterator, None)
-        yield following is None, current
-        current = following

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.likelihood.sampling import wide_dtype
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.recorded_call import RecordedCall
+from curvlinops_plus.risk.refused_calls import OutsideReads
 
 #: Largest relative difference that passes as rounding, by bytes of a number. Models in float64 may have norms that
 #: compute in float32 whatever they get.
@@ -177,7 +177,7 @@ def _batch(sent: SentVectors, layer: Layer, calls: Sequence[RecordedCall]) -> La
 
 def _coarsest(layer: Layer, key: str, calls: Sequence[RecordedCall]) -> torch.dtype:
     """The dtype of a parameter, or of what its layer returned, that rounds most."""
-    kinds = [*(slot.out.dtype for recorded in calls for slot in recorded.slots), layer.params[key].dtype]
+    kinds = [*(slot.dtype for recorded in calls for slot in recorded.slots), layer.params[key].dtype]
     return max(kinds, key=lambda kind: torch.finfo(kind).eps)
 
 
@@ -200,7 +200,7 @@ def _underflow(kind: torch.dtype, calls: Sequence[RecordedCall], theirs: Tensor)
     """How much numbers below the range of a dtype add up to: in float16 they are common."""
     smallest = torch.finfo(kind).smallest_normal * torch.finfo(kind).eps
     sizes = (
-        slot.out.numel() ** 0.5 * (1 + _norm((c.call.args, dict(c.call.kwargs)))) for c in calls for slot in c.slots
+        slot.shape.numel() ** 0.5 * (1 + _norm((c.call.args, dict(c.call.kwargs)))) for c in calls for slot in c.slots
     )
     return smallest * (theirs.numel() ** 0.5 + sum(sizes))
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk.module_tree import modules_of
 from curvlinops_plus.risk.process_state import own_calls
 
@@ -49,7 +50,7 @@ def constant_statistics(norms: Iterable[Any]) -> Iterator[None]:
 def _at_constants(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
     x: Tensor = next(iter([*args, *kwargs.values()]))
     others = [axis for axis in range(x.ndim) if axis != 1]
-    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))  # as PyTorch sums in half precision
+    wide = at_least_float32(x.detach())  # as PyTorch sums in half precision
     held = next((t for t in (module.running_mean, module.weight) if t is not None), x)
     mean, variance = (t.to(held.dtype) for t in (wide.mean(others), wide.var(others, correction=0)))
     return F.batch_norm(x, mean, variance, module.weight, module.bias, False, 0.0, module.eps)

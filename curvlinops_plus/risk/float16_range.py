@@ -39,11 +39,6 @@ class Arrived(NamedTuple):
         return g if g is None or self.power == 1 else g.to(torch.promote_types(g.dtype, torch.float32)) / self.power
 
 
-def is_narrow(tensors: Iterable[Tensor]) -> bool:
-    """Whether one of the tensors is in float16."""
-    return any(t.dtype == torch.float16 for t in tensors)
-
-
 def narrowest(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a vector for an output of this dtype is made: it is rounded after it was multiplied."""
     return torch.float32 if dtype == torch.float16 else dtype

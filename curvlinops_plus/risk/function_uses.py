@@ -12,7 +12,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.layer.functions import Product
 from curvlinops_plus.risk.function_calls import ParameterViews, View
-from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.process_state import Uncopied
 from curvlinops_plus.risk.recorded_call import RecordedCall
@@ -30,14 +29,14 @@ class FunctionUses:
     product afterwards, `x @ W + b`, belongs to it.
 
     Args:
+        uses: Indices of layers, and their uses by functions.
         params: Key to the tensor that the model reads.
     """
 
-    def __init__(self, layers: Sequence[Layer], params: Mapping[str, Tensor]) -> None:
-        found = [(index, use) for index, layer in enumerate(layers) for use in layer.uses if use.function is not None]
+    def __init__(self, uses: Sequence[tuple[int, ModuleUse]], params: Mapping[str, Tensor]) -> None:
         #: Those of several parameters first.
-        self._uses = sorted(found, key=lambda item: -len(item[1].keys))
-        self._keys = {key for _, use in found for key in use.keys.values()}
+        self._uses = sorted(uses, key=lambda item: -len(item[1].keys))
+        self._keys = {key for _, use in uses for key in use.keys.values()}
         self._params = params
         self._views = ParameterViews({key: params[key] for key in self._keys})
         self._total = {key: len(params[key]) for key in self._keys if params[key].ndim}
@@ -46,9 +45,6 @@ class FunctionUses:
         #: Products to which a bias may still be added, by the identity of their result.
         self._open: dict[int, tuple[Tensor, RecordedCall]] = {}
         self._sums: list[RecordedCall] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._uses)
 
     def watch(self, use: ModuleUse) -> list[Any]:
         """Hooks that tell when a module runs, if functions read the same parameters outside of it."""

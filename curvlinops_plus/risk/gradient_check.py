@@ -11,16 +11,15 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.layer.replay import at_least_float32
+from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk.autograd_graph import gradients_of
 from curvlinops_plus.risk.compare_rules import TOLERANCE, SentVectors, compare_rules
-from curvlinops_plus.risk.float16_range import Arrived, is_narrow, send_in_range
+from curvlinops_plus.risk.float16_range import Arrived, send_in_range
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.module_uses import title
-from curvlinops_plus.risk.outside_reads import not_by_example
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
-from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_one_row
+from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, not_by_example, refusal_of_one_row
 
 # The second vector is so much longer: a hook that clamps gradients may leave a shorter one alone.
 _LONGER = 16.0
@@ -103,7 +102,7 @@ def send_single(
     if not outputs:
         return SentVectors([], {}, {}, {}, N, batch_size)
     recorder.require_unchanged()
-    slots = [slot for recorded in recorder.calls for slot in recorded.slots]
+    slots = recorder.slots
     edges, numbers = [slot.edge for slot in slots], [_random_like(f) for f in outputs]
 
     def send(chosen: Tensor, length: float, inputs: list[Any]) -> Arrived:
@@ -157,7 +156,7 @@ def compare_all_rows(recorder: Recorder, outputs: Sequence[Tensor], halves: Tens
     Cost: a backward pass to the layers' outputs for each.
     """
     N, outputs = recorder.num_examples, [f for f in outputs if f.requires_grad]
-    slots = [slot for recorded in recorder.calls for slot in recorded.slots]
+    slots = recorder.slots
     if N < 2 or not outputs or not slots:
         return
     recorder.require_unchanged()
@@ -176,7 +175,7 @@ def _gradients(
     slots: Sequence[OutputSlot], outputs: Sequence[Tensor], inputs: list[Any], vectors: list[Tensor]
 ) -> Arrived:
     """What vectors leave at some places; the graph is kept."""
-    narrow = is_narrow([*outputs, *(slot.out for slot in slots)])
+    narrow = torch.float16 in [t.dtype for t in (*outputs, *slots)]
     send = partial(gradients_of, outputs, inputs, retain_graph=True)
     return send_in_range(send, outputs, vectors, narrow)
 
@@ -258,7 +257,7 @@ def _wrong_rows(
         use,
         (recorded.call.args, dict(recorded.call.kwargs)),
         N,
-        f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.out.shape)} {sent.where}, but "
+        f"{title(use.name)} ({type(use.owner).__name__}) returned shape {list(slot.shape)} {sent.where}, but "
         f"axis {slot.axis} does not carry the examples (is it a position embedding, or time-major?), or the model "
         f"mixes examples: a vector for {who} has a gradient of norm {float(own.norm()):.3g} in its rows, and of "
         f"{float(others.norm()):.3g} in others. Say EmpiricalRisk(..., example_axis={{{use.name!r}: axis}}), expand "

@@ -67,7 +67,7 @@ def _hooked_in_chain(model: Any, axes: int, recorder: Recorder) -> list[Any] | N
         kinds[type(module)] = kind
         if kind is nn.Sequential:
             waiting.extend(reversed(module._modules.values()))
-        if module._forward_hooks:
+        if module._forward_hooks and Uncopied in map(type, module._forward_hooks.values()):
             hooked.append(module)
     return hooked if _have_own_methods(kinds) else None
 
@@ -115,12 +115,15 @@ def _is_watched() -> bool:
 
 
 def _is_plain(module: Any, kind: type, recorder: Recorder) -> bool:
-    """Whether a module does what PyTorch's type does: no hooks but the recorder's, no methods or tensors of its own."""
-    others = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks, module._compiled_call_impl
+    """Whether a module does what PyTorch's type does: no hooks but the recorder's and those that only read, no methods
+    or tensors of its own.
+    """
+    others = module._backward_hooks, module._backward_pre_hooks, module._compiled_call_impl
     if any(others) or not _hidden(kind).isdisjoint(module.__dict__):
         return False
-    for hook in tuple(module._forward_hooks.values()):
-        if type(hook) is not Uncopied or getattr(hook.func, "__self__", None) is not recorder:
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        records = type(hook) is Uncopied and getattr(hook.func, "__self__", None) is recorder
+        if not records and not hasattr(hook, "only_reads"):
             return False
     for held in (module._parameters, module._buffers):
         for t in held.values() if held else ():

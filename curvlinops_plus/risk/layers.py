@@ -218,24 +218,16 @@ def _make_layer(uses: list[ModuleUse], params: Mapping[str, Tensor], separate: b
         patterns = {key: flat_pattern(params[key].ndim) for key in patterns}
     name, keys = uses[0].name, list(patterns)
     blocks = {key: [key] for key in keys} if separate else {name or keys[0]: keys}
-    groups = tuple([_make_group(label, own, patterns, sizes, params) for label, own in blocks.items()])
-    return Layer(name, tuple(uses), {key: params[key] for key in keys}, groups, roles)
-
-
-def _make_group(
-    name: str,
-    keys: Sequence[str],
-    patterns: Mapping[str, str],
-    sizes: Mapping[str, int],
-    params: Mapping[str, Tensor],
-) -> Group:
-    """Some parameters as one matrix, by the patterns of the layer's rule."""
-    named = tuple([(key, patterns[key], params[key].shape) for key in keys])
-    return Group(name, tuple(keys), _layout(named, (*sizes.items(),) if sizes else ()))
+    groups = []
+    for label, own in blocks.items():
+        named = tuple([(key, patterns[key], params[key].shape) for key in own])
+        groups.append(Group(label, tuple(own), _layout(named, tuple(sizes.items()))))
+    return Layer(name, tuple(uses), {key: params[key] for key in keys}, tuple(groups), roles)
 
 
 @lru_cache(4096)
 def _layout(named: tuple[tuple[str, str, torch.Size], ...], sizes: tuple[tuple[str, int], ...]) -> Layout:
+    """Some parameters as one matrix, by the patterns of their rule."""
     used = {axis: n for axis, n in sizes if any(axis in _axes(pattern) for _, pattern, _ in named)}
     return Layout({key: pattern for key, pattern, _ in named}, {key: shape for key, _, shape in named}, used)
 

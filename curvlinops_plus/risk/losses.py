@@ -21,10 +21,10 @@ from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
-from curvlinops_plus.risk.draws import Draws
+from curvlinops_plus.risk.draws import Draws, requested_size, share_draws
 from curvlinops_plus.risk.reading import loss_error_context, scalar_loss, select_output
-from curvlinops_plus.risk.shared_draws import requested_size, share_draws
 from curvlinops_plus.risk.totals import Number, Totals
+from curvlinops_plus.risk.vectors import Vectors
 
 Key = str | int
 
@@ -385,21 +385,22 @@ class Losses(tuple[OutputLoss, ...]):
         return [weight / math.sqrt(largest) for weight in weights]
 
     def streams(
-        self, about: Hashable, draws: Draws, N: int, consumers: Sequence[Callable[[Draws], object]]
+        self, vectors: Vectors, Fs: Sequence[Tensor], draws: Draws, consumers: Sequence[Callable[[Draws], object]]
     ) -> Sequence[Draws]:
-        """Random numbers for each loss from one stream (`share_draws`); how many they need is asked once per `about`.
+        """Random numbers for each loss from one stream (`share_draws`); how many they need is asked once per shapes.
 
         Args:
-            about: What the number of random numbers depends on.
+            Fs: Outputs in canonical form.
             consumers: For each loss a function that asks for its random numbers.
         """
-        if len(self) == 1:
-            return [draws]
+        if len(self) == 1 or not vectors.random:
+            return [draws] * len(self)
+        about = (repr(vectors), *(tuple(F.shape[1:]) for F in Fs))
         if about not in self._request_sizes:
             if len(self._request_sizes) > 64:
                 self._request_sizes.clear()
             self._request_sizes[about] = [requested_size(consumer) for consumer in consumers]
-        return share_draws(draws, N, self._request_sizes[about])
+        return share_draws(draws, len(Fs[0]), self._request_sizes[about])
 
 
 def rebuild_losses(options: Mapping[str, Any]) -> Any:

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.recorded_call import RecordedCall
+from curvlinops_plus.risk.refused_calls import OutsideReads
 from curvlinops_plus.risk.replaced_parameters import Places
 
 

@@ -36,15 +36,24 @@ def preserve_state(model: nn.Module, data: Any) -> Iterator[None]:
         UnsupportedError: If an embedding's `max_norm` would rewrite its weight.
         RuntimeError: If parameters were written to meanwhile, as by another thread that trains.
     """
-    with exclusive(), own_passes(), ExitStack() as no_autocast:
+    with exclusive(), own_passes, ExitStack() as no_autocast:
         modules = modules_of(model)
         params = parameters_of(modules)
         versions = _versions(params)
         for kind in filter(torch.is_autocast_enabled, {"cpu", *[p.device.type for p in params.values()]}):
             no_autocast.enter_context(torch.autocast(kind, enabled=False))
-        with kept_attributes(modules.values()), _restored(modules.values(), data):
-            yield
-            now = _versions(params)
+        with kept_attributes(modules.values()):
+            buffers = _prepared(modules.values())
+            random, generators = RandomState.now(), [(g, g.get_state()) for g in data_generators(data)]
+            try:
+                yield
+                now = _versions(params)
+            finally:
+                random.restore()
+                for generator, state in generators:
+                    generator.set_state(state)
+                for buffer in buffers:
+                    _restore(*buffer)
         if now != versions:
             changed = [name for name, version in versions.items() if now[name] != version]
             raise RuntimeError(
@@ -67,30 +76,16 @@ def kept_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
             own.update(attributes)
 
 
-@contextmanager
-def _restored(modules: Iterable[nn.Module], data: Any) -> Iterator[None]:
-    generators = data_generators(data)
-    states = [g.get_state() for g in generators]
-    random = RandomState.now()
-    buffers, tables = [], []
+def _prepared(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+    """Copies of buffers beside them; options of embeddings are set, which `kept_attributes` undoes."""
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
     for module in modules:
         if module._buffers:
             buffers += [(module, name, b, b.detach().clone()) for name, b in module._buffers.items() if b is not None]
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             refuse_renormalization(module)
-            tables.append((module, {name: getattr(module, name) for name in _PLAIN}))
-    try:
-        for table, _ in tables:
-            vars(table).update(_PLAIN)
-        yield
-    finally:
-        for table, before in tables:
-            vars(table).update(before)
-        random.restore()
-        for generator, state in zip(generators, states):
-            generator.set_state(state)
-        for buffer in buffers:
-            _restore(*buffer)
+            vars(module).update(_PLAIN)
+    return buffers
 
 
 def _versions(tensors: Mapping[str, Tensor]) -> dict[str, int | None]:

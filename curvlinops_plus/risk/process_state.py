@@ -42,7 +42,9 @@ def exclusive() -> AbstractContextManager[Any]:
     return _lock
 
 
-class _OwnPasses(threading.local):
+class Depth:
+    """Context that counts how often it is entered; generators take several times as long."""
+
     depth = 0
 
     def __enter__(self) -> None:
@@ -52,17 +54,12 @@ class _OwnPasses(threading.local):
         self.depth -= 1
 
 
-_own_passes = _OwnPasses()
+class _OwnPasses(Depth, threading.local):
+    pass
 
 
-def own_passes() -> AbstractContextManager[None]:
-    """Context in which this thread's calls of models are this package's own, not the user's."""
-    return _own_passes
-
-
-def in_own_passes() -> bool:
-    """Whether calls of models are this package's own."""
-    return _own_passes.depth > 0
+#: Context in which this thread's calls of models are this package's own, not the user's.
+own_passes = _OwnPasses()
 
 
 class _Eager:
@@ -150,11 +147,17 @@ class NoHook:
         pass
 
 
-def own_calls(hook: Callable[P, T]) -> Callable[P, T | None]:
+class Reader(Uncopied):
+    """One that changes nothing."""
+
+    only_reads = True
+
+
+def own_calls(hook: Callable[P, T], kind: type[Uncopied] = Uncopied) -> Callable[P, T | None]:
     """A hook of a module that ignores calls of other threads, which may evaluate the model meanwhile."""
     ours = OwnThread()
 
     def called(*args: P.args, **kwargs: P.kwargs) -> T | None:
         return hook(*args, **kwargs) if ours() else None
 
-    return Uncopied(called)
+    return kind(called)

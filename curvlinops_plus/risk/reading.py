@@ -109,8 +109,9 @@ def read_batch(
     device: torch.device,
     batch_size_fn: Callable[[Any], int] | None,
     weight: Callable[..., Any] | None = None,
+    first: int = 0,
 ) -> Batch:
-    """Split what the data loader gave into inputs and targets, and count its examples.
+    """Split what the data loader gave into inputs and targets, and count its examples; `first` came before.
 
     Raises:
         TypeError: If the input is made of NumPy arrays, or `batch_size_fn` returns no number.
@@ -124,7 +125,7 @@ def read_batch(
     X, y = to_device(X, device), to_device(y, device)
     found = None if weight is None else weight(X, y, *rest)  # which may take it out of a mapping
     N = count_examples(X, y, index, batch_size_fn, unpack)
-    return Batch(X, y, N, unpack, weight=None if weight is None else _checked_weights(found, N, index, device))
+    return Batch(X, y, N, unpack, first, None if weight is None else _checked_weights(found, N, index, device))
 
 
 def _entries(item: Any, index: int, more: bool) -> Sequence[Any]:

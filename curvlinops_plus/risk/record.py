@@ -33,11 +33,10 @@ from curvlinops_plus.risk.function_uses import FunctionUses
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.module_uses import ModuleUse, title
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
-from curvlinops_plus.risk.process_state import OwnThread, Uncopied
+from curvlinops_plus.risk.process_state import Depth, OwnThread, Uncopied
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall, isolate, make_recorded_call
-from curvlinops_plus.risk.refused_calls import refusal_of_one_row, refuse_call
+from curvlinops_plus.risk.refused_calls import OutsideReads, refusal_of_one_row, refuse_call
 from curvlinops_plus.risk.row_order import RowOrder, packed_order, read_order, refuse_functions
 
 Receive = Callable[[RecordedCall, OutputSlot, Tensor], None]
@@ -60,6 +59,7 @@ class Recorder:
         num_examples: N of that batch.
         chain: The hooked modules of a model whose layers are known to come one after the other, see `known_chain`; None
             for another one. Whoever has looked sets it.
+        disabled: Context in which modules that run are not recorded, and their outputs not replaced.
         doubt: Why a pass of others was not recorded to its end.
         receive: Called with call, slot and gradient whenever autograd delivers one; None ignores them.
 
@@ -86,20 +86,21 @@ class Recorder:
         self.receive: Receive | None = None
         self._axes, self._example_of_row = example_axis, example_of_row or {}
         self._data: tuple[Any, Any] = (None, None)
-        refuse_functions([use for layer in layers for use in layer.uses], self._example_of_row)
+        functions = [(i, use) for i, layer in enumerate(layers) for use in layer.uses if use.function is not None]
+        refuse_functions([use for _, use in functions], self._example_of_row)
         #: The tensors that the model reads, by key.
         self._params = {key: p for layer in layers for key, p in layer.params.items()} | dict(values or {})
-        self._functions = FunctionUses(layers, self._params)
-        self._mode = FunctionCalls(self._function_call) if intercept or self._functions else None
+        self._functions = FunctionUses(functions, self._params) if functions else None
+        self._mode = FunctionCalls(self._function_call) if intercept or functions else None
         self._handles: list[Any] = []
-        self._recording, self._off = False, _Disabled()
+        self._recording, self.disabled = False, Depth()
         self._ours = OwnThread()  # another thread may evaluate the model meanwhile
 
     def __enter__(self) -> Recorder:
         for index, layer in enumerate(self.layers):
             for use in layer.uses:
                 if use.function is None:
-                    self._handles += self._functions.watch(use) if self._functions else ()
+                    self._handles += self._functions.watch(use) if self._functions is not None else ()
                     hook = Uncopied(self._module_call, index, use)
                     self._handles.append(use.module.register_forward_hook(hook, prepend=True, with_kwargs=True))
         return self
@@ -131,7 +132,7 @@ class Recorder:
         out: Any = None,
     ) -> Any:
         """The forward hook of one module; if it was removed while the module ran, PyTorch calls it without kwargs."""
-        if self._off.depth or self.doubt is not None or not self._handles or not self._ours():
+        if self.disabled.depth or self.doubt is not None or not self._handles or not self._ours():
             return None
         try:
             if not use.holds(module, self._params):
@@ -236,20 +237,26 @@ class Recorder:
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, examples: int | None
     ) -> Any:
         """A torch function: note products with weights for the layers whose parameters they read."""
-        if self._off.depth or self.doubt is not None or not self._functions:
+        functions = self._functions
+        if self.disabled.depth or self.doubt is not None or functions is None:
             return out
         try:
             for h, b in added_bias(function, args, kwargs):
-                self._functions.add_bias(h, b, out)
+                functions.add_bias(h, b, out)
             for product in products(function, args, kwargs):
-                if found := self._functions.of(product):
-                    return self._product(product, found, out, examples)
+                if found := functions.of(product):
+                    return self._product(functions, product, found, out, examples)
         except Exception as error:
             self._doubted(error)
         return out
 
     def _product(
-        self, product: Product, found: Sequence[tuple[int, ModuleUse]], out: Tensor, examples: int | None
+        self,
+        functions: FunctionUses,
+        product: Product,
+        found: Sequence[tuple[int, ModuleUse]],
+        out: Tensor,
+        examples: int | None,
     ) -> Tensor:
         """A product with a weight. Inside attention examples are on axis 1, or on an axis with positions."""
         axis, fold = self._axes.get(found[0][1].name, 0), None
@@ -261,7 +268,7 @@ class Recorder:
                 slot = OutputSlot(out.shape, out.dtype, out.device, axis, fold, slot.expanded)
                 call = make_recorded_call(use, index, product.inputs, {}, [slot], True, axis, self.num_examples)
                 self._note(call, [out])
-                self._functions.remember(out, call)
+                functions.remember(out, call)
         return out
 
     def _note(self, recorded: RecordedCall, tensors: Sequence[Tensor]) -> None:
@@ -293,7 +300,7 @@ class Recorder:
         self.num_examples, self._data, self._recording, self.doubt = num_examples, data, True, None
         self.chain = chain
         self._ours = OwnThread()
-        if self._functions:
+        if self._functions is not None:
             self._functions.start()
         frozen = [p for p in self._params.values() if not p.requires_grad]
         # Frozen parameters leave no trace in the graph that tells which operations read them.
@@ -308,7 +315,7 @@ class Recorder:
             raise refusal from error
         finally:
             self._recording = False
-            if self._functions:
+            if self._functions is not None:
                 self._functions.end()
         if reads is not None:
             refuse_outside_readers(self.layers, self.calls, reads.counts, self._params)
@@ -318,9 +325,10 @@ class Recorder:
         expanded = [recorded.call.use for recorded in self.calls if recorded.expanded]
         return refusal_of_one_row(expanded[0], self.num_examples, why) if expanded else None
 
-    def disabled(self) -> AbstractContextManager[None]:
-        """Modules that run in here are not recorded, and their outputs are not replaced."""
-        return self._off
+    @property
+    def slots(self) -> list[OutputSlot]:
+        """What all calls returned."""
+        return [slot for recorded in self.calls for slot in recorded.slots]
 
     def by_layer(self) -> dict[int, list[RecordedCall]]:
         """Index of a layer to its calls."""
@@ -345,7 +353,7 @@ class Recorder:
 
         Cost: a walk through the graph, unless it is a chain.
         """
-        edges = [slot.edge for recorded in self.calls for slot in recorded.slots if slot.edge is not None]
+        edges = [slot.edge for slot in self.slots if slot.edge is not None]
         if self.chain is not None:
             return edges[:1]
         marked = {edge.node for edge in edges}
@@ -364,20 +372,9 @@ class Recorder:
                     readers[id(leaf)] = readers.get(id(leaf), 0) + 1
             above[node] = found
         refuse_outside_readers(self.layers, self.calls, readers, self._params)
-        self._functions.check_sums(consumers)
+        if self._functions is not None:
+            self._functions.check_sums(consumers)
         return [edge for edge in edges if above.get(edge.node) is False]
-
-
-class _Disabled:
-    """`Recorder.disabled`, which is entered for each layer of each batch: generators take several times as long."""
-
-    depth = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
 
 
 def _float_tensors(leaves: Sequence[Any], out: Any, use: ModuleUse) -> list[int]:

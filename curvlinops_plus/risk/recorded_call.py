@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
-from curvlinops_plus.risk.call import Call
 from curvlinops_plus.risk.module_state import ModuleState
-from curvlinops_plus.risk.module_uses import ModuleUse, title
-from curvlinops_plus.risk.outside_reads import not_by_example
+from curvlinops_plus.risk.module_uses import Call, ModuleUse, title
+from curvlinops_plus.risk.refused_calls import not_by_example
 from curvlinops_plus.risk.row_order import RowOrder
 
 
@@ -47,15 +46,11 @@ class OutputSlot:
     handle: Any = None
 
     @property
-    def out(self) -> Tensor:
-        """An empty tensor of this shape, which takes no memory."""
-        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
-
-    @property
     def num_rows(self) -> int:
         """How many rows there are on the axis of the examples, when it is the first one."""
-        plain = self.fold is None and self.order is None
-        return self.shape[self.axis] if plain else self.arrange(self.out).shape[0]
+        if self.fold is None and self.order is None:
+            return self.shape[self.axis]
+        return self.arrange(torch.empty((), device=self.device).expand(self.shape)).shape[0]
 
     @property
     def kept(self) -> Tensor | None:
@@ -110,11 +105,8 @@ class RecordedCall:
 
     def set_gradients(self, grads: dict[int, Tensor], V: int, batched: bool) -> None:
         """Move the gradients of the slots (by identity) into `call.grads`; zeros where there are none."""
-        if self.single:
-            slot = self.slots[0]
-            self.call.grads = slot.gradient(grads.pop(id(slot), None), V, batched)
-        else:
-            self.call.grads = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
+        found = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
+        self.call.grads = found[0] if self.single else found
 
     def seen_state(self) -> ModuleState | None:
         """What the module looked like when it was called; None for a function."""

@@ -266,7 +266,7 @@ class EmpiricalRisk(ModelParameters):
         bar = tqdm(self.data, desc=f"{desc} (on {self.device})") if options.progressbar else nullcontext(self.data)
         with bar as items:
             for index, item in enumerate(items):
-                batch = self.read(item, index)
+                batch = self.read(item, index, seen)
                 if batch.num_examples:
                     yield batch if batch.first == seen else replace(batch, first=seen)
                     seen += batch.num_examples
@@ -274,8 +274,8 @@ class EmpiricalRisk(ModelParameters):
             again = " It is an iterator, which can be read only once: pass a list or a DataLoader."
             raise ValueError(f"`data` has no examples.{again if is_iterator(self.data) else ''}")
 
-    def read(self, item: Any, index: int = 0) -> Batch:
-        """One item of the data as a batch; the first one tells whether labels are shifted.
+    def read(self, item: Any, index: int = 0, first: int = 0) -> Batch:
+        """One item of the data as a batch, with `first` examples before it; one tells whether labels are shifted.
 
         Raises:
             ValueError: If it is no batch, or its examples can't be counted.
@@ -283,7 +283,7 @@ class EmpiricalRisk(ModelParameters):
                 on them.
         """
         options = self.options
-        batch = read_batch(item, index, self.device, options.batch_size_fn, options.weight)
+        batch = read_batch(item, index, self.device, options.batch_size_fn, options.weight, first)
         if batch.unpack and options.check and self.checked.shift is None:
             said = options.shift_labels
             self.checked.shift = are_labels_shifted(self.model, self.losses, options.output, batch, said)

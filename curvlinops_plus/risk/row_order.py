@@ -104,13 +104,13 @@ def packed_order(use: ModuleUse, out: Any, num_examples: int) -> RowOrder | None
 
 
 def refuse_functions(uses: Sequence[ModuleUse], names: Collection[str]) -> None:
-    """Refuse an order of rows for weights that functions read, as inside attention: no module runs that has rows.
+    """Refuse an order of rows for `uses` by functions, as inside attention: no module runs that has rows.
 
     Raises:
         UnsupportedError: Naming the first one.
     """
-    for use in uses if names else ():
-        if use.function is not None and any(n in ("", use.name) or use.name.startswith(f"{n}.") for n in names):
+    for use in uses:
+        if any(n in ("", use.name) or use.name.startswith(f"{n}.") for n in names):
             raise UnsupportedError(
                 f"example_of_row= can't be said for {title(use.name)} ({type(use.owner).__name__}), whose weights are "
                 f"read by functions. Leave its parameters {list(use.keys.values())} out of `params`, or give the "

@@ -299,7 +299,7 @@ class _Check:
         if not all(p.requires_grad and not p._backward_hooks for p in self.risk.params.values()):
             return False  # hooks are the user's, of gradients that are, too: other tensors have none
         sizes = [
-            slot.out.numel() * layers[c.layer].groups[0].layout.matrix_shape[-1] for c in calls for slot in c.slots
+            slot.shape.numel() * layers[c.layer].groups[0].layout.matrix_shape[-1] for c in calls for slot in c.slots
         ]
         return sum(sizes) <= _LIGHT * len(calls)
 
@@ -331,7 +331,7 @@ class _Check:
             Indices of the layers that got a gradient; None if the model can't run these examples.
         """
         risk, whole = self.risk, self.recorder
-        with whole.disabled():
+        with whole.disabled:
             if not backward:
                 with torch.no_grad(), copied_buffers(risk.model):
                     found = self._outputs_of(few, risk.model)
@@ -345,7 +345,7 @@ class _Check:
                 if found is None or not self._compare_outputs(found[0], few, examples):
                     return None
                 # Rules look at the modules, which have their own parameters again.
-                with own.disabled(), plain_mode(risk.device.type):
+                with own.disabled, plain_mode(risk.device.type):
                     return self._compare(own, *found)
 
     def _send(
@@ -356,10 +356,10 @@ class _Check:
             found = self._outputs_of(few, model)
         if found is None:
             return None
-        with own.disabled():
+        with own.disabled:
             self._refuse_draws()
         if expanded := [recorded for recorded in own.calls if recorded.expanded]:
-            with own.disabled(), torch.no_grad():
+            with own.disabled, torch.no_grad():
                 _compare_expanded(expanded[0], found, self._outputs_of(few, model) or ())
         return found, send_single(own, [f for f in found if f.requires_grad], free, self.batch.num_examples, every)
 
@@ -370,7 +370,7 @@ class _Check:
             compare_all_rows(recorder, live, halves_by_digits(N))
             self.all_rows = True
         sent = send_single(recorder, live, self.risk.params, N, every)
-        with recorder.disabled(), plain_mode(self.risk.device.type):
+        with recorder.disabled, plain_mode(self.risk.device.type):
             return self._compare(recorder, live, sent)
 
     def _compare(self, own: Recorder, outputs: Sequence[Tensor], sent: SentVectors) -> set[int]:
@@ -417,7 +417,7 @@ class _Check:
     def _why_different(self, away: float, few: Batch, examples: list[int]) -> Exception:
         """The model is random, or its examples depend on each other."""
         N, run = self.batch.num_examples, self.risk.run
-        with torch.no_grad(), self.recorder.disabled():
+        with torch.no_grad(), self.recorder.disabled:
             first, second = (outputs_of_modules(self.risk.model, lambda: run(self.batch)) for _ in range(2))
             alone = outputs_of_modules(self.risk.model, lambda: run(few))
         if where := first_different(self.risk.model, first, second):
@@ -437,7 +437,7 @@ def _compare_expanded(expanded: RecordedCall, found: Sequence[Tensor], plain: Se
     """Refuse a row for all examples that the model takes for something else when it is a row for each."""
     for f, as_it_is in zip(found, plain, strict=True):
         if f.shape != as_it_is.shape or relative_difference(f.detach(), as_it_is) > TOLERANCE[f.element_size()]:
-            raise refusal_of_one_row(expanded.call.use, len(expanded.slots[0].out), MORE_THAN_BROADCAST)
+            raise refusal_of_one_row(expanded.call.use, expanded.slots[0].shape[0], MORE_THAN_BROADCAST)
 
 
 def _rows_of(t: Tensor, examples: list[int], N: int) -> Tensor:

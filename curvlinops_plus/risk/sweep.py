@@ -20,10 +20,10 @@ from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms
 from curvlinops_plus.risk.module_tree import modules_of
-from curvlinops_plus.risk.outside_reads import OutsideReads
 from curvlinops_plus.risk.process_state import eager
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
+from curvlinops_plus.risk.refused_calls import OutsideReads
 from curvlinops_plus.risk.risk import EmpiricalRisk
 from curvlinops_plus.risk.self_check import check_batch, is_unchecked
 from curvlinops_plus.risk.totals import Totals
@@ -63,7 +63,8 @@ def sweep(
     totals, draws, outside = Totals(), Draws(vectors.seed or 0), None
     if weights is None:
         weights = loss_weights(risk) if vectors.backward else LossWeights(risk.losses)
-    with RecordedPasses(risk, layers, vectors, weights, repeatable=repeatable) as passes:
+    passes = RecordedPasses(risk, layers, vectors, weights, repeatable=repeatable)
+    with passes.hooked():
         try:
             for batch in risk.batches(desc):
                 if before_batch is not None:
@@ -83,8 +84,8 @@ def sweep(
 class RecordedPasses:
     """Forward passes of a risk's model under hooks on its layers, and the vectors that are sent back through them.
 
-    A context manager: the hooks are on the modules for as long as it lasts. In passes that nobody else makes, the
-    statistics of batch norm in training mode are constants: each example has gradients of its own then.
+    Use them inside `hooked`. In passes that nobody else makes, the statistics of batch norm in training mode are
+    constants: each example has gradients of its own then.
 
     Args:
         own_pass: Whether nobody else needs the graph of the forward passes: without vectors there is none then. The
@@ -118,18 +119,10 @@ class RecordedPasses:
         self._own_pass = own_pass
         # Between passes of others no mode of ours is on.
         self._watching = nullcontext if own_pass else self.recorder.watching
-        self._contexts: AbstractContextManager[None] = nullcontext()
-
-    def __enter__(self) -> RecordedPasses:
-        self._contexts = self._entered()
-        self._contexts.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._contexts.__exit__(*error)
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def hooked(self) -> Iterator[None]:
+        """Context in which the hooks are on the modules."""
         risk, recorder = self.risk, self.recorder
         if not self._own_pass:
             with risk.placed(), recorder:
@@ -246,9 +239,9 @@ def _vectors_at_once(recorder: Recorder, number: int) -> int:
     """How many vectors to send in one vectorised pass: 1 streams, which is faster for large batches on the CPU."""
     if number == 1:
         return 1
-    slots = [slot for recorded in recorder.calls for slot in recorded.slots]
-    limit = 2**26 if slots and slots[0].out.is_cuda else 2**14
-    return max(1, min(number, limit // max(sum(slot.out.numel() for slot in slots), 1)))
+    slots = recorder.slots
+    limit = 2**26 if slots and slots[0].device.type == "cuda" else 2**14
+    return max(1, min(number, limit // max(sum(slot.shape.numel() for slot in slots), 1)))
 
 
 def _read_mask(risk: EmpiricalRisk, batch: Batch) -> Tensor | None:

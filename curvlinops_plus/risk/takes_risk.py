@@ -30,7 +30,7 @@ def takes_risk(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def made_together(constructor: Callable[P, T]) -> Callable[P, T]:
-    """A constructor whose first argument is a risk: of several processes all have to come through it.
+    """A constructor that `takes_risk`: of several processes all have to come through it.
 
     Else one that fails before it talks to the others, which wait for it, would be taken for them in its next call.
     """
@@ -42,7 +42,7 @@ def made_together(constructor: Callable[P, T]) -> Callable[P, T]:
             return constructor(*args, **kwargs)
         return risk.processes.together(type(args[0]).__name__, lambda: constructor(*args, **kwargs))
 
-    return together
+    return takes_risk(together)
 
 
 def _refuse(given: Any, owner: str) -> None:

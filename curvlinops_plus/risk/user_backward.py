@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.errors import UnsupportedError
+from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.compare_rules import TOLERANCE
 from curvlinops_plus.risk.float16_range import below_range
@@ -153,4 +154,4 @@ def _distance(a: Tensor, b: Tensor, relative_to: Tensor) -> float:
 
 
 def _wide(t: Tensor) -> Tensor:
-    return t.detach().to(torch.promote_types(t.dtype, torch.float32))
+    return at_least_float32(t.detach())

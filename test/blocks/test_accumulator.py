@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from cases import close, problem, same
+from helpers import decay
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -96,7 +97,7 @@ def test_decayed_sums_are_decayed_means(kind: Any) -> None:
                 counts[name] = counts.get(name, 0) + weight * float(count)
             if running is None:
                 running = type(one)(one.layer, one.group, one.scale)
-            running.decay(rho)
+            decay(running, rho)
             running.merge(one)
         for name in sums:
             close(running.value(name), sums[name] / counts[name], what=name)

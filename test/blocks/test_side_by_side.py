@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,13 +12,7 @@ from curvlinops_plus import EKFAC, CurvatureEstimator, EmpiricalRisk, curvature
 from curvlinops_plus.blocks import ekfac
 from curvlinops_plus.errors import NumericsError
 
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def problem() -> EmpiricalRisk:

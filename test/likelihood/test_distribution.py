@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import squared, uniforms
 from torch import Tensor, distributions, nn
 
 from curvlinops_plus.errors import UnsupportedError
@@ -22,11 +23,6 @@ from curvlinops_plus.likelihood import likelihood as likelihood_file
 F64 = torch.float64
 
 
-def uniforms(seed: int = 0) -> Callable[..., Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.rand(*shape, dtype=F64, generator=generator)
-
-
 def normal(f: Tensor) -> distributions.Distribution:
     return distributions.Normal(f, 0.5**0.5)
 
@@ -38,10 +34,6 @@ def multivariate_normal(f: Tensor) -> distributions.Distribution:
 
 def binomial(f: Tensor) -> distributions.Distribution:
     return distributions.Binomial(torch.tensor([1.0, 2.0, 5.0], dtype=f.dtype), logits=f)
-
-
-def squared(B: Tensor) -> Tensor:
-    return torch.einsum("knrc,knrd->nrcd", B, B)
 
 
 OUTPUT = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=F64)

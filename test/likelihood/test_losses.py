@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
 import pytest
 import torch
+from helpers import squared, uniforms
 from torch import Tensor, nn
 
 from curvlinops_plus.likelihood import Likelihood, likelihood_of, rebuild_loss
@@ -44,11 +44,6 @@ class Case:
         loss = copy.deepcopy(self.loss)
         vars(loss)["reduction"] = "none"
         return loss(f, self.y)
-
-
-def uniforms(seed: int = 0) -> Callable[..., Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.rand(*shape, dtype=F64, generator=generator)
 
 
 def _cross_entropy_cases() -> dict[str, Case]:
@@ -165,11 +160,6 @@ def blocks(likelihood: Likelihood, F: Tensor, Y: Tensor) -> Tensor:
     C = F.shape[-1]
     basis = torch.eye(C, dtype=F.dtype)[:, None, None].expand(C, *F.shape)
     return likelihood.hessian_product(F, Y, basis).movedim(0, -1)
-
-
-def squared(B: Tensor) -> Tensor:
-    """Columns [K, N, R, C] -> Σ_k b_k b_kᵀ [N, R, C, C]."""
-    return torch.einsum("knrc,knrd->nrcd", B, B)
 
 
 # ------------------------------------------------------------------------------------------ against PyTorch

@@ -29,15 +29,10 @@ from curvlinops_plus import (
     curvature,
 )
 from curvlinops_plus.optim.kfac import KFACOptimizer, KFACPreconditioner, LevenbergMarquardt
+from test.optim.test_kfac_doors import plain
 from test.optim.test_kfac_optimizer import EXACT, batch, flat, net
 
 LOOKS: dict[str, Any] = {"damping": LevenbergMarquardt(0.1, interval=1), "norm_constraint": None, **EXACT}
-
-
-def plain(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    loss(model(X), y).backward()
-    optimizer.step()
 
 
 # --------------------------------------------------------------------------------------- losses that are multiplied

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from curvlinops_plus import DiagonalBlock, EmpiricalRisk, Exact, FullBlock, UnsupportedError, curvature
+from curvlinops_plus import DiagonalBlock, EmpiricalRisk, Exact, FullBlock, KFACOptimizer, UnsupportedError, curvature
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.rule_registry import RULES
 from curvlinops_plus.risk.draws import Draws
@@ -120,6 +120,19 @@ def test_some_of_the_parameters(looks: list[bool]) -> None:
     close(K.to_dense(), other.to_dense())
 
 
+@pytest.mark.parametrize("listens", [False, True])
+def test_hooks_of_an_optimizer_only_read(listens: bool, looks: list[bool]) -> None:
+    model, loss, X = perceptron(), nn.CrossEntropyLoss(), torch.randn(N, 4).double()
+    optimizer = KFACOptimizer(model, loss)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with optimizer.listen((X, torch.arange(N) % 3)) if listens else nullcontext():
+            value = loss(model(X), torch.arange(N) % 3)
+        value.backward()
+        optimizer.step()
+    assert looks == [True, True]
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_modules_of_a_chain_are_after_a_pass_as_in_it(shared: bool) -> None:
     """So their states are not noted in it; where calls are compared, as with a shared weight, they are told later."""
@@ -130,7 +143,8 @@ def test_modules_of_a_chain_are_after_a_pass_as_in_it(shared: bool) -> None:
     told = []
     for each in (model, Same(model)):
         risk = risk_of(each, 4)
-        with RecordedPasses(risk, layers_of(risk), Exact(), loss_weights(risk)) as passes:
+        passes = RecordedPasses(risk, layers_of(risk), Exact(), loss_weights(risk))
+        with passes.hooked():
             passes.observe(next(risk.batches("")), Draws(0), lambda batch: None)
             recorder = passes.recorder
             assert (recorder.chain is not None) == (each is model and not shared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,20 @@ def test_matrix_is_one_of_two(kind: Any) -> None:
     with pytest.raises(ValueError, match=rf"{kind.__name__}\(matrix='hessian'\) must be None, \"fisher\" or \"ggn\""):
         kind(matrix="hessian")
     assert repr(kind(matrix="ggn")) == repr(kind())  # states of one can be read by the other: the numbers are the same
+
+
+class Miscounted(Vectors):
+    def count(self, likelihood: Likelihood, F: Tensor) -> int:
+        return 1
+
+    def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
+        yield from torch.ones(2, *F.shape, dtype=F.dtype)
+
+
+def test_more_vectors_than_were_counted() -> None:
+    risk = EmpiricalRisk(nn.Linear(3, 2), nn.MSELoss(), [(torch.ones(4, 3), torch.ones(4, 2))])
+    with pytest.raises(ValueError, match="Miscounted sends more vectors than its `count` says, 1"):
+        curvature(risk, KFAC, vectors=Miscounted())
 
 
 # ------------------------------------------------------------------------------------------ GGN or Fisher

@@ -19,7 +19,7 @@ from curvlinops_plus.optim.kfac.step_batches import Factor, other_targets, same_
 from curvlinops_plus.risk import EmpiricalRisk
 from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.model_calls import tensors_of
-from curvlinops_plus.risk.process_state import NoHook, in_own_passes, untraced
+from curvlinops_plus.risk.process_state import NoHook, own_passes, untraced
 
 # Calls of a model that wait for their losses; of more, the graphs would be kept for nothing where none comes.
 _LIMIT = 4
@@ -102,7 +102,7 @@ class Watch:
     @property
     def _is_deaf(self) -> bool:
         """Whether a call is none of the user's loop: own passes, and calls again in backward passes."""
-        return self.paused or in_own_passes() or torch._C._current_graph_task_id() != -1
+        return self.paused or own_passes.depth > 0 or torch._C._current_graph_task_id() != -1
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_deaf:
