@@ -349,7 +349,7 @@ class _Check:
                     return self._compare(own, *found)
 
     def _read_otherwise(self, own: Recorder) -> bool:
-        """Whether a table for all examples counts as rows of examples in the batch, or in these few of it, by chance."""
+        """Whether a table for all examples counts as rows of examples in the batch, or in these few of it."""
         pairs = list(zip(self.recorder.calls, own.calls))
         same = all(whole.call.use is few.call.use for whole, few in pairs)
         return same and any(carry_rows(whole) != carry_rows(few) for whole, few in pairs)

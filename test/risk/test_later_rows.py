@@ -226,7 +226,7 @@ def test_a_table_with_as_many_rows_as_a_batch_has_examples(sizes: Sequence[int],
     try:
         K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data, params), DiagonalBlock)
     except UnsupportedError as error:
-        assert rows in sizes  # noqa: PT017
+        assert rows in sizes
         assert "layer 'tabled'" in str(error)  # noqa: PT017
     else:
         close(K.diagonal(), exact)
