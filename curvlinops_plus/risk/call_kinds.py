@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 
@@ -72,16 +71,11 @@ def _rows(slot: OutputSlot, N: int) -> int:
 
 
 def carry_rows(recorded: RecordedCall) -> tuple[bool, ...]:
-    """Which inputs of a module that is run again count as rows of examples, by their size alone.
+    """Which inputs of a module count as rows of examples, by their size alone.
 
     A table for all examples does if a batch happens to have as many.
     """
-    call = recorded.call
-    if isinstance(call.use.rule, AffineRule) or call.use.rule.direct_grads or not recorded.slots:
-        return ()
-    rows = recorded.slots[0].num_rows
-    tensors = (t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor))
-    return tuple(t.ndim > 0 and len(t) == rows for t in tensors)
+    return tuple(axis is not None for axis in recorded.call.in_axes or ())
 
 
 def _axes(tensors: Sequence[Tensor], number: int, N: int) -> Iterator[tuple[int, int, int]]:

@@ -171,10 +171,10 @@ def make_recorded_call(
     else:
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor)]
-        inputs, in_axes = [leaves[k].detach() for k in at], []
+        inputs, in_axes, rows = [leaves[k].detach() for k in at], [], slot.num_rows
         for k, t, on in zip(at, inputs, use.rule.axes(use.module, axis, inputs, inputs=True), strict=True):
-            leaves[k], moved = _examples_first(t, on, use, slot, num_examples, expand)
-            in_axes.append(moved)
+            leaves[k], moved = t, _ = _examples_first(t, on, use, slot, num_examples, expand)
+            in_axes.append(moved if moved or (t.ndim and len(t) == rows) else None)
         positional, named = tree_unflatten(leaves, spec)
         call = Call(use, positional, named, None, in_axes, out_axes, slot.kept)
     versions = [(t, t._version) for t in inputs if not t.is_inference()]
