@@ -346,18 +346,26 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         state = super().state_dict()
         groups = [{name: plain_policy(value) for name, value in group.items()} for group in state["param_groups"]]
         kept = {n: copied(entries) for n, entries in state["state"].items()}
-        return state | {"state": kept, "param_groups": groups, "curvature": self.curvature.state_dict()}
+        state |= {"state": kept, "param_groups": groups, "curvature": self.curvature.state_dict()}
+        return state | {"parameters": [key for _, key, _ in self._listed]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where another optimizer with the same arguments stopped.
 
         Raises:
-            ValueError: If the state is foreign, or of another network or other approximations.
+            ValueError: If the state is foreign, or of another network or other approximations, or if parameters had
+                another order.
         """
         if "curvature" not in state_dict:
             raise ValueError(
                 f"This is not the state of a {type(self).__name__}: the key 'curvature' is missing. Is it "
                 "another optimizer's?"
+            )
+        own = [key for _, key, _ in self._listed]
+        if (theirs := state_dict.get("parameters", own)) != own and sorted(theirs) == sorted(own):
+            raise ValueError(
+                f"The state is of parameters in the order {theirs[:5]}..., and this optimizer has {own[:5]}...: "
+                "velocities belong to parameters by their places. Give `params` in the order of before."
             )
         before = super().state_dict()
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "curvature"})
