@@ -20,7 +20,7 @@ from curvlinops_plus.optim.kfac.block_vectors import copied
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, number, plain_policy
-from curvlinops_plus.optim.kfac.refusals import naming_training_mode, require_same_loss
+from curvlinops_plus.optim.kfac.refusals import naming_training_mode, require_order, require_same_loss
 from curvlinops_plus.optim.kfac.running_curvature import RunningCurvature
 from curvlinops_plus.optim.kfac.step_plan import StepPlan
 from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
@@ -361,12 +361,7 @@ class CurvatureOptimizer(torch.optim.Optimizer):
                 f"This is not the state of a {type(self).__name__}: the key 'curvature' is missing. Is it "
                 "another optimizer's?"
             )
-        own = [key for _, key, _ in self._listed]
-        if (theirs := state_dict.get("parameters", own)) != own and sorted(theirs) == sorted(own):
-            raise ValueError(
-                f"The state is of parameters in the order {theirs[:5]}..., and this optimizer has {own[:5]}...: "
-                "velocities belong to parameters by their places. Give `params` in the order of before."
-            )
+        require_order(state_dict, [key for _, key, _ in self._listed])
         before = super().state_dict()
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "curvature"})
         try:
