@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus.blocks.accumulator import Accumulator
-from curvlinops_plus.blocks.factor_views import FactorOwner, blocks_from_factors, factor_names, read_factor
+from curvlinops_plus.blocks.factor_views import VALUES, FactorOwner, blocks_from_factors, factor_names, read_factor
 from curvlinops_plus.blocks.fingerprint import Fingerprint
 from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.stored_options import (
@@ -279,6 +279,9 @@ def _read_factored(
         factors[name] = state[name][entry.layer.name]
     try:
         factors = {name: _each(factor, lambda t: taken(t, device)) for name, factor in factors.items()}
+        if isinstance(values := factors.get(VALUES), Mapping):  # by positions among the parameters, which may differ
+            order = [name for name in state["fingerprint"] if name in space.names]
+            factors[VALUES] = {space.names.index(order[position]): t for position, t in values.items()}
         return blocks_from_factors(entry, factors, space)
     except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"State mismatch in {title}: its factors do not fit together ({error}).") from error

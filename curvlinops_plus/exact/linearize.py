@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact.forward_mode import ForwardMode, OtherGraph
 from curvlinops_plus.exact.kept import KeptLinearizations
 from curvlinops_plus.exact.model_passes import ModelPasses, OutputMap, OutputProduct, Outputs, Read, jvp_double_backward
@@ -84,6 +85,15 @@ class Linearizer:
                 state.restore()
                 self.mode.choose(batch)
                 self.mode.graphs.add(other.graph)
+            except UnsupportedError:
+                raise
+            except NotImplementedError:  # an operation of this branch may have no forward mode
+                if not self.mode.right:
+                    raise
+                state.restore()
+                self.mode.choose(batch)
+                if self.mode.right:
+                    raise
         self.mode.right, self.mode.why = False, "the model takes another way each time it is called."
         return run()
 

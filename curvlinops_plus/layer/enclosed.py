@@ -40,7 +40,7 @@ class EnclosedRule(LayerRule):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         g: Tensor | Sequence[Tensor],
-        in_axes: Sequence[int] | None = None,
+        in_axes: Sequence[int | None] | None = None,
         out_axes: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
         """Run the module again for each example.

@@ -122,7 +122,7 @@ class RecurrentRule(LayerRule):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         g: Tensor | Sequence[Tensor],
-        in_axes: Sequence[int] | None = None,
+        in_axes: Sequence[int | None] | None = None,
         out_axes: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
         """Gradients of each example by repeating the steps of the layer, for all examples at once.

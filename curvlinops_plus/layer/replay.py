@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,8 @@ from curvlinops_plus.linalg.numerics import at_least_float32
 
 # Work memory per example, in multiples of its inputs and output: what a small module keeps for its backward pass.
 _ACTIVATIONS = 6
+
+T = TypeVar("T")
 
 
 def differentiable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -90,7 +92,7 @@ def replay_per_example(
     kwargs: Mapping[str, Any],
     g: Tensor | Sequence[Tensor],
     max_bytes: int,
-    in_axes: Sequence[int] | None = None,
+    in_axes: Sequence[int | None] | None = None,
     out_axes: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
@@ -105,7 +107,7 @@ def replay_per_example(
             each floating-point tensor.
         max_bytes: Target for work memory, in addition to the result. At least one example is processed at a time.
         in_axes: For each tensor of `(args, kwargs)`, the axis of the examples in the module itself, or of the size 1
-            of a tensor that is broadcast over them. Other tensors are passed unchanged. Default 0.
+            of a tensor that is broadcast over them; None for one that all examples share. Default 0.
         out_axes: For each floating-point tensor of the output, the axis of the examples. Default 0.
         names: Other parameters, by names in the module: those of its children, wherever it reads them.
 
@@ -158,7 +160,7 @@ class _Call:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         num_examples: int,
-        in_axes: Sequence[int] | None = None,
+        in_axes: Sequence[int | None] | None = None,
         out_axes: Sequence[int] | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
@@ -181,7 +183,7 @@ class _Call:
         self.buffers = {n: at_least_float32(b.detach()) for n, b in module.named_buffers(remove_duplicate=False)}
 
     def copy_inputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], num_examples: int, in_axes: Sequence[int] | None
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], num_examples: int, in_axes: Sequence[int | None] | None
     ) -> None:
         """Detached inputs, in float32 at least, and which of them carry examples on which axis of the module."""
         leaves, self.spec = tree_flatten((tuple(args), dict(kwargs)), is_leaf=_is_packed)
@@ -189,7 +191,8 @@ class _Call:
         tensors = [i for i, t in enumerate(leaves) if isinstance(t, Tensor)]
         axes = dict(zip(tensors, self.matching(in_axes, len(tensors), "in_axes", "tensors in its inputs")))
         self.leaves = [at_least_float32(t.detach()) if isinstance(t, Tensor) else t for t in leaves]
-        self.per_example = {i: axes[i] for i in tensors if leaves[i].ndim > 0 and len(leaves[i]) == num_examples}
+        axes = {i: axis for i, axis in axes.items() if axis is not None}
+        self.per_example = {i: axes[i] for i in axes if leaves[i].ndim > 0 and len(leaves[i]) == num_examples}
         for i in axes.keys() - self.per_example.keys():
             if leaves[i].ndim > axes[i] and len(leaves[i]) == 1:
                 self.leaves[i] = self.leaves[i].movedim(0, axes[i])
@@ -199,7 +202,7 @@ class _Call:
         """Type of the module, for messages."""
         return type(self.module).__name__
 
-    def matching(self, axes: Sequence[int] | None, count: int, what: str, of: str) -> Sequence[int]:
+    def matching(self, axes: Sequence[T] | None, count: int, what: str, of: str) -> Sequence[T | int]:
         """The axes, 0 each by default, with their number checked."""
         if axes is not None and len(axes) != count:
             raise ValueError(f"{self.name}: {what} has {len(axes)} entries, but there are {count} {of}: give one each.")

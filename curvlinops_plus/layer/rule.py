@@ -137,14 +137,15 @@ class LayerRule:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         g: Tensor | Sequence[Tensor],
-        in_axes: Sequence[int] | None = None,
+        in_axes: Sequence[int | None] | None = None,
         out_axes: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
         """Run the module again for each example: gradients of layers without a formula (`direct_grads` is False).
 
         Args:
             module, args, kwargs, g: As for `per_example_grads`.
-            in_axes: Axis of the examples in the module itself, for each tensor of the inputs; default 0.
+            in_axes: Axis of the examples in the module itself, for each tensor of the inputs; None for one that all
+                examples share. Default 0.
             out_axes: The same for each floating-point tensor of the output; default 0.
         """
         return replay_per_example(module, args, kwargs, g, self.max_bytes, in_axes, out_axes)
@@ -181,7 +182,7 @@ class LayerRule:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         g: Any,
-        in_axes: Sequence[int] | None = None,
+        in_axes: Sequence[int | None] | None = None,
         out_axes: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:  # g: [V, B, *out] -> {name: [V, B, *shape]}
         """`per_example_grads` of a recorded call, whose module may have the examples on another axis.
@@ -388,7 +389,7 @@ class AffineRule(LayerRule):
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         g: Any,
-        in_axes: Sequence[int] | None = None,
+        in_axes: Sequence[int | None] | None = None,
         out_axes: Sequence[int] | None = None,
     ) -> dict[str, Tensor]:
         """`per_example_grads`: rows have the examples first wherever the module has them."""

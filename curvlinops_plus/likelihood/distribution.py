@@ -142,7 +142,8 @@ class FromDistribution(Likelihood):
         kind = _innermost(distribution)
         # PyTorch would compare transforms at one output and assume that equal ones are constant.
         moved = isinstance(kind, distributions.TransformedDistribution) and type(kind) not in _CONSTANT_TRANSFORMS
-        known = not moved
+        # What PyTorch has for Wishart distributions can't be differentiated twice.
+        known = not (moved or isinstance(kind, distributions.Wishart))
         if known:
             try:
                 _divergence(distribution, distribution)

@@ -19,8 +19,8 @@ Rows = int | tuple[Any, ...]
 def batch_kind(calls: Sequence[RecordedCall], outputs: Iterable[Tensor], rows: Sequence[Rows]) -> tuple[Any, ...]:
     """The same for two batches if a model did the same in both, as far as that can be seen.
 
-    Which layers are called, in which order, in which state; how many operations that autograd knows lie between
-    the calls and the outputs; and rows.
+    Which layers are called, in which order, in which state, with rows of examples in which of their inputs; how many
+    operations that autograd knows lie between the calls and the outputs; and rows.
 
     Args:
         rows: Of each call, see `rows_per_example`.
@@ -33,6 +33,7 @@ def batch_kind(calls: Sequence[RecordedCall], outputs: Iterable[Tensor], rows: S
             recorded.expanded,
             tuple(number if number is None else number - start for number in numbers),
             state and (state.options, state.changes()),
+            carry_rows(recorded),
         )
         for recorded, numbers, state in zip(calls, nodes, map(RecordedCall.seen_state, calls))
     )
@@ -67,6 +68,14 @@ def are_rows_unclear(rows: Sequence[Rows], batch: Batch) -> bool:
 def _rows(slot: OutputSlot, N: int) -> int:
     """Rows for an example; 1 if the user says which rows are whose."""
     return 1 if slot.fold is not None or slot.order is not None else slot.shape[slot.axis] // N
+
+
+def carry_rows(recorded: RecordedCall) -> tuple[bool, ...]:
+    """Which inputs of a module count as rows of examples, by their size alone.
+
+    A table for all examples does if a batch happens to have as many.
+    """
+    return tuple(axis is not None for axis in recorded.call.in_axes or ())
 
 
 def _axes(tensors: Sequence[Tensor], number: int, N: int) -> Iterator[tuple[int, int, int]]:

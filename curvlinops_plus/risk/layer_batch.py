@@ -88,8 +88,11 @@ class LayerBatch:
             rows = N if g is None else g.shape[1]
             p = rows // N
 
-            def take(t: Tensor, rows: int = rows, p: int = p) -> Tensor:
-                return t[start * p : stop * p] if t.ndim and t.shape[0] == rows else t
+            axes = iter(call.in_axes or ())  # None: of a table for all examples, which may have as many rows
+
+            def take(t: Tensor, rows: int = rows, p: int = p, axes: Iterator[int | None] = axes) -> Tensor:
+                carries = next(axes, 0) is not None and t.ndim and t.shape[0] == rows
+                return t[start * p : stop * p] if carries else t
 
             args = tuple(_mapped(take, arg) for arg in call.args)
             kwargs = {name: _mapped(take, arg) for name, arg in call.kwargs.items()}

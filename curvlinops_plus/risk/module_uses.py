@@ -59,7 +59,8 @@ class Call:
         kwargs: Keyword inputs, likewise.
         grads: Output gradients [V, N * positions, *out], None before they are known; a list of them for a module that
             returns several tensors.
-        in_axes: Where the module itself has the examples, for each tensor among its inputs.
+        in_axes: Where the module itself has the examples, for each tensor among its inputs; None for one that all
+            examples share.
         out_axes: The same for its outputs.
         kept: Of rows that had an order of their own: which of the N * P there are, [N, P]; None for all.
         rule: The rule of an affine layer.
@@ -69,7 +70,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     grads: Any = None
-    in_axes: Sequence[int] | None = None
+    in_axes: Sequence[int | None] | None = None
     out_axes: Sequence[int] | None = None
     kept: Tensor | None = None
     rule: AffineRule = field(init=False)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import Dataset, IterableDataset
 
+from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood.sampling import wide_dtype
 
 
@@ -280,8 +281,13 @@ def select_output(out: Any, selector: Callable[[Any], Any] | None) -> tuple[Tens
 
 
 def require_numbers(outputs: Iterable[Tensor]) -> None:
-    """Refuse outputs without any number."""
+    """Refuse outputs without any number, and complex ones: derivatives of their parts would be mixed up."""
     for f in outputs:
+        if f.is_complex():
+            raise UnsupportedError(
+                f"The model returned a tensor of shape {list(f.shape)}, {f.dtype}; expected real ones. Give the loss "
+                "real and imaginary parts, output=lambda o: torch.view_as_real(o), or let the model return those."
+            )
         if f.numel() == 0:
             raise ValueError(f"The model returned a tensor of shape {list(f.shape)}, which has no numbers.")
 

@@ -163,10 +163,10 @@ def make_recorded_call(
     else:
         leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
         at = [k for k, t in enumerate(leaves) if isinstance(t, Tensor)]
-        inputs, in_axes = [leaves[k].detach() for k in at], []
+        inputs, in_axes, rows = [leaves[k].detach() for k in at], [], slot.num_rows
         for k, t, on in zip(at, inputs, use.rule.axes(use.module, axis, inputs, inputs=True), strict=True):
-            leaves[k], moved = _examples_first(t, on, use, slot, num_examples, expand)
-            in_axes.append(moved)
+            leaves[k], moved = t, _ = _examples_first(t, on, use, slot, num_examples, expand)
+            in_axes.append(_axis_of_examples(t, moved, rows))
         positional, named = tree_unflatten(leaves, spec)
         call = Call(use, positional, named, None, in_axes, out_axes, slot.kept)
     versions = [(t, t._version) for t in inputs if not t.is_inference()]
@@ -185,6 +185,11 @@ def _examples_first(t: Tensor, axis: int, use: ModuleUse, slot: OutputSlot, N: i
     if expand and t.ndim and t.shape[0] == 1:
         t = t.expand(expand, *t.shape[1:])
     return t, axis if moved else 0
+
+
+def _axis_of_examples(t: Tensor, moved: int, rows: int) -> int | None:
+    """Where an input had the examples that are first now; None for one that all of them share."""
+    return moved if moved or (t.ndim > 0 and len(t) == rows) else None
 
 
 def _check_slots(use: ModuleUse, slots: Sequence[OutputSlot], N: int, inputs: Any) -> None:

@@ -18,7 +18,7 @@ from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 from curvlinops_plus.layer import AffineRule
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.random_state import RandomState, kept_random_state
-from curvlinops_plus.risk.call_kinds import are_rows_unclear, batch_kind, rows_per_example
+from curvlinops_plus.risk.call_kinds import are_rows_unclear, batch_kind, carry_rows, rows_per_example
 from curvlinops_plus.risk.compare_rules import TOLERANCE, SentVectors
 from curvlinops_plus.risk.constant_statistics import batch_norms
 from curvlinops_plus.risk.examples import take_examples
@@ -342,11 +342,17 @@ class _Check:
             with Recorder(whole.layers, self.axes, True, whole.intercept, free, risk.options.example_of_row) as own:
                 with own.watching(), torch.enable_grad(), copied_buffers(risk.model):
                     found = risk.at(free, lambda model: self._send(own, few, model, free, every))
-                if found is None or not self._compare_outputs(found[0], few, examples):
+                if found is None or not self._compare_outputs(found[0], few, examples) or self._read_otherwise(own):
                     return None
                 # Rules look at the modules, which have their own parameters again.
                 with own.disabled, plain_mode(risk.device.type):
                     return self._compare(own, *found)
+
+    def _read_otherwise(self, own: Recorder) -> bool:
+        """Whether a table for all examples counts as rows of examples in the batch, or in these few of it."""
+        pairs = list(zip(self.recorder.calls, own.calls))
+        same = all(whole.call.use is few.call.use for whole, few in pairs)
+        return same and any(carry_rows(whole) != carry_rows(few) for whole, few in pairs)
 
     def _send(
         self, own: Recorder, few: Batch, model: nn.Module, free: Mapping[str, Tensor], every: bool

@@ -365,6 +365,24 @@ def test_loading_leaves_the_risk_of_the_caller_alone() -> None:
     assert K.risk.options.num_data == 50
 
 
+@pytest.mark.parametrize("kind", [EKFACLinearOperator, KFACLinearOperator])
+@pytest.mark.parametrize("separate", [False, True])
+def test_parameters_in_another_order(kind: Any, separate: bool, tmp_path: Path) -> None:
+    """Eigenvalues are stored by positions of parameters: those of a weight were taken for those of a bias."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 4, bias=False)).double()
+    data = [(torch.randn(9, 1, dtype=torch.float64), torch.arange(9) % 4)]
+    weight, bias, last = model.parameters()
+    make = kind(model, nn.CrossEntropyLoss(), [weight, bias], data, separate_weight_and_bias=separate)
+    save(make, tmp_path / "K.safetensors")
+    for state in (make.state_dict(), load(tmp_path / "K.safetensors")):
+        loaded = kind.from_state_dict(state, model, [bias, weight], data).to_dense()
+        close(loaded.roll((4, 4), (0, 1)), make.to_dense())
+    state = kind(model, nn.CrossEntropyLoss(), [weight, last], data).state_dict()
+    loaded = kind.from_state_dict(state, model, [last, weight], data).to_dense()
+    close(loaded.roll((4, 4), (0, 1)), kind(model, nn.CrossEntropyLoss(), [weight, last], data).to_dense())
+
+
 def test_everything_of_ours_can_be_made_from_a_state() -> None:
     """A new approximation or mode is registered for states."""
     kinds = [vars(blocks)[name] for name in blocks.__all__]

@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from curvlinops_plus import EmpiricalRisk, MonteCarlo
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
-from curvlinops_plus.exact import GGN, Hessian, forward_mode, hessian
+from curvlinops_plus.exact import GGN, Hessian, Jacobian, forward_mode, hessian
 from curvlinops_plus.exact.batched import is_generic
 
 
@@ -190,3 +190,40 @@ def test_symmetric_hessians_need_one_product_more(dtype: torch.dtype, monkeypatc
         assert (len(looks), len(vjps)) == (0, 3 * 2 * 2)
         _ = Hessian(risk) @ torch.ones(n, dtype=dtype)
     assert len(looks) == 2
+
+
+class NoForwardMode(Function):
+    """Twice its input, without a forward mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]
+
+
+class Branch(nn.Module):
+    """Takes another branch in the smaller batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        out = NoForwardMode.apply(h) if len(x) < 5 else 2 * h
+        assert isinstance(out, Tensor)
+        return self.last(torch.tanh(out))
+
+
+def test_a_branch_without_forward_mode_in_a_later_batch() -> None:
+    torch.manual_seed(0)
+    risk = risk_of(Branch())
+    dense, v = dense_by_rows(risk), normal(risk.space.dim)
+    J = Jacobian(risk)
+    close(J @ v, J.to_dense() @ v)
+    for G in (GGN(risk), GGN(risk, max_kept_bytes=2**20)):
+        for _ in range(3):
+            close(G @ v, dense @ v)

@@ -185,6 +185,7 @@ def test_fisher_matrices_of_a_location_and_a_scale() -> None:
         "StudentT": lambda f: distributions.StudentT(4.0, f),
         "NegativeBinomial": lambda f: distributions.NegativeBinomial(3.0, logits=f),
         "VonMises": lambda f: distributions.VonMises(f, torch.ones_like(f)),
+        "Wishart": lambda f: distributions.Wishart(f.new_full(f.shape[:-1], 9.0), scale_tril=torch.diag_embed(f.exp())),
         "Weibull": lambda f: distributions.Weibull(f.exp(), torch.ones_like(f)),
         "TransformedDistribution": lambda f: distributions.TransformedDistribution(
             distributions.Normal(torch.zeros_like(f), 1.0), [distributions.AffineTransform(f, 1.0)]

@@ -307,3 +307,12 @@ def test_batch_norm_that_is_trained_later() -> None:
     with pytest.raises(UnsupportedError, match=told):
         optimizer.warmup([(X, y)])
     assert optimizer.curvature.examples == 0
+
+
+@pytest.mark.parametrize("kind", [KFACOptimizer, KFACPreconditioner])
+def test_sums_without_forgetting(kind: Callable[..., Any]) -> None:
+    """The estimator adds batches up then, so that the curvature would grow with every step."""
+    with pytest.raises(ValueError, match=r'decay=1 with reduction="sum" would add up.*below 1'):
+        kind(net(), nn.CrossEntropyLoss(reduction="sum"), decay=1.0)
+    kind(net(), nn.CrossEntropyLoss(reduction="sum"), decay=0.999).close()
+    kind(net(), nn.CrossEntropyLoss(), decay=1.0).close()

@@ -687,6 +687,17 @@ def test_copies_are_refused() -> None:
         copy.deepcopy(KFACOptimizer(net(), nn.CrossEntropyLoss()))
 
 
+def test_a_state_of_parameters_in_another_order() -> None:
+    """Velocities of parameters with the same shape would change places."""
+    model, loss, (X, y) = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double(), nn.CrossEntropyLoss(), batch()
+    one = KFACOptimizer(model, loss, **EXACT)
+    take(one, model, loss, (X, y))
+    other = KFACOptimizer(model, loss, params=[*model[1].parameters(), *model[0].parameters()], **EXACT)
+    with pytest.raises(ValueError, match=r"in the order \['0.weight'.* this optimizer has \['1.weight'"):
+        other.load_state_dict(one.state_dict())
+    assert not other.state
+
+
 def test_a_foreign_state() -> None:
     model = net()
     optimizer = KFACOptimizer(model, nn.CrossEntropyLoss(), **EXACT)

@@ -15,6 +15,7 @@ from torch.func import functional_call, jacrev
 
 from curvlinops_plus import (
     EKFAC,
+    GGN,
     CurvatureEstimator,
     DiagonalBlock,
     EmpiricalRisk,
@@ -189,3 +190,44 @@ def test_examples_that_depend_on_each_other_in_batches_of_one_size(numbers: Sequ
 
     with pytest.raises(UnsupportedError, match=r"layer 'a' .*mixes examples"):
         steps()
+
+
+class Tabled(nn.Module):
+    """A layer without a rule that is given a table, the same for all examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(5).double())
+
+    def forward(self, h: Tensor, table: Tensor) -> Tensor:
+        return (h + table.mean(0)) * self.gain
+
+
+class WithTable(Unpadded):
+    """A table of some rows on the way."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.tabled, self.table = Tabled(), torch.randn(rows, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.tanh(self.tabled(self.e(x), self.table)))
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize("sizes", [(6, 5), (5, 6), (6, 3, 2), (4, 5, 2)])
+@pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
+def test_a_table_with_as_many_rows_as_a_batch_has_examples(sizes: Sequence[int], rows: int) -> None:
+    """It counts as rows of examples: refused, unless no batch has as many examples."""
+    model = WithTable(rows)
+    params, X = list(model.parameters()), torch.randn(11, 4).double()
+    data = list(zip(X.split(sizes), (torch.arange(11) % 3).split(sizes), strict=True))
+    exact = GGN(EmpiricalRisk(model, nn.CrossEntropyLoss(), data, params)).to_dense().diagonal()
+    try:
+        K = curvature(EmpiricalRisk(model, nn.CrossEntropyLoss(), data, params), DiagonalBlock)
+    except UnsupportedError as error:
+        assert rows in sizes
+        assert "layer 'tabled'" in str(error)  # noqa: PT017
+    else:
+        close(K.diagonal(), exact)
+        assert rows not in sizes

@@ -399,3 +399,32 @@ def test_messages_of_several_losses_name_the_output() -> None:
     batch = risk(nn.KLDivLoss(reduction="batchmean"), probabilities).loss()
     whole = risk(lambda f, t: nn.functional.kl_div(f, t, reduction="sum") / 6, probabilities).loss()
     torch.testing.assert_close(batch, whole)
+
+
+@pytest.mark.parametrize("kind", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize(
+    "make", [HessianLinearOperator, GGNLinearOperator, lambda m, loss, *rest: JacobianLinearOperator(m, *rest)]
+)
+def test_complex_outputs(make: Callable[..., Any], kind: torch.dtype) -> None:
+    """Products were those of the real part, or of neither; of real and imaginary parts they are right."""
+    model = nn.Sequential(net(4), nn.Unflatten(1, (2, 2)))
+    whole = nn.Sequential(model, Complex(kind))
+
+    def loss(f: Tensor, y: Tensor) -> Tensor:
+        return (f if f.is_complex() else torch.view_as_complex(f)).abs().pow(3).sum()
+
+    params, data = list(model.parameters()), [(X, Y)]
+    with pytest.raises(UnsupportedError, match=r"shape \[6, 2\], torch\.complex\d+; expected real ones.*view_as_real"):
+        make(whole, loss, params, data).to_dense()
+    assert make(model, loss, params, data).to_dense().count_nonzero() > 0
+
+
+class Complex(nn.Module):
+    """Pairs of numbers as complex ones."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_complex(x.contiguous()).to(self.kind)

@@ -9,7 +9,7 @@ import torch
 from cases import FEW, close, problem
 from torch import nn
 
-from curvlinops_plus import EKFAC, DiagonalBlock, MonteCarlo
+from curvlinops_plus import EKFAC, GGN, DiagonalBlock, EmpiricalRisk, MonteCarlo, curvature
 from curvlinops_plus.risk import LayerBatch
 from curvlinops_plus.risk import layer_batch as batch_file
 from curvlinops_plus.risk.layers import find_layers
@@ -65,6 +65,38 @@ def test_combinations_of_rows(name: str) -> None:
 
     sweep(risk, find_layers(risk.model, risk.params), MonteCarlo(2, seed=1), consume)
     assert seen
+
+
+class Tables(nn.Module):
+    """Two layers, the second with two tables for all examples, one inside of a keyword."""
+
+    class Gains(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(5))
+
+        def forward(self, h: torch.Tensor, table: torch.Tensor, *, more: dict[str, Any]) -> torch.Tensor:
+            return ((h[:, None] + table).tanh() * more["scales"].mean(0) * self.gain).sum(1)
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.first, self.gains = nn.Linear(4, 5), self.Gains()
+        self.table, self.scales = torch.randn(rows, 5).double(), torch.randn(rows, 5).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gains(self.first(x), self.table, more={"unused": x, "scales": self.scales})
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
+def test_a_table_with_as_many_rows_as_a_piece_has_examples(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = Tables(rows).double()
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(torch.randn(11, 4).double(), torch.arange(11) % 5)])
+    exact = GGN(risk).to_dense().diagonal()
+    for examples in (1, 2, 3, 4, 11):  # of one column of the loss's root, or of four of them
+        monkeypatch.setattr(batch_file, "_PIECE_BYTES", examples * 4 * 5 * 8)
+        close(curvature(risk, DiagonalBlock).diagonal(), exact)
 
 
 def test_hooks_that_go_while_a_module_is_read() -> None:

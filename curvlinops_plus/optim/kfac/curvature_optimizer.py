@@ -20,7 +20,7 @@ from curvlinops_plus.optim.kfac.block_vectors import copied
 from curvlinops_plus.optim.kfac.curvature_options import CurvatureOptions
 from curvlinops_plus.optim.kfac.move import Move
 from curvlinops_plus.optim.kfac.policies import as_norm_constraint, number, plain_policy
-from curvlinops_plus.optim.kfac.refusals import naming_training_mode, require_same_loss
+from curvlinops_plus.optim.kfac.refusals import naming_training_mode, require_order, require_same_loss
 from curvlinops_plus.optim.kfac.running_curvature import RunningCurvature
 from curvlinops_plus.optim.kfac.step_plan import StepPlan
 from curvlinops_plus.optim.kfac.step_report import Norms, StepReport
@@ -346,19 +346,22 @@ class CurvatureOptimizer(torch.optim.Optimizer):
         state = super().state_dict()
         groups = [{name: plain_policy(value) for name, value in group.items()} for group in state["param_groups"]]
         kept = {n: copied(entries) for n, entries in state["state"].items()}
-        return state | {"state": kept, "param_groups": groups, "curvature": self.curvature.state_dict()}
+        state |= {"state": kept, "param_groups": groups, "curvature": self.curvature.state_dict()}
+        return state | {"parameters": [key for _, key, _ in self._listed]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where another optimizer with the same arguments stopped.
 
         Raises:
-            ValueError: If the state is foreign, or of another network or other approximations.
+            ValueError: If the state is foreign, or of another network or other approximations, or if parameters had
+                another order.
         """
         if "curvature" not in state_dict:
             raise ValueError(
                 f"This is not the state of a {type(self).__name__}: the key 'curvature' is missing. Is it "
                 "another optimizer's?"
             )
+        require_order(state_dict, [key for _, key, _ in self._listed])
         before = super().state_dict()
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "curvature"})
         try:

@@ -57,7 +57,8 @@ class KFACOptimizer(CurvatureOptimizer):
         params: Parameters, or groups of them with options of their own; default: all that require a gradient.
         approximation, default: As for `curvature`.
         vectors: What is sent back for the statistics; default: `MonteCarlo()`.
-        decay: Of the statistics' moving average, per update; batches weigh by their examples, or loss terms.
+        decay: Of the statistics' moving average, per update; batches weigh by their examples, or loss terms. Below 1 if
+            losses are sums.
         statistics_every: Steps between two updates of the statistics.
         inverse_every: Steps between two refreshes of the inverse; one comes earlier for a layer that was never called.
         inverse: "exact" is `(K + λI)⁻¹` with the damping of now, from eigendecompositions; "factored" splits `λ`

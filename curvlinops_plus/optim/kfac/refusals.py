@@ -180,3 +180,17 @@ _SPECTRAL_NORM = (
     "have spectral norm in training mode, which changes their weights in every forward pass, so their curvature is not "
     "known. Call eval() on these modules alone, which keeps the singular vectors of before; or leave"
 )
+
+
+def require_order(state: Mapping[str, Any], own: list[str]) -> None:
+    """Refuse an optimizer's state whose velocities, which have numbers, would be those of other parameters.
+
+    Args:
+        own: Keys of the parameters, in their order.
+    """
+    theirs = state.get("parameters", own)
+    if theirs != own and sorted(theirs) == sorted(own):
+        raise ValueError(
+            f"The state is of parameters in the order {theirs[:5]}..., and this optimizer has {own[:5]}...: "
+            "velocities belong to parameters by their places. Give `params` in the order of before."
+        )

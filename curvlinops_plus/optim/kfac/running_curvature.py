@@ -69,6 +69,11 @@ class RunningCurvature:
 
     def __init__(self, risk: EmpiricalRisk, options: CurvatureOptions) -> None:
         self.risk, self.options = risk, options
+        if options.decay == 1 and risk.losses.reduction == "sum":
+            raise ValueError(
+                'decay=1 with reduction="sum" would add up the curvature of all steps. Give a decay below 1, which '
+                "averages over steps, such as 0.999, or a loss that is a mean."
+            )
         with naming_training_mode(risk):
             self.estimator = CurvatureEstimator(
                 risk,
