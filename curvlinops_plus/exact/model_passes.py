@@ -58,7 +58,7 @@ class ModelPasses:
         largest: Numbers in the largest intermediate result; 0 asks to watch the next forward pass.
         numbers: Numbers that operations returned per example of that pass.
         stopped: Whether an operation of the last pass with gradients kept none of an input that has one.
-        hooked: Whether the model has registered a hook on a tensor, in a pass that was watched.
+        hooked: Whether the model may have registered hooks in that pass.
 
     Raises:
         ValueError: If `chunk_size` is less than one.
@@ -85,7 +85,9 @@ class ModelPasses:
             found = self.read(model, batch)
         self.largest, self._replaced = max(self.largest, watch.largest), self._replaced or watch.replaced
         self.numbers = max(self.numbers, watch.numbers // batch.num_examples)
-        self.stopped, self.hooked = watch.stopped and torch.is_grad_enabled(), self.hooked or watch.hooked
+        self.stopped = watch.stopped and torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self.hooked = watch.hooked
         return found
 
     def _read_again(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
@@ -93,7 +95,7 @@ class ModelPasses:
             return self.read(model, batch)
         with Stopped() as watch:
             found = self.read(model, batch)
-        self.stopped = watch.found
+        self.stopped, self.hooked = watch.found, watch.hooked
         return found
 
     def at(self, batch: Batch, function: Callable[[Outputs, Any, list[Tensor]], T]) -> T:

@@ -22,8 +22,8 @@ from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, refusal_of_one_row
 
-# The second vector is so much longer: a hook that clamps gradients may leave a shorter one alone.
-_LONGER = 16.0
+# The second vector is so much longer: a hook that clamps gradients may leave a shorter one, or positive ones, alone.
+_LONGER = -16.0
 
 
 def compare(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
@@ -70,7 +70,7 @@ def _require_linear(sent: SentVectors, rows: Mapping[int, Tensor], alone: Callab
             raise _wrong_rows(sent, other, mixed, _one_of(N, 0), first)
         raise UnsupportedError(
             f"What arrives at {title(recorded.call.use.name)} in a backward pass is not linear in the vector that is "
-            f"sent back: of one that is {_LONGER:g} times as long it differs by {away / size:.1e} of the norm. Does a "
+            f"sent back: of {_LONGER:g} times that vector it differs by {away / size:.1e} of the norm. Does a "
             "hook inside the model clamp, normalise or perturb gradients, or a backward pass that is written by hand? "
             "There are no derivatives then: leave that out while the curvature is computed."
         )
