@@ -332,7 +332,9 @@ class Losses(tuple[OutputLoss, ...]):
         counts, losses = zip(*[one.sums(F, Y, N, weight) for one, F, Y in zip(self, Fs, Ys)])
         first = self.reference
         terms = N * Fs[first].shape[1] if self[first].known else N
-        return Terms(Fs, Ys, Totals(N, terms, counts[first], counts=counts, losses=losses), weight)
+        # Sums are divided by nothing; whether any term of any loss counts is asked all the same.
+        count = sum(counts[1:], counts[0]) if self[first].reduction == "sum" else counts[first]
+        return Terms(Fs, Ys, Totals(N, terms, count, counts=counts, losses=losses), weight)
 
     # --------------------------------------------------------------------------------------------------------- factors
     def scale(
