@@ -150,12 +150,20 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 def _embedding(
-    input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **options: Any
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Tensor | None:
-    """A table whose row `padding_idx` is constant; None without one."""
-    if padding_idx is None:
+    """A table whose row `padding_idx` is constant, and whose gradients are derivatives; None if they are anyway."""
+    if padding_idx is None and not scale_grad_by_freq:
         return None
-    out = embedding(input, weight, None, *rest, **options)
+    out = embedding(input, weight, None, max_norm, norm_type, False, sparse)
+    if padding_idx is None:
+        return out
     return torch.where((input == padding_idx % len(weight))[..., None], out.detach(), out)
 
 
