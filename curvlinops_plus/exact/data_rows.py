@@ -15,6 +15,7 @@ from curvlinops_plus.exact.double_backward import differentiable
 from curvlinops_plus.exact.linearize import Linearizer, Outputs, Read
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
+from curvlinops_plus.risk.float16_range import columns_in_range, require_in_range
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
@@ -84,21 +85,23 @@ class DataRows(RiskOperator):
 
     @untraced
     def _rows_product(self, X: Tensor) -> Tensor:  # [P, K] -> [m, K]
-        with preserve_state(self.risk.model, self.risk.data), differentiable():
-            return self._reduced(partial(self._rows_sweep, X))
+        return columns_in_range(X, self._narrow, lambda V: self._in_range(partial(self._rows_sweep, V), V))
 
     @untraced
     def _transpose_product(self, X: Tensor) -> Tensor:  # [m, K] -> [P, K]
-        with preserve_state(self.risk.model, self.risk.data), differentiable():
-            return self._reduced(partial(self._transpose_sweep, X))
+        return columns_in_range(X, self._narrow, lambda V: self._in_range(partial(self._transpose_sweep, V), V))
 
     @untraced
     def _rows_dense(self) -> Tensor:  # [m, P]
         """The matrix; each batch by backward passes for its rows, or by tangents of all parameters if these are
         fewer.
         """
+        return self._in_range(self._dense_sweep)
+
+    def _in_range(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], given: Tensor | None = None) -> Tensor:
+        """The result of a sweep."""
         with preserve_state(self.risk.model, self.risk.data), differentiable():
-            return self._reduced(self._dense_sweep)
+            return require_in_range(self._reduced(sweep), self._narrow, given)
 
     def _rows_sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         place, totals, draws = _Placement(self), Totals(), Draws(self._seed)

@@ -25,6 +25,7 @@ from curvlinops_plus.exact.operations import Operations, Stopped, checkpoints_in
 from curvlinops_plus.exact.tangents import PassingTangents
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk.float16_range import is_narrow, send_in_range
 from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.reading import Batch
 
@@ -205,11 +206,11 @@ class ModelPasses:
         last: bool = False,
     ) -> Tensor:
         """`Jᵀ u` for K vectors, [K, *output] -> [K, n], added to `total` if there is one; the last frees the graph."""
-        sent = [(f, v.to(f.dtype)) for f, v in zip(F, vectors, strict=True) if v is not None and f.requires_grad]
-        if K == 1:
+        sent = [(f, v) for f, v in zip(F, vectors, strict=True) if v is not None and f.requires_grad]
+        if K == 1 and not is_narrow((*F, *free)):
             if total is None:
                 total = torch.zeros(1, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
-            return add_vjp([f for f, _ in sent], free, [v for _, v in sent], total, last)
+            return add_vjp([f for f, _ in sent], free, [v.to(f.dtype) for f, v in sent], total, last)
         return self._vjp_of_several(sent, free, K, total, last)
 
     def _vjp_of_several(
@@ -221,7 +222,7 @@ class ModelPasses:
         for start in range(0, K, size):
             k = min(size, K - start)
             U, ends = [v[start : start + k] for _, v in sent], last and start + k == K
-            parts = vjp([f for f, _ in sent], free, U, ends) if sent else [None] * len(free)
+            parts = _sent_back([f for f, _ in sent], free, U, ends) if sent else [None] * len(free)
             if total is None:
                 return join_rows(parts, free, K, self.risk.dtype)
             join_rows(parts, free, k, self.risk.dtype, total[start : start + k])
@@ -249,6 +250,15 @@ def jvp_double_backward(F: Outputs, free: list[Tensor], rows: Tensor, why: str |
             found = vjp([g for g, _ in used], w, [v for _, v in used])
             JV |= {id(f): t.detach() for f, t in zip(reached, found, strict=True) if t is not None}
     return [JV[id(f)] for f in F]
+
+
+def _sent_back(F: Outputs, free: list[Tensor], U: list[Tensor], last: bool) -> list[Tensor | None]:
+    """The parts of `Jᵀ u`, in the range of float16 if they go through it."""
+    if not is_narrow((*F, *free)):
+        return vjp(F, free, [u.to(f.dtype) for f, u in zip(F, U, strict=True)], last)
+    wide = [u.to(torch.promote_types(u.dtype, torch.float32)) for u in U]
+    arrived = send_in_range(lambda vectors: vjp(F, free, vectors), F, wide, narrow=True)
+    return [arrived.take(at) for at in range(len(free))]
 
 
 def with_least_graph(device: torch.device, run: Callable[[], T]) -> T:
