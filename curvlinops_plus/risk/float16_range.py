@@ -52,7 +52,7 @@ def narrowest(dtype: torch.dtype) -> torch.dtype:
 
 
 def columns_in_range(X: Tensor, narrow: bool, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """A linear function of columns [n, K], each of which is multiplied by a power of two: its largest number is about 1.
+    """A linear function of columns [n, K], each times a power of two that brings its largest number to about 1.
 
     Args:
         narrow: Whether they go through float16; else they are left as they are.
@@ -75,9 +75,9 @@ def require_in_range(found: Tensor, narrow: bool, given: Tensor | None = None) -
     """
     if narrow and not bool(found.isfinite().all()) and (given is None or bool(given.isfinite().all())):
         raise NumericsError(
-            "A product has NaN or infinite entries: something on its way through the model leaves the range of float16, "
-            "whose largest number is 65504, or the model's own outputs are not finite. Compute it with model.float() or "
-            "model.bfloat16(), or with a loss that is divided by more."
+            "A product has NaN or infinite entries: something on its way through the model leaves the range of "
+            "float16, whose largest number is 65504, or the model's own outputs are not finite. Compute it with "
+            "model.float() or model.bfloat16(), or with a loss that is divided by more."
         )
     return found
 
