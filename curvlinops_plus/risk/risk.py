@@ -17,7 +17,7 @@ from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import prepare_graph
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
-from curvlinops_plus.risk.label_shift import are_labels_shifted
+from curvlinops_plus.risk.label_shift import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
@@ -366,13 +366,7 @@ class EmpiricalRisk(ModelParameters):
         """
         shifts = self.options.shift_labels
         if self.checked.shift if shifts is None else shifts:
-            if f.shape[1:2] != y.shape[1:2]:
-                raise ValueError(
-                    f"Labels are shifted (shift_labels) along axis 1 of an output of shape {list(f.shape)} and labels of "
-                    f"shape {list(y.shape)}, which has to be the positions of both. Classes are last: of an output "
-                    "[N, classes, T] say output=lambda f: f.mT."
-                )
-            return f[:, :-1], y[:, 1:], one.beside_positions(f, class_axis)
+            return *shifted_labels(f, y), one.beside_positions(f, class_axis)
         return f, y, class_axis
 
     def terms(

@@ -545,7 +545,9 @@ def test_positions_of_both_are_axis_1() -> None:
 
     risk = EmpiricalRisk(Tokens(), nn.CrossEntropyLoss(), [(y, y)], shift_labels=True)
     assert risk.model(y).shape == f.shape
-    with pytest.raises(ValueError, match=r"along axis 1 of an output of shape \[3, 7, 5\] and labels of shape \[3, 5\]"):
+    with pytest.raises(
+        ValueError, match=r"along axis 1 of an output of shape \[3, 7, 5\] and labels of shape \[3, 5\]"
+    ):
         risk.loss()
     turned = EmpiricalRisk(Tokens(), nn.CrossEntropyLoss(), [(y, y)], shift_labels=True, output=lambda f: f.mT)
     f = turned.model(y)
