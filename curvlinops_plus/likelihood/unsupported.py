@@ -82,9 +82,14 @@ def has_hooks(loss: Any) -> bool:
     """
     if not isinstance(loss, nn.Module):
         return False
-    own, common = loss.__dict__, nn.modules.module.__dict__
-    hooks = [hook for kind in _HOOKS for hook in own[f"_{kind}"].values() if not hasattr(hook, "only_reads")]
-    return bool(hooks or [kind for kind in _HOOKS if common[f"_global_{kind}"]])
+    common = nn.modules.module.__dict__
+    return has_own_hooks(loss) or bool([kind for kind in _HOOKS if common[f"_global_{kind}"]])
+
+
+def has_own_hooks(loss: nn.Module) -> bool:
+    """Whether it has such hooks itself."""
+    tables = [own for kind in _HOOKS if (own := loss.__dict__[f"_{kind}"])]
+    return any(not hasattr(hook, "only_reads") for own in tables for hook in own.values())
 
 
 _ROBUST = (

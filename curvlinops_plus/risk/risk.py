@@ -132,8 +132,8 @@ class EmpiricalRisk(ModelParameters):
         num_data: Replaces the number of examples counted for `c`.
         num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
         shift_labels: Language models: the output at position t is compared with the label at t + 1. Positions are axis
-            1 of both, and classes the last axis of the output, also if both are as long, so that `[N, classes, T]` would
-            not be noticed: `output=lambda f: f.mT` turns it. Default: as the model's own loss does, if it computes
+            1 of both, and classes the last axis of the output, also where both are as long: `[N, classes, T]` is not
+            noticed there, `output=lambda f: f.mT` turns it. Default: as the model's own loss does, if it computes
             one from `labels`; else, and with `check=False`, no shift.
         progressbar: Show a bar on every loop over the data.
         reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
