@@ -70,6 +70,7 @@ class ModelPasses:
         self.keys, self.params = list(risk.params), list(risk.params.values())
         self.largest, self.numbers, self.stopped, self.hooked = 0, 0, False, False
         self._replaced = False  # whether operations were replaced
+        self._narrow = is_narrow(self.params)
         self._frees_tangents, self._most_freed = True, 0
 
     @property
@@ -207,14 +208,21 @@ class ModelPasses:
     ) -> Tensor:
         """`Jᵀ u` for K vectors, [K, *output] -> [K, n], added to `total` if there is one; the last frees the graph."""
         sent = [(f, v) for f, v in zip(F, vectors, strict=True) if v is not None and f.requires_grad]
-        if K == 1 and not is_narrow((*F, *free)):
+        narrow = self._narrow or is_narrow(F)
+        if K == 1 and not narrow:
             if total is None:
                 total = torch.zeros(1, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
             return add_vjp([f for f, _ in sent], free, [v.to(f.dtype) for f, v in sent], total, last)
-        return self._vjp_of_several(sent, free, K, total, last)
+        return self._vjp_of_several(sent, free, K, total, last, narrow)
 
     def _vjp_of_several(
-        self, sent: list[tuple[Tensor, Tensor]], free: list[Tensor], K: int, total: Tensor | None, last: bool
+        self,
+        sent: list[tuple[Tensor, Tensor]],
+        free: list[Tensor],
+        K: int,
+        total: Tensor | None,
+        last: bool,
+        narrow: bool,
     ) -> Tensor:
         size = columns_sent_back(self.chunk_size, self._numbers_of_a_column, self.largest or 1, self.risk.device)
         if total is None and size < K:
@@ -222,7 +230,7 @@ class ModelPasses:
         for start in range(0, K, size):
             k = min(size, K - start)
             U, ends = [v[start : start + k] for _, v in sent], last and start + k == K
-            parts = _sent_back([f for f, _ in sent], free, U, ends) if sent else [None] * len(free)
+            parts = _sent_back([f for f, _ in sent], free, U, ends, narrow) if sent else [None] * len(free)
             if total is None:
                 return join_rows(parts, free, K, self.risk.dtype)
             join_rows(parts, free, k, self.risk.dtype, total[start : start + k])
@@ -252,9 +260,9 @@ def jvp_double_backward(F: Outputs, free: list[Tensor], rows: Tensor, why: str |
     return [JV[id(f)] for f in F]
 
 
-def _sent_back(F: Outputs, free: list[Tensor], U: list[Tensor], last: bool) -> list[Tensor | None]:
+def _sent_back(F: Outputs, free: list[Tensor], U: list[Tensor], last: bool, narrow: bool) -> list[Tensor | None]:
     """The parts of `Jᵀ u`, in the range of float16 if they go through it."""
-    if not is_narrow((*F, *free)):
+    if not narrow:
         return vjp(F, free, [u.to(f.dtype) for f, u in zip(F, U, strict=True)], last)
     wide = [u.to(torch.promote_types(u.dtype, torch.float32)) for u in U]
     arrived = send_in_range(lambda vectors: vjp(F, free, vectors), F, wide, narrow=True)

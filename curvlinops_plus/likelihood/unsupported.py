@@ -73,6 +73,7 @@ _FUNCTIONS = {
 
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+_OWN_HOOKS = tuple(f"_{kind}" for kind in _HOOKS)
 
 
 def has_hooks(loss: Any) -> bool:
@@ -88,8 +89,9 @@ def has_hooks(loss: Any) -> bool:
 
 def has_own_hooks(loss: nn.Module) -> bool:
     """Whether it has such hooks itself."""
-    tables = [own for kind in _HOOKS if (own := loss.__dict__[f"_{kind}"])]
-    return any(not hasattr(hook, "only_reads") for own in tables for hook in own.values())
+    own = loss.__dict__
+    tables = [own[kind] for kind in _OWN_HOOKS if own[kind]]
+    return bool(tables) and any(not hasattr(hook, "only_reads") for table in tables for hook in table.values())
 
 
 _ROBUST = (

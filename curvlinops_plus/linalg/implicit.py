@@ -38,7 +38,8 @@ class _Transformed(_Linear):
                 raise
             raise UnsupportedError(
                 "Products of this operator use forward mode themselves, which PyTorch can't nest. Take "
-                "torch.func.grad, vjp, jacrev or vmap instead of jvp, jacfwd and hessian (jacrev(grad(f)) is the same matrix)."
+                "torch.func.grad, vjp, jacrev or vmap instead of jvp, jacfwd and hessian (jacrev(grad(f)) is the "
+                "same matrix)."
             ) from error
 
     @staticmethod

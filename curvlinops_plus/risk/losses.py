@@ -117,8 +117,8 @@ class OutputLoss:
             return f, y
         if isinstance(self.loss, nn.Module) and ("forward" in vars(self.loss) or has_own_hooks(self.loss)):
             raise UnsupportedError(
-                f"{self.title} has hooks, or a `forward` of its own, that it did not have when this risk was made. They "
-                "may change what it computes: make the risk, and what was made of it, anew."
+                f"{self.title} has hooks, or a `forward` of its own, that it did not have when this risk was made. "
+                "They may change what it computes: make the risk, and what was made of it, anew."
             )
         if isinstance(y, Tensor) and y.dtype != f.dtype and y.is_floating_point():
             y = y.to(f.dtype)
@@ -233,12 +233,12 @@ class Losses(tuple[OutputLoss, ...]):
         Raises:
             UnsupportedError: If one has another reduction than "mean" and "sum".
         """
-        return "mean" if "mean" in [one.reduction for one in self] else "sum"
+        return self[self.reference].reduction
 
     @property
     def reference(self) -> int:
         """Index of the loss whose factor `c` is that of all statistics: the first one under "mean"."""
-        return next((i for i, one in enumerate(self) if one.reduction == "mean"), 0)
+        return 0 if len(self) == 1 else next((i for i, one in enumerate(self) if one.reduction == "mean"), 0)
 
     @property
     def constant_weights(self) -> bool:

@@ -533,7 +533,7 @@ def test_log_probabilities_on_the_last_axis() -> None:
 def test_positions_of_both_are_axis_1() -> None:
     """Outputs with classes there are refused where lengths tell, in words that turn them."""
     torch.manual_seed(0)
-    f, y = torch.randn(3, 7, 5), torch.randint(7, (3, 5))
+    y = torch.randint(7, (3, 5))
 
     class Tokens(nn.Module):
         def __init__(self) -> None:
@@ -544,10 +544,7 @@ def test_positions_of_both_are_axis_1() -> None:
             return self.head(self.embedding(x)).mT
 
     risk = EmpiricalRisk(Tokens(), nn.CrossEntropyLoss(), [(y, y)], shift_labels=True)
-    assert risk.model(y).shape == f.shape
-    with pytest.raises(
-        ValueError, match=r"along axis 1 of an output of shape \[3, 7, 5\] and labels of shape \[3, 5\]"
-    ):
+    with pytest.raises(ValueError, match=r"axis 1 of an output of shape \[3, 7, 5\] and labels of shape \[3, 5\]"):
         risk.loss()
     turned = EmpiricalRisk(Tokens(), nn.CrossEntropyLoss(), [(y, y)], shift_labels=True, output=lambda f: f.mT)
     f = turned.model(y)
