@@ -15,22 +15,27 @@ from torch.utils.checkpoint import checkpoint
 
 from curvlinops_plus import (
     EKFAC,
+    GGN,
     KFAC,
     TNT,
     Accumulator,
     AffineRule,
     BlockwiseLinearOperator,
+    CurvatureEstimator,
     CurvatureWarning,
     DiagonalBlock,
     EFLinearOperator,
     EKFACLinearOperator,
+    Empirical,
     EmpiricalRisk,
     Exact,
     FisherMCLinearOperator,
     ForwardOnly,
     FullBlock,
     GGNLinearOperator,
+    Hessian,
     HessianLinearOperator,
+    Jacobian,
     KFACInverseLinearOperator,
     KFACLinearOperator,
     LayerRule,
@@ -331,6 +336,49 @@ def test_options_of_embeddings(option: str) -> None:
     twin.net.model = plain
     K = curvature(risk(model, data), FullBlock)
     close(K.to_dense(), twin.exact.only_blocks(twin.exact.ggn(), False))
+
+
+def test_embeddings_that_scale_gradients_while_training() -> None:
+    """Their gradients are the user's; curvature is that without the option, wherever it listens."""
+    X = torch.tensor([[0, 0], [1, 0], [2, 3], [4, 4], [0, 1], [1, 1]])
+    found, grads = [], []
+    for scales in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 3, scale_grad_by_freq=scales), nn.Flatten(), nn.Linear(6, 3)).double()
+        for vectors in (Exact(), Empirical()):
+            for inside in (False, True) if vectors == Empirical() else (False,):
+                estimator = CurvatureEstimator(risk(model, ()), vectors=vectors)
+                with estimator.listen((X, Y)):
+                    loss = CE(model(X), Y)
+                    if inside:
+                        loss.backward()
+                found.append(estimator.operator.to_dense())
+        CE(model(X), Y).backward()
+        grads.append(model[0].weight.grad)
+        assert model[0].scale_grad_by_freq == scales
+    torch.testing.assert_close(found[:3], found[3:], rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(*grads)
+
+
+def test_embedding_functions_that_scale_gradients() -> None:
+    """Exact operators compute derivatives; layers refuse what is none, in words."""
+
+    class Table(nn.Module):
+        def __init__(self, scales: bool) -> None:
+            super().__init__()
+            self.table, self.last, self.scales = nn.Parameter(torch.randn(5, 3)), nn.Linear(6, 3), scales
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(nn.functional.embedding(x, self.table, scale_grad_by_freq=self.scales).flatten(1))
+
+    X = torch.tensor([[0, 0], [1, 0], [2, 3], [4, 4], [0, 1], [1, 1]])
+    models = [Table(scales).double() for scales in (True, False)]
+    models[1].load_state_dict(models[0].state_dict())
+    scaled, plain = (risk(model, [(X, Y)]) for model in models)
+    for kind in (GGN, Hessian, Jacobian):
+        close(kind(scaled).to_dense(), kind(plain).to_dense())
+    with pytest.raises(UnsupportedError, match=r"scale_grad_by_freq=True\), which divides gradients by how often"):
+        curvature(scaled, KFAC)
 
 
 def test_reentrant_checkpointing() -> None:

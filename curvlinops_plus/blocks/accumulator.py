@@ -341,6 +341,10 @@ class Accumulator(metaclass=AccumulatorType):
         """
         raise self.streaming_error()
 
+    def finish_zeros(self) -> Mapping[str, LinearOperator]:
+        """What `finish` of an accumulator for a second sweep returns if no batch of the first one had gradients."""
+        raise self.streaming_error()
+
     def streaming_error(self) -> UnsupportedError:
         """What to raise for an approximation that can't be updated batch by batch."""
         return UnsupportedError(

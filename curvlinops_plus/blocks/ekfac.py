@@ -174,6 +174,11 @@ class Correction(Accumulator):
         values = {group.name: self.value(group.name).contiguous() for group in self.layer.groups}
         return ekfac_blocks(self.layer, self.QG, self.QA, values)
 
+    def finish_zeros(self) -> Mapping[str, LinearOperator]:
+        like = {"dtype": self.layer.accumulation_dtype, "device": self.layer.device}
+        values = {group.name: torch.zeros(group.layout.matrix_shape, **like) for group in self.layer.groups}
+        return ekfac_blocks(self.layer, self.QG, self.QA, values)
+
     def mismatch(self, other: Accumulator) -> str | None:
         """Corrected eigenvalues belong to one basis."""
         assert isinstance(other, Correction)

@@ -110,7 +110,7 @@ def agree(estimator: Streaming, told: Sequence[Sequence[tuple[set[int], bool]]])
 
 
 def sums_of_batch(estimator: Streaming, show: Callable[[Consumer], Totals]) -> tuple[RunningSums, Totals]:
-    """The sums of one batch. Bases, as of EKFAC, follow from the first batches of all processes together.
+    """The sums of one batch. Bases, as of EKFAC, follow from the first batches of all processes that have terms.
 
     Raises:
         UnsupportedError: If a layer that needs a basis is called for the first time in a later batch.
@@ -118,15 +118,15 @@ def sums_of_batch(estimator: Streaming, show: Callable[[Consumer], Totals]) -> t
     sums, processes = estimator._sums, estimator.risk.processes
     if processes.world == 1 or not sums.need_bases:
         return sums.of_batch(show, Alone())
-    if not estimator.updates:
+    if not estimator.updates or not sums.have_bases:
         work, same = partial(sums.of_batch, show, processes), estimator._blank.described
         return estimator.risk.together("the first update", work, over_data=False, same=same)
     batch, totals = sums.of_batch(show, Alone())
     for layer, stages in batch.stages.items():
         if len(stages) > len(sums.stages[layer]):
             raise UnsupportedError(
-                f"{layer.title} was called by no process in the first update, and is called in process "
-                f"{processes.rank} now. EKFAC's eigenvectors have to be the same in all processes, and these agree on "
-                "them in the first update only. Use KFAC for this layer, or begin with batches that call it."
+                f"{layer.title} was called by no process in the first update with terms, and is called in "
+                f"process {processes.rank} now. EKFAC's eigenvectors have to be the same in all processes, and these "
+                "agree on them in that update only. Use KFAC for this layer, or begin with batches that call it."
             )
     return batch, totals

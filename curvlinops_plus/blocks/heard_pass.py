@@ -85,8 +85,8 @@ class HeardPass:
     """A call of the model by the user, which is recorded, and through whose graph vectors are sent afterwards.
 
     The user's pass goes on as it would without that. Where it can't be recorded as it is, and if the model has batch
-    norm in training mode, which has other derivatives there, vectors go through a pass of its own that begins as the
-    user's did.
+    norm in training mode, or embeddings with `scale_grad_by_freq`, which send something else back than derivatives
+    there, vectors go through a pass of its own that begins as the user's did.
 
     Args:
         owner: The batch, whose targets need not be known before `add`.
@@ -132,10 +132,11 @@ class HeardPass:
         norms, checked = batch_norms(risk.model), risk.checked
         # What a backward pass inside has left may have to be compared in any batch, as the last one, which is smaller.
         compared = self._of_loss and (not checked.chain or _is_looked_at(checked.taken + 1))
-        likely = norms or compared or not checked.recorded
+        scales = any(getattr(use.module, "scale_grad_by_freq", False) for one in self._owner.layers for use in one.uses)
+        likely = norms or scales or compared or not checked.recorded
         self._start = PassStart.now(risk.model) if likely else PassStart.in_short(risk.device)
-        if norms:  # only the pass of our own counts
-            self._again = "batch norm in training mode"
+        if norms or scales:  # only the pass of our own counts
+            self._again = "batch norm in training mode" if norms else "scale_grad_by_freq of an embedding"
             self._phase.enter_context(self._passes.recorder.disabled)
         else:
             self._phase.enter_context(self._passes.recording(self._owner.batch))

@@ -235,13 +235,19 @@ class RunningSums:
         """Whether an approximation needs a basis before it can be summed."""
         return any(a.needs_another_sweep for stages in self.stages.values() for a in stages[0].values())
 
+    @property
+    def have_bases(self) -> bool:
+        """Whether any layer has a basis; of several processes, none or all."""
+        return any(len(stages) > 1 for stages in self.stages.values())
+
     def blocks(self) -> dict[str, LinearOperator]:
         """Block name to operator, of all layers that were called."""
         blocks: dict[str, LinearOperator] = {}
         for layer in self.called:
             for name, accumulator in self.stages[layer][-1].items():
                 result = accumulator.finish()
-                assert not isinstance(result, Accumulator)
+                if isinstance(result, Accumulator):  # no term has counted yet, and with "sum" that is a matrix, too
+                    result = result.finish_zeros()
                 blocks |= {name: result} if isinstance(result, LinearOperator) else result
         return blocks
 
@@ -362,13 +368,8 @@ class RunningSums:
 
 
 def _counts(sums: RunningSums) -> bool:
-    """Whether a term counts, so that the mean over the terms exists."""
-    try:
-        accumulator = next(sums._accumulators())
-        accumulator.scale(accumulator.totals)
-    except ValueError:
-        return False
-    return True
+    """Whether a term counts: else there are no gradients, from which bases could follow."""
+    return float(next(sums._accumulators()).totals.loss_count) > 0
 
 
 def _map(stage: Stage, function: Callable[[Accumulator], Accumulator]) -> Stage:

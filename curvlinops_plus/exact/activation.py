@@ -21,9 +21,11 @@ from curvlinops_plus.exact.double_backward import (
     refuse_asymmetry,
     refuse_once_differentiable,
 )
-from curvlinops_plus.exact.operations import Operations, replaced_again
+from curvlinops_plus.exact.linear_passes import refuse_nonlinear_products
+from curvlinops_plus.exact.operations import Operations, Stopped, replaced_again
 from curvlinops_plus.linalg import Space, Structure
 from curvlinops_plus.risk import EmpiricalRisk, Totals
+from curvlinops_plus.risk.autograd_graph import kinds_of_nodes
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.process_state import own_calls, untraced
 from curvlinops_plus.risk.takes_risk import takes_risk
@@ -77,7 +79,7 @@ class ActivationHessian(SymmetricRiskOperator):
     ) -> None:
         super().__init__(risk, check_deterministic)
         self._activation = _checked(risk.model, activation)
-        self._checked: set[Hashable] = set()  # shapes of activations that were
+        self._checked: set[Hashable] = set()  # ways through model and kernels that were
         self._replaced = False  # whether operations in the forward pass were replaced
         require_own_data(risk, type(self).__name__)
         _ = risk.losses.reduction  # refuse now, not at first use
@@ -89,7 +91,7 @@ class ActivationHessian(SymmetricRiskOperator):
     def in_space(self) -> Space:  # type: ignore[override]
         shapes: list[torch.Size] = []
         with differentiable(self.risk):
-            self._loop("sizes", lambda z, _: shapes.append(z.shape))
+            self._loop("sizes", lambda z, *_: shapes.append(z.shape))
         return Space.from_shapes(shapes)
 
     @property
@@ -102,7 +104,7 @@ class ActivationHessian(SymmetricRiskOperator):
         found: list[Tensor] = []
         start = 0
 
-        def block(z: Tensor, batch_totals: Totals) -> None:
+        def block(z: Tensor, batch_totals: Totals, hooked: bool) -> None:
             nonlocal start
             expected = next(shapes, None)
             if z.shape != expected:
@@ -110,16 +112,18 @@ class ActivationHessian(SymmetricRiskOperator):
             rows = X[start : start + z.numel()].T.to(z.dtype)
             start += z.numel()
             loss = weights.objective(batch_totals)
-            if not found:
+            way = hooked, kinds_of_nodes(loss), kernel_shape(len(z) if z.ndim else 1, [z])
+            if way not in self._checked:
                 refuse_once_differentiable(loss)
             hessian = loss_hessian_product(loss, z)
 
             def product(V: Tensor) -> Tensor:  # [K, numbers] -> [K, numbers]
                 return hessian(V.reshape(-1, *z.shape)).flatten(1)
 
-            if (shape := kernel_shape(len(z) if z.ndim else 1, [z])) not in self._checked:
+            if way not in self._checked:
+                refuse_nonlinear_products(product, [z.numel()], rows.T, loss, hooked, z.dtype)
                 refuse_asymmetry(product, rows.T, float(loss.detach().abs()), z.dtype)
-                self._checked.add(shape)
+                self._checked.add(way)
             columns = [product(piece) for piece in rows.split(columns_at_once(None, n))]
             found.append(torch.cat(columns).T.to(X.dtype))
 
@@ -140,8 +144,11 @@ class ActivationHessian(SymmetricRiskOperator):
             start += size
         return dense
 
-    def _loop(self, what: str, visit: Callable[[Tensor, Totals], object]) -> Totals:
-        """`visit(z, batch_totals)` for every batch: the activation, and totals whose loss is a function of it."""
+    def _loop(self, what: str, visit: Callable[[Tensor, Totals, bool], object]) -> Totals:
+        """`visit(z, batch_totals, hooked)` for every batch: the activation, and totals whose loss is a function of it.
+
+        `hooked`: as for `is_by_hand`.
+        """
         risk, totals = self.risk, Totals()
         frozen = {key: p.detach() for key, p in risk.params.items()}
 
@@ -151,8 +158,8 @@ class ActivationHessian(SymmetricRiskOperator):
 
         def read(model: nn.Module) -> None:
             for batch in self._batches(f", {what}"):
-                watch = None if self._checked and not self._replaced else Operations(twice=True)
-                with self._leaf() as caught, watch or nullcontext():
+                again = self._checked and not self._replaced
+                with self._leaf() as caught, Stopped() if again else Operations(twice=True) as watch:
                     f, y, class_axis = risk.run(batch, model)
                 if len(caught) != 1:
                     name, side, _ = self._activation
@@ -160,9 +167,9 @@ class ActivationHessian(SymmetricRiskOperator):
                         f'Module "{name}" was called {len(caught)} times in one forward pass; the Hessian with '
                         f"respect to its {side} needs exactly one call. Choose another module."
                     )
-                self._replaced |= watch is not None and watch.replaced
+                self._replaced |= isinstance(watch, Operations) and watch.replaced
                 batch_totals = risk.terms(f, y, batch, class_axis).totals
-                visit(caught[0], batch_totals)
+                visit(caught[0], batch_totals, watch.hooked)
                 totals.add(batch_totals.detached())
 
         try:

@@ -18,6 +18,7 @@ from curvlinops_plus.linalg.implicit import linear_in
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
 from curvlinops_plus.risk.determinism import coarsest_dtype, require_same, training_modules
 from curvlinops_plus.risk.first_order import loss_pass
+from curvlinops_plus.risk.float16_range import columns_in_range, is_narrow, require_in_range
 from curvlinops_plus.risk.loss_weights import LossWeights, with_consistent_weights
 from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.preserve import preserve_state
@@ -38,7 +39,7 @@ class RiskOperator(LinearOperator):
     @takes_risk
     def __init__(self, risk: EmpiricalRisk, check_deterministic: bool | None = None) -> None:
         self.risk, self._compares_few = risk, check_deterministic is not False
-        self.dtype, self.device = risk.dtype, risk.device
+        self.dtype, self.device, self._narrow = risk.dtype, risk.device, is_narrow(risk.params.values())
 
     def _batches(self, what: str = "._matmat", draws: Draws | None = None) -> Iterator[Batch]:
         """The batches of the data; on the first one two evaluations of the model have to agree, once per risk.
@@ -70,7 +71,7 @@ class SymmetricRiskOperator(RiskOperator):
         return linear_in(X, self._whole_product, self._whole_product)
 
     def _whole_product(self, X: Tensor) -> Tensor:
-        return self._scaled(partial(self._sweep, X), X)
+        return columns_in_range(X, self._narrow, lambda V: self._scaled(partial(self._sweep, V), V))
 
     @untraced
     def _scaled(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], X: Tensor | None = None) -> Tensor:
@@ -81,7 +82,7 @@ class SymmetricRiskOperator(RiskOperator):
                 return sweep(weights)
 
         total, self._totals = self._summed(preserved, X)
-        return total.mul_(self.risk.scale(self._totals))
+        return require_in_range(total.mul_(self.risk.scale(self._totals)), self._narrow, X)
 
     def _described(self) -> Mapping[str, Any]:
         """What the matrix depends on besides of the risk, which has to be the same in all processes."""

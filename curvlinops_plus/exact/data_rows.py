@@ -15,6 +15,7 @@ from curvlinops_plus.exact.double_backward import differentiable
 from curvlinops_plus.exact.linearize import Linearizer, Outputs, Read
 from curvlinops_plus.linalg import Space
 from curvlinops_plus.risk import Draws, EmpiricalRisk, Totals
+from curvlinops_plus.risk.float16_range import columns_in_range, require_in_range
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.process_state import untraced
 
@@ -80,15 +81,15 @@ class DataRows(RiskOperator):
             return Space.from_shapes(self._count_rows())
 
     @untraced
-    def _over_data(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]]) -> Tensor:
+    def _over_data(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], given: Tensor | None = None) -> Tensor:
         with differentiable(self.risk):
-            return self._reduced(sweep)
+            return require_in_range(self._reduced(sweep), self._narrow, given)
 
     def _rows_product(self, X: Tensor) -> Tensor:  # [P, K] -> [m, K]
-        return self._over_data(partial(self._rows_sweep, X))
+        return columns_in_range(X, self._narrow, lambda V: self._over_data(partial(self._rows_sweep, V), V))
 
     def _transpose_product(self, X: Tensor) -> Tensor:  # [m, K] -> [P, K]
-        return self._over_data(partial(self._transpose_sweep, X))
+        return columns_in_range(X, self._narrow, lambda V: self._over_data(partial(self._transpose_sweep, V), V))
 
     def _rows_dense(self) -> Tensor:  # [m, P]
         """The matrix; each batch by backward passes for its rows, or by tangents of all parameters if these are

@@ -52,7 +52,7 @@ class ForwardMode:
         self.shared = True
         self.graphs: set[int] = set()
         self.why: str | None = None
-        self._linear = False  # whether backward passes alone were found to be linear
+        self._linear: set[int] = set()  # graphs through which backward passes were found to be linear
 
     def require_tried(self, F: Outputs) -> None:
         """Refuse forward mode where the model takes another way than when it was tried: parts may have no graph there.
@@ -60,7 +60,7 @@ class ForwardMode:
         Raises:
             OtherGraph: If the graph was not seen.
         """
-        if self.right and ((graph := _graph(F)) not in self.graphs or self.passes.stopped):
+        if self.right and ((graph := self._graph(F)) not in self.graphs or self.passes.stopped):
             raise OtherGraph(graph)
 
     def product_that_tells(self, batch: Batch, rows: Tensor, output_product: OutputProduct) -> Tensor | None:
@@ -83,7 +83,7 @@ class ForwardMode:
             back = self.passes.vjp(F, free, MJV, 1, last=True)
             if not agree([rows], JV, MJV, [back], [*F, *free]):
                 return None
-            self.graphs.add(_graph(F))
+            self.graphs.add(self._graph(F))
             return back
 
         try:
@@ -99,29 +99,35 @@ class ForwardMode:
         state.restore()
         return None
 
-    def require_linear(self, F: Outputs, free: list[Tensor], vectors: Sequence[Tensor | None], back: Tensor) -> None:
-        """Refuse backward passes that are not linear. Once, and only where this is not clear from the graph.
+    def require_linear(self, F: Outputs, free: list[Tensor]) -> None:
+        """Refuse backward passes that are not linear. Once for each graph, and only where it does not make this clear.
 
         Args:
             F: Outputs.
             free: Parameters.
-            vectors: What was sent back, [K, *output].
-            back: What has arrived, [K, n].
 
         Raises:
-            UnsupportedError: If a sum of the vectors leaves something else than the sum of what they have left, or
-                longer and shorter ones do; with float16 on their way, if somewhat longer ones do.
+            UnsupportedError: As `refuse_nonlinear`, for two random vectors.
         """
-        if self._linear or self.right is not None or not is_by_hand(F, self.passes.hooked):
+        if not is_by_hand(F, self.passes.hooked) or (graph := self._graph(F)) in self._linear:
             return
-        self._linear = bool(back.any())
-        c = torch.cos(torch.arange(len(back), device=back.device)).to(back.dtype)
+        generator = torch.Generator().manual_seed(0)
+        pairs = [torch.randn((2, *f.shape), generator=generator, dtype=torch.float64).to(f) for f in F]
 
-        def send(length: float) -> Tensor:
-            sent = [None if v is None else length * torch.tensordot(c.to(v.dtype), v, 1)[None] for v in vectors]
-            return self.passes.vjp(F, free, sent, 1)[0]
+        def send(a: float, b: float) -> list[Tensor]:
+            return _back(F, free, [(a * v + b * w)[None] for v, w in pairs])
 
-        refuse_nonlinear(send, c @ back, F, max(torch.finfo(t.dtype).eps for t in (*F, *free)))
+        if refuse_nonlinear(send, F, max(torch.finfo(t.dtype).eps for t in (*F, *free))):
+            self._linear.add(graph)
+
+    def _graph(self, F: Outputs) -> int:
+        """What a graph is like, whether or not its parameters carry tangents, of which they are a view then."""
+        names = []
+        for node, below in postorder([f.grad_fn for f in F]):
+            of_parameter = len(below) == 1 and not below[0].next_functions
+            if not (of_parameter and node.name() in ("ViewBackward0", "AliasBackward0")):
+                names.append(node.name())
+        return hash((self.passes.hooked, *names))
 
     def choose(self, batch: Batch) -> None:
         """Determine whether forward mode is possible and right: does it agree with a backward pass?"""
@@ -134,11 +140,10 @@ class ForwardMode:
         v = normal(1, self.passes.risk.space.dim)
 
         def agrees(F: Outputs, extra: Any, JV: list[Tensor], free: list[Tensor]) -> bool:
-            self.graphs.add(_graph(F))
+            self.graphs.add(self._graph(F))
             right = _agrees(F, free, split_rows(v, free), JV, normal)
-            if right and is_by_hand(F, self.passes.hooked):
-                vectors = [normal(*t.shape) for t in JV]
-                self.require_linear(F, free, vectors, self.passes.vjp(F, free, vectors, 1))
+            if right:
+                self.require_linear(F, free)
             return right
 
         try:
@@ -174,16 +179,6 @@ class ForwardMode:
             )
         self.right = False
         state.restore()
-
-
-def _graph(F: Outputs) -> int:
-    """What a graph is like, whether or not its parameters carry tangents, of which they are a view then."""
-    names = []
-    for node, below in postorder([f.grad_fn for f in F]):
-        of_parameter = len(below) == 1 and not below[0].next_functions
-        if not (of_parameter and node.name() in ("ViewBackward0", "AliasBackward0")):
-            names.append(node.name())
-    return hash(tuple(names))
 
 
 @contextmanager

@@ -166,7 +166,7 @@ class GGN(ParameterCurvature):
 
     def _quadratic_form(self, rows: Tensor) -> Tensor:
         """`⟨J v, M J w⟩` from tangents alone: nothing is sent back unless derivatives in the rows are wanted."""
-        if rows.requires_grad and torch.is_grad_enabled():
+        if (rows.requires_grad and torch.is_grad_enabled()) or torch._C._are_functorch_transforms_active():
             return super()._quadratic_form(rows)
 
         def form(batch: Batch, index: int, output_product: OutputMap[Any], total: Tensor | None) -> Tensor:

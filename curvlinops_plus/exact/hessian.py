@@ -27,12 +27,12 @@ from curvlinops_plus.exact.double_backward import (
     refuse_asymmetry,
     refuse_once_differentiable,
 )
-from curvlinops_plus.exact.linear_passes import is_by_hand, refuse_nonlinear
-from curvlinops_plus.exact.operations import Operations, checkpoints_in_words, replaced_again
+from curvlinops_plus.exact.linear_passes import refuse_nonlinear_products
+from curvlinops_plus.exact.operations import Operations, Stopped, checkpoints_in_words, replaced_again
 from curvlinops_plus.linalg import Structure
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk, Totals
-from curvlinops_plus.risk.autograd_graph import edge_of, raise_unreached
+from curvlinops_plus.risk.autograd_graph import edge_of, kinds_of_nodes, raise_unreached
 from curvlinops_plus.risk.determinism import coarsest_dtype
 from curvlinops_plus.risk.loss_weights import LossWeights
 from curvlinops_plus.risk.parameter_reads import refuse_outside_reads
@@ -88,10 +88,9 @@ class Hessian(ParameterCurvature):
         self.chunk_size = checked_chunk_size(chunk_size)
         _ = risk.losses.reduction  # refuse now, not at first use
         self._blocks = _blocks(block_sizes, len(risk.params))
-        self._checked: set[Hashable] = set()  # shapes of batches that were
+        self._checked: set[Hashable] = set()  # ways through model and kernels that were
         self._largest = 1  # numbers in the largest intermediate result of the first forward pass
         self._replaced = False  # whether operations in it were replaced
-        self._hooked = False  # whether the model has registered a hook on a tensor
         if check_deterministic:
             self._check_loss()
 
@@ -114,10 +113,10 @@ class Hessian(ParameterCurvature):
             nonlocal total
             for batch in self._batches():
                 run = partial(self._run, model, batch, weights, edges)
-                loss, shape, batch_totals = run()
+                loss, way, batch_totals = run()
                 if loss.requires_grad:
-                    reached.append(shape)
-                    total = self._product(loss, edges, X, shape, total, run)
+                    reached.append(way)
+                    total = self._product(loss, edges, X, way, total, run)
                 totals.add(batch_totals)
             if not reached and totals.examples:
                 raise_unreached()
@@ -128,16 +127,17 @@ class Hessian(ParameterCurvature):
 
     def _run(
         self, model: nn.Module, batch: Batch, weights: LossWeights, edges: EdgesOnly
-    ) -> tuple[Tensor, Hashable, Totals]:
-        """The loss of a batch with its graph, what kernels choose their ways by, and totals without a graph."""
-        watch = None if self._checked and not self._replaced else Operations(twice=True, also=edges.replaced)
-        with watch or nullcontext():
+    ) -> tuple[Tensor, tuple[bool, Hashable, Hashable], Totals]:
+        """The loss of a batch with its graph, which way the model and kernels take, and totals without a graph."""
+        again = self._checked and not self._replaced
+        with Stopped() if again else Operations(twice=True, also=edges.replaced) as watch:
             f, y, class_axis = self.risk.run(batch, model)
         totals = self.risk.terms(f, y, batch, class_axis).totals
-        if watch is not None:
+        if isinstance(watch, Operations):
             self._largest, self._replaced = max(self._largest, watch.largest), watch.replaced
-            self._hooked |= watch.hooked
-        return weights.objective(totals), kernel_shape(batch.num_examples, f), totals.detached()
+        loss = weights.objective(totals)
+        way = watch.hooked, kinds_of_nodes(loss), kernel_shape(batch.num_examples, f)
+        return loss, way, totals.detached()
 
     def _columns(self) -> int:
         """How many columns are computed together."""
@@ -150,12 +150,12 @@ class Hessian(ParameterCurvature):
         loss: Tensor,
         edges: EdgesOnly,
         X: Tensor,
-        shape: Hashable,
+        way: tuple[bool, Hashable, Hashable],
         total: Tensor | None,
-        again: Callable[[], tuple[Tensor, Hashable, Totals]],
+        again: Callable[[], tuple[Tensor, Any, Totals]],
     ) -> Tensor:  # [K, n]
         """Hessian of one batch's loss times `X` [n, K], added to `total` if there is one; `again` makes the loss."""
-        new = shape not in self._checked
+        new = way not in self._checked
         if new:
             refuse_once_differentiable(loss)
             refuse_outside_reads(loss, self.risk.params)
@@ -164,7 +164,8 @@ class Hessian(ParameterCurvature):
         if not new:
             return hessian.products(X.T, total, last=True)
         HX = hessian.products(X.T)
-        self._require_linear(loss, hessian)
+        sizes = [p.numel() for p in edges.params]
+        refuse_nonlinear_products(hessian.products, sizes, X, loss, way[0], coarsest_dtype(self.risk))
         dtype, some = coarsest_dtype(self.risk), X.shape[1] and is_generic(X[:, 0], edges.params)
         # The product that nearly always is the last one needs memory for a vector more, and frees the graph instead.
         if not some or not is_symmetric(partial(hessian.products, last=True), X[:, 0], HX[0], dtype):
@@ -172,16 +173,8 @@ class Hessian(ParameterCurvature):
             hessian = of_loss(again()[0]) if some else hessian
             refuse_asymmetry(hessian.products, X, float(loss.detach().abs()), dtype)
             state.restore()
-        self._checked.add(shape)
+        self._checked.add(way)
         return HX if total is None else total.add_(HX)
-
-    def _require_linear(self, loss: Tensor, hessian: _BatchHessian) -> None:
-        """Refuse products that are not linear: hooks are called in the second backward pass, too."""
-        if not is_by_hand([loss], self._hooked):
-            return
-        x = torch.cos(torch.arange(self.shape[0], device=self.device)).to(self.dtype)
-        eps = torch.finfo(coarsest_dtype(self.risk)).eps
-        refuse_nonlinear(lambda c: hessian.products(c * x[None])[0], hessian.products(x[None])[0], [loss], eps)
 
 
 class _BatchHessian:

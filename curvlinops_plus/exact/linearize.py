@@ -58,6 +58,7 @@ class Linearizer:
         if not self.mode.right:
 
             def by_double_backward(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
+                self.mode.require_linear(F, free)
                 product = output_map([f.detach() for f in F], extra)
                 return torch.cat([product(jvp_double_backward(F, free, piece, self.mode.why)) for piece in pieces])
 
@@ -107,7 +108,7 @@ class Linearizer:
             with torch.no_grad():
                 made = vectors([f.detach() for f in F], extra)
             back = self.passes.vjp(F, free, made, len(made[0]))
-            self.mode.require_linear(F, free, made, back)
+            self.mode.require_linear(F, free)
             return back
 
         return self._at(batch, inside)
@@ -157,6 +158,8 @@ class Linearizer:
 
         def inside(F: Outputs, extra: Any, free: list[Tensor]) -> Tensor:
             self.mode.require_tried(F)
+            if not self.mode.right:
+                self.mode.require_linear(F, free)
             product = output_product(F, extra)
             for start in range(0, len(rows), size):
                 piece = rows[start : start + size]
@@ -201,12 +204,12 @@ class Linearizer:
             sizes = [f.numel() for f in F]
             if sum(sizes) >= n:
                 return None
+            self.mode.require_linear(F, free)
             product, rows = output_product(F, extra), []
             for k, f in enumerate(F):
                 for unit in torch.eye(sizes[k], dtype=f.dtype, device=f.device).split(self.passes.columns()):
                     vectors = [unit.view(-1, *f.shape) if j == k else None for j in range(len(F))]
                     rows.append(self.passes.vjp(F, free, vectors, len(unit)))
-                    self.mode.require_linear(F, free, vectors, rows[-1])
             J = torch.cat(rows)  # [m, n]
             V = [part.T.reshape(n, *f.shape).to(f.dtype) for part, f in zip(J.split(sizes), F, strict=True)]
             MV = [torch.zeros_like(v) if Mv is None else Mv for v, Mv in zip(V, product(V), strict=True)]

@@ -25,6 +25,7 @@ from curvlinops_plus.exact.operations import Operations, Stopped, checkpoints_in
 from curvlinops_plus.exact.tangents import PassingTangents
 from curvlinops_plus.random_state import RandomState
 from curvlinops_plus.risk import EmpiricalRisk
+from curvlinops_plus.risk.float16_range import is_narrow, send_in_range
 from curvlinops_plus.risk.process_state import quiet
 from curvlinops_plus.risk.reading import Batch
 
@@ -58,7 +59,7 @@ class ModelPasses:
         largest: Numbers in the largest intermediate result; 0 asks to watch the next forward pass.
         numbers: Numbers that operations returned per example of that pass.
         stopped: Whether an operation of the last pass with gradients kept none of an input that has one.
-        hooked: Whether the model has registered a hook on a tensor, in a pass that was watched.
+        hooked: Whether the model may have registered hooks in that pass.
 
     Raises:
         ValueError: If `chunk_size` is less than one.
@@ -69,6 +70,7 @@ class ModelPasses:
         self.keys, self.params = list(risk.params), list(risk.params.values())
         self.largest, self.numbers, self.stopped, self.hooked = 0, 0, False, False
         self._replaced = False  # whether operations were replaced
+        self._narrow = is_narrow(self.params)
         self._frees_tangents, self._most_freed = True, 0
 
     @property
@@ -85,7 +87,9 @@ class ModelPasses:
             found = self.read(model, batch)
         self.largest, self._replaced = max(self.largest, watch.largest), self._replaced or watch.replaced
         self.numbers = max(self.numbers, watch.numbers // batch.num_examples)
-        self.stopped, self.hooked = watch.stopped and torch.is_grad_enabled(), self.hooked or watch.hooked
+        self.stopped = watch.stopped and torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self.hooked = watch.hooked
         return found
 
     def _read_again(self, model: nn.Module, batch: Batch) -> tuple[Outputs, Any]:
@@ -93,7 +97,7 @@ class ModelPasses:
             return self.read(model, batch)
         with Stopped() as watch:
             found = self.read(model, batch)
-        self.stopped = watch.found
+        self.stopped, self.hooked = watch.found, watch.hooked
         return found
 
     def at(self, batch: Batch, function: Callable[[Outputs, Any, list[Tensor]], T]) -> T:
@@ -203,15 +207,22 @@ class ModelPasses:
         last: bool = False,
     ) -> Tensor:
         """`Jᵀ u` for K vectors, [K, *output] -> [K, n], added to `total` if there is one; the last frees the graph."""
-        sent = [(f, v.to(f.dtype)) for f, v in zip(F, vectors, strict=True) if v is not None and f.requires_grad]
-        if K == 1:
+        sent = [(f, v) for f, v in zip(F, vectors, strict=True) if v is not None and f.requires_grad]
+        narrow = self._narrow or is_narrow(F)
+        if K == 1 and not narrow:
             if total is None:
                 total = torch.zeros(1, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
-            return add_vjp([f for f, _ in sent], free, [v for _, v in sent], total, last)
-        return self._vjp_of_several(sent, free, K, total, last)
+            return add_vjp([f for f, _ in sent], free, [v.to(f.dtype) for f, v in sent], total, last)
+        return self._vjp_of_several(sent, free, K, total, last, narrow)
 
     def _vjp_of_several(
-        self, sent: list[tuple[Tensor, Tensor]], free: list[Tensor], K: int, total: Tensor | None, last: bool
+        self,
+        sent: list[tuple[Tensor, Tensor]],
+        free: list[Tensor],
+        K: int,
+        total: Tensor | None,
+        last: bool,
+        narrow: bool,
     ) -> Tensor:
         size = columns_sent_back(self.chunk_size, self._numbers_of_a_column, self.largest or 1, self.risk.device)
         if total is None and size < K:
@@ -219,7 +230,7 @@ class ModelPasses:
         for start in range(0, K, size):
             k = min(size, K - start)
             U, ends = [v[start : start + k] for _, v in sent], last and start + k == K
-            parts = vjp([f for f, _ in sent], free, U, ends) if sent else [None] * len(free)
+            parts = _sent_back([f for f, _ in sent], free, U, ends, narrow) if sent else [None] * len(free)
             if total is None:
                 return join_rows(parts, free, K, self.risk.dtype)
             join_rows(parts, free, k, self.risk.dtype, total[start : start + k])
@@ -247,6 +258,15 @@ def jvp_double_backward(F: Outputs, free: list[Tensor], rows: Tensor, why: str |
             found = vjp([g for g, _ in used], w, [v for _, v in used])
             JV |= {id(f): t.detach() for f, t in zip(reached, found, strict=True) if t is not None}
     return [JV[id(f)] for f in F]
+
+
+def _sent_back(F: Outputs, free: list[Tensor], U: list[Tensor], last: bool, narrow: bool) -> list[Tensor | None]:
+    """The parts of `Jᵀ u`, in the range of float16 if they go through it."""
+    if not narrow:
+        return vjp(F, free, [u.to(f.dtype) for f, u in zip(F, U, strict=True)], last)
+    wide = [u.to(torch.promote_types(u.dtype, torch.float32)) for u in U]
+    arrived = send_in_range(lambda vectors: vjp(F, free, vectors), F, wide, narrow=True)
+    return [arrived.take(at) for at in range(len(free))]
 
 
 def with_least_graph(device: torch.device, run: Callable[[], T]) -> T:

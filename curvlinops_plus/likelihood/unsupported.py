@@ -73,6 +73,7 @@ _FUNCTIONS = {
 
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+_OWN_HOOKS = tuple(f"_{kind}" for kind in _HOOKS)
 
 
 def has_hooks(loss: Any) -> bool:
@@ -82,9 +83,15 @@ def has_hooks(loss: Any) -> bool:
     """
     if not isinstance(loss, nn.Module):
         return False
-    own, common = loss.__dict__, nn.modules.module.__dict__
-    hooks = [hook for kind in _HOOKS for hook in own[f"_{kind}"].values() if not hasattr(hook, "only_reads")]
-    return bool(hooks or [kind for kind in _HOOKS if common[f"_global_{kind}"]])
+    common = nn.modules.module.__dict__
+    return has_own_hooks(loss) or bool([kind for kind in _HOOKS if common[f"_global_{kind}"]])
+
+
+def has_own_hooks(loss: nn.Module) -> bool:
+    """Whether it has such hooks itself."""
+    own = loss.__dict__
+    tables = [own[kind] for kind in _OWN_HOOKS if own[kind]]
+    return bool(tables) and any(not hasattr(hook, "only_reads") for table in tables for hook in table.values())
 
 
 _ROBUST = (

@@ -19,6 +19,12 @@ REENTRANT = (
 )
 
 
+def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
+    """The node of the graph that made each tensor, None for leaves; modes that watch a model's calls don't see it."""
+    with torch._C.DisableTorchFunction():
+        return [t.grad_fn for t in tensors]
+
+
 def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
     """Every node below some roots once, with its children towards the inputs, each after all of them.
 
@@ -44,6 +50,18 @@ def postorder(roots: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
                 continue
             stack.append((node, True))
             stack += [(child, False) for child in children if child not in below]
+
+
+def kinds_of_nodes(output: Tensor) -> frozenset[type]:
+    """What kinds of nodes a graph has, faster than by `postorder`."""
+    found: set[Any] = {output.grad_fn} - {None}
+    left = [*found]
+    while left:
+        for node, _ in left.pop().next_functions:
+            if node is not None and node not in found:
+                found.add(node)
+                left.append(node)
+    return frozenset(map(type, found))
 
 
 def edge_of(t: Tensor) -> GradientEdge:
@@ -88,7 +106,7 @@ def prepare_graph(outputs: Sequence[Tensor], num_examples: int) -> bool:
     Cost: a walk through the graph.
     """
     found = False
-    for node, _ in postorder([f.grad_fn for f in outputs]):
+    for node, _ in postorder(nodes_of(outputs)):
         name = node.name()
         if "BatchNorm" in name:
             node.register_prehook(partial(_copy_ambiguous, num_examples))

@@ -16,7 +16,7 @@ from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.autograd_graph import gradients_of
 from curvlinops_plus.risk.draws import Draws
-from curvlinops_plus.risk.float16_range import narrowest, send_in_range
+from curvlinops_plus.risk.float16_range import is_narrow, narrowest, send_in_range
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
 from curvlinops_plus.risk.module_uses import title
@@ -159,7 +159,7 @@ class BackwardPasses:
 
     def _narrow(self, outputs: Sequence[Tensor]) -> bool:
         """Whether vectors go through float16."""
-        return torch.float16 in [t.dtype for t in (*outputs, *self.recorder.slots)]
+        return is_narrow((*outputs, *self.recorder.slots))
 
     def take(self, group: VectorGroup, user: UserBackward) -> None:
         """Take the gradients of a single vector from the user's backward pass."""

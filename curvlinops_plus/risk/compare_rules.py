@@ -24,7 +24,9 @@ TOLERANCE = {2: 5e-2, 4: 1e-3, 8: 1e-8}
 _OTHER_THAN_RECORDED = (
     "Does something else read the parameter, does the module compute something else when it is run again (attributes "
     "set around the call, counters, numbers of the batch), does a hook change what it returns, is it given a table "
-    "with as many rows as there are examples (pass table[None]), or is something differentiated in the forward pass?"
+    "with as many rows as there are examples (pass table[None]), is something differentiated in the forward pass, or "
+    "does it call embedding(..., scale_grad_by_freq=True), which divides gradients by how often the batch has a row "
+    "(nn.Embedding with that option is taken as one without)?"
 )
 
 

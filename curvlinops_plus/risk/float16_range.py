@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from curvlinops_plus.errors import NumericsError
 
 _START = 6  # a vector's largest number is brought to 2 ** _START: below it is more room than above
 _HIGH = 14  # the largest number that arrives anywhere should be below 2 ** _HIGH,
@@ -39,9 +41,45 @@ class Arrived(NamedTuple):
         return g if g is None or self.power == 1 else g.to(torch.promote_types(g.dtype, torch.float32)) / self.power
 
 
+def is_narrow(places: Iterable[Any]) -> bool:
+    """Whether one of the tensors, or of the places for them, is in float16."""
+    return any(place.dtype == torch.float16 for place in places)
+
+
 def narrowest(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a vector for an output of this dtype is made: it is rounded after it was multiplied."""
     return torch.float32 if dtype == torch.float16 else dtype
+
+
+def columns_in_range(X: Tensor, narrow: bool, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """A linear function of columns [n, K], each times a power of two that brings its largest number to about 1.
+
+    Args:
+        narrow: Whether they go through float16; else they are left as they are.
+    """
+    if not narrow:
+        return product(X)
+    power = torch.exp2(torch.frexp(X.detach().abs().amax(0))[1].clamp(-100, 100).to(X.dtype))
+    return product(X / power) * power
+
+
+def require_in_range(found: Tensor, narrow: bool, given: Tensor | None = None) -> Tensor:
+    """A result, unless it left the range of float16 on its way: the true one may be finite.
+
+    Args:
+        narrow: Whether it went through float16.
+        given: What it is the result of; what is not finite itself stays so.
+
+    Raises:
+        NumericsError: If it is not finite.
+    """
+    if narrow and not bool(found.isfinite().all()) and (given is None or bool(given.isfinite().all())):
+        raise NumericsError(
+            "A product has NaN or infinite entries: something on its way through the model leaves the range of "
+            "float16, whose largest number is 65504, or the model's own outputs are not finite. Compute it with "
+            "model.float() or model.bfloat16(), or with a loss that is divided by more."
+        )
+    return found
 
 
 def below_range(gradients: Iterable[Tensor]) -> bool:

@@ -14,15 +14,15 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk.autograd_graph import gradients_of
 from curvlinops_plus.risk.compare_rules import TOLERANCE, SentVectors, compare_rules
-from curvlinops_plus.risk.float16_range import Arrived, send_in_range
+from curvlinops_plus.risk.float16_range import Arrived, is_narrow, send_in_range
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.module_uses import title
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.recorded_call import OutputSlot, RecordedCall
 from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, not_by_example, refusal_of_one_row
 
-# The second vector is so much longer: a hook that clamps gradients may leave a shorter one alone.
-_LONGER = 16.0
+# The second vector is so much longer: a hook that clamps gradients may leave a shorter one, or positive ones, alone.
+_LONGER = -16.0
 
 
 def compare(sent: SentVectors, layers: Sequence[Layer]) -> set[int]:
@@ -69,7 +69,7 @@ def _require_linear(sent: SentVectors, rows: Mapping[int, Tensor], alone: Callab
             raise _wrong_rows(sent, other, mixed, _one_of(N, 0), first)
         raise UnsupportedError(
             f"What arrives at {title(recorded.call.use.name)} in a backward pass is not linear in the vector that is "
-            f"sent back: of one that is {_LONGER:g} times as long it differs by {away / size:.1e} of the norm. Does a "
+            f"sent back: of {_LONGER:g} times that vector it differs by {away / size:.1e} of the norm. Does a "
             "hook inside the model clamp, normalise or perturb gradients, or a backward pass that is written by hand? "
             "There are no derivatives then: leave that out while the curvature is computed."
         )
@@ -175,7 +175,7 @@ def _gradients(
     slots: Sequence[OutputSlot], outputs: Sequence[Tensor], inputs: list[Any], vectors: list[Tensor]
 ) -> Arrived:
     """What vectors leave at some places; the graph is kept."""
-    narrow = torch.float16 in [t.dtype for t in (*outputs, *slots)]
+    narrow = is_narrow((*outputs, *slots))
     send = partial(gradients_of, outputs, inputs, retain_graph=True)
     return send_in_range(send, outputs, vectors, narrow)
 

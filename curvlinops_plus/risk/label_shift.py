@@ -65,6 +65,21 @@ def are_labels_shifted(
         return labels.shifted(out, own)
 
 
+def shifted_labels(f: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs, and the labels at the next positions.
+
+    Raises:
+        ValueError: If they don't have as many positions.
+    """
+    if f.shape[1:2] != y.shape[1:2]:
+        raise ValueError(
+            f"Labels are shifted (shift_labels) along axis 1 of an output of shape {list(f.shape)} and labels of shape "
+            f"{list(y.shape)}, which has to be the positions of both. Classes are last: of an output [N, classes, T] "
+            "say output=lambda f: f.mT."
+        )
+    return f[:, :-1], y[:, 1:]
+
+
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The module inside of what `torch.compile` and data parallelism make of it."""
     while True:

@@ -17,10 +17,11 @@ from functools import cached_property
 from numbers import Real
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
+from curvlinops_plus.likelihood.unsupported import has_own_hooks
 from curvlinops_plus.risk.draws import Draws, requested_size, share_draws
 from curvlinops_plus.risk.reading import loss_error_context, scalar_loss, select_output
 from curvlinops_plus.risk.totals import Number, Totals
@@ -86,7 +87,7 @@ class OutputLoss:
         except UnsupportedError as error:
             raise error if self.key is None else UnsupportedError(f"{self.title}: {error}") from error
 
-    @cached_property
+    @property
     def reduction(self) -> str:
         """ "mean" or "sum".
 
@@ -107,9 +108,18 @@ class OutputLoss:
         return reduction
 
     def canonical(self, f: Tensor, y: Any, N: int, class_axis: int | None) -> tuple[Tensor, Any]:
-        """Output [N, R, C] and target of one batch; both as they are for a loss without a likelihood."""
+        """Output [N, R, C] and target of one batch; both as they are for a loss without a likelihood.
+
+        Raises:
+            UnsupportedError: If somebody has changed what the loss computes since its likelihood was taken.
+        """
         if not self.known:
             return f, y
+        if isinstance(self.loss, nn.Module) and ("forward" in vars(self.loss) or has_own_hooks(self.loss)):
+            raise UnsupportedError(
+                f"{self.title} has hooks, or a `forward` of its own, that it did not have when this risk was made. "
+                "They may change what it computes: make the risk, and what was made of it, anew."
+            )
         if isinstance(y, Tensor) and y.dtype != f.dtype and y.is_floating_point():
             y = y.to(f.dtype)
         try:
@@ -216,21 +226,21 @@ class Losses(tuple[OutputLoss, ...]):
         """Whether all losses have a likelihood."""
         return all(one.known for one in self)
 
-    @cached_property
+    @property
     def reduction(self) -> str:
         """That of the reference loss: "mean" if any loss has it.
 
         Raises:
             UnsupportedError: If one has another reduction than "mean" and "sum".
         """
-        return "mean" if "mean" in [one.reduction for one in self] else "sum"
+        return self[self.reference].reduction
 
-    @cached_property
+    @property
     def reference(self) -> int:
         """Index of the loss whose factor `c` is that of all statistics: the first one under "mean"."""
-        return next((i for i, one in enumerate(self) if one.reduction == "mean"), 0)
+        return 0 if len(self) == 1 else next((i for i, one in enumerate(self) if one.reduction == "mean"), 0)
 
-    @cached_property
+    @property
     def constant_weights(self) -> bool:
         """Whether relative weights don't depend on the data."""
         return len(self) == 1 or all(one.reduction == "sum" for one in self)
@@ -332,7 +342,9 @@ class Losses(tuple[OutputLoss, ...]):
         counts, losses = zip(*[one.sums(F, Y, N, weight) for one, F, Y in zip(self, Fs, Ys)])
         first = self.reference
         terms = N * Fs[first].shape[1] if self[first].known else N
-        return Terms(Fs, Ys, Totals(N, terms, counts[first], counts=counts, losses=losses), weight)
+        # Sums are divided by nothing; whether any term of any loss counts is asked all the same.
+        count = sum(counts[1:], counts[0]) if self[first].reduction == "sum" else counts[first]
+        return Terms(Fs, Ys, Totals(N, terms, count, counts=counts, losses=losses), weight)
 
     # --------------------------------------------------------------------------------------------------------- factors
     def scale(

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.autograd_graph import postorder
+from curvlinops_plus.risk.autograd_graph import nodes_of, postorder
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.recorded_call import RecordedCall
 from curvlinops_plus.risk.refused_calls import OutsideReads
@@ -59,7 +59,7 @@ class KeptParameters(ParameterReads):
         super().__init__(p for p in own.values() if not p.requires_grad)
         self._own = own
         given = [module._parameters[name] for module, names in places for name, _ in names]
-        below = [getattr(node, "variable", None) for node, _ in postorder(t.grad_fn for t in given if t is not None)]
+        below = [getattr(node, "variable", None) for node, _ in postorder(nodes_of(t for t in given if t is not None))]
         self._given = {id(t) for t in (*given, *below)}
         self._differentiates = any(t is not None and t.requires_grad for t in given)
         # By memory: what an earlier pass left behind is another tensor, of the same numbers.
@@ -70,7 +70,7 @@ class KeptParameters(ParameterReads):
 
         Cost: a walk through the graph.
         """
-        leaves = [getattr(node, "variable", None) for node, _ in postorder(f.grad_fn for f in outputs)]
+        leaves = [getattr(node, "variable", None) for node, _ in postorder(nodes_of(outputs))]
         kept = {self._memory.get(t.data_ptr()) for t in leaves if t is not None and id(t) not in self._given}
         kept |= {key for key, p in self._own.items() if self.counts.get(id(p)) and id(p) not in self._given}
         names = [key for key in self._own if key in kept]

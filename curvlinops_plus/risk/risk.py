@@ -17,7 +17,7 @@ from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import prepare_graph
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
-from curvlinops_plus.risk.label_shift import are_labels_shifted
+from curvlinops_plus.risk.label_shift import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
@@ -132,7 +132,8 @@ class EmpiricalRisk(ModelParameters):
         num_data: Replaces the number of examples counted for `c`.
         num_per_example_loss_terms: Replaces the number of loss terms per example counted for `c`.
         shift_labels: Language models: the output at position t is compared with the label at t + 1. Positions are axis
-            1 of both, and classes the last axis of the output. Default: as the model's own loss does, if it computes
+            1 of both, and classes the last axis of the output, also where both are as long: `[N, classes, T]` is not
+            noticed there, `output=lambda f: f.mT` turns it. Default: as the model's own loss does, if it computes
             one from `labels`; else, and with `check=False`, no shift.
         progressbar: Show a bar on every loop over the data.
         reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
@@ -365,7 +366,7 @@ class EmpiricalRisk(ModelParameters):
         """
         shifts = self.options.shift_labels
         if self.checked.shift if shifts is None else shifts:
-            return f[:, :-1], y[:, 1:], one.beside_positions(f, class_axis)
+            return *shifted_labels(f, y), one.beside_positions(f, class_axis)
         return f, y, class_axis
 
     def terms(

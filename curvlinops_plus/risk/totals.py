@@ -21,7 +21,7 @@ class Totals:
     Attributes:
         examples: N.
         terms: Loss terms of the reference loss, N·R.
-        loss_count: What PyTorch's mean reduction of the reference loss divides by.
+        loss_count: What PyTorch's mean reduction of the reference loss divides by; of all losses if all are sums.
         called: Indices of the layers that ran.
         reached: Indices of the layers that a gradient reached.
         counts: For each loss, what its mean divides by.

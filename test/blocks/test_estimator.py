@@ -843,3 +843,38 @@ def test_batches_in_which_nothing_counts(name: str, place: int) -> None:
         nothing.update(batch)
     nothing.refresh(0.1)
     torch.testing.assert_close(nothing.operator.trace, running.operator.trace)
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_sums_in_which_nothing_counts(listens: bool) -> None:
+    """Their matrix is zero, and bases come later: from the first batch of which any loss has a term."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            one, two = self.b(self.a(x).tanh()).split([3, 3], -1)
+            return {"one": one, "two": two}
+
+    torch.manual_seed(0)
+    model, loss = Two().double(), nn.CrossEntropyLoss(reduction="sum")
+    X, y = torch.randn(8, 3, dtype=torch.float64), torch.randint(3, (8,))
+    none = torch.full_like(y, -100)
+    late, plain = (CurvatureEstimator(EmpiricalRisk(model, {"one": loss, "two": loss}, ()), EKFAC) for _ in range(2))
+
+    def add(one: CurvatureEstimator, targets: dict[str, Tensor]) -> None:
+        if not listens:
+            return one.update((X, targets))
+        with one.listen((X, targets)):
+            model(X)
+
+    add(late, {"one": none, "two": none})
+    assert not late.operator.to_dense().any()
+    late.refresh(0.5)
+    torch.testing.assert_close(late.inverse().to_dense(), 2 * torch.eye(46, dtype=torch.float64))
+    for targets in ({"one": none, "two": y}, {"one": y, "two": y.flip(0)}):
+        add(late, targets)
+        add(plain, targets)
+        torch.testing.assert_close(late.operator.to_dense(), plain.operator.to_dense())

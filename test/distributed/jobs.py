@@ -571,6 +571,29 @@ def streams(processes: Processes, approximation: str, vectors: str, decay: float
     return found
 
 
+def late_terms(processes: Processes, approximation: str, reduction: str) -> dict[str, float]:
+    """An estimator whose first batches have no examples, or no targets that count, in any process."""
+    torch.manual_seed(0)
+    model, loss = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), nn.CrossEntropyLoss(reduction=reduction)
+    model, rank, found = model.double(), processes.rank, {}
+    X, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    none = torch.full_like(y, -100)
+    risks = EmpiricalRisk(model, loss, ()), EmpiricalRisk(model, loss, (), processes=processes)
+    options = {"vectors": VECTORS["exact"], "damping": 0.1}
+    one, several = (CurvatureEstimator(risk, APPROXIMATIONS[approximation], **options) for risk in risks)
+    several.update((X[:0], y[:0]))
+    # The second process alone has targets that count, then all have.
+    for first, targets in ((1.0, none), (1.0, torch.where(torch.arange(6) % processes.world == 1, y, none)), (None, y)):
+        one.update((X, targets), decay=first)
+        part = slice(rank, None, processes.world)
+        several.update((X[part], targets[part]), decay=first)
+        if reduction == "sum" or not targets.equal(none):
+            found[f"{len(found)}"] = away(several.operator.to_dense(), one.operator.to_dense())
+    one.refresh()
+    several.refresh()
+    return found | {"inverse": away(several.inverse().to_dense(), one.inverse().to_dense())}
+
+
 class Attends(nn.Module):
     """Attention, behind a layer of which one input is always 0."""
 

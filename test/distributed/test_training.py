@@ -30,6 +30,14 @@ def test_estimator(workers: Any, world: int, approximation: str, vectors: str, d
         assert max(found.values()) < 1e-10, found
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+def test_first_batches_without_terms(workers: Any, approximation: str, reduction: str) -> None:
+    """EKFAC's bases follow from the first batches with terms, also where no process has had any before."""
+    for found in workers.run(2, "late_terms", approximation, reduction):
+        assert max(found.values()) < 1e-10, found
+
+
 @pytest.mark.parametrize(("world", "options"), [(2, {"vectors": Exact()}), (3, {"damping": 0.01})], ids=str)
 @pytest.mark.parametrize("name", ["attention", "few rows", "dead units", "equal outputs"])
 def test_bases_of_few_rows(workers: Any, world: int, options: dict[str, Any], name: str) -> None:

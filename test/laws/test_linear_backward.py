@@ -15,6 +15,7 @@ from curvlinops_plus import (
     EKFAC,
     GGN,
     KFAC,
+    ActivationHessian,
     CurvatureEstimator,
     DiagonalBlock,
     Empirical,
@@ -63,11 +64,35 @@ def hooked(hook: Callable[[Tensor], Tensor]) -> Callable[[nn.Module, Tensor], Te
     return middle
 
 
+def by_node(hook: Callable[[Tensor], Tensor], how: str) -> Callable[[nn.Module, Tensor], Tensor]:
+    """By the node of the graph, before or behind its own derivative, or by the one below; not by a tensor."""
+
+    def middle(net: nn.Module, h: Tensor) -> Tensor:
+        h = 1.5 * h.tanh()
+        node: Any = h.grad_fn
+        if node is not None:
+            if how == "before":
+                node.register_prehook(lambda gs: (hook(gs[0]), *gs[1:]))
+            elif how == "behind":
+                node.register_hook(lambda gs, _: (hook(gs[0]), *gs[1:]))
+            else:
+                node.next_functions[0][0].register_prehook(lambda gs: (hook(gs[0]), *gs[1:]))
+        return h
+
+    return middle
+
+
 WRONG: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "clamped": hooked(lambda g: g.clamp(-0.05, 0.05)),
     "clamped where vectors are long": hooked(lambda g: g.clamp(-3.0, 3.0)),
     "cut off": hooked(lambda g: g * (g.abs() > 0.3)),
     "normalised": lambda net, h: _Normalised.apply(h),  # type: ignore[arg-type, return-value]
+    "positive": hooked(lambda g: g.clamp(min=0)),
+    "as long, another way": hooked(lambda g: g * g.abs().amax() / g.norm().clamp(min=1e-300)),
+    "clamped before a node": by_node(lambda g: g.clamp(-3.0, 3.0), "before"),
+    "clamped behind a node": by_node(lambda g: g.clamp(-3.0, 3.0), "behind"),
+    "clamped before the node below": by_node(lambda g: g.clamp(-3.0, 3.0), "below"),
+    "cut off before a node": by_node(lambda g: g * (g.abs() > 0.3), "before"),
 }
 
 
@@ -100,9 +125,10 @@ DOORS: dict[str, Callable[[EmpiricalRisk], Any]] = {
     "Hessian": lambda risk: Hessian(risk) @ V,
     "Hessian, dense": lambda risk: Hessian(risk).to_dense(),
     "Jacobian": lambda risk: Jacobian(risk) @ V,
-    "Jacobian, transposed": lambda risk: Jacobian(risk).T @ U,
+    "Jacobian, transposed": lambda risk: Jacobian(risk).T @ U.repeat(len(list(risk.data))),
     "Jacobian, dense": lambda risk: Jacobian(risk).to_dense(),
     "factor": lambda risk: GGNFactor(risk).to_dense(),
+    "activation": lambda risk: ActivationHessian(risk, ("a", "output", 0)).to_dense(),
     "full": lambda risk: curvature(risk, FullBlock).to_dense(),
     "diagonal": lambda risk: curvature(risk, DiagonalBlock).diagonal(),
     "KFAC": lambda risk: curvature(risk, KFAC).to_dense(),
@@ -119,11 +145,89 @@ def test_refused(name: str, door: str) -> None:
         DOORS[door](_risk(_network(name)))
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", WRONG.keys() - {"as long, another way"})  # multiples of one vector are all there is
 def test_batches_of_one_example(name: str) -> None:
     risk = EmpiricalRisk(_network(name), nn.CrossEntropyLoss(), [(X[:1], Y[:1])])
     with pytest.raises(UnsupportedError, match="not linear in the vector"):
         curvature(risk, FullBlock)
+
+
+class _Once(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grads[0]
+
+
+def _other_way(net: nn.Module, h: Tensor) -> Tensor:
+    return 1.0 * WRONG["clamped where vectors are long"](net, h)
+
+
+@pytest.mark.parametrize("door", [*DOORS][: [*DOORS].index("full")])
+@pytest.mark.parametrize("other", ["clamped where vectors are long", "clamped before a node", "another way"])
+def test_later_batches(other: str, door: str) -> None:
+    """Hooks that only later batches have are found, whether or not the graph is another one."""
+    middle = _other_way if other == "another way" else WRONG[other]
+
+    def sometimes(net: nn.Module, h: Tensor) -> Tensor:
+        return middle(net, h) if bool(h.detach().abs().amax() > 4) else 1.5 * h.tanh()
+
+    torch.manual_seed(0)
+    risk = EmpiricalRisk(Net(sometimes).double(), nn.CrossEntropyLoss(), [(X, Y), (X, Y), (8 * X, Y)])
+    with pytest.raises(UnsupportedError, match="not linear in the vector"):
+        DOORS[door](risk)
+
+
+def test_later_batches_that_cannot_be_differentiated_twice() -> None:
+    def sometimes(net: nn.Module, h: Tensor) -> Tensor:
+        return _Once.apply(h) if bool(h.detach().abs().amax() > 4) else h**2  # type: ignore[return-value]
+
+    torch.manual_seed(0)
+    risk = EmpiricalRisk(Net(sometimes).double(), nn.CrossEntropyLoss(), [(X, Y), (8 * X, Y)])
+    for door in ("Hessian", "activation"):
+        with pytest.raises(UnsupportedError, match="_Once is marked @once_differentiable"):
+            DOORS[door](risk)
+
+
+def _rows(risk: EmpiricalRisk) -> Tensor:
+    f = risk.model(X)
+    found = [torch.autograd.grad(n, [*risk.params.values()], retain_graph=True) for n in f.flatten()]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in found])
+
+
+@pytest.mark.parametrize("how", ["before", "behind", "below"])
+def test_linear_hooks_of_nodes(how: str) -> None:
+    """The derivative is what backward passes say: `J` is that of autograd, and the Hessian what it gives twice."""
+    torch.manual_seed(0)
+    model = Net(by_node(lambda g: -2 * g, how)).double()
+    risk = _risk(model)
+    J = _rows(risk)
+    p = model(X).detach().softmax(1)
+    M = torch.block_diag(*(torch.diag(q) - torch.outer(q, q) for q in p)) / len(X)
+    params = [*model.parameters()]
+    g = torch.autograd.grad(nn.CrossEntropyLoss()(model(X), Y), params, create_graph=True)
+    flat = torch.cat([part.flatten() for part in g])
+    twice = [torch.autograd.grad(n, params, retain_graph=True) for n in flat]
+    H = torch.stack([torch.cat([part.flatten() for part in row]) for row in twice])
+    expected = {
+        "GGN": J.T @ M @ J @ V,
+        "GGN, dense": J.T @ M @ J,
+        "Hessian": H @ V,
+        "Hessian, dense": H,
+        "Jacobian": (J @ V).view(6, 2),
+        "Jacobian, transposed": J.T @ U,
+        "Jacobian, dense": J,
+    }
+    for door, value in expected.items():
+        torch.testing.assert_close(DOORS[door](risk).flatten(), value.flatten(), rtol=1e-9, atol=1e-15)
+    block = curvature(risk, FullBlock).to_dense()
+    for part in (slice(0, 16), slice(16, 26)):
+        torch.testing.assert_close(block[part, part], (J.T @ M @ J)[part, part], rtol=1e-9, atol=1e-15)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["float16", "float16 inside"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from curvlinops_plus import (
+    GGN,
     KFAC,
     CurvatureEstimator,
     CurvatureWarning,
@@ -18,7 +19,11 @@ from curvlinops_plus import (
     Empirical,
     EmpiricalRisk,
     Exact,
+    GGNFactor,
+    Hessian,
+    Jacobian,
     MonteCarlo,
+    NumericsError,
     UnsupportedError,
     curvature,
 )
@@ -168,3 +173,37 @@ def test_what_is_refused_in_range_is_refused_below_it() -> None:
     torch.manual_seed(0)
     with pytest.raises(UnsupportedError, match=r"mixes examples|differ"):
         _ = curvature(risk_of(Leaks().half()), KFAC).trace
+
+
+EXACT: dict[str, Any] = {
+    "GGN": lambda risk, v: GGN(risk) @ v,
+    "GGN, columns": lambda risk, v: GGN(risk) @ torch.stack([v, 1e-3 * v.flip(0)], 1),
+    "GGN, dense": lambda risk, v: GGN(risk).to_dense(),
+    "Hessian": lambda risk, v: Hessian(risk) @ v,
+    "Jacobian": lambda risk, v: Jacobian(risk) @ v,
+    "Jacobian, transposed": lambda risk, v: Jacobian(risk).T @ v[:1].expand(96).clone(),
+    "factor": lambda risk, v: GGNFactor(risk).T @ v,
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("length", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("factor", [1.0, 30.0])
+def test_exact_operators_are_finite_where_they_are(name: str, length: float, factor: float) -> None:
+    """Vectors, and what is sent back, are multiplied by powers of two; a Hessian of large gradients is refused."""
+    model, loss = net(factor, factor), nn.MSELoss(reduction="sum")
+    twin, y = copy.deepcopy(model).double(), torch.ones(32, 3)
+    v = length * torch.cos(torch.arange(sum(p.numel() for p in model.parameters())))
+    expected = EXACT[name](EmpiricalRisk(twin, loss, [(X.half().double(), y.double())]), v.double())
+    risk = risk_of(model, y=y.half(), loss=loss)
+    if name == "Hessian" and factor > 1:
+        with pytest.raises(NumericsError, match="leaves the range of float16"):
+            EXACT[name](risk, v)
+    else:
+        found = EXACT[name](risk, v)
+        assert torch.dist(found.double(), expected) <= 3e-2 * expected.norm()
+
+
+def test_vectors_that_are_not_finite_stay_so() -> None:
+    v = torch.full((83,), torch.inf)
+    assert not (GGN(risk_of(net(1, 1))) @ v).isfinite().all()

@@ -140,12 +140,13 @@ class Ensemble:
         if not is_by_hand([out], hooked):
             return
 
-        def send(length: float) -> Tensor:
-            vectors = length * torch.ones_like(out)
-            found = torch.autograd.grad(out, leaves, vectors, retain_graph=True, materialize_grads=True)
-            return torch.cat([as_real(g).flatten() for g in found])
+        w = torch.linspace(-2, 1, out.numel()).to(out).view_as(out)
 
-        refuse_nonlinear(send, send(1.0), [out], torch.finfo(out.dtype).eps)
+        def send(a: float, b: float) -> list[Tensor]:
+            found = torch.autograd.grad(out, leaves, a + b * w, retain_graph=True, materialize_grads=True)
+            return [as_real(g).flatten() for g in found]
+
+        refuse_nonlinear(send, [out], torch.finfo(out.dtype).eps)
 
     def _check_finite(self, out: Tensor) -> None:
         bad = ~torch.isfinite(out).all(1)
