@@ -9,6 +9,7 @@ then.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import prod
@@ -159,10 +160,22 @@ class Dense(OneTensor):
     def slogdets(self) -> tuple[Tensor, Tensor]:
         self._need_square()
         if self.structure == Structure.PSD:
-            return self._remember("slogdets", lambda: slogdet_of(psd_clip(self.eigh()[0], self.rtol)))
+            return self._remember("slogdets", self._semidefinite_slogdets)
         half = self.dtype in (torch.float16, torch.bfloat16)
         sign, logarithm = torch.linalg.slogdet(self._tensor.float() if half else self._tensor)
         return sign.to(self.dtype), logarithm.to(self.dtype)
+
+    def _semidefinite_slogdets(self) -> tuple[Tensor, Tensor]:
+        """Zeros by the rule of `psd_clip`; mostly Cholesky tells, in a tenth of an eigendecomposition's time."""
+        M, zero, known = self._tensor, self.size * torch.finfo(self.dtype).eps, "eigh" in self._memory
+        norms, traces = self.norms(), self.traces()  # norm² / trace <= the largest eigenvalue <= norm
+        if self.size > 32 and self.rtol is None and not known and not M.requires_grad and bool((norms < math.inf).all()):
+            if not bool(torch.linalg.cholesky_ex(add_to_diagonal(M, -2 * zero * norms))[1].any()):
+                logarithm = 2 * torch.linalg.cholesky_ex(M)[0].diagonal(dim1=-2, dim2=-1).log().sum(-1)
+                return torch.ones_like(logarithm), logarithm
+            if bool(torch.linalg.cholesky_ex(add_to_diagonal(M, -zero / 2 * norms * (norms / traces)))[1].all()):
+                return torch.zeros_like(traces), torch.full_like(traces, -math.inf)
+        return slogdet_of(psd_clip(self.eigh()[0], self.rtol))
 
     def eigh(self) -> tuple[Tensor, Dense]:
         if self.structure < Structure.SYMMETRIC:

@@ -117,10 +117,10 @@ class AffineRows:
         call = self._only_input
         if call is None or (rule := call.rule).direct_input_gram:
             return None
-        if reduce:
-            rows = self.mean_inputs()
-            return rows if rows.ndim == 2 else None
-        return rule.stacked_inputs(call.use.module, self._upcast(call.input))
+        a = rule.stacked_inputs(call.use.module, self._upcast(call.input))
+        if not reduce or a is None or len(a) == self.num_examples:
+            return a
+        return a.unflatten(0, (self.num_examples, -1)).mean(1)
 
     def packed_inputs(self) -> PackedGram | None:
         """What `input_gram` is made of (expand), where the rule has fewer numbers for it."""
@@ -132,10 +132,9 @@ class AffineRows:
         call = self._only_call
         if call is None or self.sparse or (rule := call.rule).direct_grad_gram:
             return None
-        if reduce:
-            g = self.summed_grads()
-            return g.flatten(0, 1) if g.ndim == 3 else None
-        return rule.stacked_grads(call.use.module, self._upcast(call.grads))
+        g = rule.stacked_grads(call.use.module, self._upcast(call.grads))
+        rows = len(call.grads) * self.num_examples
+        return g if not reduce or g is None or len(g) == rows else g.unflatten(0, (rows, -1)).sum(1)
 
     def split_inputs(self, reduce: bool = False) -> tuple[Tensor, Tensor | float]:
         """The rows behind `input_gram`, [M, *b, i], and its number of rows: for parts of it. Not of sparse rows."""
