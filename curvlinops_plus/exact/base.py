@@ -70,7 +70,8 @@ class SymmetricRiskOperator(RiskOperator):
         return linear_in(X, self._whole_product, self._whole_product)
 
     def _whole_product(self, X: Tensor) -> Tensor:
-        return self._scaled(partial(self._sweep, X), X)
+        columns = X.T.contiguous().T  # which each batch splits into parameters, without copies then
+        return self._scaled(partial(self._sweep, columns), X)
 
     @untraced
     def _scaled(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], X: Tensor | None = None) -> Tensor:

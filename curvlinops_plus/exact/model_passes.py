@@ -213,7 +213,7 @@ class ModelPasses:
     def _vjp_of_several(
         self, sent: list[tuple[Tensor, Tensor]], free: list[Tensor], K: int, total: Tensor | None, last: bool
     ) -> Tensor:
-        size = columns_sent_back(self.chunk_size, self._numbers_of_a_column, self.largest or 1, self.risk.device)
+        size = columns_sent_back(self.chunk_size, self._numbers_of_a_column, self.largest, free)
         if total is None and size < K:
             total = torch.zeros(K, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
         for start in range(0, K, size):

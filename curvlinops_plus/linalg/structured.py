@@ -165,8 +165,8 @@ class Dense(OneTensor):
         return sign.to(self.dtype), logarithm.to(self.dtype)
 
     def _semidefinite_slogdets(self) -> tuple[Tensor, Tensor]:
-        """Zeros by the rule of `psd_clip`. Cholesky takes a tenth of the eigenvalues' time, and tells unless one of them
-        is next to where it counts as zero.
+        """Zeros by the rule of `psd_clip`. Cholesky takes a tenth of the time of eigenvalues, and tells unless one of
+        them is next to where it counts as zero.
         """
         M, d, norms, traces = self._tensor, self.size, self.norms(), self.traces()
         plain = self.dtype in (torch.float32, torch.float64) and not M.requires_grad and "eigh" not in self._memory
