@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from curvlinops_plus.layer import SparseRows
@@ -329,10 +330,10 @@ class AffineRows:
         total, row_sum, rows = call.rule.input_gram(call.use.module, self._upcast(call.input))
         count = float(rows) if read is None else rows * read.to(total.dtype)[:, None, None]
         if self.bias:
-            adds = self.adds_bias(call)
-            corner = row_sum.new_full((*row_sum.shape[:-1], 1, 1), float(adds)) * count
-            side = row_sum[..., None] * adds
-            total = torch.cat([torch.cat([total, side], -1), torch.cat([side.mT, corner], -1)], -2)
+            adds = float(self.adds_bias(call))
+            total = F.pad(total, (0, 1, 0, 1))  # one copy of what may be the largest matrix of all
+            total[..., -1, :-1] = total[..., :-1, -1] = row_sum * adds
+            total[..., -1:, -1:] = count * adds
         return total, count
 
 
