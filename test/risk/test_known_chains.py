@@ -386,10 +386,10 @@ def test_only_chains_that_work_in_place_get_a_copy_of_the_first_batch(
     copies: list[Any] = []
     monkeypatch.setattr(model_calls, "copied", lambda X: copies.append(X) or X.clone())
     risk = risk_of(nn.Sequential(first, one_layer()), 4)
-    before = risk.data[0][0].clone()  # pyright: ignore[reportIndexIssue]
+    before = risk.data[0][0].clone()
     found = curvature(risk, KFAC, vectors=Exact()).to_dense()
     assert len(copies) == bool(first.inplace)
-    assert torch.equal(risk.data[0][0], before)  # pyright: ignore[reportIndexIssue]
+    assert torch.equal(risk.data[0][0], before)
     twin = risk_of(nn.Sequential(Plain(first), one_layer()), 4)
     close(found, curvature(twin, KFAC, vectors=Exact()).to_dense())
 
