@@ -71,7 +71,8 @@ class SymmetricRiskOperator(RiskOperator):
         return linear_in(X, self._whole_product, self._whole_product)
 
     def _whole_product(self, X: Tensor) -> Tensor:
-        return columns_in_range(X, self._narrow, lambda V: self._scaled(partial(self._sweep, V), V))
+        columns = X.T.contiguous().T  # which each batch splits into parameters, without copies then
+        return columns_in_range(columns, self._narrow, lambda V: self._scaled(partial(self._sweep, V), V))
 
     @untraced
     def _scaled(self, sweep: Callable[[LossWeights], tuple[Tensor, Totals]], X: Tensor | None = None) -> Tensor:

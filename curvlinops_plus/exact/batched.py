@@ -40,10 +40,12 @@ def columns_at_once(chunk_size: int | None, numbers: int) -> int:
     return chunk_size or max(1, CHUNK_BYTES // (8 * numbers))
 
 
-def columns_sent_back(chunk_size: int | None, numbers: int, largest: int, device: torch.device) -> int:
-    """How many columns a backward pass takes at once, of whose results the largest has so many numbers."""
+def columns_sent_back(chunk_size: int | None, numbers: int, largest: int, params: Sequence[Tensor]) -> int:
+    """How many columns a backward pass takes at once, whose results are `largest` numbers or as large as parameters."""
     size = columns_at_once(chunk_size, numbers)
-    return min(size, max(1, CPU_NUMBERS // largest)) if chunk_size is None and device.type == "cpu" else size
+    if chunk_size is not None or params[0].device.type != "cpu":
+        return size
+    return min(size, max(1, CPU_NUMBERS // max(1, largest, *(p.numel() for p in params))))
 
 
 def split_rows(rows: Tensor, params: Sequence[Tensor]) -> list[Tensor]:  # [K, n] -> [K, *shape] for each parameter

@@ -139,11 +139,11 @@ class Hessian(ParameterCurvature):
         way = watch.hooked, kinds_of_nodes(loss), kernel_shape(batch.num_examples, f)
         return loss, way, totals.detached()
 
-    def _columns(self) -> int:
+    def _columns(self, params: Sequence[Tensor]) -> int:
         """How many columns are computed together."""
         # Two backward passes hold a few results of each column at a time.
         numbers = self.in_space.dim + 4 * self._largest
-        return columns_sent_back(self.chunk_size, numbers, self._largest, self.device)
+        return columns_sent_back(self.chunk_size, numbers, self._largest, params)
 
     def _product(
         self,
@@ -159,7 +159,8 @@ class Hessian(ParameterCurvature):
         if new:
             refuse_once_differentiable(loss)
             refuse_outside_reads(loss, self.risk.params)
-        of_loss = partial(_BatchHessian, edges=edges, blocks=self._blocks, dtype=self.dtype, columns=self._columns())
+        columns = self._columns(edges.params)
+        of_loss = partial(_BatchHessian, edges=edges, blocks=self._blocks, dtype=self.dtype, columns=columns)
         hessian = of_loss(loss)
         if not new:
             return hessian.products(X.T, total, last=True)

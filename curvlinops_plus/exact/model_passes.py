@@ -224,7 +224,7 @@ class ModelPasses:
         last: bool,
         narrow: bool,
     ) -> Tensor:
-        size = columns_sent_back(self.chunk_size, self._numbers_of_a_column, self.largest or 1, self.risk.device)
+        size = columns_sent_back(self.chunk_size, self._numbers_of_a_column, self.largest, free)
         if total is None and size < K:
             total = torch.zeros(K, self.risk.space.dim, dtype=self.risk.dtype, device=self.risk.device)
         for start in range(0, K, size):

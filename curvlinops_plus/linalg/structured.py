@@ -167,9 +167,25 @@ class Dense(OneTensor):
     def slogdets(self) -> tuple[Tensor, Tensor]:
         self._need_square()
         if self.structure == Structure.PSD:
-            return self._remember("slogdets", lambda: slogdet_of(psd_clip(self.eigh()[0], self.rtol)))
+            return self._remember("slogdets", self._semidefinite_slogdets)
         sign, logarithm = torch.linalg.slogdet(at_least_float32(self._tensor))
         return sign.to(self.dtype), logarithm.to(self.dtype)
+
+    def _semidefinite_slogdets(self) -> tuple[Tensor, Tensor]:
+        """Zeros by the rule of `psd_clip`. Cholesky takes a tenth of the time of eigenvalues, and tells unless one of
+        them is next to where it counts as zero.
+        """
+        M, d, norms, traces = self._tensor, self.size, self.norms(), self.traces()
+        plain = self.dtype in (torch.float32, torch.float64) and not M.requires_grad and "eigh" not in self._memory
+        if plain and self.rtol is None and d > 16 and bool(norms.isfinite().all()):
+            zero = d * torch.finfo(self.dtype).eps
+            if not bool(torch.linalg.cholesky_ex(add_to_diagonal(M, -2 * zero * norms))[1].any()):
+                logarithm = 2 * torch.linalg.cholesky_ex(M)[0].diagonal(dim1=-2, dim2=-1).log().sum(-1)
+                return torch.ones_like(logarithm), logarithm
+            # The largest eigenvalue is at least norm² / trace, and at most the norm.
+            if bool(torch.linalg.cholesky_ex(add_to_diagonal(M, -zero / 2 * norms * (norms / traces)))[1].all()):
+                return torch.zeros_like(traces), torch.full_like(traces, -torch.inf)
+        return slogdet_of(psd_clip(self.eigh()[0], self.rtol))
 
     def eigh(self) -> tuple[Tensor, Dense]:
         if self.structure < Structure.SYMMETRIC:

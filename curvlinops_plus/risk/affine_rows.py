@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from curvlinops_plus.layer import SparseRows
@@ -117,10 +118,10 @@ class AffineRows:
         call = self._only_input
         if call is None or (rule := call.rule).direct_input_gram:
             return None
-        if reduce:
-            rows = self.mean_inputs()
-            return rows if rows.ndim == 2 else None
-        return rule.stacked_inputs(call.use.module, self._upcast(call.input))
+        a = rule.stacked_inputs(call.use.module, self._upcast(call.input))
+        if not reduce or a is None or len(a) == self.num_examples:
+            return a
+        return a.unflatten(0, (self.num_examples, -1)).mean(1)
 
     def packed_inputs(self) -> PackedGram | None:
         """What `input_gram` is made of (expand), where the rule has fewer numbers for it."""
@@ -132,10 +133,9 @@ class AffineRows:
         call = self._only_call
         if call is None or self.sparse or (rule := call.rule).direct_grad_gram:
             return None
-        if reduce:
-            g = self.summed_grads()
-            return g.flatten(0, 1) if g.ndim == 3 else None
-        return rule.stacked_grads(call.use.module, self._upcast(call.grads))
+        g = rule.stacked_grads(call.use.module, self._upcast(call.grads))
+        rows = len(call.grads) * self.num_examples
+        return g if not reduce or g is None or len(g) == rows else g.unflatten(0, (rows, -1)).sum(1)
 
     def split_inputs(self, reduce: bool = False) -> tuple[Tensor, Tensor | float]:
         """The rows behind `input_gram`, [M, *b, i], and its number of rows: for parts of it. Not of sparse rows."""
@@ -330,10 +330,10 @@ class AffineRows:
         total, row_sum, rows = call.rule.input_gram(call.use.module, self._upcast(call.input))
         count = float(rows) if read is None else rows * read.to(total.dtype)[:, None, None]
         if self.bias:
-            adds = self.adds_bias(call)
-            corner = row_sum.new_full((*row_sum.shape[:-1], 1, 1), float(adds)) * count
-            side = row_sum[..., None] * adds
-            total = torch.cat([torch.cat([total, side], -1), torch.cat([side.mT, corner], -1)], -2)
+            adds = float(self.adds_bias(call))
+            total = F.pad(total, (0, 1, 0, 1))  # one copy of what may be the largest matrix of all
+            total[..., -1, :-1] = total[..., :-1, -1] = row_sum * adds
+            total[..., -1:, -1:] = count * adds
         return total, count
 
 

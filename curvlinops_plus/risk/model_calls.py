@@ -9,7 +9,7 @@ from copy import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from curvlinops_plus.errors import UnsupportedError
@@ -30,6 +30,11 @@ class ModelCalls:
         self._writes: bool | None = None  # whether it writes to its input; None before the first call
         self._differentiates = False
         self._looked = False  # whether its graph was looked at for gaps
+
+    def expect_from(self, chain: nn.Module) -> None:
+        """Take note before the first call that PyTorch's own modules write to nothing, unless they work in place."""
+        if self._writes is None and not any(getattr(module, "inplace", False) for module in chain.modules()):
+            self._writes = False
 
     def __call__(self, model: Callable[..., Any], batch: Batch) -> Any:
         """What the model returns for a batch.

@@ -215,7 +215,7 @@ class EmpiricalRisk(ModelParameters):
         check_data(data)
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
-        self.data, self._calls = data, ModelCalls()
+        self.data, self.calls = data, ModelCalls()
         self.losses = Losses(loss, reduction)
         super().__init__(inner, params, modules, owned, self.processes)
         self.options = RiskOptions(
@@ -336,7 +336,7 @@ class EmpiricalRisk(ModelParameters):
         watch = look if look is not None and look.counts else nullcontext()
         try:
             with self.placed() if model is None else watch:
-                out = self._calls(call, batch)
+                out = self.calls(call, batch)
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
             refuse_input(error, batch, self.params)
             raise

@@ -149,6 +149,8 @@ class RecordedPasses:
     def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
         """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to `consume`."""
         with self.recording(batch):
+            if self.recorder.chain is not None:
+                self.risk.calls.expect_from(self.risk.model)
             outputs = self.risk.run(batch)
         return self.send_back(batch, outputs, draws, consume)
 

@@ -308,6 +308,17 @@ def test_factors_are_their_definitions(name: str, separate: bool) -> None:
 
 
 @separate_or_joint
+def test_reduce_is_expand_where_nothing_is_shared(separate: bool) -> None:
+    """Where each example has one position the same rows are multiplied, without means and copies of them."""
+    p = problem("mlp")
+    options = {"fisher_type": "empirical", "separate_weight_and_bias": separate}
+    expand, reduce = (classic(KFACLinearOperator, p, kfac_approx=name, **options) for name in ("expand", "reduce"))
+    for factors in ("input_covariances", "gradient_covariances"):
+        for layer, factor in getattr(expand, factors).items():
+            assert torch.equal(factor, getattr(reduce, factors)[layer])
+
+
+@separate_or_joint
 def test_factors_of_ekfac(separate: bool) -> None:
     p = problem("mlp")
     K = classic(EKFACLinearOperator, p, fisher_type="type-2", separate_weight_and_bias=separate)

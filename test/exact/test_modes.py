@@ -194,6 +194,30 @@ def test_columns_of_large_results(loss: nn.Module, chunk_bytes: int, monkeypatch
     assert 3 in sent
 
 
+@pytest.mark.parametrize("kind", [GGN, Hessian])
+def test_columns_of_large_parameters(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of weights are results, too; and vectors lie in memory one after the other, as batches take them."""
+    model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 3)).double()
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(normal(2, 40), torch.arange(2))] * 2)
+    A, V = kind(risk), normal(risk.space.dim, 7)
+    expected, sent, seen = torch.stack([A @ v for v in V.T], 1), [], []
+
+    def counted(outputs: Any, inputs: Any, vectors: Any, last: bool = False) -> Any:
+        sent.append(len(vectors[0]))
+        return vjp(outputs, inputs, vectors, last)
+
+    vjp, sweep, module = batched.vjp, kind._sweep, {GGN: "model_passes", Hessian: "hessian"}[kind]
+    monkeypatch.setattr(f"curvlinops_plus.exact.{module}.vjp", counted)
+    monkeypatch.setattr(kind, "_sweep", lambda self, X, weights: seen.append(X) or sweep(self, X, weights))
+    close(A @ V, expected)
+    assert set(sent) == {7}
+    sent.clear()
+    monkeypatch.setattr(batched, "CPU_NUMBERS", 2 * 40 * 50)
+    close(A @ V, expected)
+    assert max(sent) == 2
+    assert all(X.T.is_contiguous() for X in seen)
+
+
 def test_vectors_that_are_none_make_zero() -> None:
     G = GGN(problem("mlp").risk(), Nothing())
     assert not G.to_dense().any()

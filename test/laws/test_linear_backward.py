@@ -145,7 +145,7 @@ def test_refused(name: str, door: str) -> None:
         DOORS[door](_risk(_network(name)))
 
 
-@pytest.mark.parametrize("name", WRONG.keys() - {"as long, another way"})  # multiples of one vector are all there is
+@pytest.mark.parametrize("name", [n for n in WRONG if n != "as long, another way"])  # there are multiples of one vector
 def test_batches_of_one_example(name: str) -> None:
     risk = EmpiricalRisk(_network(name), nn.CrossEntropyLoss(), [(X[:1], Y[:1])])
     with pytest.raises(UnsupportedError, match="not linear in the vector"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from math import inf
+from math import inf, prod
 
 import pytest
 import torch
@@ -236,6 +236,33 @@ def test_an_inverse_of_tiny_damping_keeps_its_determinant() -> None:
         inverse = A.inverse(1e-10)
         torch.testing.assert_close(inverse.logdet, torch.tensor(1e10).log(), rtol=1e-4, atol=0)
         assert bool((inverse.inverse(1e-3).eigenvalues() > 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("d", [33, 150])
+@pytest.mark.parametrize("least", [0.0, 0.1, 0.6, 1.5, 4.0, 1e3])
+def test_determinants_follow_the_rule_of_eigenvalues(
+    dtype: torch.dtype, d: int, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An eigenvalue counts as zero below `d eps` times the largest; decompositions only where it is next to that."""
+    Q = orthogonal(d, seed=1)
+    values = torch.linspace(0.1, 1.0, d, dtype=F64)
+    values[0] = least * d * torch.finfo(dtype).eps
+    M = ((Q * values) @ Q.T).to(dtype)
+    want = values.log().sum().to(dtype) if least > 1 else torch.tensor(-inf, dtype=dtype)
+    if least in (0.0, 0.1, 1e3):
+        monkeypatch.setattr(torch.linalg, "eigh", lambda _: pytest.fail("decomposed"))
+    for A in (Dense(M, PSD), Dense(torch.stack([M, M]), PSD)):
+        slack = {"rtol": 0.05 if least < 10 else 1e-3, "atol": 0.0}
+        torch.testing.assert_close(A.logdet, want * prod(A.batch), **slack)
+        assert bool((A.slogdets()[0] == (least > 1)).all())
+    with pytest.raises(NumericsError, match="NaN or infinite"):
+        Dense(M * torch.nan, PSD).logdet  # noqa: B018
+
+
+def test_determinants_of_a_batch_with_one_singular_matrix() -> None:
+    M = torch.stack([torch.eye(40), torch.zeros(40, 40)])
+    assert Dense(M, PSD).slogdets()[1].tolist() == [0.0, -inf]
 
 
 def test_negative_determinants() -> None:

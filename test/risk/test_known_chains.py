@@ -13,9 +13,19 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from curvlinops_plus import DiagonalBlock, EmpiricalRisk, Exact, FullBlock, KFACOptimizer, UnsupportedError, curvature
+from curvlinops_plus import (
+    KFAC,
+    DiagonalBlock,
+    EmpiricalRisk,
+    Exact,
+    FullBlock,
+    KFACOptimizer,
+    UnsupportedError,
+    curvature,
+)
 from curvlinops_plus.layer.linear import LinearRule
 from curvlinops_plus.layer.rule_registry import RULES
+from curvlinops_plus.risk import model_calls
 from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.find_functions import layers_of
 from curvlinops_plus.risk.known_chains import are_calls_of
@@ -390,3 +400,29 @@ def test_a_buffer_that_is_computed_from_the_parameters() -> None:
     model = nn.Sequential(first, nn.Tanh(), last)
     with pytest.raises(UnsupportedError, match=r"reads the parameters \['0.weight'\] from elsewhere"):
         curvature(risk_of(model, 4), FullBlock)
+
+
+@pytest.mark.parametrize("first", [nn.ReLU(True), nn.Hardtanh(inplace=True), nn.Dropout(0.0, True), nn.ReLU()], ids=str)
+def test_only_chains_that_work_in_place_get_a_copy_of_the_first_batch(
+    first: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[Any] = []
+    monkeypatch.setattr(model_calls, "copied", lambda X: copies.append(X) or X.clone())
+    risk = risk_of(nn.Sequential(first, one_layer()), 4)
+    before = risk.data[0][0].clone()
+    found = curvature(risk, KFAC, vectors=Exact()).to_dense()
+    assert len(copies) == bool(first.inplace)
+    assert torch.equal(risk.data[0][0], before)
+    twin = risk_of(nn.Sequential(Plain(first), one_layer()), 4)
+    close(found, curvature(twin, KFAC, vectors=Exact()).to_dense())
+
+
+class Plain(nn.Module):
+    """A module that is none of PyTorch's types and writes to nothing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x.clone())
