@@ -233,7 +233,7 @@ class Losses(tuple[OutputLoss, ...]):
         Raises:
             UnsupportedError: If one has another reduction than "mean" and "sum".
         """
-        return self[self.reference].reduction
+        return "mean" if "mean" in [one.reduction for one in self] else "sum"
 
     @property
     def reference(self) -> int:
