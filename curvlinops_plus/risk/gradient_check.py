@@ -115,6 +115,7 @@ def send_single(
         rows = {id(s): _LONGER * _middle(s, first[id(s)], N) for s in slots if id(s) in first}
     if _find_rows(recorder.calls, N, [(_two_of(N), first)]) == []:
         first = {}  # there is nothing to say of them, and they would take memory in the pass that follows
+    del arrived  # which holds them, too
     chosen = _all_of(N) if every else _one_of(N, N // 2)
     found = send(chosen, _LONGER, [*edges, *free.values()]).gradients
     grads, expected = _by_slot(slots, found), _by_key(free, found[len(slots) :])

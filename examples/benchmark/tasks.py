@@ -46,7 +46,7 @@ def ekfac(library: ModuleType, work: Workload) -> Any:
         K.compute()
         return K
     model, data = work.model, work.data
-    if data[0][1].ndim == 2:  # it takes logits [N·R, C] only
+    if data[0][1].ndim == 2 and not data[0][1].is_floating_point():  # it takes logits [N·R, C] only
         model, data = nn.Sequential(model, Rows()), [(X, y.flatten()) for X, y in data]
     K = library.EKFACLinearOperator(model, work.loss, work.params, data, **joined)
     K.compute_kronecker_factors()

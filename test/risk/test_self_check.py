@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
@@ -26,7 +27,8 @@ from curvlinops_plus import (
     UnsupportedError,
     curvature,
 )
-from curvlinops_plus.risk import self_check
+from curvlinops_plus.risk import gradient_check, self_check
+from curvlinops_plus.risk.autograd_graph import gradients_of
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -764,3 +766,18 @@ def test_an_example_at_a_time() -> None:
     else:
         exact = GGNLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, Y)]).to_dense()
         close(K.diagonal(), exact.diagonal())
+
+
+def test_what_the_first_vectors_left_takes_no_memory_in_the_pass_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of the few examples at all layers, a good part of the memory of a sweep over little data."""
+    left: list[weakref.ref[Tensor]] = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        assert not [r for r in left if r() is not None]
+        found = gradients_of(*args, **kwargs)
+        left.extend(weakref.ref(g) for g in found)
+        return found
+
+    monkeypatch.setattr(gradient_check, "gradients_of", watched)
+    curvature(risk_of(Around()), KFAC)
+    assert len(left) > 2
