@@ -198,8 +198,10 @@ class Accumulator(metaclass=AccumulatorType):
 
     def _row_sum(self, name: str, ones: bool) -> GramSum:
         """The sum of that name, as one to which rows are added."""
-        if name not in self._rows:
+        if (held := self._rows.get(name)) is None:
             self._rows[name] = GramSum(ones, self._sums.pop(name, None), refer=self._short)
+        elif ones and not held.ones:  # earlier states have the 1 of reduced rows as a column of these
+            self._rows[name] = GramSum(True, held.take())
         return self._rows[name]
 
     def value(self, name: str) -> Tensor:
@@ -372,7 +374,8 @@ class Accumulator(metaclass=AccumulatorType):
         which several accumulators may share.
         """
         for name, rows in other._rows.items():
-            self._row_sum(name, rows.ones).merge(rows)
+            own = self._row_sum(name, rows.ones)
+            own.merge(rows if rows.ones == own.ones else GramSum(own.ones, rows.value()))
         for name, total in other._sums.items():
             self.add(name, total)
         for name, count in other.counts.items():

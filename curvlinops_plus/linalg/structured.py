@@ -177,8 +177,10 @@ class Dense(OneTensor):
         """
         M, d, norms, traces = self._tensor, self.size, self.norms(), self.traces()
         plain = self.dtype in (torch.float32, torch.float64) and not M.requires_grad and "eigh" not in self._memory
-        if plain and self.rtol is None and d > 16 and bool(norms.isfinite().all()):
-            zero = d * torch.finfo(self.dtype).eps
+        kind = torch.finfo(self.dtype)
+        seen = (norms * kind.eps > kind.tiny) & norms.isfinite()  # Cholesky takes pivots below the range for zeros
+        if plain and self.rtol is None and d > 16 and bool(seen.all()):
+            zero = d * kind.eps
             if not bool(torch.linalg.cholesky_ex(add_to_diagonal(M, -2 * zero * norms))[1].any()):
                 logarithm = 2 * torch.linalg.cholesky_ex(M)[0].diagonal(dim1=-2, dim2=-1).log().sum(-1)
                 return torch.ones_like(logarithm), logarithm

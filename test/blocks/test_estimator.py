@@ -31,6 +31,7 @@ from curvlinops_plus import (
 from curvlinops_plus.blocks.accumulator import Accumulator
 from curvlinops_plus.layer import convolution_gram
 from curvlinops_plus.linalg import Diagonal, HeuristicDamping
+from curvlinops_plus.risk.affine_rows import AffineRows
 
 SINGLE_PASS = {"KFAC": KFAC, "diagonal": DiagonalBlock, "full": FullBlock, "reduce": KFAC.using(kfac_approx="reduce")}
 EVERY = {**SINGLE_PASS, "EKFAC": EKFAC, "mix": {"0": EKFAC, "*": FullBlock, nn.LayerNorm: DiagonalBlock}}
@@ -375,6 +376,30 @@ def test_resuming(approximation: str, file: bool, tmp_path: Any) -> None:
         each.refresh()
     assert torch.equal(resumed.inverse() @ v, running.inverse() @ v)
     assert (resumed.updates, resumed.examples, resumed.weight) == (running.updates, running.examples, running.weight)
+
+
+@pytest.mark.parametrize("approximation", [KFAC, EKFAC])
+def test_states_with_ones_among_reduced_rows(approximation: Any, monkeypatch: Any) -> None:
+    """Earlier versions had the 1 of the bias in rows that wait: such states go on, and merge, to the same numbers."""
+    model, data = network(), batches(4, 3, 5, 4)
+    kind = approximation.using(kfac_approx="reduce")
+    running, old, resumed = (estimator(model, kind, vectors=Exact(), decay=0.9) for _ in range(3))
+    with monkeypatch.context() as before:
+        before.setattr(AffineRows, "stacked_inputs", lambda rows, reduce: rows.mean_inputs())
+        for batch in data[:2]:
+            old.update(batch)
+    for batch in data[:2]:
+        running.update(batch)
+    resumed.load_state_dict(old.state_dict())
+    if approximation is KFAC:  # bases of two EKFACs differ
+        merged, expected = (estimator(model, kind, vectors=Exact(), decay=0.9) for _ in range(2))
+        for one, other in ((merged, old), (expected, running)):
+            one.update(data[2])
+            one.merge(other)
+        close(merged.operator.to_dense(), expected.operator.to_dense())
+    for each, batch in itertools.product((running, resumed), data[2:]):
+        each.update(batch)
+    close(resumed.operator.to_dense(), running.operator.to_dense())
 
 
 def test_states_of_others_are_refused() -> None:

@@ -265,6 +265,12 @@ def test_determinants_of_a_batch_with_one_singular_matrix() -> None:
     assert Dense(M, PSD).slogdets()[1].tolist() == [0.0, -inf]
 
 
+def test_determinants_of_denormal_numbers() -> None:
+    """The Cholesky decomposition takes them for zeros."""
+    logdet = Dense(1e-42 * torch.eye(300), PSD).logdet
+    assert float(logdet) == pytest.approx(300 * float(torch.tensor(1e-42).double().log()), rel=1e-3)
+
+
 def test_negative_determinants() -> None:
     D = Diagonal(torch.tensor([2.0, -1.0]))
     assert D.det == -2
