@@ -13,7 +13,6 @@ from curvlinops_plus.blocks.plan import LayerPlan
 from curvlinops_plus.blocks.shared_inputs import SharedInputs
 from curvlinops_plus.blocks.stored_options import same_data
 from curvlinops_plus.blocks.sweep_cache import SweepCache
-from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.offload import Store
@@ -23,7 +22,6 @@ from curvlinops_plus.risk import EmpiricalRisk, ForwardOnly, Layer, LayerBatch, 
 from curvlinops_plus.risk.determinism import require_same
 from curvlinops_plus.risk.find_functions import describe_reads, rebuild_reads
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
-from curvlinops_plus.risk.nonfinite import first_nonfinite
 from curvlinops_plus.risk.preserve import preserve_state
 from curvlinops_plus.risk.process_state import untraced
 from curvlinops_plus.risk.reading import require_rereadable
@@ -88,7 +86,7 @@ class Accumulation:
         Raises:
             ValueError: If a layer never ran, a second pass sees another number of examples, or the data can be read
                 only once and are needed again.
-            NumericsError: If a statistic is not finite; names layer and batch.
+            NumericsError: If a statistic is not finite; names layer and statistic.
             RuntimeError: If two passes disagree.
         """
         last = None if max_sweeps is None else self.sweeps + max_sweeps
@@ -174,24 +172,18 @@ class Accumulation:
 
     def _finish(self) -> None:
         """Turn sums into blocks, or into the accumulators of the next sweep."""
-        try:
-            if self.risk.processes.world > 1:
-                self._add_over_processes()
-            finished: dict[str, LinearOperator] = {}
-            for layer, results in self._finish_accumulators().items():
-                for name, result in results.items():
-                    if isinstance(result, Accumulator):
-                        self.pending[layer][name] = result
-                    else:
-                        found = {name: result} if isinstance(result, LinearOperator) else result
-                        refuse_unread(self.risk, layer, found)
-                        finished |= found
-            self.blocks |= finished if self._store is None else self._put_away(finished)
-        except NumericsError as error:
-            where = first_nonfinite(self.risk)
-            raise NumericsError(
-                f"{error} {f'First seen: {where}.' if where else 'The forward pass is finite.'}"
-            ) from error
+        if self.risk.processes.world > 1:
+            self._add_over_processes()
+        finished: dict[str, LinearOperator] = {}
+        for layer, results in self._finish_accumulators().items():
+            for name, result in results.items():
+                if isinstance(result, Accumulator):
+                    self.pending[layer][name] = result
+                else:
+                    found = {name: result} if isinstance(result, LinearOperator) else result
+                    refuse_unread(self.risk, layer, found)
+                    finished |= found
+        self.blocks |= finished if self._store is None else self._put_away(finished)
 
     def _add_over_processes(self) -> None:
         """Sums of all processes in place of those of this one, and their decompositions."""

@@ -15,13 +15,12 @@ from curvlinops_plus.blocks.batch_pass import BatchPass, PassStart, Show
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk import Draws, Totals
 from curvlinops_plus.risk.backward_pass import Consumer
-from curvlinops_plus.risk.compare_rules import TOLERANCE
-from curvlinops_plus.risk.constant_statistics import batch_norms
-from curvlinops_plus.risk.model_calls import tensors_of
+from curvlinops_plus.risk.check import is_due
+from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference
+from curvlinops_plus.risk.examples import tensors_of
 from curvlinops_plus.risk.process_state import eager, exclusive, own_calls, own_passes
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.refused_calls import OutsideReads
-from curvlinops_plus.risk.repeatable import relative_difference
 from curvlinops_plus.risk.sweep import RecordedPasses
 from curvlinops_plus.risk.user_backward import UserBackward
 
@@ -84,9 +83,9 @@ def _hooked(model: nn.Module, begin: Callable[..., None], end: Callable[..., Non
 class HeardPass:
     """A call of the model by the user, which is recorded, and through whose graph vectors are sent afterwards.
 
-    The user's pass goes on as it would without that. Where it can't be recorded as it is, and if the model has batch
-    norm in training mode, or embeddings with `scale_grad_by_freq`, which send something else back than derivatives
-    there, vectors go through a pass of its own that begins as the user's did.
+    The user's pass goes on as it would without that. Where it can't be recorded as it is, and if the model has
+    embeddings with `scale_grad_by_freq`, which send something else back than derivatives, vectors go through a pass of
+    its own that begins as the user's did.
 
     Args:
         owner: The batch, whose targets need not be known before `add`.
@@ -129,14 +128,12 @@ class HeardPass:
             raise ValueError("The batch has no examples.")
         _require_input(self._owner.batch.X, called)
         self._versions, self._autocast = self._versions_now(), torch.is_autocast_enabled(risk.device.type)
-        norms, checked = batch_norms(risk.model), risk.checked
         # What a backward pass inside has left may have to be compared in any batch, as the last one, which is smaller.
-        compared = self._of_loss and (not checked.chain or _is_looked_at(checked.taken + 1))
         scales = any(getattr(use.module, "scale_grad_by_freq", False) for one in self._owner.layers for use in one.uses)
-        likely = norms or scales or compared or not checked.recorded
+        likely = scales or self._of_loss or not risk.checked.recorded
         self._start = PassStart.now(risk.model) if likely else PassStart.in_short(risk.device)
-        if norms or scales:  # only the pass of our own counts
-            self._again = "batch norm in training mode" if norms else "scale_grad_by_freq of an embedding"
+        if scales:  # only the pass of our own counts
+            self._again = "scale_grad_by_freq of an embedding"
             self._phase.enter_context(self._passes.recorder.disabled)
         else:
             self._phase.enter_context(self._passes.recording(self._owner.batch))
@@ -180,11 +177,11 @@ class HeardPass:
         if not self._again:
             try:
                 self._send_through(batch, read, user, add)
-                checked.recorded, checked.chain = True, self._passes.recorder.chain is not None
+                checked.recorded = True
                 return
             except OutsideReads as found:
                 error, self._again = found, "functions that read parameters"
-        checked.recorded = checked.chain = False
+        checked.recorded = False
         self.contexts.close()  # else our hooks see the passes that look for these
         self._require_unwritten(self._again)
         self._update(batch, self._start, add, self._check(read[0]), error)
@@ -226,7 +223,10 @@ class HeardPass:
         risk = self._owner.risk
         checked = risk.checked
         checked.taken += 1
-        return risk.options.check and (_is_looked_at(checked.taken) or self._passes.is_unchecked(batch, read[0]))
+        if due := risk.options.check and (_is_looked_at(checked.taken) or is_due(risk, self._passes.recorder)):
+            return due
+        checked.batches += 1
+        return False
 
     def _compare(self, user: UserBackward, batch: Batch, outputs: Sequence[Tensor], draws: Draws) -> None:
         """Compare what the user has sent back with a pass of our own, which checks the layers."""

@@ -185,7 +185,7 @@ def pieces(batch: LayerBatch) -> Iterator[LayerBatch]:
     numbers = batch.num_vectors * sum(batch.layer.params[key].numel() for key in batch.keys)
     step = max(1, _PIECE_BYTES // (numbers * batch.layer.accumulation_dtype.itemsize))
     for start in range(0, N, step):
-        yield batch if step >= N else batch.examples(start, start + step)
+        yield batch if step >= N else batch.examples(slice(start, start + step))
 
 
 def _shape(batch: LayerBatch) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from curvlinops_plus.errors import UnsupportedError
-from curvlinops_plus.risk.process_state import Reader, hookable_modules, own_calls
+from curvlinops_plus.risk.process_state import hookable_modules, own_calls
 
 Replaced = dict[Any, Callable[..., Tensor | None]]
 
@@ -113,7 +113,7 @@ def replaced_again(model: nn.Module, twice: bool = False, also: Replaced | None 
         if running and running[-1][0] is module:
             running.pop()[1].__exit__(None, None, None)
 
-    ours, over = own_calls(start, Reader), own_calls(end, Reader)  # modes belong to a thread
+    ours, over = own_calls(start), own_calls(end)  # modes belong to a thread
     handles = []
     for _, module in hookable_modules(model):
         handles.append(module.register_forward_pre_hook(ours, prepend=True))

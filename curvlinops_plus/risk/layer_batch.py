@@ -79,28 +79,30 @@ class LayerBatch:
             parts.append(replace(self, calls=calls, role=role, _shared=shared))
         return parts
 
-    def examples(self, start: int, stop: int) -> LayerBatch:
+    def examples(self, chosen: slice | Sequence[int]) -> LayerBatch:
         """Some of the examples."""
-        N = self.num_examples
-        calls = []
+        N, calls = self.num_examples, []
         for call in self.calls:
             g = call.grads if isinstance(call.grads, Tensor) or call.grads is None else call.grads[0]
             rows = N if g is None else g.shape[1]
-            p = rows // N
 
             axes = iter(call.in_axes or ())  # None: of a table for all examples, which may have as many rows
 
-            def take(t: Tensor, rows: int = rows, p: int = p, axes: Iterator[int | None] = axes) -> Tensor:
-                carries = next(axes, 0) is not None and t.ndim and t.shape[0] == rows
-                return t[start * p : stop * p] if carries else t
+            def cut(t: Tensor, lead: int = 0, p: int = rows // N) -> Tensor:
+                t = t if p == 1 else t.unflatten(lead, (N, p))
+                t = t[:, chosen] if lead else t[chosen]
+                return t if p == 1 else t.flatten(lead, lead + 1)
+
+            def take(t: Tensor, rows: int = rows, axes: Iterator[int | None] = axes, cut: Any = cut) -> Tensor:
+                return cut(t) if next(axes, 0) is not None and t.ndim and t.shape[0] == rows else t
 
             args = tuple(_mapped(take, arg) for arg in call.args)
             kwargs = {name: _mapped(take, arg) for name, arg in call.kwargs.items()}
-            grads = _mapped(lambda t, p=p: t[:, start * p : stop * p], call.grads)
-            kept = None if call.kept is None else call.kept[start:stop]
+            grads = _mapped(lambda t, cut=cut: cut(t, 1), call.grads)
+            kept = None if call.kept is None else call.kept[chosen]
             calls.append(replace(call, args=args, kwargs=kwargs, grads=grads, kept=kept))
-        mask, weights = (None if t is None else t[start:stop] for t in (self.mask, self.example_weights))
-        number = min(stop, N) - start
+        mask, weights = (None if t is None else t[chosen] for t in (self.mask, self.example_weights))
+        number = len(range(N)[chosen]) if isinstance(chosen, slice) else len(chosen)
         return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights, _shared={})
 
     def pieces(self, max_bytes: int | None = None) -> Iterator[LayerBatch]:
@@ -346,7 +348,7 @@ class LayerBatch:
             yield self
             return
         for start in range(0, self.num_examples, step):
-            yield self.examples(start, start + step)
+            yield self.examples(slice(start, start + step))
 
     @property
     def _one_matrix(self) -> bool:

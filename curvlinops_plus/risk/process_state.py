@@ -147,17 +147,11 @@ class NoHook:
         pass
 
 
-class Reader(Uncopied):
-    """One that changes nothing."""
-
-    only_reads = True
-
-
-def own_calls(hook: Callable[P, T], kind: type[Uncopied] = Uncopied) -> Callable[P, T | None]:
+def own_calls(hook: Callable[P, T]) -> Callable[P, T | None]:
     """A hook of a module that ignores calls of other threads, which may evaluate the model meanwhile."""
     ours = OwnThread()
 
     def called(*args: P.args, **kwargs: P.kwargs) -> T | None:
         return hook(*args, **kwargs) if ours() else None
 
-    return kind(called)
+    return Uncopied(called)

@@ -31,7 +31,6 @@ from curvlinops_plus.risk.autograd_graph import postorder
 from curvlinops_plus.risk.function_calls import FunctionCalls
 from curvlinops_plus.risk.function_uses import FunctionUses
 from curvlinops_plus.risk.layers import Layer
-from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.module_uses import ModuleUse, title
 from curvlinops_plus.risk.parameter_reads import ParameterReads, refuse_outside_readers
 from curvlinops_plus.risk.process_state import Depth, OwnThread, Uncopied
@@ -57,8 +56,6 @@ class Recorder:
     Attributes:
         calls: What was recorded in the last forward pass.
         num_examples: N of that batch.
-        chain: The hooked modules of a model whose layers are known to come one after the other, see `known_chain`; None
-            for another one. Whoever has looked sets it.
         disabled: Context in which modules that run are not recorded, and their outputs not replaced.
         doubt: Why a pass of others was not recorded to its end.
         receive: Called with call, slot and gradient whenever autograd delivers one; None ignores them.
@@ -80,7 +77,6 @@ class Recorder:
         self.layers, self.backward, self.intercept = layers, backward, intercept
         self.calls: list[RecordedCall] = []
         self.num_examples = 0
-        self.chain: Sequence[nn.Module] | None = None
         self.doubt: Exception | None = None
         self._own_pass = own_pass
         self.receive: Receive | None = None
@@ -273,9 +269,6 @@ class Recorder:
 
     def _note(self, recorded: RecordedCall, tensors: Sequence[Tensor]) -> None:
         if self.backward:
-            use = recorded.call.use
-            if use.function is None and self.chain is None:  # which has no code that changes a module
-                recorded.state = ModuleState.of(use.module)
             for slot, t in zip(recorded.slots, tensors, strict=True):
                 slot.connect(t, partial(self._arrive, recorded, slot))
         self.calls.append(recorded)
@@ -292,13 +285,10 @@ class Recorder:
 
     # ------------------------------------------------------------------------------------------------------ passes
     @contextmanager
-    def recording(
-        self, num_examples: int, data: tuple[Any, Any] = (None, None), chain: Sequence[nn.Module] | None = None
-    ) -> Iterator[None]:
+    def recording(self, num_examples: int, data: tuple[Any, Any] = (None, None)) -> Iterator[None]:
         """One forward pass of the model on the data (X, y) happens in here; the batch before is forgotten."""
         self._release()
         self.num_examples, self._data, self._recording, self.doubt = num_examples, data, True, None
-        self.chain = chain
         self._ours = OwnThread()
         if self._functions is not None:
             self._functions.start()
@@ -351,11 +341,9 @@ class Recorder:
             ValueError: If a parameter is read by something else than its layer.
             UnsupportedError: If a product to which a bias is added is used without it, too.
 
-        Cost: a walk through the graph, unless it is a chain.
+        Cost: a walk through the graph.
         """
         edges = [slot.edge for slot in self.slots if slot.edge is not None]
-        if self.chain is not None:
-            return edges[:1]
         marked = {edge.node for edge in edges}
         above: dict[Any, bool] = {}  # whether a recorded edge is below the node
         readers: dict[int, int] = {}

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import AffineRule
-from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.module_uses import Call, ModuleUse, title
 from curvlinops_plus.risk.refused_calls import not_by_example
 from curvlinops_plus.risk.row_order import RowOrder
@@ -91,7 +90,6 @@ class RecordedCall:
         slots: What it returned, one slot per floating-point tensor.
         single: Whether it returned just one tensor.
         versions: Its inputs and their versions, to notice changes in place.
-        state: What the module looked like; None for a function, and in a chain, whose modules don't change.
         expanded: Whether it returned one row for all examples.
     """
 
@@ -100,18 +98,12 @@ class RecordedCall:
     slots: list[OutputSlot]
     single: bool
     versions: list[tuple[Tensor, int]] = field(default_factory=list)
-    state: ModuleState | None = None
     expanded: bool = False
 
     def set_gradients(self, grads: dict[int, Tensor], V: int, batched: bool) -> None:
         """Move the gradients of the slots (by identity) into `call.grads`; zeros where there are none."""
         found = [slot.gradient(grads.pop(id(slot), None), V, batched) for slot in self.slots]
         self.call.grads = found[0] if self.single else found
-
-    def seen_state(self) -> ModuleState | None:
-        """What the module looked like when it was called; None for a function."""
-        known = self.state is not None or self.call.use.function is not None
-        return self.state if known else ModuleState.of(self.call.use.module)
 
     def require_unchanged(self) -> None:
         """Refuse inputs that were written to since the call."""

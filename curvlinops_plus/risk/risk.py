@@ -16,12 +16,12 @@ from tqdm import tqdm
 from curvlinops_plus.distributed import Alone, Processes
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.risk.autograd_graph import prepare_graph
+from curvlinops_plus.risk.examples import call_model
 from curvlinops_plus.risk.first_order import gradient_pass, loss_pass
 from curvlinops_plus.risk.label_shift import are_labels_shifted, shifted_labels
 from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.loss_weights import with_consistent_weights
 from curvlinops_plus.risk.losses import Losses, OutputLoss, Terms
-from curvlinops_plus.risk.model_calls import ModelCalls
 from curvlinops_plus.risk.model_parameters import ModelParameters
 from curvlinops_plus.risk.module_options import example_axes, functions_of_rows
 from curvlinops_plus.risk.parameter_reads import KeptParameters
@@ -57,7 +57,7 @@ class RiskOptions:
     shift_labels: bool | None = None
     progressbar: bool = False
     reduction: str | None = None
-    check: bool = True
+    check: bool | str = True
     example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None
     example_ids: Callable[[Any, Any], Any] | None = None
     weight: Callable[..., Any] | None = None
@@ -68,14 +68,10 @@ class Checked:
     """What was found out about a risk once, in the first batches.
 
     Attributes:
-        layers: Modules whose rules agreed with autograd on a gradient that is not zero.
-        tried: Modules that were looked at, also where all gradients were zero.
-        batches: How many batches were seen since then.
+        seen: What was called in batches that were compared with plain autograd, where no gradient was zero.
+        batches: How many batches there were.
         taken: How many backward passes of the user were seen, of which some are looked at.
         recorded: Whether the last forward pass of the user could be recorded, so that no other was needed.
-        chain: Whether it was one of a chain, see `known_chain`, and not compared with a pass of our own.
-        kinds: What batches that were looked at look like.
-        shapes: Shapes of batches whose outputs were compared.
         shift: Whether labels are shifted; None as long as no model with a loss of its own told.
         batch_norm: Whether batch norm may be in the graphs of outputs.
         in_modules: Keys of parameters of which it is known that the model reads them in its modules.
@@ -83,14 +79,10 @@ class Checked:
         fused: Whether the model has modules whose inference PyTorch fuses; None before it was recorded.
     """
 
-    layers: set[Any] = field(default_factory=set)
-    tried: set[Any] = field(default_factory=set)
+    seen: set[Any] = field(default_factory=set)
     batches: int = 0
     taken: int = 0
     recorded: bool = False
-    chain: bool = False
-    kinds: set[Any] = field(default_factory=set)
-    shapes: set[Any] = field(default_factory=set)
     said: set[str] = field(default_factory=set)
     shift: bool | None = None
     batch_norm: bool = True
@@ -138,10 +130,10 @@ class EmpiricalRisk(ModelParameters):
         progressbar: Show a bar on every loop over the data.
         reduction: For losses without a likelihood (Hessian and GGN take any): "mean" weighs batches by their numbers of
             examples, "sum" adds them up. Default: the loss's own attribute ("batchmean" is "mean"), else "mean".
-        check: Whether three examples of a batch are looked at when its layers are called for the first time: that layer
-            rules agree with autograd, that examples don't depend on each other, that two evaluations agree; of
-            `nn.Sequential` of PyTorch's own modules their types say it. And whether a loss that the model computes from
-            `labels` is compared with this one.
+        check: Whether three examples of a batch are run one by one and compared with the batch: their outputs, and what
+            layer rules make of it with plain autograd. True does so in the first batch, in each that calls other
+            layers, and in batches 2, 4, 8, ...; "every" in all. Also whether two evaluations have to agree, and whether
+            a loss that the model computes from `labels` is compared with this one.
         example_ids: `example_ids(X, y)` gives the numbers of the examples of a batch in the whole data set, N integers:
             random vectors depend on them. Default: examples are numbered in their order, through each pass.
         weight: `weight(X, y, ...)` gives the weights of the examples of a batch, N numbers of at least 0; it is called
@@ -205,7 +197,7 @@ class EmpiricalRisk(ModelParameters):
         shift_labels: bool | None = None,
         progressbar: bool = False,
         reduction: str | None = None,
-        check: bool = True,
+        check: bool | str = True,
         example_of_row: Mapping[str, Callable[[Any, Any], Tensor]] | None = None,
         example_ids: Callable[[Any, Any], Any] | None = None,
         weight: Callable[..., Any] | None = None,
@@ -215,7 +207,7 @@ class EmpiricalRisk(ModelParameters):
         check_data(data)
         #: The processes that share the data; `Alone()` if there are none.
         self.processes = common_processes(model, processes)
-        self.data, self.calls = data, ModelCalls()
+        self.data = data
         self.losses = Losses(loss, reduction)
         super().__init__(inner, params, modules, owned, self.processes)
         self.options = RiskOptions(
@@ -336,7 +328,7 @@ class EmpiricalRisk(ModelParameters):
         watch = look if look is not None and look.counts else nullcontext()
         try:
             with self.placed() if model is None else watch:
-                out = self.calls(call, batch)
+                out = call_model(call, batch)
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
             refuse_input(error, batch, self.params)
             raise

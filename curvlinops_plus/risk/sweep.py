@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.risk.backward_pass import BackwardPasses, Consumer, VectorGroup, vector_groups
-from curvlinops_plus.risk.constant_statistics import batch_norms, constant_statistics
+from curvlinops_plus.risk.check import check_batch
 from curvlinops_plus.risk.draws import Draws
-from curvlinops_plus.risk.known_chains import are_calls_of, known_chain
 from curvlinops_plus.risk.layers import Layer
 from curvlinops_plus.risk.loss_weights import LossWeights, loss_weights
 from curvlinops_plus.risk.losses import Terms
@@ -25,7 +24,6 @@ from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.refused_calls import OutsideReads
 from curvlinops_plus.risk.risk import EmpiricalRisk
-from curvlinops_plus.risk.self_check import check_batch, is_unchecked
 from curvlinops_plus.risk.totals import Totals
 from curvlinops_plus.risk.user_backward import UserBackward
 from curvlinops_plus.risk.vectors import Exact, Vectors
@@ -84,8 +82,7 @@ def sweep(
 class RecordedPasses:
     """Forward passes of a risk's model under hooks on its layers, and the vectors that are sent back through them.
 
-    Use them inside `hooked`. In passes that nobody else makes, the statistics of batch norm in training mode are
-    constants: each example has gradients of its own then.
+    Use them inside `hooked`.
 
     Args:
         own_pass: Whether nobody else needs the graph of the forward passes: without vectors there is none then. The
@@ -128,16 +125,13 @@ class RecordedPasses:
             with risk.placed(), recorder:
                 yield
             return
-        norms = batch_norms(risk.model)
-        statistics = constant_statistics(norms.values()) if norms else nullcontext()
         gradients = torch.enable_grad() if self.vectors.backward else torch.no_grad()
-        with torch.inference_mode(False), gradients, statistics, recorder.watching(), eager(), risk.placed(), recorder:
+        with torch.inference_mode(False), gradients, recorder.watching(), eager(), risk.placed(), recorder:
             yield
 
     def recording(self, batch: Batch) -> AbstractContextManager[None]:
         """Context for one forward pass of the model on a batch."""
-        chain = known_chain(self.risk, self.recorder, batch) if self._own_pass else None
-        recording = self.recorder.recording(batch.num_examples, (batch.X, batch.y), chain)
+        recording = self.recorder.recording(batch.num_examples, (batch.X, batch.y))
         return recording if self._own_pass else self._among_others(recording)
 
     @contextmanager
@@ -149,8 +143,6 @@ class RecordedPasses:
     def observe(self, batch: Batch, draws: Draws, consume: Consumer) -> Totals:
         """Run the model on one batch, send vectors back, and pass every layer's `LayerBatch` to `consume`."""
         with self.recording(batch):
-            if self.recorder.chain is not None:
-                self.risk.calls.expect_from(self.risk.model)
             outputs = self.risk.run(batch)
         return self.send_back(batch, outputs, draws, consume)
 
@@ -169,7 +161,7 @@ class RecordedPasses:
             outputs: Outputs, targets and class axes, as `EmpiricalRisk.run` returns them.
             consume: Called with a `LayerBatch`, once per layer and piece of vectors.
             keep_graph: Keep the graph: somebody else goes back through it afterwards.
-            user: Take gradients from here instead of sending anything; nothing is checked then, see `is_unchecked`.
+            user: Take gradients from here instead of sending anything; nothing is checked then, see `is_due`.
 
         Returns:
             The totals of the batch.
@@ -179,9 +171,7 @@ class RecordedPasses:
         terms = self._terms(batch, outputs)
         batch_totals = terms.totals
         with self._watching():
-            if user is None or recorder.chain is None:  # else `is_unchecked` has looked
-                recorder.chain = self._chain_of(batch)
-            if user is None and risk.options.check and recorder.chain is None:
+            if user is None:
                 check_batch(risk, recorder, batch, fs, self.repeatable)
             passes = BackwardPasses(recorder, consume, _read_mask(risk, batch), batch.weight)
             batch_totals.called = passes.called
@@ -199,17 +189,6 @@ class RecordedPasses:
                     passes.send(group, at_once, keep_graph or group is not groups[-1])
         batch_totals.reached = passes.reached
         return batch_totals
-
-    def is_unchecked(self, batch: Batch, outputs: Sequence[Tensor]) -> bool:
-        """Whether a recorded pass, through whose graph nothing can be sent, has to be checked in another pass."""
-        recorder = self.recorder
-        recorder.chain = self._chain_of(batch)
-        return recorder.chain is None and is_unchecked(self.risk, recorder, batch, outputs, self.repeatable)
-
-    def _chain_of(self, batch: Batch) -> Sequence[nn.Module] | None:
-        """The modules of the recorded pass if it was one through a known chain."""
-        chain = self.recorder.chain if self._own_pass else known_chain(self.risk, self.recorder, batch)
-        return chain if are_calls_of(chain, self.recorder) else None
 
     def _terms(self, batch: Batch, outputs: tuple[Any, Any, Any]) -> Terms:
         """What the losses make of the outputs."""

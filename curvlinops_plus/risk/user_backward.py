@@ -10,7 +10,7 @@ from torch import Tensor
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.linalg.numerics import at_least_float32
 from curvlinops_plus.risk.autograd_graph import postorder
-from curvlinops_plus.risk.compare_rules import TOLERANCE
+from curvlinops_plus.risk.determinism import TOLERANCE
 from curvlinops_plus.risk.float16_range import below_range
 from curvlinops_plus.risk.layer_batch import LayerBatch
 from curvlinops_plus.risk.module_uses import title

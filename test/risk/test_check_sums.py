@@ -7,11 +7,11 @@ from itertools import combinations
 import pytest
 import torch
 from cases import close
+from curvlinops_plus.risk.compare_rules import _norms
+from curvlinops_plus.risk.gradient_check import _factors, halves_by_digits, random_halves
 from torch import Tensor, nn
 
 from curvlinops_plus import KFAC, EmpiricalRisk, UnsupportedError, curvature
-from curvlinops_plus.risk.compare_rules import _norms
-from curvlinops_plus.risk.gradient_check import _factors, halves_by_digits, random_halves
 from curvlinops_plus.risk.totals import Totals
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import close
+from curvlinops_plus.risk.known_chains import are_calls_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -28,7 +29,6 @@ from curvlinops_plus.layer.rule_registry import RULES
 from curvlinops_plus.risk import model_calls
 from curvlinops_plus.risk.draws import Draws
 from curvlinops_plus.risk.find_functions import layers_of
-from curvlinops_plus.risk.known_chains import are_calls_of
 from curvlinops_plus.risk.loss_weights import loss_weights
 from curvlinops_plus.risk.record import Recorder
 from curvlinops_plus.risk.sweep import RecordedPasses

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from cases import FEW, close, problem
+from curvlinops_plus.risk.module_state import ModuleState
 from torch import nn
 
 from curvlinops_plus import EKFAC, GGN, DiagonalBlock, EmpiricalRisk, MonteCarlo, curvature
 from curvlinops_plus.risk import LayerBatch
 from curvlinops_plus.risk import layer_batch as batch_file
 from curvlinops_plus.risk.layers import find_layers
-from curvlinops_plus.risk.module_state import ModuleState
 from curvlinops_plus.risk.sweep import sweep
 
 NETS = [*FEW, "grouped cnn", "transposed convolution", "transposed convolution in groups", "encoder layer", "lstm"]

@@ -14,7 +14,7 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer.run_again import spectral_norms
 from curvlinops_plus.optim.kfac.step_batches import mean_over
 from curvlinops_plus.risk import EmpiricalRisk
-from curvlinops_plus.risk.constant_statistics import batch_norms
+from curvlinops_plus.risk.check import batch_norms
 
 
 @dataclass

@@ -30,7 +30,7 @@ from curvlinops_plus.optim.kfac.step_batches import (
     same_targets,
 )
 from curvlinops_plus.risk import EmpiricalRisk, MonteCarlo
-from curvlinops_plus.risk.process_state import Reader, own_calls
+from curvlinops_plus.risk.process_state import own_calls
 from curvlinops_plus.risk.reading import Batch
 
 
@@ -133,7 +133,7 @@ class RunningCurvature:
 
         with ExitStack() as contexts:
             contexts.callback(pause, False)
-            contexts.callback(self.risk.model.register_forward_hook(own_calls(note, Reader)).remove)
+            contexts.callback(self.risk.model.register_forward_hook(own_calls(note)).remove)
             if due:
                 contexts.enter_context(naming_training_mode(self.risk))
                 contexts.enter_context(self.estimator.listen(batch, decay=1.0 if self.batches else None))

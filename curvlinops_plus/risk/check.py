@@ -1,0 +1,374 @@
+"""The self-check: the gradient of an example is what plain autograd gives for the example alone.
+
+Three examples of a batch are run one by one, through the plain model. Their outputs have to be their part of the
+batch's outputs, and their gradients what the layers' rules make of the recorded batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+from warnings import warn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+
+from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
+from curvlinops_plus.random_state import RandomState, kept_random_state
+from curvlinops_plus.risk.autograd_graph import gradients_of
+from curvlinops_plus.risk.backward_pass import BackwardPasses, VectorGroup
+from curvlinops_plus.risk.determinism import TOLERANCE, relative_difference, training_modules
+from curvlinops_plus.risk.examples import take_examples
+from curvlinops_plus.risk.layer_batch import LayerBatch
+from curvlinops_plus.risk.layers import Layer
+from curvlinops_plus.risk.module_uses import title
+from curvlinops_plus.risk.preserve import kept_attributes
+from curvlinops_plus.risk.process_state import eager, hookable_modules, own_calls
+from curvlinops_plus.risk.reading import Batch
+from curvlinops_plus.risk.record import Recorder
+from curvlinops_plus.risk.refused_calls import MORE_THAN_BROADCAST, OutsideReads, refusal_of_one_row
+from curvlinops_plus.risk.replaced_parameters import copied_buffers
+from curvlinops_plus.risk.risk import EmpiricalRisk
+
+# How many examples are run alone. Of 1 852 runs of networks made to mislead, one leaves 12 unnoticed, two leave 4.
+_FEW = 3
+
+_CAUSES = (
+    "Does something else read the parameter, does another axis than the first of the layer's output carry the examples "
+    "(say example_axis=), does the module compute something else when it is run again, does a hook change what it "
+    "returns, or is something differentiated in the forward pass?"
+)
+
+
+def is_due(risk: EmpiricalRisk, recorder: Recorder) -> bool:
+    """Whether a recorded batch is to be checked: the first one, each that calls other layers, and the 2ᵏth ones.
+
+    Layers count as others if they return one row for all examples, or get examples in other inputs than before.
+    """
+    number = risk.checked.batches + 1
+    if not risk.options.check:
+        return False
+    return risk.options.check == "every" or number & (number - 1) == 0 or _kind(recorder) not in risk.checked.seen
+
+
+def _kind(recorder: Recorder) -> Any:
+    calls = {(c.call.use.name, c.expanded, *[axis is None for axis in c.call.in_axes or ()]) for c in recorder.calls}
+    return frozenset(calls), recorder.num_examples > 1, recorder.backward
+
+
+def check_batch(
+    risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
+) -> None:
+    """Compare a recorded batch with three of its examples, if that is due.
+
+    A random vector is sent back through the recorded batch, and the gradients of the three by the layers' rules are
+    added up, each times a number of its own: a row that is taken for another example's changes that sum. The same sum
+    comes from a plain backward pass through the three examples, run one by one. If the model can't run one by itself
+    (graphs, bags of tokens), the whole batch is run again instead; in training loops, if that is random, the graph of
+    the recorded pass stands in.
+
+    Args:
+        outputs: Of the recorded pass, with their graph, which is kept.
+        repeatable: Whether two evaluations of the model have to agree; not so in training loops.
+
+    Raises:
+        OutsideReads: If a layer's rule disagrees; names layer and parameter.
+        UnsupportedError: If examples depend on each other, as by batch norm in training mode.
+        RuntimeError: If two evaluations of the model disagree.
+
+    Warns:
+        CurvatureWarning: In training loops, of batch norm in training mode, where nothing is compared.
+
+    Cost: a backward pass through the batch to its layers, a forward and a backward pass of three examples.
+    """
+    due = is_due(risk, recorder)
+    risk.checked.batches += 1
+    if not due:
+        return
+    if norms := [*batch_norms(risk.model)]:
+        return _report(risk, norms, repeatable)
+    model, pair = risk.model, _Pair(risk, recorder, batch, outputs, repeatable)
+    with recorder.disabled, kept_random_state(), eager(), kept_attributes(model.modules()), copied_buffers(model):
+        if not recorder.backward:
+            with torch.no_grad():
+                pair.alone(None)
+            risk.checked.seen.add(_kind(recorder))
+        elif pair.compare(pair.by_rules(), pair.by_autograd()):
+            risk.checked.seen.add(_kind(recorder))
+
+
+def batch_norms(model: nn.Module) -> dict[str, Any]:
+    """The batch norms of a model that are in training mode, by name."""
+    return {name: m for name, m in model.named_modules() if m.training and isinstance(m, _BatchNorm)}
+
+
+def _report(risk: EmpiricalRisk, norms: list[str], repeatable: bool) -> None:
+    said = f"{norms} are batch norm in training mode: the examples of a batch depend on each other"
+    if repeatable:
+        raise UnsupportedError(
+            f"{said}. Call model.eval() first, or leave this check out with EmpiricalRisk(..., check=False)."
+        )
+    if "batch norm" not in risk.checked.said:
+        risk.checked.said.add("batch norm")
+        warn(
+            f"{said}. Gradients go through the statistics of the batch, as in other K-FAC optimizers, and are not "
+            "compared with those of single examples. The curvature of a trained model is that in evaluation mode.",
+            CurvatureWarning,
+            stacklevel=2,
+        )
+
+
+class _Pair:
+    """A recorded batch, and three of its examples by themselves; arguments as for `check_batch`."""
+
+    def __init__(
+        self, risk: EmpiricalRisk, recorder: Recorder, batch: Batch, outputs: Sequence[Tensor], repeatable: bool
+    ) -> None:
+        self.risk, self.recorder, self.batch, self.outputs, self.repeatable = risk, recorder, batch, outputs, repeatable
+        generator, self.N = torch.Generator().manual_seed(0), batch.num_examples
+        # Not the first ones: what is mixed may be neighbours, or not.
+        self.chosen = sorted(torch.randperm(self.N, generator=generator)[:_FEW].tolist())
+        self.numbers = 0.5 + torch.rand(len(self.chosen), generator=generator, dtype=torch.float64)
+        self.vectors = [torch.randn(f.shape, generator=generator).to(f) for f in outputs]
+
+    def by_rules(self) -> dict[str, Tensor]:
+        """Σ_n numbers[n] J_n over the three examples, by key, from what the recorded layers get of the vectors."""
+        found: dict[str, Tensor] = {}
+
+        def consume(batch: LayerBatch) -> None:
+            layer = batch.layer
+            try:
+                for group in layer.groups:
+                    J = batch.restrict(group).examples(self.chosen).per_example_grads[0]
+                    total = torch.tensordot(self.numbers.to(J), J, 1).flatten()
+                    found.update({key: g[..., 0] for key, g in group.layout.split(total[:, None]).items()})
+            except (UnsupportedError, torch.OutOfMemoryError):
+                raise
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                kind = type(layer.uses[0].owner).__name__
+                raise OutsideReads(
+                    f"{layer.title} ({kind}): the layer's rule failed on a recorded call, with {type(error).__name__}: "
+                    f"{error}. {_CAUSES} Leave the parameters {list(layer.params)} out of `params`, or restructure "
+                    "that part of the model.",
+                    self._keys_of_tables(layer),
+                ) from error
+
+        live = [(f, v) for f, v in zip(self.outputs, self.vectors, strict=True) if f.requires_grad]
+        if live:
+            fs, vs = zip(*live, strict=True)
+            BackwardPasses(self.recorder, consume).send(VectorGroup(fs, 1, iter([vs])), 1, keep_graph=True)
+        return found
+
+    def by_autograd(self) -> dict[str, Tensor | None]:
+        """The same sum from the plain model; None is zero, and what can't be told is missing."""
+        with torch.enable_grad():
+            if all(p.requires_grad and not p._backward_hooks for p in self.risk.params.values()):
+                return self._gradients(None, self.risk.params)
+            # Frozen ones have no gradients, and hooks are the user's. Modules may ask for parameters by that type.
+            free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
+            return self.risk.at(free, lambda model: self._gradients(model, free))
+
+    def _gradients(self, model: nn.Module | None, params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        alone = self.alone(model)
+        if alone is not None:
+            heads = [f for fs in alone for f in fs]
+            sent = [number * self._rows(v, n) for n, number in self._numbered() for v in self.vectors]
+        else:
+            heads, sent = self.risk.run(self.batch, model)[0], [torch.zeros_like(v) for v in self.vectors]
+            for n, number in self._numbered():
+                for v, kept in zip(self.vectors, sent, strict=True):
+                    self._rows(kept, n).copy_(number * self._rows(v, n))
+            if away := self._difference(heads, self.outputs):
+                if self.repeatable:
+                    raise not_repeatable(self.risk, self.batch, away)
+                heads, params = self.outputs, {key: p for key, p in self.risk.params.items() if p.requires_grad}
+        live = [(f, v) for f, v in zip(heads, sent, strict=True) if f.requires_grad]
+        if not live or not params:
+            return dict.fromkeys(params)
+        fs, vs = zip(*live, strict=True)
+        found = gradients_of(fs, [*params.values()], vs, retain_graph=heads is self.outputs)
+        return {key: g.to_dense() if g is not None and g.is_sparse else g for key, g in zip(params, found, strict=True)}
+
+    def alone(self, model: nn.Module | None) -> list[Sequence[Tensor]] | None:
+        """What the losses read of each of the three by itself.
+
+        None if the model can't run one, or returns something of another form; in training loops also if it returns
+        something else than in the batch.
+        """
+        before, found = RandomState.now(self.risk.device), []
+        for n in self.chosen:
+            one = take_examples(self.batch, [n])
+            try:
+                fs = () if one is None else self.risk.run(one, model)[0]
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # the whole batch, which is run instead, raises what else is wrong
+                return None
+            if not fs or any(f.shape != self._rows(F, n).shape for f, F in zip(fs, self.outputs, strict=True)):
+                return None
+            found.append(fs)
+        if self.repeatable:
+            _refuse_draws(self.risk, before)
+        theirs = [self._rows(F, n) for n in self.chosen for F in self.outputs]
+        if away := self._difference([f for fs in found for f in fs], theirs):
+            if self.repeatable:
+                raise self._why_different(away)
+            return None
+        return found
+
+    def _numbered(self) -> list[tuple[int, float]]:
+        return list(zip(self.chosen, self.numbers.tolist(), strict=True))
+
+    def _rows(self, t: Tensor, n: int) -> Tensor:
+        """The rows of an example: several if its positions are on the same axis."""
+        return t.unflatten(0, (self.N, -1))[n]
+
+    def _difference(self, one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+        """The relative difference of outputs if it is more than rounding, else 0."""
+        if any(f.shape != F.shape for f, F in zip(one, other, strict=True)):
+            return 1.0
+        away = relative_difference(*(torch.cat([t.detach().flatten() for t in ts]) for ts in (one, other)))
+        return away if away > TOLERANCE[min(t.dtype.itemsize for t in (*other, *self.recorder.slots))] else 0.0
+
+    def _why_different(self, away: float) -> Exception:
+        """The model is random, or its examples depend on each other."""
+        expanded = [recorded.call.use for recorded in self.recorder.calls if recorded.expanded]
+        if expanded:
+            return refusal_of_one_row(expanded[0], self.N, MORE_THAN_BROADCAST)
+        with torch.no_grad():
+            again = self.risk.run(self.batch)[0]
+        if different := self._difference(again, self.outputs):
+            return not_repeatable(self.risk, self.batch, different)
+        return UnsupportedError(
+            f"The model's outputs for {len(self.chosen)} of {self.N} examples, each by itself, differ from those in "
+            f"the batch by {away:.1e} of the norm: the examples of a batch depend on each other, so they have no "
+            "gradients of their own. (Or code of the model depends on the number of examples, as `len(x)`; or a tensor "
+            "of the input has as many rows as there are examples, and is not one of rows for examples.) "
+            "EmpiricalRisk(..., check=False) goes on without this check."
+        )
+
+    def compare(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor | None]) -> bool:
+        """Refuse layers whose gradients by rule and by autograd differ; True if none of the gradients is zero."""
+        layers = [layer for layer in self.recorder.layers if theirs.keys() >= layer.params.keys()]
+        pairs = [[_flat(found, layer) for found in (ours, theirs)] for layer in layers]
+        found = [torch.stack([torch.dist(one, other), one.norm(), other.norm()]).double().cpu() for one, other in pairs]
+        norms = torch.stack(found).tolist() if found else []
+        largest = max([size for _, _, size in norms if math.isfinite(size)], default=0.0)
+        for layer, (away, mine, size) in zip(layers, norms, strict=True):
+            slots = [slot for recorded in self.recorder.calls for slot in recorded.slots]
+            tolerance = TOLERANCE[min(t.dtype.itemsize for t in (*layer.params.values(), *slots))]
+            # A gradient of which rounding is all that is left is compared with the others; what is not finite is
+            # refused with the statistic that it makes.
+            if math.isfinite(away) and not away <= tolerance * (size + 0.1 * largest):
+                raise self._wrong_rule(layer, away, mine, size)
+        return all(size > 0 for *_, size in norms)
+
+    def _wrong_rule(self, layer: Layer, away: float, mine: float, size: float) -> OutsideReads:
+        """What to say of two gradients that differ, unless functions that read the parameter are found."""
+        kind = type(layer.uses[0].owner).__name__
+        called = any(self.recorder.layers[recorded.layer] is layer for recorded in self.recorder.calls)
+        return OutsideReads(
+            f"{layer.title} ({kind}): gradients of {list(layer.params)} for {len(self.chosen)} of {self.N} examples "
+            f"have norm {mine:.4g} by the layer's rule and {size:.4g} by autograd, and differ by {away:.2g}. "
+            f"{_CAUSES if called else 'The layer was not called, so something else reads the parameters.'} Leave them "
+            "out of `params`, or restructure that part of the model. EmpiricalRisk(..., check=False) goes on without "
+            "this check, and with numbers that are wrong.",
+            self._keys_of_tables(layer),
+        )
+
+    def _keys_of_tables(self, layer: Layer) -> tuple[str, ...]:
+        """The layer's keys if it makes a table for all examples, of inputs of which none has an axis for them.
+
+        The module around it has gradients of each example.
+        """
+        for recorded in self.recorder.calls:
+            if self.recorder.layers[recorded.layer] is layer and self.N > 1:
+                given = tree_leaves((recorded.call.args, dict(recorded.call.kwargs)))
+                if not any(isinstance(t, Tensor) and self.N in t.shape for t in given):
+                    return tuple(layer.params)
+        return ()
+
+
+def _flat(found: Mapping[str, Tensor | None], layer: Layer) -> Tensor:
+    """Gradients of a layer's parameters in one vector, zeros where there are none."""
+    pairs = [(found.get(key), p.detach()) for key, p in layer.params.items()]
+    parts = [torch.zeros_like(p) if g is None else g.detach() for g, p in pairs]
+    return torch.cat([g.flatten().to(layer.accumulation_dtype) for g in parts])
+
+
+# ------------------------------------------------------------------------------------------- two evaluations that agree
+def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
+    """Compare two evaluations of the model on three examples of a batch, once for each mode of its modules.
+
+    Raises:
+        RuntimeError: If they differ, or if a model in training mode draws random numbers at all: it may differ rarely.
+
+    Cost: once, two forward passes of three examples, or of the batch where these can't be run by themselves.
+    """
+    modes = tuple(m.training for m in risk.model.modules())
+    if not risk.options.check or modes in risk.checked.modes:
+        return
+    few = take_examples(batch, range(min(_FEW, batch.num_examples)))
+    with kept_random_state(), eager(), copied_buffers(risk.model), torch.no_grad():
+        before = RandomState.now(risk.device)
+        try:
+            first = risk.run(few or batch)[0]
+        except Exception:
+            few, first = None, risk.run(batch)[0]
+        _refuse_draws(risk, before)
+        for f, again in zip(first, risk.run(few or batch)[0], strict=True):
+            away = relative_difference(again, f) if again.shape == f.shape else 1.0
+            if away > TOLERANCE[f.element_size()]:
+                raise not_repeatable(risk, few or batch, away)
+    torch.clear_autocast_cache()  # before PyTorch 2.7 it gives weights that were cast without gradients to later passes
+    risk.checked.modes.add(modes)
+
+
+def _refuse_draws(risk: EmpiricalRisk, before: RandomState) -> None:
+    if RandomState.now(risk.device) != before and any(m.training for m in risk.model.modules()):
+        names = training_modules(risk.model) or "code of its own"
+        raise RuntimeError(
+            f"The model draws random numbers in training mode, in {names}, so that evaluations may differ, if rarely: "
+            "call model.eval(). check_deterministic=False takes them as they come."
+        )
+
+
+def not_repeatable(risk: EmpiricalRisk, batch: Batch, away: float) -> RuntimeError:
+    """The error about a model of which two evaluations on a batch differ; names the first module that does."""
+    first, second = (_outputs_of_modules(risk, batch) for _ in range(2))
+    where = ""
+    for (name, one), (_, other) in zip(first, second):
+        if any(
+            a.shape == b.shape and relative_difference(a, b) > TOLERANCE[a.element_size()] for a, b in zip(one, other)
+        ):
+            where = f", first in {title(name)} ({type(risk.model.get_submodule(name)).__name__})"
+            break
+    random = training_modules(risk.model)
+    cause = f"These modules are in training mode: {random}; call model.eval()." if random else ""
+    return RuntimeError(
+        f"Two evaluations of the model on the same examples differ, by {away:.1e} of the output's norm{where}. "
+        f"{cause or 'Does it draw random numbers, or count its calls?'} check_deterministic=False takes them as they "
+        "come."
+    )
+
+
+def _outputs_of_modules(risk: EmpiricalRisk, batch: Batch) -> list[tuple[str, list[Tensor]]]:
+    """What each call of a module returned, with the module's name, in the order in which the calls ended."""
+    outputs, handles = list[tuple[str, list[Tensor]]](), []
+    for name, module in hookable_modules(risk.model):
+
+        def note(module: nn.Module, args: Any, out: Any, name: str = name) -> None:
+            leaves = [t.detach().clone() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_floating_point()]
+            outputs.append((name, leaves))
+
+        handles.append(module.register_forward_hook(own_calls(note)))
+    try:
+        with torch.no_grad():
+            risk.run(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs
