@@ -220,7 +220,9 @@ class CurvatureEstimator:
         return found
 
     #: Whether it has to be found out before the first batch how functions read parameters.
-    _looks_first = property(lambda self: self.risk.reads is None and _has_unknown_code(self._layers))
+    _looks_first = property(
+        lambda self: self.risk.reads is None and _has_unknown_code(self._layers) and not self._sums.called
+    )
 
     def _look(self, batch: Batch, error: OutsideReads | None = None) -> None:
         """Look which functions read parameters, which changes the layers."""
