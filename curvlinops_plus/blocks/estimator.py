@@ -230,7 +230,11 @@ class CurvatureEstimator:
             raise UnsupportedError(
                 f"{error} In earlier batches it was not so: their statistics are of other layers."
             ) from error
-        self._blank.learn_reads(batch, error)
+        if batch.num_examples:
+            self._blank.learn_reads(batch, error)
+        else:  # other processes have them, and tell what they find
+            self.risk.reads = None
+            self._blank.renew_plan()
         self._sums = RunningSums.of_plan(self.plan, self._scale)
 
     def _add(self, show: Show, decay: float | None) -> None:

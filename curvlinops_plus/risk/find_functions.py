@@ -101,9 +101,9 @@ def find_functions(
     claimed = {key for use in products for key in use.keys.values()}
     apart = [use for use in uses if use.without_rule or claimed & {*use.keys.values()}]
     free = {key for use in apart for key in use.keys.values()} | {*enclosed}
-    return FoundReads(
-        products, *_enclose(risk, uses, passes, reads, enclosed, beyond or {}), frozenset(free - _seen(passes))
-    )
+    around, outside = _enclose(risk, uses, passes, reads, enclosed, beyond or {})
+    around = {key: around[key] for key in risk.params if key in around}  # sets have another order in other processes
+    return FoundReads(products, around, outside, frozenset(free - _seen(passes)))
 
 
 def _seen(passes: Iterable[DryPass]) -> set[str]:

@@ -98,7 +98,7 @@ class Training:
 
 def in_parts(ordinary: Ordinary, processes: Any = None) -> dict[str, Tensor]:
     """Operators, estimates and the parameters after training, by processes that have each its part of all batches."""
-    model, batches = ordinary.make(), [ordinary.examples(6, seed) for seed in range(3)]
+    model, batches = ordinary.make(), [ordinary.examples(10, seed) for seed in range(3)]
     if processes is not None:
         batches = [batch[processes.rank :: processes.world] for batch in batches]
     data, found = [ordinary.batch(batch) for batch in batches], {}

@@ -162,7 +162,7 @@ class GPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(5, 4), nn.Embedding(3, 4)
+        self.tokens, self.positions = nn.Embedding(5, 4), nn.Embedding(4, 4)
         self.norm1, self.norm2 = nn.LayerNorm(4), nn.LayerNorm(4)
         self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
         self.head = nn.Linear(4, 5, bias=False)
@@ -320,7 +320,7 @@ class Ordinary:
         return self.collate([x for x, _ in examples]), stacked([y for _, y in examples])
 
 
-images, tokens, classes, words = floats(2, 4, 4), integers(5, 3), integers(3), integers(5, 3)
+images, tokens, classes, words = floats(2, 4, 4), integers(5, 4), integers(3), integers(5, 4)
 
 MODELS: dict[str, Ordinary] = {
     "MLP": Ordinary(lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)), floats(4), classes),
