@@ -110,8 +110,8 @@ class BlockwiseLinearOperator(ScaledBlocks):
         compute: bool = True,
     ) -> None:
         super().__init__(risk.space, risk.dtype, risk.device)
-        self.risk = risk
         self.vectors = as_vectors(vectors)
+        self.risk = risk.for_vectors(self.vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
         self._confirmed: list[LayerPlan] | None = None
         self._make_plan = partial(make_plan, approximation=approximation, default=default)

@@ -105,10 +105,10 @@ class CurvatureEstimator:
         leave_out_uncalled: bool = False,
     ) -> None:
         _check_decay(decay)
-        self.risk, self.decay, self.damping, self.leave_out_uncalled = risk, decay, damping, leave_out_uncalled
+        self.decay, self.damping, self.leave_out_uncalled = decay, damping, leave_out_uncalled
         options = {"default": default, "separate_weight_and_bias": separate_weight_and_bias}
         self._blank = BlockwiseLinearOperator(risk, approximation, vectors=vectors, compute=False, **options)
-        self.vectors = self._blank.vectors
+        self.risk, self.vectors = self._blank.risk, self._blank.vectors
         self.reset()
 
     #: The layers with their approximations. How functions read parameters is known after the first batch.
