@@ -507,6 +507,7 @@ def test_losses_draw_independently(kind: Any) -> None:
     assert abs(float(found.mean()) - exact) < 4 * error < 0.5 * exact
 
 
+@pytest.mark.slow
 def test_the_monte_carlo_operator_is_unbiased() -> None:
     model, losses, data, twin = case("ignored", (3, 2))
     params = list(model.parameters())
