@@ -39,6 +39,7 @@ def rows_of(p: Problem, per_term: bool = False) -> list[Tensor]:
     return [p.exact.gradients(b, v).transpose(0, 1) for b, v in p.exact.empirical(per_term)]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_gradients_are_autograd_s(name: str) -> None:
     p = problem(name)
@@ -51,6 +52,7 @@ def test_gradients_are_autograd_s(name: str) -> None:
             close(found[batch], rows if per_term else rows[:, 0], what=f"batch {batch}, per_term={per_term}")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "small"), [*((name, False) for name in NETS), *((name, True) for name in FEW)])
 def test_scores_are_products_of_gradients(name: str, small: bool) -> None:
     """Also of a matrix that is not symmetric, of queries in other batches, of terms, and in the smallest pieces."""

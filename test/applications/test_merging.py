@@ -88,7 +88,7 @@ def test_default_damping_is_relative_to_each_block() -> None:
     delta, start = torch.zeros(len(total), dtype=F64), 0
     for module in (models[0][0], models[0][2]):
         stop = start + sum(p.numel() for p in module.parameters())
-        delta[start:stop] = 1e-3 * total.diagonal()[start:stop].mean()
+        delta[start:stop] = 0.1 * total.diagonal()[start:stop].mean()
         start = stop
     found = expected(models, [K.to_dense() for K in curvatures], delta)
     torch.testing.assert_close(vector(merge(models, curvatures)), found, rtol=1e-8, atol=1e-9)

@@ -205,6 +205,7 @@ def test_defaults_are_those_of_the_signature(kind: Any) -> None:
     same(K.to_dense(), expected.to_dense())
 
 
+@pytest.mark.one_in(2)
 @both
 @pytest.mark.parametrize("name", [n for n in PROBLEMS if "," not in n])
 def test_every_net_through_the_classic_door(kind: Any, name: str) -> None:

@@ -13,6 +13,7 @@ from cases import NETS as MADE
 from curvlinops_plus import load
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("approximation", APPROXIMATIONS)
 def test_owned(workers: Any, approximation: str) -> None:
     """Everything that is said of them is what is said of blocks that all have; two of three processes have some."""
@@ -35,6 +36,7 @@ def test_states(workers: Any, approximation: str, tmp_path: Path) -> None:
 NETS = ["strided cnn", "called twice", "tied", "language model", "called rarely"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [name for name in NETS if name in MADE])
 def test_other_networks(workers: Any, name: str) -> None:
     for found in workers.run(2, "owned_nets", [name]):
@@ -42,6 +44,7 @@ def test_other_networks(workers: Any, name: str) -> None:
         assert not wrong, wrong
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("world", "sizes", "examples"), [(2, (), 21), (2, (3, 1), 21), (3, (), 2)])
 def test_groups_of_layers(workers: Any, world: int, sizes: tuple[int, ...], examples: int, tmp_path: Path) -> None:
     """With split factors, with such as layers of one process share, with blocks elsewhere."""

@@ -12,6 +12,7 @@ import torch
 runs = pytest.mark.skipif(torch.__version__.startswith("2.6"), reason="models of fully_shard run on GPUs only in 2.6")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("world", "examples"), [(2, 9), (3, 11), (3, 2)])
 def test_everything_of_a_model(workers: Any, world: int, examples: int) -> None:
     """Also with other numbers of batches, and in processes without data."""

@@ -12,6 +12,7 @@ from cases import NETS as MADE
 WORLDS = (1, 2, 3, 8)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_blocks(workers: Any, world: int) -> None:
     for approximation in APPROXIMATIONS:
@@ -26,6 +27,7 @@ def test_groups_of_layers(workers: Any, world: int, sizes: tuple[int, ...], exam
         assert max(found.values()) < 1e-10, found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("world", WORLDS)
 def test_vectors(workers: Any, world: int) -> None:
     """Random ones are the same whatever the number of processes, and the batches."""

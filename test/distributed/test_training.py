@@ -13,6 +13,7 @@ from curvlinops_plus import Exact, LevenbergMarquardt
 PLAIN = {"lr": 0.1, "inverse_every": 3}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize(
     ("approximation", "vectors", "decay"),
@@ -38,6 +39,13 @@ def test_first_batches_without_terms(workers: Any, approximation: str, reduction
         assert max(found.values()) < 1e-10, found
 
 
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+def test_reads_that_another_process_finds(workers: Any, approximation: str) -> None:
+    for found in workers.run(2, "late_reads", approximation):
+        assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("world", "options"), [(2, {"vectors": Exact()}), (3, {"damping": 0.01})], ids=str)
 @pytest.mark.parametrize("name", ["attention", "few rows", "dead units", "equal outputs"])
 def test_bases_of_few_rows(workers: Any, world: int, options: dict[str, Any], name: str) -> None:
@@ -64,6 +72,7 @@ def test_training_of_processes_that_call_other_layers(workers: Any) -> None:
         assert max(found.values()) < 1e-10, found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("wrapper", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
 @pytest.mark.parametrize("inverse", ["exact", "factored"])
@@ -78,6 +87,7 @@ def test_optimizer(workers: Any, world: int, wrapper: dict[str, Any], inverse: s
 ADAPTIVE = {"lr": "adaptive", "momentum": "adaptive", "damping": LevenbergMarquardt(0.1, interval=2)}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("options", [PLAIN, ADAPTIVE, {"lr": 0.1, "reject": 2.0, "check_loss": True}], ids=str)
 def test_unequal_parts(workers: Any, options: dict[str, Any], reduction: str) -> None:

@@ -58,6 +58,7 @@ def over_seeds(
     return torch.stack([e for e, _ in pairs]), torch.stack([s for _, s in pairs])
 
 
+@pytest.mark.slow
 @every_estimator
 @pytest.mark.parametrize("matrix", MATRICES)
 def test_unbiased(estimate: Callable, options: dict, truth: Callable, matrix: str) -> None:

@@ -233,7 +233,7 @@ def test_what_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match="Unknown vectors"):
         kind(risk, "ggn")
     huber = EmpiricalRisk(risk.model, nn.HuberLoss(), [(normal(2, 4), normal(2, 3))])
-    for vectors in (Exact(signs=True), "fisher_exact", MonteCarlo(), Empirical(), Mixed()):
+    for vectors in (Exact(signs=True), "fisher_exact", MonteCarlo(), Mixed()):
         with pytest.raises(UnsupportedError, match="no likelihood is registered"):
             kind(huber, vectors)
     if kind is GGNFactor:

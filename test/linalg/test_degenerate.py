@@ -55,6 +55,7 @@ def away(P: Tensor, Q: Tensor) -> float:
     return float((P - Q * (P * Q).sum(-2, keepdim=True).sign()).abs().amax())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("d", SIZES)
 @pytest.mark.parametrize("rows", [few, dead, nearly_dead, alike, coordinates, levels])
 def test_what_rounding_changes(rows: Callable[[int, int], Tensor], d: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ def check(M: Tensor, values: Tensor, Q: Tensor) -> None:
     assert bool((values.diff() >= 0).all())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [F64, F32])
 @pytest.mark.parametrize("m", [1, 30, 150, 300, 600])
 @pytest.mark.parametrize("kind", KINDS)

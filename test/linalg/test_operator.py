@@ -323,9 +323,10 @@ def test_scipy_dtypes() -> None:
         S = Dense(torch.eye(3, dtype=dtype)).to_scipy()
         assert S.dtype == np.float64
         assert (S @ np.ones(3)).dtype == np.float64
-        assert (S @ np.ones(3, dtype=np.float32)).dtype == np.float64
+        assert (S @ np.ones(3, dtype=np.float32)).dtype == np.float32
         narrow = Dense(torch.eye(3, dtype=dtype)).to_scipy(np.float32)
-        assert (narrow @ np.ones(3)).dtype == np.float32
+        assert narrow.dtype == np.float32
+        assert (narrow @ np.ones(3)).dtype == np.float64
     wide = Dense(torch.eye(3)).to_scipy(dtype=np.float64)
     assert wide.dtype == np.float64
     assert (wide @ np.ones((3, 2))).dtype == np.float64

@@ -177,9 +177,43 @@ def test_dtypes_follow_the_source() -> None:
     ],
 )
 def test_to_scipy_takes_dtypes_of_both(given: Any, expected: Any) -> None:
+    """Algorithms are told a dtype; a product has that of its vector, as in curvlinops."""
     S = Dense(torch.from_numpy(MATRIX)).to_scipy(given)
-    assert S.dtype == (S @ np.ones(6)).dtype == expected
-    np.testing.assert_allclose(S @ np.ones(6), MATRIX.sum(1), rtol=1e-2)
+    assert S.dtype == (S @ np.ones(6, dtype=int)).dtype == expected
+    for kind in (np.float32, np.float64):
+        found = S @ np.ones(6, dtype=kind), S.rmatvec(np.ones(4, dtype=kind))
+        assert [x.dtype for x in found] == [kind, kind]
+        np.testing.assert_allclose(found[0], MATRIX.sum(1), rtol=1e-6)
+
+
+class Users:
+    """An operator as somebody else writes it, with what `@` needs."""
+
+    def __init__(self, M: torch.Tensor) -> None:
+        self.M, self.shape = M, M.shape
+
+    def __matmul__(self, X: torch.Tensor) -> torch.Tensor:
+        return self.M @ X
+
+    @property
+    def T(self) -> Users:
+        return Users(self.M.T)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda M: sla.aslinearoperator(M.numpy()), lambda M: scipy.sparse.csr_array(M), Users]
+)
+def test_sums_with_operators_of_others(make: Any) -> None:
+    M, N, X = normal(4, 6), normal(4, 6, seed=1), normal(6, 3)
+    A, B = Dense(M), make(N)
+    for found, expected in ((A + B, M + N), (A - B, M - N), (2 * A + B, 2 * M + N)):
+        close(found @ X, expected @ X)
+        close(found.T @ M[:, :2], expected.T @ M[:, :2])
+    with pytest.raises(ValueError, match=r"Expected operators of equal shapes, got \[4, 6\]"):
+        Dense(normal(6, 6)) + B
+    if not scipy.sparse.issparse(B):  # a matrix of SciPy does not leave the sum to us
+        close((B + A) @ X, (M + N) @ X)
+        close((B - A) @ X, (N - M) @ X)
 
 
 def test_an_array_is_copied() -> None:

@@ -460,6 +460,7 @@ def test_exact_blocks(name: str, frozen: bool) -> None:
     close(full, only_blocks(M, expected), what="FullBlock")
 
 
+@pytest.mark.one_in(3)
 @every
 @pytest.mark.parametrize("separate", [False, True])
 def test_factors(name: str, separate: bool) -> None:
