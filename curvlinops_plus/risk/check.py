@@ -91,12 +91,11 @@ def check_batch(
     if norms := [*batch_norms(risk.model)]:
         return _report(risk, norms, repeatable)
     model, pair = risk.model, _Pair(risk, recorder, batch, outputs, repeatable)
-    with recorder.disabled, kept_random_state(), eager(), kept_attributes(model.modules()), copied_buffers(model):
-        if not recorder.backward:
-            with torch.no_grad():
-                pair.alone(None)
-            risk.checked.seen.add(_kind(recorder))
-        elif pair.compare(pair.by_rules(), pair.by_autograd()):
+    with kept_random_state(), eager(), kept_attributes(model.modules()), copied_buffers(model):
+        with recorder.disabled, torch.set_grad_enabled(recorder.backward):
+            theirs = pair.by_autograd() if recorder.backward else pair.alone(None) or {}
+        # Checkpointed modules that run again in this backward pass have to be those that were recorded.
+        if not recorder.backward or pair.compare(pair.by_rules(), theirs):
             risk.checked.seen.add(_kind(recorder))
 
 
@@ -164,12 +163,11 @@ class _Pair:
 
     def by_autograd(self) -> dict[str, Tensor | None]:
         """The same sum from the plain model; None is zero, and what can't be told is missing."""
-        with torch.enable_grad():
-            if all(p.requires_grad and not p._backward_hooks for p in self.risk.params.values()):
-                return self._gradients(None, self.risk.params)
-            # Frozen ones have no gradients, and hooks are the user's. Modules may ask for parameters by that type.
-            free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
-            return self.risk.at(free, lambda model: self._gradients(model, free))
+        if all(p.requires_grad and not p._backward_hooks for p in self.risk.params.values()):
+            return self._gradients(None, self.risk.params)
+        # Frozen ones have no gradients, and hooks are the user's. Modules may ask for parameters by that type.
+        free: dict[str, Tensor] = {key: nn.Parameter(p.detach()) for key, p in self.risk.params.items()}
+        return self.risk.at(free, lambda model: self._gradients(model, free))
 
     def _gradients(self, model: nn.Module | None, params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         alone = self.alone(model)
