@@ -14,13 +14,22 @@ import pytest
 import torch
 from cases import close, unchanged
 from helpers import F64, normal, refuses_cdist
-from middles import MIDDLES, Forgetful, Net, Once, clipped
+from middles import MIDDLES, Net, Once, clipped
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev
 from torch.nn.functional import embedding, one_hot
 from torch.utils.checkpoint import checkpoint
 
-from curvlinops_plus import GGN, ActivationHessian, DiagonalBlock, EmpiricalRisk, GGNFactor, Hessian, Jacobian, curvature
+from curvlinops_plus import (
+    GGN,
+    ActivationHessian,
+    DiagonalBlock,
+    EmpiricalRisk,
+    GGNFactor,
+    Hessian,
+    Jacobian,
+    curvature,
+)
 from curvlinops_plus.errors import CurvatureWarning, UnsupportedError
 
 
@@ -383,15 +392,23 @@ class RawBag(nn.Module):
         return torch.embedding_bag(self.bag.weight, x.flatten(), torch.arange(0, x.numel(), x.shape[1]))[0]
 
 
-class Cubic(nn.Module):
-    """`x² y`, whose second derivative a backward pass written by hand gets wrong."""
+class ThirdPower(torch.autograd.Function):
+    """A backward pass by hand, of which the second derivative is not symmetric."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x.square() * x.roll(1, -1)).sum(-1, keepdim=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return Forgetful.apply(self.a(x), self.b(x))  # type: ignore[no-any-return]
+    @staticmethod
+    def backward(ctx: Any, *g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g[0] * (2 * x * x.roll(1, -1) + x.roll(-1, -1).square().detach())
+
+
+def wrong_for_one(net: nn.Module, h: Tensor) -> Tensor:
+    """Second derivatives are wrong for a batch of one example, as those of a kernel may be."""
+    return h * (ThirdPower.apply(h) if len(h) == 1 else h.square())
 
 
 class Table(nn.Module):
@@ -411,12 +428,21 @@ def distances(net: nn.Module, h: Tensor) -> Tensor:
     return torch.cdist(h[:, None], h[:, None] + 1).flatten(1) * h
 
 
+def of_activation(risk: EmpiricalRisk) -> ActivationHessian:
+    return ActivationHessian(risk, ("a", "output", 0))
+
+
 ALL = (GGN, Hessian, Jacobian)
+ALL_OF_NET = (*ALL, of_activation)
 #: Each model, the operators that refuse it, and the words. Dense matrices may need no second backward pass.
-REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[type, ...], str]] = {
-    "once differentiable": (lambda: Net(lambda net, h: Once.apply(h)), ALL, "backward pass of Once is marked @once"),
+REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], str]] = {
+    "once differentiable": (
+        lambda: Net(lambda net, h: Once.apply(h)),
+        ALL_OF_NET,
+        "pass of Once is marked @once_diff",
+    ),
     "clipped gradients": (lambda: Net(clipped), ALL, "is not linear in the|disagrees with that by one: a hook"),
-    "distances": (lambda: Net(distances), ALL, "uses cdist, which PyTorch can't differentiate twice. Write it"),
+    "distances": (lambda: Net(distances), ALL_OF_NET, "uses cdist, which PyTorch can't differentiate twice. Write it"),
     "raw bags": (RawBag, ALL, "uses embedding_bag, which PyTorch can't differentiate twice"),
     "forces without a graph": (lambda: Forces(False), ALL, "does not depend .* without create_graph=True"),
     "a function that is run again": (
@@ -425,7 +451,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], tuple[type, ...], str]] = {
         r"checkpoint a function that calls.*make them modules",
     ),
     "padding that is run again": (Table, ALL, "checkpoint a function that calls"),
-    "a wrong backward pass": (Cubic, (Hessian,), "not symmetric.*wrong second derivative.*gradgradcheck"),
+    "a wrong backward pass": (
+        lambda: Net(wrong_for_one),
+        (Hessian, of_activation),
+        "not symmetric.*wrong second derivative.*gradgradcheck",
+    ),
 }
 
 
@@ -435,7 +465,7 @@ def test_what_is_refused(name: str) -> None:
     model, data = with_data(make)
     raw = name in ("once differentiable", "distances", "raw bags")
     for kind in kinds:
-        for form in ("vector", "ones", *(["dense"] if kind is Hessian or not raw else [])):
+        for form in ("vector", "ones", *(["dense"] if kind not in (GGN, Jacobian) or not raw else [])):
             refused: AbstractContextManager[object] = pytest.raises(UnsupportedError, match=words)
             refused = refuses_cdist(words) if name == "distances" else refused  # draws random numbers
             with unchanged(model), refused:
@@ -452,6 +482,8 @@ def test_what_is_refused(name: str) -> None:
 
 
 def test_what_rounding_may_be_is_a_warning() -> None:
-    model, data = with_data(Cubic, torch.float32)
-    with pytest.warns(CurvatureWarning, match=r"not symmetric.*float32 numbers.*float64 the two can be told apart"):
-        _ = Hessian(EmpiricalRisk(model, nn.CrossEntropyLoss(), data)) @ torch.ones(24)
+    model, data = with_data(lambda: Net(wrong_for_one), torch.float32)
+    for seed in range(5):
+        H = Hessian(EmpiricalRisk(model, nn.CrossEntropyLoss(), data))
+        with pytest.warns(CurvatureWarning, match=r"not symmetric.*float32 numbers.*float64 the two can be told apart"):
+            _ = H @ (normal(H.shape[1], seed=seed).float() if seed else torch.ones(H.shape[1]))

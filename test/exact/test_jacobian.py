@@ -10,8 +10,6 @@ import pytest
 import torch
 from cases import NETS, PROBLEMS, Problem, close, problem, unchanged
 from helpers import F64, normal
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from middles import Net
 from torch import Tensor, nn
 
@@ -107,29 +105,6 @@ def test_scale_follows_num_data_and_rows_do_not() -> None:
         for use in (lambda J: J @ normal(J.shape[1]), lambda J: J.T @ normal(J.shape[0]), lambda J: J.to_dense()):
             with pytest.raises(ValueError, match=f"The data have {what} examples than JacobianLinearOperator"):
                 use(J)
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    features=st.integers(1, 4),
-    classes=st.integers(1, 4),
-    columns=st.integers(1, 5),
-    chunk_size=st.integers(1, 6) | st.none(),
-)
-def test_any_shape(sizes: list[int], features: int, classes: int, columns: int, chunk_size: int | None) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(features, 3), nn.Tanh(), nn.Linear(3, classes)).double()
-    X = [torch.randn(n, features, dtype=F64) for n in sizes]
-    data = [(x, torch.zeros(len(x), classes, dtype=F64)) for x in X]
-    params = dict(model.named_parameters())
-    J = JacobianLinearOperator(model, params, data, check_deterministic=False, chunk_size=chunk_size)
-    theta = {key: p.detach() for key, p in params.items()}
-    found = torch.func.jacrev(lambda t: torch.func.functional_call(model, t, (torch.cat(X),)).flatten())(theta)
-    matrix = torch.cat([j.flatten(1) for j in found.values()], 1)
-    V, U = normal(matrix.shape[1], columns), normal(matrix.shape[0], columns)
-    close(J @ V, matrix @ V)
-    close(J.T @ U, matrix.T @ U)
 
 
 def test_forms_of_vectors_and_both_doors() -> None:
