@@ -14,14 +14,11 @@ from torch import Tensor, nn
 from curvlinops_plus import (
     GGN,
     EmpiricalRisk,
-    FullBlock,
     GGNLinearOperator,
     Hessian,
     HessianLinearOperator,
     Jacobian,
-    curvature,
 )
-from curvlinops_plus.likelihood import likelihood_of
 
 
 def net() -> nn.Sequential:
@@ -129,56 +126,3 @@ def test_a_loss_that_reads_parameters(kind: Any) -> None:
     close(loss, without + sum(p.detach().square().sum() for p in params) / 2)
     for one, two, p in zip(g, plain, params, strict=True):
         close(one, two + p.detach())
-
-
-def test_cross_entropy_of_a_network_that_fits() -> None:
-    """Where one probability is nearly 1, float32 products keep their digits."""
-    likelihood = likelihood_of(nn.CrossEntropyLoss())
-    F = normal(50, 1, 10).float()
-    F[..., 3] += 16
-    Y = likelihood.canonical(F[:, 0], torch.full((50,), 3), 50, None)[1]
-    V, p = normal(4, 50, 1, 10, seed=1).float(), F.double().softmax(-1)
-    H = torch.diag_embed(p) - p[..., None] * p[..., None, :]
-    # The entry of the dominant class by what sums to zero, exactly.
-    H[..., 3, 3] = p[..., :3].sum(-1) * p[..., 3] + p[..., 4:].sum(-1) * p[..., 3]
-    close(likelihood.hessian_product(F, Y, V).double(), (H @ V.double()[..., None])[..., 0], 1e-5)
-
-
-class Cast(nn.Module):
-    """Group norm as a function, in low precision or under autocast; notes the dtypes of what it returns."""
-
-    def __init__(self, cast: bool) -> None:
-        super().__init__()
-        self.layer, self.cast, self.kinds = nn.Linear(4, 4), cast, set[torch.dtype]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.cast):
-            h = torch.group_norm(self.layer(x), 2)
-        self.kinds.add(h.dtype)
-        return h.float()
-
-
-@pytest.mark.parametrize("cast", [True, False])
-def test_operations_that_are_replaced_have_the_dtype_of_pytorch_s(cast: bool) -> None:
-    model = Cast(cast).to(torch.float32 if cast else torch.bfloat16)
-    x = torch.randn(3, 4, dtype=model.layer.weight.dtype)
-    _ = Hessian(EmpiricalRisk(model, nn.MSELoss(), [(x, torch.zeros(3, 4))])).to_dense(), model(x)
-    assert len(model.kinds) == 1
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Bilinear(3, 3, 2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, x.tanh())
-
-
-def test_warnings_of_vmap_do_not_leak() -> None:
-    risk = EmpiricalRisk(Twice(), nn.CrossEntropyLoss(), [(normal(4, 3), torch.tensor([0, 1, 1, 0]))])
-    eye = torch.eye(20, dtype=F64)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        _ = GGN(risk) @ eye, Hessian(risk) @ eye, Jacobian(risk).to_dense(), curvature(risk, FullBlock).to_dense()
-    assert [str(w.message)[:60] for w in said] == []

@@ -15,8 +15,8 @@ from middles import MIDDLES, Net
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from curvlinops_plus import EmpiricalRisk, Jacobian
-from curvlinops_plus.exact import GGN, Hessian, model_passes, tangents
+from curvlinops_plus import EmpiricalRisk
+from curvlinops_plus.exact import GGN, Hessian
 
 KEPT = {"max_kept_bytes": 2**28}
 
@@ -104,33 +104,6 @@ def test_a_ggn_product_takes_little_more_memory_than_a_gradient() -> None:
         assert peak(lambda: G @ v) < 1.4 * gradient
 
 
-class Views(nn.Module):
-    """Views that outlive what they are views of, writing into views, and results that stay in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 12), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b, c = self.first(x).tanh().chunk(3, 1)
-        found = [a.T.T * b, (b + 1)[:, :].view(-1, 4), c.reshape(-1, 2, 2).transpose(1, 2).flatten(1)]
-        h = (found[0] + found[1] * found[2].exp()).clone()
-        h[:, :2].add_(found[1][:, 2:])
-        h.mul_(c.detach() + 2)
-        return self.second(h.relu_() + torch.stack(found).sum(0))
-
-
-def test_products_are_right_where_every_tangent_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_passes, "FEW_NUMBERS", 0)
-    monkeypatch.setattr(tangents, "LEAST_NUMBERS", 1)
-    torch.manual_seed(0)
-    risk = EmpiricalRisk(Views().double(), nn.MSELoss(), [(normal(n, 3), normal(n, 2)) for n in (5, 4)])
-    G, J = GGN(risk), Jacobian(risk).to_dense()
-    for v in normal(3, G.shape[1]):
-        close(G @ v, 2 / len(J) * (J.T @ (J @ v)))
-    assert G._linear.passes._frees_tangents
-
-
 # --------------------------------------------------------------------------------------------------------- convolutions
 def layers(count: int) -> Iterator[nn.Module]:
     for _ in range(count):
@@ -159,21 +132,3 @@ def test_the_first_product_finds_out_where_forward_mode_is_right(name: str) -> N
     G = GGN(EmpiricalRisk(Net(middle).double(), nn.CrossEntropyLoss(), data))
     _ = G @ normal(G.shape[1])
     assert G._linear.mode.right is right
-
-
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(3, 2), []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(1)  # an attribute itself would be as before after each pass
-        return self.linear(x).tanh()
-
-
-def test_the_first_product_is_no_dearer_than_others() -> None:
-    model = Counts().double()
-    data = [(normal(n, 3, seed=n), torch.arange(n) % 2) for n in (5, 3)]
-    G = GGN(EmpiricalRisk(model, nn.CrossEntropyLoss(), data, check=False))
-    _ = G @ normal(8)
-    assert len(model.calls) == 2

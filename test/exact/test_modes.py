@@ -253,41 +253,6 @@ def test_derivatives_of_quadratic_forms(name: str) -> None:
         assert not A.quadratic_form(J).requires_grad
 
 
-class Watched(torch.autograd.Function):
-    """The identity, which counts backward passes."""
-
-    passes = 0
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
-
-    @staticmethod
-    def jvp(ctx: Any, t: Tensor) -> Tensor:
-        return t.clone()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
-        Watched.passes += 1
-        return g
-
-
-def test_quadratic_forms_send_nothing_back() -> None:
-    model = nn.Linear(3, 2).double()
-    risk = EmpiricalRisk(model, nn.MSELoss(), [(normal(4, 3), normal(4, 2))], output=Watched.apply)
-    G, J = GGN(risk), normal(2, 8)
-    G.quadratic_form(J)  # tries forward mode
-    Watched.passes = 0
-    G.quadratic_form(J)
-    assert not Watched.passes
-    _ = G @ J[0]
-    assert Watched.passes
-
-
 @pytest.mark.parametrize("kind", [GGN, Hessian, Jacobian, GGNFactor, lambda risk: 2 * GGN(risk)[:20, :20]])
 def test_transforms_of_functions(kind: Any) -> None:
     A = kind(problem("mlp").risk())
@@ -339,6 +304,20 @@ def test_the_classic_operators_are_those_of_a_risk_and_can_be_pickled() -> None:
         assert isinstance(classic, kind)
         assert torch.equal(classic.to_dense(), composing.to_dense())
         assert torch.equal(pickle.loads(pickle.dumps(composing)).to_dense(), composing.to_dense())
+
+
+@pytest.mark.parametrize("kind", [GGN, Hessian, Jacobian, GGNFactor])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modes_of_the_caller(mode: Any, kind: Any) -> None:
+    risk = problem("mlp").risk()
+    A, fast = kind(risk), torch.backends.mha.get_fastpath_enabled()
+    dense, v, u = A.to_dense(), normal(A.shape[1]), normal(A.shape[0])
+    with mode():
+        close(kind(risk) @ v, dense @ v)
+        close(A.T @ u, dense.T @ u)
+        close(kind(risk).to_dense(), dense)
+    assert torch.backends.mha.get_fastpath_enabled() is fast
+    assert not torch.is_inference_mode_enabled()
 
 
 @pytest.mark.parametrize("index", range(7))
