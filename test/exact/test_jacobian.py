@@ -162,6 +162,10 @@ def test_sequences_of_different_length() -> None:
     batches = [(torch.randn(2, T, 4, dtype=F64), 0) for T in (3, 5, 2)]
     J = JacobianLinearOperator(model, list(model.parameters()), batches, output=lambda f: f.flatten(0, 1))
     assert J.shape == (2 * (3 + 5 + 2) * 2, 10)
+    same = JacobianLinearOperator(
+        model, list(model.parameters()), batches[:1], num_data=2, output=lambda f: f.flatten(0, 1)
+    )
+    close(same @ normal(10), J.to_dense()[:12] @ normal(10))
     rows = torch.cat([X.flatten(0, 1) for X, _ in batches])
     weight = torch.einsum("ni,oq->noqi", rows, torch.eye(2, dtype=F64)).flatten(0, 1).flatten(1)
     close(J.to_dense(), torch.cat([weight, torch.eye(2, dtype=F64).repeat(len(rows), 1)], 1))
