@@ -243,10 +243,10 @@ def in_small_batches(net: nn.Module, h: Tensor) -> Tensor:
     return MIDDLES["no rule for tangents"][0](net, h) if len(h) < 3 else h * h
 
 
-def in_large_batches(net: nn.Module, h: Tensor) -> Tensor:
+def of_one_example(net: nn.Module, h: Tensor) -> Tensor:
     """Another branch without gradients, of the same graph."""
     with torch.no_grad():
-        factor = h.abs().mean() + 1 if len(h) > 2 else h.new_ones(())
+        factor = h.abs().mean() + 1 if len(h) == 1 else h.new_ones(())
     return h.tanh() * factor
 
 
@@ -293,7 +293,7 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Twin]] = {
     "nothing arrives": middle(lambda net, h: h.detach(), lambda net, h: h.detach()),
     "a later branch without tangents": middle(in_small_batches, lambda net, h: h * h),
     "a later branch without gradients": middle(
-        in_large_batches, lambda net, h: h.tanh() * (h.abs().mean().detach() + 1 if len(h) > 2 else 1)
+        of_one_example, lambda net, h: h.tanh() * (h.abs().mean().detach() + 1 if len(h) == 1 else 1)
     ),
     "batch norm of one image": (lambda: images(trained(nn.BatchNorm2d(3)), nn.Tanh(), nn.Conv2d(3, 3, 1)), plain),
     "batch norm in training": (lambda: images(nn.BatchNorm2d(3)), plain),
