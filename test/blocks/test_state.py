@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
-import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import APPROXIMATIONS, FEW, Problem, close, fresh, problem, same, unchanged
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -32,6 +29,7 @@ from curvlinops_plus import (
     EmpiricalRisk,
     Exact,
     ForwardOnly,
+    FromDistribution,
     FullBlock,
     KFACInverseLinearOperator,
     KFACLinearOperator,
@@ -41,15 +39,15 @@ from curvlinops_plus import (
     blocks,
     curvature,
     load,
+    register_likelihood,
     risk,
     save,
 )
 from curvlinops_plus.blocks import stored_options
 from curvlinops_plus.blocks.factor_views import COVARIANCES, EIGENVECTORS
-from curvlinops_plus.linalg import BlockDiagonal, DeferredResult, Diagonal, Structure
+from curvlinops_plus.linalg import BlockDiagonal, Diagonal, Structure
 from curvlinops_plus.risk import Vectors
 
-ROOT = Path(__file__).parents[2]
 both = pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator], ids=["KFAC", "EKFAC"])
 
 
@@ -239,21 +237,6 @@ def test_inverse_round_trip(tmp_path: Path) -> None:
 
 
 @both
-@pytest.mark.parametrize(
-    "options", [{"seed": 77}, {"mc_samples": 3}, {"num_data": 50}, {"num_per_example_loss_terms": 2}]
-)
-def test_a_loaded_operator_describes_its_blocks(kind: Any, options: dict[str, int]) -> None:
-    """What was computed with other options is refused, or described as what it is."""
-    p = problem("mlp")
-    state, other = classic(kind, p, **options).state_dict(), classic(kind, p)
-    try:
-        other.load_state_dict(state)
-    except ValueError:
-        return
-    compare(other.state_dict(), state)
-
-
-@both
 def test_another_precision(kind: Any) -> None:
     p = problem("mlp")
     K = classic(kind, p, fisher_type="type-2")
@@ -271,42 +254,6 @@ def test_another_precision(kind: Any) -> None:
     kind.from_state_dict(up.state_dict(), p.model, p.params, None)
 
 
-def test_a_new_process(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    data = [(torch.randn(6, 4).double(), torch.randint(3, (6,)))]
-    loss = nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0]).double(), label_smoothing=0.1)
-    K = EKFACLinearOperator(model, loss, list(model.parameters()), data)
-    torch.save(K.state_dict(), tmp_path / "K.pt")
-    save(K.state_dict(), tmp_path / "K.safetensors")
-    torch.save({"model": model.state_dict(), "product": K @ torch.ones(43).double()}, tmp_path / "rest.pt")
-    code = f"""
-        import torch
-        from torch import nn
-        from curvlinops_plus import EKFACLinearOperator, load
-        rest = torch.load({str(tmp_path / "rest.pt")!r}, weights_only=True)
-        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-        model.load_state_dict(rest["model"])
-        pickled = torch.load({str(tmp_path / "K.pt")!r}, weights_only=True)
-        for state in (pickled, load({str(tmp_path / "K.safetensors")!r})):
-            K = EKFACLinearOperator.from_state_dict(state, model, list(model.parameters()), None)
-            assert torch.allclose(K @ torch.ones(43).double(), rest["product"], rtol=1e-12)
-            assert K.risk.losses.given.label_smoothing == 0.1
-            print("fine")
-    """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["fine", "fine"]
-
-
 def test_forward_only_and_options_of_the_risk() -> None:
     model, loss, data = small()
     params = [*model[1].parameters(), *model[3].parameters()]
@@ -314,6 +261,9 @@ def test_forward_only_and_options_of_the_risk() -> None:
     K = curvature(risk, KFAC, vectors=ForwardOnly()).compute()
     other = BlockwiseLinearOperator.from_state_dict(K.state_dict(), model, data, params)
     assert (other.risk.options.num_data, other.risk.options.num_per_example_loss_terms) == (9, 2)
+    plain = curvature(EmpiricalRisk(model, loss, data, params), KFAC, vectors=ForwardOnly())
+    plain.load_state_dict(K.state_dict())
+    assert plain.risk.options.num_data == 9
     same(other.compute().to_dense(), K.to_dense())
 
 
@@ -343,16 +293,6 @@ def test_the_structure_follows_the_scale_of_the_state() -> None:
         other.load_state_dict(state)
         assert made.structure == other.structure == structure
         close(made.materialize().eigenvalues(), other.materialize().eigenvalues())
-
-
-def test_loading_leaves_the_risk_of_the_caller_alone() -> None:
-    model, loss, data = small()
-    state = curvature(EmpiricalRisk(model, loss, data, num_data=50), DiagonalBlock).compute().state_dict()
-    risk = EmpiricalRisk(model, loss, data)
-    K = curvature(risk, DiagonalBlock)
-    K.load_state_dict(state)
-    assert risk.options.num_data is None
-    assert K.risk.options.num_data == 50
 
 
 @pytest.mark.parametrize("kind", [EKFACLinearOperator, KFACLinearOperator])
@@ -511,25 +451,6 @@ def test_foreign_and_truncated_states_are_refused(kind: Any) -> None:
             refuses(K, {**state, key: {"0": state[key]["0"]}}, f"lacks {key} of layer '2'")
 
 
-def test_a_loss_of_the_user_s_own() -> None:
-    from curvlinops_plus import FromDistribution, register_likelihood
-
-    class Counts(nn.Module):
-        reduction = "mean"
-
-        def forward(self, f: Tensor, y: Tensor) -> Tensor:
-            return -torch.distributions.Poisson(f.exp()).log_prob(y).mean()
-
-    register_likelihood(Counts)(lambda loss: FromDistribution(lambda f: torch.distributions.Poisson(f.exp())))
-    p = problem("mlp, mse")
-    data = [(X, y.abs().round()) for X, y in p.data]
-    K = KFACLinearOperator(p.model, Counts(), p.params, data)
-    with pytest.raises(ValueError, match="loss_func"):
-        KFACLinearOperator.from_state_dict(K.state_dict(), p.model, p.params, None)
-    other = KFACLinearOperator.from_state_dict(K.state_dict(), p.model, p.params, None, loss_func=Counts())
-    close(other.to_dense(), K.to_dense(), 1e-13)
-
-
 class Squares(Accumulator):
     """An approximation of the user's own."""
 
@@ -544,35 +465,51 @@ class Squares(Accumulator):
         return Diagonal(self.value("d") * (self.factor if isinstance(self.factor, float) else 3.0))
 
 
-class Twice(MonteCarlo):
+class Draws(MonteCarlo):
     """Vectors of the user's own."""
+
+
+class Counts(nn.Module):
+    """A loss of the user's own."""
+
+    reduction = "mean"
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return -torch.distributions.Poisson(f.exp()).log_prob(y).mean()
+
+
+register_likelihood(Counts)(lambda loss: FromDistribution(lambda f: torch.distributions.Poisson(f.exp())))
 
 
 def test_what_is_the_user_s_own_is_passed_or_refused() -> None:
     model, loss, data = small()
-    risk = EmpiricalRisk(model, loss, data)
-    state = curvature(risk, {"1": Squares.using(factor=2.0)}, default=DiagonalBlock).compute().state_dict()
-    with pytest.raises(ValueError, match=r"approximation Squares of layer '1' is not part.*approximations=\[Squares\]"):
-        BlockwiseLinearOperator.from_state_dict(state, model, data)
-    other = BlockwiseLinearOperator.from_state_dict(state, model, data, approximations=[Squares])
-    close(other.blocks["1"].diagonal(), 2 * curvature(risk, DiagonalBlock).blocks["1"].diagonal())
-    odd = curvature(risk, {"1": Squares.using(factor=len)}, default=DiagonalBlock).compute().state_dict()
-    with pytest.raises(ValueError, match=r"option factor=<built-in function len> .*neither a tensor nor plain Python"):
-        BlockwiseLinearOperator.from_state_dict(odd, model, data, approximations=[Squares])
+    counts = [(X, y[:, None].expand(-1, 2).double()) for X, y in data]
+    make, kinds = BlockwiseLinearOperator.from_state_dict, {"1": Squares.using(factor=2.0)}
 
-    state = curvature(risk, DiagonalBlock, vectors=Twice(2, 3)).compute().state_dict()
-    with pytest.raises(ValueError, match=r"vectors Twice are not part.*vectors=Twice"):
-        BlockwiseLinearOperator.from_state_dict(state, model, data)
-    other = BlockwiseLinearOperator.from_state_dict(state, model, data, vectors=Twice(2, 3))
-    assert other.trace > 0
+    def state(kind: Any = DiagonalBlock, loss: nn.Module = loss, data: Any = data, **options: Any) -> Any:
+        return curvature(EmpiricalRisk(model, loss, data), kind, default=DiagonalBlock, **options).state_dict()
+
+    with pytest.raises(ValueError, match=r"approximation Squares of layer '1' is not part.*approximations=\[Squares\]"):
+        make(state(kinds), model, data)
+    with pytest.raises(ValueError, match=r"option factor=<built-in function len> .*neither a tensor nor plain Python"):
+        make(state({"1": Squares.using(factor=len)}), model, data, approximations=[Squares])
+    other = make(state(kinds), model, data, approximations=[Squares])
+    close(other.blocks["1"].diagonal(), 2 * make(state(), model, data).blocks["1"].diagonal())
+    drawn = state(vectors=Draws(2, 3))
+    with pytest.raises(ValueError, match=r"vectors Draws are not part.*vectors=Draws"):
+        make(drawn, model, data)
     with pytest.raises(ValueError, match="State mismatch in the vectors"):
-        BlockwiseLinearOperator.from_state_dict(state, model, data, vectors=Twice(2, 4))
+        make(drawn, model, data, vectors=Draws(2, 4))
+    assert make(drawn, model, data, vectors=Draws(2, 3)).trace > 0
+    with pytest.raises(ValueError, match=r"loss Counts can't be made again.*loss=\.\.\..*loss_func="):
+        make(state(loss=Counts(), data=counts), model, counts)
+    assert make(state(loss=Counts(), data=counts), model, counts, loss=Counts()).trace > 0
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("kept", [0, 4, 8, 100, 0.3, 0.7, 0.99])
+@pytest.mark.parametrize("kept", [0, 8, 0.3, 0.99])
 def test_a_file_that_is_cut_off(kept: float, tmp_path: Path) -> None:
     path = tmp_path / "K.safetensors"
     save(classic(KFACLinearOperator, problem("mlp")).state_dict(), path)
@@ -582,25 +519,15 @@ def test_a_file_that_is_cut_off(kept: float, tmp_path: Path) -> None:
         load(path)
 
 
-def test_foreign_files(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
+REFERENCE = json.dumps({"$dict": [["x", {"$tensor": "b"}]]})
 
+
+@pytest.mark.parametrize("metadata", [None, {"state": "{not json"}, {"state": REFERENCE}])
+def test_foreign_files(metadata: dict[str, str] | None, tmp_path: Path) -> None:
     path = tmp_path / "K.safetensors"
-    save_file({"a": torch.ones(2)}, path)
-    with pytest.raises(ValueError, match="not one that curvlinops_plus wrote"):
+    save_file({"a": torch.ones(2)}, path, metadata and {"format": "curvlinops_plus", **metadata})
+    with pytest.raises(ValueError, match="can't be read" if metadata else "not one that curvlinops_plus wrote"):
         load(path)
-    save_file({"a": torch.ones(2)}, path, metadata={"format": "curvlinops_plus", "state": "{not json"})
-    with pytest.raises(ValueError, match="can't be read"):
-        load(path)
-    reference = json.dumps({"$dict": [["x", {"$tensor": "b"}]]})
-    save_file({"a": torch.ones(2)}, path, metadata={"format": "curvlinops_plus", "state": reference})
-    with pytest.raises(ValueError, match="can't be read"):
-        load(path)
-    path.write_bytes(b"some text, and no tensors at all")
-    with pytest.raises(ValueError, match="can't be read"):
-        load(path)
-    with pytest.raises(FileNotFoundError):
-        load(tmp_path / "nothing.safetensors")
 
 
 def test_odd_names_survive(tmp_path: Path) -> None:
@@ -616,77 +543,34 @@ def test_odd_names_survive(tmp_path: Path) -> None:
     assert not (tmp_path / "t.safetensors").exists()
 
 
-def test_sums_of_curvatures_are_saved(tmp_path: Path) -> None:
-    """Of two data sets: blocks, inverse and file of the sum."""
-    p, q = problem("mlp"), problem("mlp")
-    K, L = (curvature(EmpiricalRisk(p.model, p.loss, data), KFAC) for data in (p.data, q.data[:1]))
+# ------------------------------------------------------------------------------------------------------------ multiples
+
+
+def test_multiples_and_sums(tmp_path: Path) -> None:
+    p = problem("mlp")
+    for kind in (KFACLinearOperator, EKFACLinearOperator):
+        K = classic(kind, p, fisher_type="type-2")
+        half = K / 2
+        assert type(half) is kind
+        assert "times 0.5" in str(half)
+        assert "LinearRule" in str(half)
+        close(half.to_dense(), K.to_dense() / 2, 1e-13)
+        close((3 * half).trace, 1.5 * K.trace)
+        state = through_safetensors(half, tmp_path)
+        other = kind.from_state_dict(state, p.model, p.params, p.data)
+        close(other.to_dense(), half.to_dense(), 1e-13)
+        close(other.compute().to_dense(), half.to_dense(), 1e-13)
+        K.load_state_dict(state)
+        close(K.to_dense(), half.to_dense(), 1e-13)
+    K, L = (curvature(p.risk(data=data), KFAC) for data in (p.data, p.data[:1]))
     total = 2 * K + L
-    assert isinstance(total, DeferredResult)
     assert list(total.blocks) == list(K.blocks)
     close(total.to_dense(), 2 * K.to_dense() + L.to_dense(), 1e-12)
-    save(total, tmp_path / "total.safetensors")
-    loaded = BlockDiagonal.from_state_dict(load(tmp_path / "total.safetensors"))
+    close(BlockDiagonal.from_state_dict(through_safetensors(total, tmp_path)).to_dense(), total.to_dense(), 1e-12)
     with pytest.raises(ValueError, match="This is the state of a BlockDiagonal, which knows neither model nor data"):
         K.load_state_dict(total.state_dict())
     with pytest.raises(ValueError, match=r"not the state of a BlockDiagonal.*is read by BlockwiseLinearOperator"):
         BlockDiagonal.from_state_dict(K.state_dict())
-    part = K[3:30, 3:30]
-    save(part, tmp_path / "part.safetensors")
-    close(BlockDiagonal.from_state_dict(load(tmp_path / "part.safetensors")).to_dense(), part.to_dense(), 1e-12)
-    before, computed = K.to_dense().clone(), K + L
-    K.compute()
-    close(computed.to_dense(), before + L.to_dense(), 1e-9)
-    close(loaded.to_dense(), total.to_dense(), 1e-12)
-    v = torch.ones(total.shape[0], dtype=total.dtype)
-    solved = torch.linalg.solve(total.shift(0.1).to_dense(), v)
-    close(loaded.inverse(0.1) @ v, solved, 1e-9)
-
-
-# ------------------------------------------------------------------------------------------------------------ multiples
-
-
-@pytest.mark.parametrize("kind", [KFACLinearOperator, EKFACLinearOperator])
-def test_multiples_keep_state_table_and_blocks(kind: Any, tmp_path: Path) -> None:
-    p = problem("mlp")
-    K = kind(p.model, p.loss, p.params, p.data, fisher_type="type-2")
-    half = K / 2
-    assert type(half) is kind
-    assert list(half.blocks) == list(K.blocks)
-    assert "times 0.5" in str(half)
-    assert "LinearRule" in str(half)
-    close(half.to_dense(), K.to_dense() / 2, 1e-13)
-    close((3 * half).trace, 1.5 * K.trace)
-    save(half.state_dict(), tmp_path / "half.safetensors")
-    state = load(tmp_path / "half.safetensors")
-    assert state["scale"] == 0.5
-    other = kind.from_state_dict(state, p.model, p.params, p.data)
-    close(other.to_dense(), half.to_dense(), 1e-13)
-    close(other.compute().to_dense(), half.to_dense(), 1e-13)
-    K.load_state_dict(state)
-    close(K.to_dense(), half.to_dense(), 1e-13)
-
-
-def test_factors_of_a_multiple_are_those_of_the_operator() -> None:
-    p = problem("mlp")
-    K = KFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type="type-2")
-    double = 2 * K
-    assert double.gradient_covariances["0"] is K.gradient_covariances["0"]
-    before = K.to_dense()
-    double.gradient_covariances["0"] = 3 * double.gradient_covariances["0"]
-    close(double.blocks["0.weight"].to_dense(), 6 * K.blocks["0.weight"].to_dense())
-    same(K.to_dense(), before)
-
-
-def test_recomputing_a_multiple() -> None:
-    p = problem("generic layers")
-    with pytest.warns(CurvatureWarning):
-        K = EKFACLinearOperator(p.model, p.loss, p.params, p.data, fisher_type="type-2", **p.net.options)
-    half, dense = K / 2, K.to_dense() / 2
-    half.compute_eigenvalue_correction()
-    close(half.to_dense(), dense, 1e-12)
-    half.compute_kronecker_factors()
-    close(half.to_dense(), dense, 1e-12)
-    close(K.to_dense(), 2 * dense, 1e-13)
 
 
 def test_damping_of_the_factors_of_a_multiple() -> None:
