@@ -1,8 +1,7 @@
-"""`nn.MultiheadAttention` and what is made of it, against attention with four linear layers of their own."""
+"""`nn.MultiheadAttention` in all forms, and what is made of it, against the slow exact twin."""
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,43 +28,6 @@ from curvlinops_plus.linalg import Diagonal
 E, HEADS = 4, 2
 
 
-class FourLinears(nn.Module):
-    """Multi-head attention as the textbook has it, examples first."""
-
-    def __init__(self, given: nn.MultiheadAttention) -> None:
-        super().__init__()
-        kdim, vdim = given.kdim or E, given.vdim or E
-        biased = given.in_proj_bias is not None
-        self.q, self.k, self.v = (nn.Linear(size, E, bias=biased) for size in (E, kdim, vdim))
-        self.out = nn.Linear(E, E, bias=biased)
-        self.double()
-        with torch.no_grad():
-            for index, part in enumerate((self.q, self.k, self.v)):
-                if given.in_proj_weight is None:
-                    part.weight.copy_(getattr(given, f"{'qkv'[index]}_proj_weight"))
-                else:
-                    part.weight.copy_(given.in_proj_weight[index * E : index * E + E])
-                if biased:
-                    part.bias.copy_(given.in_proj_bias[index * E : index * E + E])
-            self.out.load_state_dict(given.out_proj.state_dict())
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Any = None, attn_mask: Any = None, **_: Any
-    ) -> tuple[Tensor, None]:
-        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f, x in zip(self.parts, (query, key, value)))
-        scores = q @ k.mT / (E // HEADS) ** 0.5  # [N, heads, L, S]
-        if attn_mask is not None:
-            attn_mask = attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (-1, HEADS))
-            scores = scores.masked_fill(attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
-        if key_padding_mask is not None:
-            scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
-        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), None
-
-    @property
-    def parts(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
-        return self.q, self.k, self.v
-
-
 class Model(nn.Module):
     """Attention with a layer before and behind it.
 
@@ -86,7 +48,7 @@ class Model(nn.Module):
         q = torch.tanh(self.before(given["q"]))
         k = given.get("k", q)
         v = given.get("v", k)
-        turn = not self.first and not isinstance(self.attn, FourLinears)
+        turn = not self.first
         if turn:
             turned = {id(t): t.transpose(0, 1) for t in (q, k, v)}  # which of them are one tensor must stay so
             q, k, v = (turned[id(t)] for t in (q, k, v))
@@ -162,59 +124,6 @@ def attention(form: str | Form, train: bool = False, **more: Any) -> Problem:
     return make(maker, seed="attention")
 
 
-def written_out(p: Problem) -> Problem:
-    """The same model with four linear layers in the place of its attention."""
-    model = copy.deepcopy(p.model)
-    model.attn = FourLinears(p.model.attn)
-    return Problem(replace(p.net, model=model), p.loss, p.data)
-
-
-def three(blocks: Mapping[str, Any], ending: str = "") -> Tensor:
-    """The blocks of queries, keys and values as one."""
-    return torch.block_diag(*(blocks[f"attn.{part}{ending}"].to_dense() for part in "qkv"))
-
-
-#: Every form with the two that the most depends on, a few with all.
-CASES = [
-    (form, approximation)
-    for form in FORMS
-    for approximation in (
-        APPROXIMATIONS if form in ("self", "time first, two inputs", "three sizes") else ("KFAC reduce", "EKFAC")
-    )
-    # Gradients of keys add up to zero over positions: any eigenvectors will do. And factors of all three are larger.
-    if approximation not in ("EKFAC reduce", "EKFAC, large factors diagonal")
-]
-
-
-@pytest.mark.parametrize(("form", "approximation"), CASES)
-def test_blocks_are_those_of_four_linear_layers(form: str, approximation: str) -> None:
-    p, kind = attention(form), APPROXIMATIONS[approximation]
-    q = written_out(p)
-    close(p.model(p.data[0][0]), q.model(p.data[0][0]), 1e-12, "output")
-    joint, expected = p.made(approximation).blocks, q.curvature(kind).blocks
-    for name, other in (("before", "before"), ("head", "head"), ("attn.out_proj", "attn.out")):
-        close(joint[name].to_dense(), expected[other].to_dense(), what=name)
-    rtol = 1e-6 if approximation == "EKFAC" else 1e-9  # eigenvectors of factors that are not far from singular
-    apart, biased = q.curvature(kind, separate_weight_and_bias=True).blocks, "bias" not in FORMS[form].options
-    if "three sizes" in form:
-        for part in "qkv":
-            close(joint[f"attn.{part}_proj"].to_dense(), apart[f"attn.{part}.weight"].to_dense(), rtol, part)
-        if biased and approximation != "FullBlock":
-            close(joint["attn.in_proj_bias"].to_dense(), three(apart, ".bias"), rtol, "bias")
-        return
-    if approximation == "FullBlock":  # has what is between the three, too
-        whole, size = joint["attn.in_proj"].to_dense(), E * (E + biased)
-        pieces = torch.block_diag(*(whole[i : i + size, i : i + size] for i in range(0, 3 * size, size)))
-        close(pieces, three(expected), what="in-projection")
-        assert (whole - pieces).norm() > 1e-4 * whole.norm()
-        return
-    close(joint["attn.in_proj"].to_dense(), three(expected), rtol, "in-projection")
-    mine = p.made(approximation, separate=True).blocks
-    close(mine["attn.in_proj_weight"].to_dense(), three(apart, ".weight"), rtol, "weight")
-    if biased:
-        close(mine["attn.in_proj_bias"].to_dense(), three(apart, ".bias"), rtol, "bias")
-
-
 def check(p: Problem, **options: Any) -> None:
     """Blocks are those of the slow exact twin."""
     risk, exact = p.risk(**options), p.exact.only_blocks(p.exact.ggn(), False)
@@ -223,6 +132,24 @@ def check(p: Problem, **options: Any) -> None:
         K = p.curvature(APPROXIMATIONS[kind], risk=risk)
         close(K.to_dense(), p.exact.kfac(p.exact.exact(), "reduce" in kind), what=kind)
     close(p.curvature(EKFAC, risk=risk).trace, exact.trace(), what="trace of EKFAC")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_blocks_are_those_of_the_twin(form: str) -> None:
+    p = attention(form)
+    close(p.model(p.data[0][0]), p.exact.batches[0].f, 1e-12, "output of the twin")
+    check(p)
+
+
+@pytest.mark.parametrize("form", ["time first, two inputs", "three sizes", "padding"])
+def test_each_parameter_by_itself(form: str) -> None:
+    """Weights and biases apart, and some of them alone."""
+    p = attention(form)
+    close(p.made("KFAC", separate=True).to_dense(), p.exact.kfac(p.exact.exact(), separate=True))
+    close(p.made("EKFAC", separate=True).trace, p.exact.ggn().trace())
+    for chosen in (["in_proj_bias"], ["out_proj.bias", "in_proj_bias"]):
+        params = {f"attn.{name}": p.model.attn.get_parameter(name) for name in chosen}
+        check(Problem(replace(p.net, params=lambda model, own=params: own), p.loss, p.data))
 
 
 # ------------------------------------------------------------------------------------------------- what is recorded
@@ -339,31 +266,6 @@ def test_frozen_attention_is_the_same(form: str) -> None:
     p.exact.ggn()
     p.model.requires_grad_(False)
     check(p)
-
-
-def test_attention_called_several_times() -> None:
-    """Three times, in two ways."""
-
-    class Recurring(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attn, self.head = nn.MultiheadAttention(2, 1, batch_first=True), nn.Linear(2, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h, _ = self.attn(x, x, x)
-            h, _ = self.attn(h, x, x, need_weights=False)
-            h, weights = self.attn(h, h, h)
-            return self.head(weights @ h).sum(1)
-
-    check(make(lambda: Net(Recurring(), [torch.randn(n, 3, 2).double() for n in (3, 2)]), seed="recurring"))
-
-
-@pytest.mark.parametrize("chosen", [["in_proj_weight"], ["in_proj_bias"], ["out_proj.bias", "in_proj_bias"]])
-def test_some_of_the_parameters(chosen: list[str]) -> None:
-    p = attention("time first, two inputs")
-    params = {f"attn.{name}": p.model.attn.get_parameter(name) for name in chosen}
-    q = Problem(replace(p.net, params=lambda model: params), p.loss, p.data)
-    check(q)
 
 
 class MyAttention(nn.MultiheadAttention):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, EmpiricalRisk, Exact, FullBlock, curvature
 from curvlinops_plus.blocks import ekfac
 from curvlinops_plus.blocks.shared_inputs import SharedInputs
-from curvlinops_plus.errors import NoClosedForm, NumericsError
+from curvlinops_plus.errors import NumericsError
 from curvlinops_plus.linalg import Dense, Eigendecomposed, Kronecker, SplitFactor, structured
 
 # ------------------------------------------------------------------------------------------------------------ few rows
@@ -227,25 +227,3 @@ def test_factors_in_pieces_are_their_diagonal_parts(name: str, separate: bool) -
             Q = block.basis.to_dense()
             close(Q.T @ Q, torch.eye(len(Q), dtype=Q.dtype), 1e-10)
             close(block.values, (Q.T @ exact.to_dense() @ Q).diagonal(), 1e-10)
-
-
-@pytest.mark.parametrize("kind", [KFAC.using(split=3), EKFAC.using(split=3)], ids=repr)
-def test_states_inverses_and_streams_of_pieces(kind: Any) -> None:
-    p = problem("mlp")
-    K, other = p.curvature(kind), p.curvature(kind)
-    other.replace_blocks({name: 2 * block for name, block in other.blocks.items()})
-    assert "G in 2 pieces of" in repr(K)
-    other.load_state_dict(K.state_dict())
-    v = torch.linspace(-1, 1, K.shape[0], dtype=torch.float64)
-    assert torch.equal(other @ v, K @ v)
-    close(K.inverse(0.1) @ (K @ v + 0.1 * v), v)
-    one, two = (CurvatureEstimator(p.risk(), kind) for _ in range(2))
-    for batch in p.data:
-        one.update(batch)
-    one.refresh(0.1)
-    close(one.operator.trace, K.trace)
-    two.load_state_dict(one.state_dict())
-    close(two.operator @ v, one.operator @ v)
-    if kind.kind is KFAC:
-        with pytest.raises(NoClosedForm, match="no closed form of `inverse`"):
-            (K + p.curvature(KFAC)).inverse(0.1)

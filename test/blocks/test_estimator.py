@@ -29,7 +29,6 @@ from curvlinops_plus import (
     load,
     save,
 )
-from curvlinops_plus.layer import convolution_gram
 from curvlinops_plus.linalg import HeuristicDamping
 
 SINGLE_PASS = {"KFAC": KFAC, "diagonal": DiagonalBlock, "full": FullBlock, "reduce": KFAC.using(kfac_approx="reduce")}
@@ -132,43 +131,6 @@ def test_moving_average(approximation: str, reduction: str) -> None:
             close(block.to_dense(), average(lambda K, n=name: K.blocks[n].to_dense()))
 
 
-@pytest.mark.parametrize(("approximation", "bias"), [("KFAC", True), ("EKFAC", False)])
-def test_moving_average_of_convolutions(approximation: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Input factors are sums of correlations or of products of images, which become matrices when somebody looks."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=bias), nn.Tanh(), nn.Conv2d(4, 3, 3, padding=1), Flat())
-    model, data = model.float(), [(torch.rand(6, 3, s, s).float(), torch.randint(3, (6,))) for s in (8, 8, 5, 8)]
-    seen = []
-    for packs in (None, "Correlations", "Images"):
-        monkeypatch.setattr(convolution_gram, "_MIN_PATCHES", 1)
-        monkeypatch.setattr(convolution_gram, "_MIN_PACKED_PRODUCTS", 1 if packs else torch.inf)
-        monkeypatch.setattr(convolution_gram, "_PER_ENTRY", 0 if packs == "Images" else torch.inf)
-        risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
-        streams = [CurvatureEstimator(risk, EVERY[approximation], vectors=Exact(), decay=0.9) for _ in range(2)]
-        for step, (X, y) in enumerate(data):
-            with streams[0].listen((X, y)):
-                model(X)
-            streams[1].update((X, y))
-            rows = [rows for a in streams[0]._sums._accumulators() for rows in a._rows.values()]
-            assert {type(one._packed[0]).__name__ for one in rows if one._packed} == ({packs} if packs else set())
-            if step == 1:
-                streams[0].refresh(1e-2)
-        if approximation == "KFAC":
-            streams[0].merge(streams[1])
-        resumed = CurvatureEstimator(risk, EVERY[approximation], vectors=Exact(), decay=0.9)
-        resumed.load_state_dict(streams[0].state_dict())
-        seen.append(resumed.operator.to_dense())
-        close(streams[0].operator.to_dense(), seen[-1], 1e-6)
-    close(seen[1], seen[0], 1e-5)
-    close(seen[2], seen[0], 1e-5)
-
-
-class Flat(nn.Module):
-    """The mean over positions."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean((2, 3))
-
-
 def test_a_mean_of_first_steps() -> None:
     """With `decay=1` for the first b updates, the next one mixes at 1 / (ρ b + 1)."""
     model, data = network(), batches(4, 4, 4)
@@ -202,22 +164,6 @@ def test_listening_is_updating(vectors: Any) -> None:
         assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True) if g is not None)
     close(listening.operator.to_dense(), running.operator.to_dense())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_listening_in_training_mode() -> None:
-    """Dropout, batch norm's own statistics, mixed batches: the user's forward pass is the only one."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(4, 3)).train()
-    X, y = batches(6)[0]
-    running = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), DiagonalBlock, vectors=Empirical())
-    state = torch.get_rng_state()
-    with running.listen((X, y)):
-        value = nn.functional.cross_entropy(model(X), y)
-    torch.set_rng_state(state)
-    hidden = nn.functional.dropout(model[0](X), 0.5).relu()
-    value.backward()
-    J = (model[3](hidden).softmax(1) - nn.functional.one_hot(y, 3)).detach()
-    close(running.operator.blocks["3"].diagonal()[-1], J[:, -1].square().mean())
-    assert model.training
 
 
 def test_a_batch_that_is_shown_twice_has_one_dropout() -> None:

@@ -19,7 +19,6 @@ from curvlinops_plus import (
     EmpiricalRisk,
     Exact,
     FullBlock,
-    KFACOptimizer,
     MonteCarlo,
     curvature,
     load,
@@ -182,24 +181,3 @@ def test_states_have_numbers_that_are_not_multiplied_yet(name: str, form: str) -
     if name == "correlated":
         with pytest.raises(ValueError, match=r"'2'.*: the state is that of a convolution of other options, .*\(1, 1\)"):
             stream("without padding", "KFAC").load_state_dict(state)
-
-
-@pytest.mark.parametrize(("name", "options"), [("correlated", {}), ("dense", {"approximation": EKFAC})])
-def test_checkpoints_change_no_bits_of_a_training(name: str, options: dict[str, Any]) -> None:
-    found = []
-    for resumes in (False, True):
-        torch.manual_seed(1)
-        model, loss = NETWORKS[name](), nn.CrossEntropyLoss()
-        make = partial(KFACOptimizer, model, loss, vectors=MonteCarlo(seed=1), inverse_every=4, **options)
-        optimizer = make()
-        for X, y in batches():
-            optimizer.zero_grad()
-            loss(model(X), y).backward()
-            optimizer.step()
-            if resumes:
-                state = optimizer.state_dict()
-                optimizer.close()
-                optimizer = make()
-                optimizer.load_state_dict(state)
-        found.append([p.detach().clone() for p in model.parameters()])
-    assert all(map(torch.equal, *found))

@@ -193,15 +193,6 @@ def test_inverses_share_eigenvectors_and_files_are_removed(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_rounded_eigenvectors() -> None:
-    """Half the memory for an error of the order of the rounding; eigenvalues and trace stay what they are."""
-    K, eps = problem("attention").curvature(EKFAC), torch.finfo(torch.bfloat16).eps
-    rounded, exact = K.offload(dtype=torch.bfloat16), K.to_dense()
-    assert 0 < (rounded.to_dense() - exact).norm() < eps * exact.norm()
-    assert torch.equal(rounded.trace, K.trace)
-    assert torch.equal(rounded.inverse(0.1).logdet, K.inverse(0.1).logdet)
-
-
 # ------------------------------------------------------------------------------------------ resident memory, by itself
 
 WIDTH, DEPTH = 500, 8

@@ -88,18 +88,6 @@ def test_kfac_is_the_kronecker_product_nearest_to_the_sum_over_roles(reduce: boo
     assert (block[mine[:, None], mine] - total).norm() > 1e-3 * total.norm(), "the sum is no Kronecker product"
 
 
-@pytest.mark.parametrize("name", ["tied", "tied autoencoder"])
-def test_two_roles_beat_the_diagonal(name: str) -> None:
-    """What the diagonal fallback would leave out. No theorem, but so on these nets; a larger one is below."""
-    p = problem(name)
-    tied = next(layer for layer in p.exact.layers if len(layer.roles) > 1)
-    at = p.exact.places(tied.keys)
-    exact = p.exact.ggn()[at[:, None], at]
-    E = p.curvature(EKFAC).to_dense()[at[:, None], at]
-    error, of_diagonal = (E - exact).norm() / exact.norm(), (exact.diagonal().diag() - exact).norm() / exact.norm()
-    assert error < of_diagonal, f"{float(error):.3f} of EKFAC, {float(of_diagonal):.3f} of the diagonal"
-
-
 # ---------------------------------------------------------------------------------------------- one role, several uses
 
 

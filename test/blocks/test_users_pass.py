@@ -322,31 +322,3 @@ def test_statistics_of_the_batch_are_constants(options: dict[str, Any], make: An
         close(running.operator.to_dense(), expected.operator.to_dense())
     unchecked = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(x, y)], params[0], check=False)
     close(curvature(unchecked, kind, vectors=mode).to_dense(), expected.operator.to_dense())
-
-
-class Counts(nn.Sequential):
-    """Does something else when it is run once more."""
-
-    calls = 0
-
-    def forward(self, input: Tensor) -> Tensor:
-        self.calls += 1
-        return self.calls * super().forward(input)
-
-
-class Activated(nn.BatchNorm1d):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input).relu()
-
-
-@pytest.mark.parametrize("name", ["written to", "run once more", "own forward"])
-def test_batch_norm_that_is_no_constant_is_refused(name: str) -> None:
-    model, x = vectors({"affine": False})
-    if name == "own forward":
-        model[1] = Activated(5, affine=False).double()  # type: ignore[operator]
-    model = Counts(*model) if name == "run once more" else model  # type: ignore[misc]
-    running, given = estimator(model), (x, torch.arange(12) % 3)
-    words = "Parameters were written to inside|runs the model once more.*differs|layer '0' .*mixes examples"
-    with pytest.raises((UnsupportedError, ValueError), match=words):
-        back(running, given, lambda out: nn.init.zeros_(model[0].weight) if name == "written to" else None)
-    assert running.updates == 0

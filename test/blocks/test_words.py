@@ -221,17 +221,6 @@ def test_forward_only_names_all_layers_that_need_gradients_before_anything_runs(
         curvature(r, EKFAC, vectors=ForwardOnly())
 
 
-def test_forward_only_beside_blocks_that_need_no_gradients() -> None:
-    """What the refusal says to do: layers of other types are left as they are."""
-    r = risk("norms")
-    K = curvature(r, {nn.LayerNorm: ScaledIdentity, nn.PReLU: ScaledIdentity}, vectors=ForwardOnly())
-    apart = [p for name, p in r.model.named_parameters() if name[0] in "024"]
-    alone = curvature(EmpiricalRisk(r.model, nn.MSELoss(), DATA, apart), vectors=ForwardOnly())
-    for name, block in alone.blocks.items():
-        close(K.blocks[name].to_dense(), block.to_dense())
-    assert torch.equal(K.blocks["1"].to_dense(), torch.eye(8, dtype=torch.float64))
-
-
 # ---------------------------------------------------------------------------------------------------- parameters, plans
 
 
