@@ -16,7 +16,6 @@ from curvlinops_plus import (
     GGN,
     ActivationHessianLinearOperator,
     EFLinearOperator,
-    Empirical,
     EmpiricalRisk,
     Exact,
     FisherMCLinearOperator,
