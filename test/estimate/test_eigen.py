@@ -15,11 +15,10 @@ from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.estimate import logdet
-from curvlinops_plus.estimate.boundaries import approximate_boundaries, approximate_boundaries_abs
+from curvlinops_plus.estimate.boundaries import approximate_boundaries
 from curvlinops_plus.estimate.columns import inner, orthonormal
 from curvlinops_plus.estimate.eigen import (
     condition_number,
-    extreme_eigenpairs,
     spectral_norm,
     top_eigenpairs,
 )
@@ -70,25 +69,6 @@ def test_any_small_matrix(values: list[int], seed: int, data: Any) -> None:
     )
 
 
-def test_float32(device: torch.device) -> None:
-    A = with_eigenvalues(SPECTRA["decaying"]).to(device, torch.float32)
-    values, X, _, converged = top_eigenpairs(A, 4, generator=seeded())
-    assert converged
-    assert (values.dtype, X.dtype, X.device.type) == (torch.float32, torch.float32, device.type)
-    torch.testing.assert_close(values.cpu(), torch.arange(1.0, 5.0) ** -1.5, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("k", [1, 7, 25])
-def test_restarts_keep_what_was_asked_for(k: int) -> None:
-    """More eigenpairs than the basis has room for at once, for sizes around that of the basis."""
-    for n in (k + 1, k + 20, k + 41, 3 * k + 1, 3 * k + 60):
-        A = with_eigenvalues(torch.linspace(1, 2, n, dtype=F64))
-        values, X, _, converged = top_eigenpairs(A, k, tol=1e-4, generator=seeded())
-        assert converged
-        assert (values.shape, X.shape) == ((k,), (n, k))
-        torch.testing.assert_close(values, torch.linspace(1, 2, n, dtype=F64).flip(0)[:k], rtol=0, atol=1e-4)
-
-
 def test_long_columns_in_single_precision() -> None:
     """A hundred thousand rows: orthonormal to six digits, where plain float32 has four."""
     Y = torch.randn(100_000, 4, generator=seeded())
@@ -102,67 +82,6 @@ def test_long_columns_in_single_precision() -> None:
     values, X, _, _ = top_eigenpairs(Diagonal(diagonal), 2, generator=seeded())
     torch.testing.assert_close(values, torch.tensor([6.0, 5.0]), rtol=2e-6, atol=0)
     torch.testing.assert_close(X.double().T @ X.double(), eye[:2, :2], rtol=0, atol=2e-6)
-
-
-def test_both_ends_and_the_middle() -> None:
-    A = as_matrix(with_eigenvalues(SPECTRA["indefinite"]))
-    ends = extreme_eigenpairs(A, 4, "ends", None, 1000, seeded()).eigenvalues
-    step = 5 / 99
-    torch.testing.assert_close(ends, torch.tensor([2, -3, 2 - step, -3 + step], dtype=F64), rtol=1e-9, atol=0)
-    inner = as_matrix(with_eigenvalues([5.0, -4.0, 3.0, -0.02, 0.5] * 4 + [2.0]))
-    nearest = extreme_eigenpairs(inner, 1, "smallest magnitude", 1e-6, 1000, seeded())
-    torch.testing.assert_close(nearest.eigenvalues, torch.tensor([-0.02], dtype=F64), rtol=1e-9, atol=0)
-
-
-def test_what_is_not_reached_is_said() -> None:
-    """A warning has the true residuals, and the result is still a bound from below."""
-    A = with_eigenvalues(SPECTRA["flat"])
-    with pytest.warns(CurvatureWarning, match=r"The 2 largest eigenvalues of Tensor\(100 x 100.*did not converge: "
-                      r"residuals .* Take more than max_iter=5 products or a larger tolerance"):  # fmt: skip
-        values, X, residuals, converged = top_eigenpairs(A, 2, max_iter=5, generator=seeded())
-    assert not converged
-    torch.testing.assert_close(residuals, torch.linalg.vector_norm(A @ X - X * values, dim=0))
-    assert bool((values < torch.tensor([2, 2 - 1 / 99])).all())
-    with pytest.warns(CurvatureWarning, match="The spectral norm of .*did not converge.*max_iter=3"):
-        norm, error = spectral_norm(A, max_iter=3, generator=seeded(), return_error=True)
-    assert norm < 2
-    assert error > 1e-3
-    with pytest.warns(CurvatureWarning, match="smallest eigenvalue for the condition number.*did not converge"):
-        lower, error = condition_number(
-            with_eigenvalues(torch.logspace(-8, 0, 200)), max_iter=30, generator=seeded(), return_error=True
-        )
-    assert lower < 1e8
-    assert error > 1e3
-
-
-def test_tolerance_decides_how_many_products() -> None:
-    class Counted:
-        shape, dtype, device = (100, 100), F64, torch.device("cpu")
-        matrix, products = with_eigenvalues(SPECTRA["flat"]), 0
-
-        def __matmul__(self, X: Tensor) -> Tensor:
-            self.products += X.shape[1]
-            return self.matrix @ X
-
-    rough, fine = Counted(), Counted()
-    top_eigenpairs(rough, tol=1e-2, generator=seeded())
-    top_eigenpairs(fine, tol=1e-10, generator=seeded())
-    assert rough.products < fine.products / 2 < 150
-
-
-@pytest.mark.parametrize("shape", [(200, 200), (300, 70), (70, 300)])
-def test_a_loose_tolerance_is_told(shape: tuple[int, int]) -> None:
-    A = torch.randn(*shape, dtype=F64, generator=seeded())
-    norm, error = spectral_norm(A, tol=0.1, generator=seeded(), return_error=True)
-    assert norm + 1e-6 < torch.linalg.matrix_norm(A, 2) <= norm + error
-
-
-def test_a_loose_tolerance_is_no_licence() -> None:
-    """The first few approximations may meet it with eigenvalues from inside of the spectrum."""
-    A = torch.diag(torch.tensor([-2.0, -1.0, 3.0, 4.0, 5.0], dtype=F64))
-    for seed in range(100):
-        low, high = approximate_boundaries_abs(A, generator=seeded(seed))
-        assert (low, high) == (pytest.approx(1), pytest.approx(5))
 
 
 @pytest.mark.parametrize("shape", [(20, 20), (30, 7), (7, 30), (1, 5), (5, 1), (1, 1)])

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.estimate import logdet
-from curvlinops_plus.estimate.lanczos import lanczos
-from curvlinops_plus.estimate.matrix import as_matrix
 from curvlinops_plus.linalg import Dense, Structure
 
 
@@ -41,52 +39,6 @@ def test_exact_cases(A: Tensor) -> None:
     value, error = logdet(A, 2, 20, generator=seeded(), return_error=True)
     torch.testing.assert_close(value, A.logdet())
     assert error < 1e-5
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 30])
-def test_each_quadrature_is_exact_at_n_steps(n: int) -> None:
-    """The twin: the mean of vᵀ (log A) v over the same vectors, with a dense logarithm."""
-    values = torch.rand(n, dtype=F64, generator=seeded()) + 0.01
-    A, V = with_eigenvalues(values), torch.randn(n, 3, dtype=F64, generator=seeded(1))
-    nodes, weights = lanczos(as_matrix(A), V, n, reorthogonalize=True).quadrature()
-    eigenvalues, Q = torch.linalg.eigh(A)
-    log_A = Q * eigenvalues.log() @ Q.T
-    expected = (V * (log_A @ V)).sum(0)
-    torch.testing.assert_close(V.square().sum(0) * (weights * nodes.log()).sum(1), expected)
-    torch.testing.assert_close(weights.sum(1), torch.ones(3, dtype=F64))
-
-
-@pytest.mark.parametrize("reorthogonalize", [True, False])
-def test_quadrature_of_polynomials(reorthogonalize: bool) -> None:
-    """m steps are exact up to degree 2m - 1, no further; one vector does not see another."""
-    A, V = with_eigenvalues(torch.linspace(-1, 2, 30)), torch.randn(30, 2, dtype=F64, generator=seeded(1))
-    V = V / V.norm(dim=0)
-    nodes, weights = lanczos(as_matrix(A), V, 4, reorthogonalize=reorthogonalize).quadrature()
-    for degree in range(9):
-        exact = (V * (torch.linalg.matrix_power(A, degree) @ V)).sum(0)
-        found = (weights * nodes**degree).sum(1)
-        assert torch.allclose(found, exact, rtol=1e-10, atol=1e-10) == (degree <= 7), degree
-    alone = lanczos(as_matrix(A), V[:, 1:], 4, reorthogonalize=reorthogonalize).quadrature()[0]
-    torch.testing.assert_close(alone, nodes[1:])
-
-
-def test_spaces_that_end_early() -> None:
-    """A vector in an invariant subspace: nodes after its end have weight 0 and stay among the eigenvalues."""
-    A = torch.diag(torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=F64))
-    V = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 1.0], [0.0, 1.0]], dtype=F64)
-    T = lanczos(as_matrix(A), V, 4, reorthogonalize=True)
-    nodes, weights = T.quadrature()
-    assert T.exact.tolist() == [True, False]
-    torch.testing.assert_close(nodes[0], torch.ones(4, dtype=F64))
-    torch.testing.assert_close(nodes[1], torch.arange(1.0, 5.0, dtype=F64))
-    torch.testing.assert_close(weights.sum(1), torch.ones(2, dtype=F64))
-
-
-def test_float32(device: torch.device) -> None:
-    A = with_eigenvalues(torch.logspace(-1, 1, 40))
-    value, error = logdet(A.to(device, torch.float32), generator=seeded(), return_error=True)
-    assert (value.dtype, error.dtype, value.device.type) == (torch.float32, torch.float32, device.type)
-    torch.testing.assert_close(value.cpu().double(), logdet(A, generator=seeded()), rtol=1e-4, atol=1e-3)
 
 
 def test_damping_of_an_operator() -> None:

@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import F64, normal, seeded
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from curvlinops_plus.estimate.diagonal import hutchinson_diag, xdiag
-from curvlinops_plus.estimate.exchangeable import leave_one_out
 from curvlinops_plus.estimate.norm import hutchinson_squared_fro
-from curvlinops_plus.estimate.probes import Mean, random_vector, random_vectors
+from curvlinops_plus.estimate.probes import random_vector, random_vectors
 from curvlinops_plus.estimate.trace import hutchinson_trace, hutchpp_trace, xtrace
 
 SEEDS = 300
@@ -91,29 +88,6 @@ def test_own_standard_error(estimate: Callable, options: dict, truth: Callable) 
         assert 0.3 < ratio < 1.6  # nearly so
 
 
-def test_xtrace_s_error_without_decay() -> None:
-    """As the docstring says: too small, by no more than a half, if eigenvalues don't decay."""
-    Q = torch.linalg.qr(normal(60, 60))[0]
-    values, errors = over_seeds(xtrace, Q * (1 + torch.linspace(0, 1, 60, dtype=F64)) @ Q.T, 24)
-    assert 0.5 < errors.square().mean().sqrt() / values.std() < 0.9
-
-
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_less_variance_where_eigenvalues_decay(distribution: str) -> None:
-    spread = [over_seeds(f, decaying(60), 24, 100, distribution=distribution)[0].std() for f in
-              (hutchinson_trace, hutchpp_trace, xtrace)]  # fmt: skip
-    assert spread[0] > 10 * spread[1] > 10 * spread[2]
-    plain, better = (over_seeds(f, decaying(60), 24, 100)[0].std(0).sum() for f in (hutchinson_diag, xdiag))
-    assert plain > 10 * better
-
-
-def test_directions_of_one_length() -> None:
-    """XTrace scales what is left of a vector on the sphere, so that a multiple of the identity is exact (error 0)."""
-    estimate, error = xtrace(3 * torch.eye(30, dtype=F64), 8, "sphere", generator=seeded(), return_error=True)
-    torch.testing.assert_close(estimate, torch.tensor(90.0, dtype=F64))
-    assert error < 1e-12
-
-
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("rank", [0, 1, 3])
@@ -139,47 +113,6 @@ def test_signs_are_exact_for_diagonal_matrices() -> None:
     torch.testing.assert_close(hutchinson_squared_fro(A, 2), squared_fro(A))
 
 
-@pytest.mark.parametrize("shape", [(30, 8), (8, 30), (9, 8), (2, 5), (5, 2)])
-def test_rectangular(shape: tuple[int, int]) -> None:
-    A = normal(*shape)
-    num_matvecs = min(6, min(shape) - 1)
-    values = torch.stack([hutchinson_squared_fro(A, num_matvecs, generator=seeded(s)) for s in range(SEEDS)])
-    assert (values.mean() - squared_fro(A)).abs() <= 4 * values.std() / SEEDS**0.5
-
-
-def slow_twin(A: Tensor, V: Tensor, normalize: bool) -> tuple[Tensor, Tensor]:
-    """XTrace and XDiag with a decomposition of its own for each left-out vector."""
-    traces, diagonals = [], []
-    for i in range(V.shape[1]):
-        v = V[:, i]
-        others = torch.cat([V[:, :i], V[:, i + 1 :]], 1)
-        U, sigma, _ = torch.linalg.svd(A @ others, full_matrices=False)
-        Q = U[:, sigma > 1e-10 * sigma.max()] if len(sigma) else U
-        P = torch.eye(len(A), dtype=F64) - Q @ Q.T
-        w = P @ v
-        scale = Q.shape[0] - Q.shape[1]
-        traces.append((Q.T @ A @ Q).trace() + (w @ A @ w) * (scale / w.square().sum() if normalize else 1))
-        diagonals.append((Q @ Q.T @ A).diagonal() + v * (P @ A @ v))
-    return torch.stack(traces).mean(), torch.stack(diagonals).mean(0)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    draws=st.integers(1, 6),
-    rank=st.integers(0, 14),
-    seed=st.integers(0, 10**6),
-    distribution=st.sampled_from(DISTRIBUTIONS),
-)
-def test_downdating_against_a_slow_twin(draws: int, rank: int, seed: int, distribution: str) -> None:
-    A = normal(14, rank, seed=seed) @ normal(rank, 14, seed=seed + 1)
-    trace = xtrace(A, 2 * draws, distribution, generator=seeded(seed))
-    V = random_vectors(draws, 14, distribution, seeded(seed), A)
-    twin, diagonal = slow_twin(A, V, distribution == "sphere")
-    torch.testing.assert_close(trace, twin, rtol=1e-6, atol=1e-6)
-    if distribution == "rademacher":
-        torch.testing.assert_close(xdiag(A, 2 * draws, generator=seeded(seed)), diagonal, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_hutchpp_against_its_definition(distribution: str) -> None:
     A = MATRICES["general"]
@@ -188,62 +121,6 @@ def test_hutchpp_against_its_definition(distribution: str) -> None:
     P = torch.eye(30, dtype=F64) - Q @ Q.T
     expected = (Q.T @ A @ Q).trace() + (V[:, 4:].T @ P @ A @ P @ V[:, 4:]).trace() / 4
     torch.testing.assert_close(hutchpp_trace(A, 12, distribution, generator=seeded()), expected)
-
-
-def test_equal_vectors() -> None:
-    """Two equal columns, as few signs give easily: either can be left out, the third can't."""
-    Y = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 2.0], [0.0, 0.0, 0.0]], dtype=F64)
-    Q, S = leave_one_out(Y)
-    assert Q.shape == (4, 2)
-    torch.testing.assert_close((Q @ S).abs(), torch.tensor([[0, 0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]], dtype=F64))
-
-
-def test_the_order_of_vectors_does_not_matter() -> None:
-    A, V = decaying(), normal(30, 5)
-    (Q, S), (Q2, S2) = (leave_one_out(A @ V), leave_one_out((A @ V).flip(1)))
-    torch.testing.assert_close(Q @ Q.T, Q2 @ Q2.T)
-    torch.testing.assert_close((Q @ S).abs(), (Q2 @ S2).flip(1).abs(), atol=1e-6, rtol=1e-6)
-
-
-@every_estimator
-def test_float32_and_devices(estimate: Callable, options: dict, truth: Callable, device: torch.device) -> None:
-    """The draws depend on the generator alone."""
-    A = decaying()
-    expected, error = estimate(A, 6, generator=seeded(), return_error=True, **options)
-    value, own = estimate(A.to(device, torch.float32), 6, generator=seeded(), return_error=True, **options)
-    assert (value.dtype, own.dtype, value.device.type) == (torch.float32, torch.float32, device.type)
-    torch.testing.assert_close(value.cpu().double(), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(own.cpu().double(), error, rtol=1e-3, atol=1e-5)
-
-
-@every_estimator
-@pytest.mark.parametrize("chunk_size", [1, 4, 100])
-def test_blocks_change_nothing(estimate: Callable, options: dict, truth: Callable, chunk_size: int) -> None:
-    A = decaying()
-    expected = estimate(A, 12, generator=seeded(), return_error=True, **options)
-    for result, other in zip(
-        expected, estimate(A, 12, generator=seeded(), return_error=True, chunk_size=chunk_size, **options)
-    ):
-        torch.testing.assert_close(result, other)
-
-
-@every_estimator
-def test_random_numbers(estimate: Callable, options: dict, truth: Callable) -> None:
-    """PyTorch's own by default, as everywhere in PyTorch; the generator's and only these otherwise."""
-    A = MATRICES["general"]
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        first, second = estimate(A, 6, **options), estimate(A, 6, **options)
-        assert not torch.equal(first, second)
-        torch.manual_seed(3)
-        assert torch.equal(first, estimate(A, 6, **options))
-    before = torch.get_rng_state()
-    assert torch.equal(estimate(A, 6, generator=seeded(), **options), estimate(A, 6, generator=seeded(), **options))
-    generator = seeded()
-    assert not torch.equal(
-        estimate(A, 6, generator=generator, **options), estimate(A, 6, generator=generator, **options)
-    )
-    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
@@ -263,42 +140,3 @@ def test_draws_of_the_global_generator_are_those_of_plain_calls(dtype: torch.dty
             )
             torch.manual_seed(1)
             torch.testing.assert_close(random_vector(50, distribution, dtype=dtype), expected[:, 0])
-
-
-def test_chunks_of_the_global_generator() -> None:
-    """However many columns are drawn at once: they come one after another."""
-    A = decaying()
-    with torch.random.fork_rng():
-        values = []
-        for chunk_size in (1, 4, 100):
-            torch.manual_seed(0)
-            values.append(hutchinson_trace(A, 12, "normal", chunk_size=chunk_size))
-    torch.testing.assert_close(values[0], values[1])
-    torch.testing.assert_close(values[0], values[2])
-
-
-def test_first_draws_stay_when_more_are_asked_for() -> None:
-    for distribution in DISTRIBUTIONS:
-        like = torch.zeros((), dtype=F64)
-        more = random_vectors(5, 3, distribution, seeded(), like)
-        generator = seeded()
-        parts = [random_vectors(num, 3, distribution, generator, like) for num in (2, 3)]
-        assert torch.equal(more, torch.cat(parts, 1))
-
-
-def test_gradients_of_a_tensor() -> None:
-    """The estimate of a tensor's trace or norm is differentiable, as products with it are."""
-    A = normal(6, 6).requires_grad_()
-    (grad,) = torch.autograd.grad(hutchinson_squared_fro(A, 3, generator=seeded()), A)
-    V = random_vectors(3, 6, "rademacher", seeded(), A)
-    torch.testing.assert_close(grad, 2 * A.detach() @ V @ V.T / 3)
-
-
-@given(sizes=st.lists(st.integers(1, 5), min_size=2, max_size=4))
-def test_mean_in_blocks(sizes: list[int]) -> None:
-    samples = normal(2, sum(sizes)) + 1e3
-    mean = Mean()
-    for block in samples.split(sizes, 1):
-        mean.update(block)
-    torch.testing.assert_close(mean.value, samples.mean(1))
-    torch.testing.assert_close(mean.error, samples.std(1) / sum(sizes) ** 0.5)

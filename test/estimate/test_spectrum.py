@@ -14,7 +14,6 @@ import torch
 from helpers import F64, seeded, with_eigenvalues
 from torch import Tensor
 
-from curvlinops_plus.estimate.boundaries import approximate_boundaries, approximate_boundaries_abs
 from curvlinops_plus.estimate.plot import plot_spectrum
 from curvlinops_plus.estimate.spectrum import (
     LanczosApproximateLogSpectrumCached,
@@ -140,48 +139,6 @@ def test_repeats_are_averaged_and_cached() -> None:
         direct = function(A, 12, num_repeats=2, kappa=3.0, generator=seeded())
         for left, right in zip(direct, getattr(kind(A, 12, generator=seeded()), name)(2)):
             assert torch.equal(left, right)
-
-
-def test_more_steps_than_rows() -> None:
-    grid, density = lanczos_approximate_spectrum(with_eigenvalues([1.0, 2.0, 3.0]), 50, num_repeats=100)
-    assert abs(torch.trapezoid(density, grid) - 1) < 0.05
-
-
-def test_fresh_by_default() -> None:
-    A = with_eigenvalues(BULK_AND_PEAKS)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        first, second = (lanczos_approximate_spectrum(A, 10)[1] for _ in range(2))
-        assert not torch.equal(first, second)
-        torch.manual_seed(0)
-        assert torch.equal(first, lanczos_approximate_spectrum(A, 10)[1])
-    before = torch.get_rng_state()
-    lanczos_approximate_spectrum(A, 10, generator=seeded())
-    assert torch.equal(before, torch.get_rng_state())
-
-
-@pytest.mark.parametrize("known", [None, (None, None), (1.5, None), (None, 2.5), (0.0, 10.0)])
-def test_boundaries(known: tuple | None) -> None:
-    for function, values in (
-        (approximate_boundaries, [-2.0, -1.0, 3.0, 4.0, 5.0]),
-        (approximate_boundaries_abs, [1.0, 2.0, 3.0, 4.0, 5.0]),
-    ):
-        A = with_eigenvalues(torch.tensor([-2.0, -1.0, 3.0, 4.0, 5.0], dtype=torch.float64))
-        low, high = function(A, tol=0, boundaries=known, generator=seeded())
-        given = known or (None, None)
-        assert low == pytest.approx(min(values) if given[0] is None else given[0], rel=1e-9)
-        assert high == pytest.approx(max(values) if given[1] is None else given[1], rel=1e-9)
-        assert type(low) is type(high) is float
-
-
-def test_float32_and_devices(device: torch.device) -> None:
-    A = with_eigenvalues(BULK_AND_PEAKS)
-    for function in (lanczos_approximate_spectrum, lanczos_approximate_log_spectrum):
-        found = function(A.to(device, torch.float32), 8, boundaries=(0.01, 5), generator=seeded())
-        expected = function(A, 8, boundaries=(0.01, 5), generator=seeded())
-        for left, right in zip(found, expected):
-            assert (left.dtype, left.device.type) == (torch.float32, device.type)
-            torch.testing.assert_close(left.cpu().double(), right, rtol=1e-3, atol=1e-3)
 
 
 A3 = torch.eye(3)

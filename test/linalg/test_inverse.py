@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -34,17 +33,6 @@ def blocks() -> BlockDiagonal:
     K, _ = block_diagonal(F64)
     assert isinstance(K, BlockDiagonal)
     return K
-
-
-def test_pair_belongs_to_the_factors() -> None:
-    G, A = psd(2, 2), psd(3, 3, seed=1)
-    inverse = Kronecker(G, A).inverse((0.1, torch.tensor(0.2, dtype=F64)))
-    expected = torch.kron(torch.linalg.inv(G + 0.2 * eye_like(G)), torch.linalg.inv(A + 0.1 * eye_like(A)))
-    close(inverse.to_dense(), expected)
-    close(inverse.logdet, torch.logdet(expected))
-    assert isinstance(inverse, Kronecker)
-    rule = Kronecker(G, A).inverse((RelativeDamping(0.5), 0.0))
-    close(rule.to_dense(), torch.linalg.inv(torch.kron(G, A + 0.5 * A.trace() / 3 * eye_like(A))))
 
 
 @pytest.mark.parametrize("kind", [Dense, Diagonal])
@@ -129,18 +117,6 @@ WITHOUT_FACTORS = {
 @pytest.mark.parametrize("A", WITHOUT_FACTORS.values(), ids=WITHOUT_FACTORS)
 def test_a_matrix_without_factors_takes_the_damping_whole(A: LinearOperator) -> None:
     close(A.inverse(HeuristicDamping(0.1)).to_dense(), A.inverse(0.1).to_dense())
-
-
-@pytest.mark.parametrize(
-    "number", [0.1, np.float64(0.1), torch.tensor(0.1), torch.tensor(0.1, dtype=F64), RelativeDamping(0.1)]
-)
-def test_kinds_of_numbers(number: Any) -> None:
-    A = Dense(psd(3, 3), PSD)
-    size = 0.1 * A.trace / 3 if isinstance(number, RelativeDamping) else 0.1
-    D = A.matrix + size * eye_like(A.matrix)
-    torch.testing.assert_close(A.inverse(number).to_dense(), torch.linalg.inv(D))
-    torch.testing.assert_close(A.power(2, number).to_dense(), D @ D)
-    torch.testing.assert_close(A.shift(number).to_dense(), D)
 
 
 def each_kind_of_damping(K: BlockDiagonal) -> list[tuple[Any, list[float]]]:

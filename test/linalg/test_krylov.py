@@ -22,7 +22,6 @@ from curvlinops_plus.linalg import (
     Dense,
     Diagonal,
     IdentityLinearOperator,
-    LinearOperator,
     LSMRInverseLinearOperator,
     MINRESInverseLinearOperator,
     NeumannInverseLinearOperator,
@@ -35,7 +34,7 @@ from curvlinops_plus.linalg import (
     neumann,
 )
 
-from .cases import F64, OnlyProducts, normal, orthogonal, psd, symmetric
+from .cases import F64, OnlyProducts, normal, orthogonal, psd
 from .test_laws import close
 
 F32 = torch.float32
@@ -72,26 +71,6 @@ def quietly(solve: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return solve(*args, **kwargs)
 
 
-class Counting(LinearOperator):
-    """Remembers how many columns each product had."""
-
-    def __init__(self, A: LinearOperator) -> None:
-        self.A, self.columns = A, []
-
-    in_space = property(lambda self: self.A.in_space)
-    out_space = property(lambda self: self.A.out_space)
-    dtype = property(lambda self: self.A.dtype)
-    device = property(lambda self: self.A.device)
-    structure = property(lambda self: self.A.structure)
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        self.columns.append(X.shape[1])
-        return self.A._matmat(X)
-
-    def _rmatmat(self, X: Tensor) -> Tensor:
-        return self.A._rmatmat(X)
-
-
 # What every solver does ----------------------------------------------------------------------------------------------
 
 
@@ -111,22 +90,6 @@ def test_solves(solver, dtype: torch.dtype, device: torch.device) -> None:
     assert info.converged.shape == info.relative_residual.shape == (3,)
     torch.testing.assert_close(info.relative_residual.cpu(), residual(M, x.cpu(), b.cpu()), rtol=0.1, atol=2e-7)
     assert 0 < info.iterations <= 40
-
-
-@each_solver
-def test_every_form_of_a_vector(solver) -> None:
-    M, space = psd(6, 6), Space.from_shapes({"a": (2, 2), "b": (2,)})
-    A, b = OnlyProducts(M, space), normal(6, 2)
-    expected = torch.linalg.solve(M, b)
-    options = {"atol": 1e-12, "btol": 1e-12} if solver is lsmr else {"tol": 1e-12}
-    for question in (b, b[:, 0], b.numpy(), space.unflatten(b), list(space.unflatten(b).values())):
-        x, info = solver(A, question, **options)
-        assert type(x) is type(question)
-        if isinstance(x, np.ndarray):
-            x = torch.from_numpy(x.copy())
-        flat = x if isinstance(x, Tensor) else space.flatten(x)
-        close(flat, expected if flat.ndim == 2 else expected[:, 0])
-        assert len(info.converged) == (1 if flat.ndim == 1 else 2)
 
 
 @each_solver
@@ -177,25 +140,6 @@ def test_a_first_guess(solver) -> None:
     torch.testing.assert_close(one, exact, rtol=1e-3, atol=1e-4)
     with pytest.raises(ValueError, match="a first guess with 1 or 2 columns, as the right-hand side, got 3"):
         solver(A, b, x0=normal(6, 3))
-
-
-@each_solver
-def test_columns_end_by_themselves(solver) -> None:
-    """Easy columns leave the batch, and get the solution that they get alone."""
-    values = torch.linspace(1, 30, 30, dtype=F64)
-    A = Counting(Diagonal(values))
-    b = torch.zeros(30, 3, dtype=F64)
-    b[4, 0] = 1  # an eigenvector: one iteration
-    b[:3, 1] = 1  # three of them: three iterations
-    b[:, 2] = normal(30)
-    options = {"atol": 1e-10, "btol": 1e-10} if solver is lsmr else {"tol": 1e-10}
-    x, info = solver(A, b, **options)
-    torch.testing.assert_close(x, b / values[:, None], rtol=1e-6, atol=1e-8)
-    assert info.iterations > 10
-    assert sum(A.columns) < info.iterations + 12  # the looks at true residuals included
-    for column in range(3):
-        alone, _ = solver(A.A, b[:, column], **options)
-        torch.testing.assert_close(alone, x[:, column], rtol=1e-7, atol=1e-10)
 
 
 @each_solver
@@ -255,26 +199,6 @@ def test_nothing_of_the_caller_is_kept_or_changed(solver) -> None:
     torch.testing.assert_close(inside.clone(), x, rtol=1e-3, atol=1e-4)
 
 
-class Itself(Counting):
-    """Returns the vectors that it was given, not copies."""
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return X
-
-    _rmatmat = _matmat
-
-
-@each_solver
-def test_products_that_return_their_argument(solver) -> None:
-    b = normal(5, 2)
-    before = b.clone()
-    options = {} if solver is lsmr else {"preconditioner": lambda R: R}
-    x, info = solver(Itself(Dense(torch.eye(5, dtype=F64), PSD)), b, x0=normal(5, seed=1), **options)
-    assert info.converged.all()
-    assert torch.equal(b, before)
-    torch.testing.assert_close(x, b, rtol=1e-4, atol=1e-5)
-
-
 @each_solver
 def test_half_precision_computes_in_float32(solver) -> None:
     M = psd(6, 6).to(torch.bfloat16)
@@ -293,54 +217,6 @@ def test_columns_with_nan(solver) -> None:
     assert info.converged.tolist() == [True, False, True]
     assert info.relative_residual[1].isnan()
     assert torch.isfinite(x[:, ::2]).all()
-
-
-@each_solver
-def test_a_matrix_with_nan(solver) -> None:
-    M = psd(5, 5)
-    M[1, 1] = torch.nan
-    with pytest.warns(CurvatureWarning, match="a product with A has NaN or infinite entries"):
-        x, info = solver(Dense(M, PSD), normal(5))
-    assert not info.converged.any()
-    assert info.relative_residual.tolist() == [1.0]
-    assert (x == 0).all()
-
-
-@each_solver
-@pytest.mark.parametrize("k", [2, 3, 5, 8])
-@pytest.mark.parametrize("columns", [1, 3])
-@pytest.mark.parametrize("once", [False, True])
-def test_a_product_that_becomes_nan(solver, k: int, columns: int, once: bool) -> None:
-    """The k-th product with `A` or its adjoint: iterations end there, and say why."""
-
-    class Fails(Dense):
-        products = 0
-
-        def _count(self, Y: torch.Tensor) -> torch.Tensor:
-            self.products += 1
-            return Y * torch.nan if self.products == k or (self.products > k and not once) else Y
-
-        def _matmat(self, X: torch.Tensor) -> torch.Tensor:
-            return self._count(super()._matmat(X))
-
-        def _rmatmat(self, X: torch.Tensor) -> torch.Tensor:
-            return self._count(super()._rmatmat(X))
-
-    M, b = with_eigenvalues(spread(40, 1e4)), normal(40, columns)
-    A = Fails(M, PSD)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        x, info = solver(A, b)
-    assert torch.isfinite(x).all()
-    if once and not caught:  # it was a product that only tells how far the first guess is
-        assert torch.equal(x, quietly(solver, Dense(M, PSD), b)[0])
-        return
-    (said,) = caught
-    assert "a product with A has NaN or infinite entries" in str(said.message)
-    assert "limit" not in str(said.message)
-    assert info.iterations <= k
-    assert A.products <= k + 8
-    assert not info.converged.any()
 
 
 @each_solver
@@ -399,59 +275,6 @@ def test_solvers_agree(n: int, K: int, seed: int, rank: int) -> None:
 # The methods themselves ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 9])
-def test_the_iterates_are_scipys(steps: int) -> None:
-    M, S, R, b = psd(12, 12), symmetric(12), normal(15, 12), normal(12)
-    M_approx = torch.diag(1 / M.diagonal())
-    for preconditioner in (None, M_approx):
-        ours, _ = quietly(cg, Dense(M, PSD), b, tol=0.0, max_iter=steps, preconditioner=_dense(preconditioner))
-        theirs, _ = sla.cg(M.numpy(), b.numpy(), rtol=0.0, maxiter=steps, M=_numpy(preconditioner))
-        close(ours, torch.from_numpy(theirs))
-    W = torch.diag(torch.rand(12, dtype=F64, generator=torch.Generator().manual_seed(0)) + 0.5)
-    for preconditioner in (None, W):
-        ours, _ = quietly(
-            minres, Dense(S, SYMMETRIC), b, tol=0.0, max_iter=steps, preconditioner=_dense(preconditioner)
-        )
-        theirs, _ = sla.minres(S.numpy(), b.numpy(), rtol=0.0, maxiter=steps, M=_numpy(preconditioner))
-        close(ours, torch.from_numpy(theirs))
-    c, x0 = normal(15, seed=3), normal(12, seed=4)
-    for damp in (0.0, 0.7):
-        for guess in (None, x0):
-            ours, _ = quietly(lsmr, Dense(R), c, damp=damp, atol=0, btol=0, conlim=0, max_iter=steps, x0=guess)
-            options = {"damp": damp, "atol": 0, "btol": 0, "conlim": 0, "maxiter": steps, "x0": _numpy(guess)}
-            close(ours, torch.from_numpy(sla.lsmr(R.numpy(), c.numpy(), **options)[0]))
-
-
-def _dense(M: Tensor | None) -> LinearOperator | None:
-    return None if M is None else Dense(M, PSD)
-
-
-def _numpy(t: Tensor | None) -> Any:
-    return None if t is None else t.numpy()
-
-
-def test_cg_reports_negative_and_zero_curvature() -> None:
-    A = Diagonal(torch.tensor([1.0, 2.0, -3.0], dtype=F64))
-    with pytest.warns(CurvatureWarning, match="zero or negative curvature, A is not positive definite.*use MINRES"):
-        x, info = cg(A, torch.ones(3, 1, dtype=F64))
-    assert not info.converged.any()
-    assert torch.isfinite(x).all()
-    torch.testing.assert_close(info.relative_residual, residual(A.to_dense(), x, torch.ones(3, 1, dtype=F64)))
-    x, info = minres(A, torch.ones(3, dtype=F64))
-    assert info.converged.all()
-    torch.testing.assert_close(x, 1 / A.vector, rtol=1e-4, atol=1e-5)
-    # One bad column does not disturb the good one.
-    b = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=F64)
-    with pytest.warns(CurvatureWarning, match=r"for 1 of 2 columns.*converged \(columns 0\).*\(columns 1\)"):
-        x, info = cg(A, b)
-    assert info.converged.tolist() == [True, False]
-    torch.testing.assert_close(x[:, 0], torch.tensor([1.0, 0.5, 0.0], dtype=F64))
-    assert (x[:, 1] == 0).all()
-    with pytest.warns(CurvatureWarning, match="zero or negative curvature"):
-        x, info = cg(0 * A, torch.ones(3, dtype=F64))
-    assert (x == 0).all()
-
-
 @pytest.mark.parametrize("dtype", [F64, F32])
 def test_cg_on_an_indefinite_matrix_never_claims_what_is_not(dtype: torch.dtype) -> None:
     M = indefinite(40, 1e3).to(dtype)
@@ -471,18 +294,6 @@ def test_cg_without_a_solution(dtype: torch.dtype) -> None:
         x, info = cg(Dense(M, PSD), b)
     assert torch.isfinite(x).all()
     torch.testing.assert_close(info.relative_residual, residual(M, x, b), rtol=0.1, atol=0.1)
-
-
-def test_minres_ends_at_the_least_squares_solution() -> None:
-    values = torch.cat([torch.linspace(-2, 3, 7, dtype=F64), torch.zeros(3, dtype=F64)])
-    M, b = with_eigenvalues(values), normal(10)
-    with pytest.warns(
-        CurvatureWarning, match="MINRES missed tol=1e-05.*A is singular in torch.float64 and b not in its range"
-    ):
-        x, info = minres(Dense(M, SYMMETRIC), b)
-    assert info.iterations <= 10
-    best = torch.linalg.lstsq(M, b[:, None], driver="gelsd").solution[:, 0]
-    torch.testing.assert_close(torch.linalg.vector_norm(b - M @ x), torch.linalg.vector_norm(b - M @ best))
 
 
 SOFTMAX = nn.CrossEntropyLoss()
@@ -570,17 +381,6 @@ def test_minres_solves_indefinite_systems(condition: float) -> None:
     assert residual(M, x, b).max() <= 1e-8
 
 
-@each_relative
-def test_float32_stops_when_it_can_do_no_more(solver) -> None:
-    M = with_eigenvalues(spread(60, 1e4)).float()
-    with pytest.warns(CurvatureWarning, match="no more progress in torch.float32; loosen the tolerance, compute in fl"):
-        x, info = solver(Dense(M, PSD), normal(60, 2).float(), tol=1e-9, max_iter=100_000)
-    assert info.iterations < 2000
-    assert info.relative_residual.max() < 1e-2  # eps * condition
-    exact, _ = solver(Dense(M.double(), PSD), normal(60, 2), tol=1e-9, max_iter=100_000)
-    assert (x - exact).norm() / exact.norm() < 0.1
-
-
 @pytest.mark.parametrize(("n", "rank", "damping"), [(300, 100, 1e-3), (122, 30, 1e-3), (122, 30, 1e-4)])
 def test_a_drifting_recurrence_goes_on(n: int, rank: int, damping: float) -> None:
     """Of ill-conditioned float32 systems the error is that of plain conjugate gradients, which never start again."""
@@ -605,27 +405,6 @@ def _plain_cg(A: Tensor, b: Tensor, tol: float) -> Tensor:
         old, square = square, r.double().square().sum()
         p = r + (square / old).float() * p
     return x
-
-
-def test_lsmr_without_tolerances_reaches_the_precision() -> None:
-    """The error is within what roundings of the products make, machine precision times condition number."""
-    A = with_eigenvalues(torch.cat([spread(8, 1e2), torch.full((52,), 1e-3)])).to(F32)
-    b = normal(60, 2).to(F32)
-    exact = torch.linalg.solve(A.double(), b.double())
-    x, info = lsmr(Dense(A), b, atol=0, btol=0)
-    assert bool(info.converged.all())
-    assert float((x - exact).norm() / exact.norm()) < 1.2e-7 * 1e3
-
-
-@each_relative
-def test_an_absolute_tolerance(solver) -> None:
-    A, b = Dense(with_eigenvalues(spread(30, 1e3)), PSD), 100 * normal(30)
-    _, loose = solver(A, b, tol=0.0, atol=1.0)
-    _, tight = solver(A, b, tol=1e-9, atol=0.0)
-    assert loose.iterations < tight.iterations
-    assert loose.relative_residual[0] * b.norm() <= 1.0
-    with pytest.warns(CurvatureWarning, match="missed tol=1e-15, atol=1e-18"):
-        solver(A, b, tol=1e-15, atol=1e-18, max_iter=5)
 
 
 @each_relative
@@ -685,17 +464,6 @@ def test_lsmr_stays_close_to_its_first_guess() -> None:
     M, b, x0 = normal(4, 9), normal(4, seed=1), normal(9, seed=2)
     x, _ = lsmr(Dense(M), b, atol=1e-12, btol=1e-12, x0=x0)
     torch.testing.assert_close(x, x0 + torch.linalg.pinv(M) @ (b - M @ x0), rtol=1e-8, atol=1e-9)
-
-
-def test_lsmr_at_rank_zero_and_orthogonal_right_hand_sides() -> None:
-    x, info = lsmr(Dense(torch.zeros(4, 3, dtype=F64)), normal(4))
-    assert (x == 0).all()
-    assert info.converged.all()
-    assert info.relative_residual.item() == pytest.approx(1)
-    x, info = lsmr(Dense(torch.tensor([[1.0], [0.0]], dtype=F64)), torch.tensor([0.0, 1.0], dtype=F64))
-    assert x.item() == 0
-    assert info.converged.all()
-    assert info.iterations == 0
 
 
 def test_lsmr_condition_limit_and_log(capsys: pytest.CaptureFixture[str]) -> None:
@@ -797,28 +565,6 @@ def test_info_is_that_of_the_last_product(make) -> None:
     assert torch.equal(*twice)
 
 
-@each_inverse
-@pytest.mark.parametrize("dtype", [F64, F32])
-def test_inverses_keep_dtype_and_device(make, dtype: torch.dtype, device: torch.device) -> None:
-    inverse = make(Dense(torch.eye(4, device=device, dtype=dtype), PSD))
-    x = inverse @ torch.ones(4, device=device, dtype=dtype)
-    assert inverse.dtype == x.dtype == dtype
-    assert x.device.type == inverse.device.type == device.type
-    assert inverse.to_scipy().dtype == np.float64
-
-
-@each_inverse
-def test_moving(make) -> None:
-    M = psd(5, 5)
-    inverse = make(Dense(M, PSD))
-    _ = inverse @ normal(5)
-    moved = inverse.to(dtype=F32)
-    assert moved.dtype == F32
-    assert moved.info is None
-    assert inverse.info is not None
-    torch.testing.assert_close(quietly(moved.to_dense), torch.linalg.inv(M).float(), rtol=1e-4, atol=1e-5)
-
-
 def test_moving_takes_the_guess_and_the_preconditioner_along() -> None:
     M, b = psd(5, 5), normal(5)
     inverse = CGInverseLinearOperator(Dense(M, PSD), initial_guess=b, preconditioner=Diagonal(1 / M.diagonal()))
@@ -834,24 +580,6 @@ def test_operators_refuse(make) -> None:
     if make is not INVERSES["lsmr"]:
         with pytest.raises(ValueError, match=r"Expected a square matrix, got Dense.*use LSMRInverse"):
             make(Dense(normal(3, 2)))
-
-
-def test_inverses_of_matrices_that_are_not_symmetric() -> None:
-    M = torch.eye(5, dtype=F64) + 0.1 * normal(5, 5)
-    expected = torch.linalg.inv(M)
-    for make in (INVERSES["lsmr"], INVERSES["neumann"]):
-        inverse = make(Dense(M))
-        assert inverse.structure == Structure.GENERAL
-        close(inverse.to_dense(), expected)
-        close(inverse.T.to_dense(), expected.T)
-        close(normal(2, 5) @ inverse, normal(2, 5) @ expected)
-        assert inverse.info is not None
-        assert inverse.info.converged.shape == (2,)
-        close(torch.from_numpy(inverse.to_scipy().rmatvec(np.ones(5))), expected.T.sum(1))
-        close(inverse.T.T.to_dense(), expected)
-    tall = LSMRInverseLinearOperator(Dense(normal(7, 3)), damp=0.3, atol=1e-13, btol=1e-13)
-    assert tall.shape == (3, 7)
-    close(tall.T.to_dense(), tall.to_dense().T)
 
 
 def test_the_adjoint_of_a_preconditioned_series() -> None:

@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from curvlinops_plus import GGNFactorLinearOperator, GGNLinearOperator, KFACLinearOperator
 from curvlinops_plus.errors import NoClosedForm
@@ -87,20 +85,6 @@ def test_ways_to_pick(which: Any, positions: list[int]) -> None:
         assert S.structure == (PSD if rows is cols else GENERAL)
 
 
-@settings(max_examples=40, deadline=None)
-@given(m=st.integers(1, 7), n=st.integers(1, 7), data=st.data())
-def test_any_rows_and_columns(m: int, n: int, data: st.DataObject) -> None:
-    rows = data.draw(st.lists(st.integers(0, m - 1), unique=True))
-    cols = data.draw(st.lists(st.integers(0, n - 1), unique=True))
-    M = normal(m, n)
-    expected = M[rows][:, cols]
-    for S in (SubmatrixLinearOperator(Dense(M), rows, cols), Dense(M)[rows, cols]):
-        close(S.to_dense(), expected)
-        close(S.T.to_dense(), expected.T)
-        X = normal(len(cols), 3)
-        close(S @ X, expected @ X)
-
-
 @each_case
 def test_of_every_operator(case: Case) -> None:
     """What `submatrix` returns is the submatrix, and what it knows of itself is right."""
@@ -130,44 +114,6 @@ def test_of_every_operator(case: Case) -> None:
             close(projected.trace, (P @ M @ P).trace())
         except NoClosedForm:
             assert "diagonal" in case.without
-
-
-def test_parameters_keep_their_names_and_shapes() -> None:
-    M = psd(9, 9)
-    A = OnlyProducts(M, SPACE)
-    S = A[["c", "a"], "b"]
-    assert S.in_shapes == ((3,),)
-    assert S.out_shapes == ((2,), (2, 2))
-    x = normal(3)
-    answer = S @ {"b": x}
-    assert list(answer) == ["c", "a"]
-    close(answer["a"].flatten(), M[:4, 4:7] @ x)
-    close(answer["c"], M[7:, 4:7] @ x)
-    listed = S @ [x]
-    assert [t.shape for t in listed] == [(2,), (2, 2)]
-    assert A[:, "b"].out_space == SPACE
-    assert A[:, :].in_space == SPACE
-    assert A[[0, 1], :].out_shapes == ((2,),)
-    assert A[:, :].structure == PSD
-
-
-def test_structure_stays() -> None:
-    M = psd(6, 6)
-    kept = Dense(M, PSD)[[5, 1], [5, 1]]
-    assert isinstance(kept, Dense)
-    assert kept.structure == PSD
-    close(kept.inverse(0.1).to_dense(), torch.linalg.inv(M[[5, 1]][:, [5, 1]] + 0.1 * torch.eye(2, dtype=F64)))
-    cross = Dense(M, PSD)[[5, 1], [1, 5]]
-    assert isinstance(cross, Dense)
-    assert cross.structure == GENERAL
-    d = Diagonal(torch.arange(6.0, dtype=F64))
-    assert isinstance(d[[1, 3], [1, 3]], Diagonal)
-    assert isinstance(d[[1, 3], [3, 1]], SubmatrixLinearOperator)
-    close(d[[1, 3], [3, 1]].to_dense(), torch.tensor([[0.0, 1.0], [3.0, 0.0]], dtype=F64))
-    eye = IdentityLinearOperator({"w": (2, 2), "b": (2,)}, dtype=F64)
-    assert isinstance(eye["b", "b"], IdentityLinearOperator)
-    assert eye["b", "b"].in_space.names == ["b"]
-    assert isinstance(Dense(psd(2, 3, 3), PSD)[[0, 4, 1], [0, 4, 1]].inverse(), BlockDiagonal)
 
 
 def test_whole_blocks_stay_blocks() -> None:
@@ -215,16 +161,6 @@ def test_parts_of_blocks(which: str) -> None:
         close((S + S).to_dense(), 2 * D)
 
 
-def test_whole_rows_and_columns_of_a_product_are_one() -> None:
-    """Of a weight [3, 4]: neurons 2 and 0, inputs 3, 1 and 0."""
-    K = Kronecker(psd(3, 3), psd(4, 4, seed=1))
-    at = (torch.tensor([2, 0])[:, None] * 4 + torch.tensor([3, 1, 0])).flatten()
-    assert isinstance(K[at, at], Kronecker)
-    close(K[at, at].to_dense(), K.to_dense()[at][:, at])
-    assert isinstance(K[at[:-1], at[:-1]], PrincipalPart)
-    assert isinstance(K[at[:-1], at[:-1]].inverse(), Dense)
-
-
 def test_large_parts_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("curvlinops_plus.linalg.entries.LARGEST", 8 * 9)
     K, at = Kronecker(psd(3, 3), psd(4, 4, seed=1)), [0, 5, 6, 11]
@@ -235,24 +171,6 @@ def test_large_parts_are_not_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     close(K[at, at].trace, expected.trace())
     with pytest.raises(NoClosedForm, match=r"4 x 4 part of Kronecker\(12.* is not formed.*CGInverseLinearOperator"):
         K[at, at].inverse()
-
-
-def test_blocks_that_are_picked_whole_stay() -> None:
-    """In any order, and also when another block is cut: weight and bias are interleaved in the block's own order."""
-    K, M = block_diagonal(F64)
-    n = len(M)
-    mask, shuffled = torch.ones(n, dtype=torch.bool), torch.randperm(n, generator=torch.Generator().manual_seed(1))
-    for at in (mask, shuffled, list(range(n))[::-1]):
-        S = K[at, at]
-        assert S.blocks == K.blocks
-        close(S.to_dense(), M[at][:, at] if at is not mask else M)
-    names = ["conv.bias", "scale", "conv.weight"]
-    cut = K[[*names[:2]], [*names[:2]]]
-    assert not isinstance(cut.blocks["conv"], Dense)
-    assert cut.blocks["scale"] is K.blocks["scale"]
-    at = torch.cat([K.positions()["conv"], K.positions()["scale"][:1]])
-    assert K[at, at].blocks["conv"] is K.blocks["conv"]
-    close(K[at, at].to_dense(), M[at][:, at])
 
 
 def test_parts_have_flat_vectors() -> None:
@@ -281,15 +199,6 @@ def test_parts_have_flat_vectors() -> None:
     assert [len(part) for part in S.split(D).values()] == [block.shape[0] for block in S.blocks.values()]
 
 
-def test_empty_parameters_stay_in_the_space() -> None:
-    shapes = {"w": (2, 3), "none": (2, 0), "b": (2,)}
-    layout = Layout({"w": "o i -> o i", "none": "o i -> o i", "b": "o -> o 1"}, shapes)
-    K = BlockDiagonal({"fc": Kronecker(psd(2, 2), psd(4, 4))}, {"fc": layout}, Space(shapes))
-    part = K[["none", "b"], ["none", "b"]]
-    assert part.in_shapes == ((2, 0), (2,))
-    close(part.to_dense(), K.to_dense()[6:][:, 6:])
-
-
 @pytest.mark.parametrize("which", ["bias", "row", "some"])
 @pytest.mark.parametrize("kind", ["kronecker", "batch", "dense"])
 def test_parts_in_an_eigenbasis(which: str, kind: str) -> None:
@@ -310,21 +219,6 @@ def test_parts_in_an_eigenbasis(which: str, kind: str) -> None:
     close((S + 2 * S).inverse().to_dense(), torch.linalg.inv(3 * expected))
     E.values.mul_(2)
     close(S.logdet, (2 * expected).logdet())  # it follows
-
-
-def test_parts_of_diagonals_and_batches_stay_so() -> None:
-    K = Kronecker(Diagonal(normal(5).abs()), Diagonal(normal(4).abs()))
-    at = [0, 5, 7, 18]
-    assert isinstance(K[at, at].inverse(), Diagonal)
-    close(K[at, at].inverse().diagonal(), 1 / K.diagonal()[at])
-    groups = Kronecker(psd(3, 2, 2), psd(3, 3, seed=1))
-    at = [17, 4, 0, 13, 5]
-    M = groups.to_dense()[at][:, at]
-    S = groups[at, at] + groups[at, at]
-    inverse = S.inverse()
-    assert isinstance(inverse, BlockDiagonal)
-    assert [block.shape[0] for block in inverse.blocks.values()] == [3, 2]
-    close(inverse.to_dense(), torch.linalg.inv(2 * M))
 
 
 def test_positions_of_blocks_are_checked() -> None:
@@ -394,28 +288,6 @@ def test_only_operators() -> None:
             call(np.eye(2))
 
 
-def test_another_submatrix() -> None:
-    M = normal(4, 5)
-    S = SubmatrixLinearOperator(Dense(M), [0], [1])
-    S.set_submatrix([1, 2], [4, 0, 3])
-    assert S.shape == (2, 3)
-    close(S.to_dense(), M[[1, 2]][:, [4, 0, 3]])
-
-
-def test_entries_of_a_lazy_submatrix_are_live() -> None:
-    M = psd(4, 4)
-    S = SubmatrixLinearOperator(Dense(M, PSD), [0, 1], [0, 1])
-    M.mul_(2)
-    close(S.to_dense(), M[:2, :2])
-
-
-def test_derivatives_flow() -> None:
-    v = torch.ones(2, dtype=F64, requires_grad=True)
-    M = normal(4, 4)
-    (SubmatrixLinearOperator(Dense(M), [3, 1], [2, 0]) @ v).sum().backward()
-    close(v.grad if v.grad is not None else torch.empty(0), M[[3, 1]][:, [2, 0]].sum(0))
-
-
 def test_moving() -> None:
     for A in (
         SubmatrixLinearOperator(Dense(psd(4, 4), PSD), [3, 1], [2, 0]),
@@ -473,14 +345,3 @@ REFUSED = [
 def test_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
-
-
-def test_other_libraries_still_leave_multiplication_to_us() -> None:
-    """`A[i, j]` makes an object look like a sequence, which NumPy and PyTorch must not take it for."""
-    M = psd(3, 3)
-    A = Dense(M, PSD)
-    close(torch.from_numpy(np.ones(3) @ A), M.sum(0))
-    close((np.float64(2) * A).to_dense(), 2 * M)
-    close(torch.ones(3, dtype=F64) @ A, M.sum(0))
-    two: Tensor = torch.tensor(2.0, dtype=F64)
-    close((two * A).to_dense(), 2 * M)

@@ -102,27 +102,6 @@ def number() -> Tensor:
     return torch.tensor(2.0, dtype=F64, requires_grad=True)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda c: c * Kronecker(psd(3, 3), psd(4, 4)) + Kronecker(psd(3, 3, seed=2), psd(4, 4, seed=3)),
-        lambda c: c * Dense(psd(4, 4), PSD) + Dense(psd(4, 4, seed=1), PSD),
-        lambda c: Dense(psd(4, 4), PSD) + c * Diagonal(torch.ones(4, dtype=F64)),
-        lambda c: c * block_diagonal(F64)[0] + block_diagonal(F64)[0],
-    ],
-    ids=["products", "dense", "diagonal", "blocks"],
-)
-def test_derivatives_in_a_factor_twice(make: Callable[[Tensor], LinearOperator]) -> None:
-    """A sum is made once; each product makes a graph of its own."""
-    c = number()
-    S = make(c)
-    x = normal(S.shape[0])
-    for _ in range(2):
-        (grad,) = torch.autograd.grad((S @ x).sum(), c)
-        (expected,) = torch.autograd.grad((make(c).to_dense() @ x).sum(), c)
-        close(grad, expected)
-
-
 def test_derivatives_of_closed_forms() -> None:
     """Right where a factor is shared; refused by name elsewhere, also after a call without derivatives."""
     G, A, B = psd(3, 3), psd(4, 4), psd(4, 4, seed=1)
@@ -305,14 +284,6 @@ def test_sums_of_deferred_operators() -> None:
         _ = (flat + flat).blocks
     with pytest.raises(NoClosedForm):
         others[0].inverse()
-
-
-def test_names_of_rows_and_columns() -> None:
-    """Each space has the names that one of the terms gives it."""
-    cols, rows = Space({"a": (1, 3)}), Space({"y": (2, 1)})
-    A, B = Dense(torch.ones(2, 3), in_space=cols), Dense(torch.ones(2, 3), out_space=rows)
-    assert ((A + B).in_space, (A + B).out_space) == (cols, rows)
-    assert ((A + B).materialize().in_space, (A + B).materialize().out_space) == (cols, rows)
 
 
 def test_a_batch_stays_a_batch() -> None:
