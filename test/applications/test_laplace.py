@@ -230,6 +230,10 @@ def test_the_bridge_is_the_mean_of_its_dirichlet_distribution() -> None:
 
     shifted = covariance + 0.7  # a constant added to all logits doesn't matter
     close(_bridge(mean + 2.0, shifted), Dirichlet(alpha).mean)
+    S = normal(4, 4) @ normal(4, 4).T  # of any other normal distribution, given that the sum is zero
+    rows, total = S.sum(1), S.sum()
+    centred = mean + alpha - rows * alpha.sum() / total, S - rows.outer(rows) / total + 0.7
+    close(_bridge(mean + alpha, S), _bridge(*centred))
 
 
 def test_binary_losses() -> None:
