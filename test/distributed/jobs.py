@@ -571,6 +571,34 @@ def streams(processes: Processes, approximation: str, vectors: str, decay: float
     return found
 
 
+def late_reads(processes: Processes, approximation: str) -> dict[str, float]:
+    """Functions read parameters, and the second process has no examples to see it from in the first step."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.places, self.head = nn.Linear(3, 4), nn.Embedding(2, 4), nn.Linear(8, 3)
+            self.g = nn.Parameter(torch.rand(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head((torch.tanh(self.body(x) + self.places(torch.arange(2))) * self.g).flatten(1))
+
+    torch.manual_seed(0)
+    model, loss = Positions().double(), nn.CrossEntropyLoss()
+    batches = [(torch.randn(n, 2, 3, dtype=torch.float64), torch.randint(3, (n,))) for n in (5, 10, 10)]
+    one, several = (
+        CurvatureEstimator(EmpiricalRisk(model, loss, (), **options), APPROXIMATIONS[approximation], decay=0.9)
+        for options in ({}, {"processes": processes})
+    )
+    found = {}
+    for number, (X, y) in enumerate(batches):
+        one.update((X, y))
+        mine = slice(5) if processes.rank == 0 else slice(5, None)
+        several.update((X[mine], y[mine]))
+        found[f"step {number}"] = away(several.operator.to_dense(), one.operator.to_dense())
+    return found
+
+
 def late_terms(processes: Processes, approximation: str, reduction: str) -> dict[str, float]:
     """An estimator whose first batches have no examples, or no targets that count, in any process."""
     torch.manual_seed(0)

@@ -38,6 +38,12 @@ def test_first_batches_without_terms(workers: Any, approximation: str, reduction
         assert max(found.values()) < 1e-10, found
 
 
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+def test_reads_that_another_process_finds(workers: Any, approximation: str) -> None:
+    for found in workers.run(2, "late_reads", approximation):
+        assert max(found.values()) < 1e-10, found
+
+
 @pytest.mark.parametrize(("world", "options"), [(2, {"vectors": Exact()}), (3, {"damping": 0.01})], ids=str)
 @pytest.mark.parametrize("name", ["attention", "few rows", "dead units", "equal outputs"])
 def test_bases_of_few_rows(workers: Any, world: int, options: dict[str, Any], name: str) -> None:

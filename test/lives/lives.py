@@ -36,7 +36,7 @@ def vector(model: nn.Module) -> Tensor:
 
 
 def risk_of(ordinary: Ordinary, model: nn.Module, data: Any = (), **options: Any) -> EmpiricalRisk:
-    return EmpiricalRisk(model, ordinary.loss(), data, trained(model), **ordinary.options, **options)
+    return EmpiricalRisk(model, ordinary.loss(), data, trained(model), **ordinary.options(model), **options)
 
 
 def through_a_file(state: Any) -> Any:
@@ -73,7 +73,7 @@ class Training:
         self.ordinary, self.model, self.loss = ordinary, ordinary.make(), ordinary.loss()
         self.called, params = wrap(self.model), trained(self.model)
         self.optimizer = KFACOptimizer(
-            self.called, self.loss, lr=0.5, damping=0.1, params=params, inverse_every=2, **ordinary.options
+            self.called, self.loss, lr=0.5, damping=0.1, params=params, inverse_every=2, **ordinary.options(self.model)
         )
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
 

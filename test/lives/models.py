@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -43,18 +43,19 @@ class TwoHeads(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each example goes to the expert of its largest gate."""
+    """Each example goes to the expert of its largest gate; `rows` tells which ones each expert has got."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.head = nn.Linear(4, 2), nn.Linear(4, 3)
         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.rows: dict[int, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         weight, choice = self.gate(x).softmax(-1).max(-1)
         out = torch.zeros_like(x)
         for k, expert in enumerate(self.experts):
-            mine = choice == k
+            mine = self.rows[k] = (choice == k).nonzero()[:, 0]
             out[mine] = weight[mine, None] * torch.tanh(expert(x[mine]))
         return self.head(x + out)
 
@@ -261,6 +262,14 @@ def bags(texts: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"text": torch.cat([*texts]), "offsets": offsets}
 
 
+def number_of_bags(model: Bags) -> dict[str, Any]:
+    return {"batch_size_fn": lambda X: len(X["offsets"])}
+
+
+def rows_of_experts(model: Experts) -> dict[str, Any]:
+    return {"example_of_row": {f"experts.{k}": lambda X, y, k=k: model.rows[k] for k in range(2)}}
+
+
 def heads(n: int) -> list[dict[str, Tensor]]:
     return [{"class": label, "box": box} for label, box in zip(integers(3)(n), floats(4)(n), strict=True)]
 
@@ -286,7 +295,7 @@ class Ordinary:
         targets: Their targets.
         loss: Makes the loss, or losses with weights by the names of outputs.
         collate: Makes the input of a batch.
-        options: Of `EmpiricalRisk`.
+        options: Of `EmpiricalRisk`, for the model.
         needs: A package that has to be there.
     """
 
@@ -295,7 +304,7 @@ class Ordinary:
     targets: Callable[[int], Sequence[Any]]
     loss: Callable[[], Any] = nn.CrossEntropyLoss
     collate: Callable[[Sequence[Any]], Any] = stacked
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Callable[[Any], dict[str, Any]] = lambda model: {}
     needs: str = "torch"
 
     @property
@@ -335,9 +344,9 @@ MODELS: dict[str, Ordinary] = {
     "GPT": Ordinary(GPT, tokens, words),
     "Llama": Ordinary(Llama, tokens, words),
     "LSTM": Ordinary(LSTM, tokens, classes),
-    "bags": Ordinary(Bags, texts, classes, collate=bags, options={"batch_size_fn": lambda X: len(X["offsets"])}),
+    "bags": Ordinary(Bags, texts, classes, collate=bags, options=number_of_bags),
     "LoRA": Ordinary(lambda: nn.Sequential(LoRA(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)), floats(4), classes),
     "peft": Ordinary(peft, floats(4), classes, needs="peft"),
     "two heads": Ordinary(TwoHeads, floats(4), heads, two_losses),
-    "experts": Ordinary(Experts, floats(4), classes),
+    "experts": Ordinary(Experts, floats(4), classes, options=rows_of_experts),
 }

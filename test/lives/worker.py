@@ -24,7 +24,8 @@ from curvlinops_plus import BlockwiseLinearOperator, CurvatureWarning, Processes
 
 def read(ordinary: Ordinary, states: dict[str, Any]) -> dict[str, Tensor]:
     """The matrices of stored operators."""
-    model, options = ordinary.make(), {"loss": ordinary.loss(), **ordinary.options}
+    model = ordinary.make()
+    options = {"loss": ordinary.loss(), **ordinary.options(model)}
     return {
         kind: BlockwiseLinearOperator.from_state_dict(state, model, None, trained(model), **options).to_dense()
         for kind, state in states.items()
