@@ -251,6 +251,17 @@ def test_eigenvalues_merge_in_one_basis_only(decay: float) -> None:
         one.adopt_bases(estimator(model, KFAC))
 
 
+def test_eigenvalues_of_tables_merge_in_one_basis_only() -> None:
+    """The input factor of an embedding has the same basis always, its gradient factor has not."""
+    model = nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(9, 3))
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (), list(model[0].parameters()))
+    one, two = CurvatureEstimator(risk, EKFAC), CurvatureEstimator(risk, EKFAC)
+    for running in (one, two):
+        running.update((torch.randint(6, (7, 3)), torch.randint(3, (7,))))
+    with pytest.raises(ValueError, match="only be added in the same basis"):
+        one.merge(two)
+
+
 @pytest.mark.parametrize("approximation", EVERY)
 def test_resuming(approximation: str, tmp_path: Any) -> None:
     """In the middle of a pass, with random vectors, after a refresh: bit for bit the same continuation."""
