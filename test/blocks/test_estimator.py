@@ -475,25 +475,6 @@ def test_another_damping_keeps_the_decompositions(monkeypatch: pytest.MonkeyPatc
         running.refresh()
 
 
-@pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode])
-def test_listening_leaves_the_modes_of_autograd_alone(inside: Any) -> None:
-    """Also if it begins in one mode and ends in another."""
-    model, (X, y) = network(), batches(4)[0]
-    running, expected = estimator(model, vectors=Empirical()), whole(model, KFAC, [(X, y)], vectors=Empirical())
-    listening = running.listen((X, y))
-    with torch.no_grad():
-        listening.__enter__()
-        with torch.enable_grad():
-            model(X)
-        assert not torch.is_grad_enabled()
-        with inside():
-            listening.__exit__(None, None, None)
-            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (False, inside is not torch.no_grad)
-    close(running.operator.to_dense(), expected.to_dense())
-    running.update((X, y))  # sums that were made in inference mode can be added to
-    close(running.operator.to_dense(), expected.to_dense())
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("new_objects_only")
 def test_a_thousand_updates_need_no_more_memory() -> None:
