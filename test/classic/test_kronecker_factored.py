@@ -213,8 +213,10 @@ def test_factors_of_ekfac(separate: bool) -> None:
 
 
 @both
-def test_computing_again_gives_the_same_numbers(kind: Any) -> None:
-    p = problem("strided cnn")
+@pytest.mark.filterwarnings("ignore:.*exact diagonal")
+@pytest.mark.parametrize("name", ["strided cnn", "generic layers"])
+def test_computing_again_gives_the_same_numbers(kind: Any, name: str) -> None:
+    p = problem(name)
     K = classic(kind, p, mc_samples=2)
     dense = K.to_dense()
     with unchanged(p.model, p.loss, p.data):
@@ -227,6 +229,9 @@ def test_computing_again_gives_the_same_numbers(kind: Any) -> None:
         same(K.to_dense(), dense)
         K.compute_kronecker_factors()
         same(K.to_dense(), dense)  # the eigenvalues follow at first use
+        half = K / 2
+        half.compute_eigenvalue_correction()
+        close(half.to_dense(), dense / 2)
 
 
 # -------------------------------------------------------------------------------------------------------- live factors
