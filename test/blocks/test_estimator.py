@@ -251,6 +251,17 @@ def test_eigenvalues_merge_in_one_basis_only(decay: float) -> None:
         one.adopt_bases(estimator(model, KFAC))
 
 
+def test_eigenvalues_of_tables_merge_in_one_basis_only() -> None:
+    """The input factor of an embedding has the same basis always, its gradient factor has not."""
+    model = nn.Sequential(nn.Embedding(6, 3), nn.Flatten(), nn.Linear(9, 3))
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), (), list(model[0].parameters()))
+    one, two = CurvatureEstimator(risk, EKFAC), CurvatureEstimator(risk, EKFAC)
+    for running in (one, two):
+        running.update((torch.randint(6, (7, 3)), torch.randint(3, (7,))))
+    with pytest.raises(ValueError, match="only be added in the same basis"):
+        one.merge(two)
+
+
 @pytest.mark.parametrize("approximation", EVERY)
 def test_resuming(approximation: str, tmp_path: Any) -> None:
     """In the middle of a pass, with random vectors, after a refresh: bit for bit the same continuation."""
@@ -462,25 +473,6 @@ def test_another_damping_keeps_the_decompositions(monkeypatch: pytest.MonkeyPatc
     running.inverse(0.5)
     with pytest.raises(AssertionError, match="decomposed again"):
         running.refresh()
-
-
-@pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode])
-def test_listening_leaves_the_modes_of_autograd_alone(inside: Any) -> None:
-    """Also if it begins in one mode and ends in another."""
-    model, (X, y) = network(), batches(4)[0]
-    running, expected = estimator(model, vectors=Empirical()), whole(model, KFAC, [(X, y)], vectors=Empirical())
-    listening = running.listen((X, y))
-    with torch.no_grad():
-        listening.__enter__()
-        with torch.enable_grad():
-            model(X)
-        assert not torch.is_grad_enabled()
-        with inside():
-            listening.__exit__(None, None, None)
-            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (False, inside is not torch.no_grad)
-    close(running.operator.to_dense(), expected.to_dense())
-    running.update((X, y))  # sums that were made in inference mode can be added to
-    close(running.operator.to_dense(), expected.to_dense())
 
 
 @pytest.mark.slow

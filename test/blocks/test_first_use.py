@@ -161,3 +161,28 @@ def test_an_operator_without_data_says_so(cls: Any) -> None:
             use()
     with pytest.raises(ValueError, match=rf"^.*{cls.__name__} 26x26.*$"):
         K @ torch.ones(5, dtype=K.dtype)
+
+
+class Changes(list[Any]):
+    """Data that are other ones when they are read again."""
+
+    def __init__(self, *passes: list[Any]) -> None:
+        super().__init__(passes[0])
+        self.passes, self.read = passes, 0
+
+    def __iter__(self) -> Any:
+        self.read += 1
+        return iter(self.passes[min(self.read, len(self.passes)) - 1])
+
+
+@pytest.mark.parametrize("more", [[*DATA, *DATA], []], ids=["more", "fewer"])
+def test_sweeps_see_the_same_data(more: list[Any]) -> None:
+    """As many examples in each; and with `check_deterministic` the same loss."""
+    (X, y), model = DATA[0], network()
+    options: dict[str, Any] = {"max_kept_bytes": 0, "check_deterministic": True}
+    with pytest.raises(ValueError, match=r"`data` gave \d+ examples in one sweep and \d+ in the next"):
+        curvature(EmpiricalRisk(model, nn.MSELoss(), Changes([*DATA, *DATA], [*more, *more, *DATA])), EKFAC, **options)
+    for kind, kept in ((EKFAC, 0), (EKFAC, 2**24), (KFAC, 0)):
+        data = Changes(DATA, [(2 * X, y)])
+        with pytest.raises(RuntimeError, match="loss"):
+            curvature(EmpiricalRisk(model, nn.MSELoss(), data), kind, **options | {"max_kept_bytes": kept})

@@ -106,6 +106,18 @@ def both_ways(model: nn.Module, X: Tensor) -> None:
     model(X)
 
 
+class Discards(nn.Module):
+    """Calls a layer for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.last = nn.Linear(3, 4).double(), nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused(x)
+        return self.last(x)
+
+
 MATRIX = Dense(torch.eye(2))
 SWEEPS = NearestKronecker.using(max_bytes=0)
 REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
@@ -118,6 +130,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: risk(reduction="sum"), ValueError, "reduction='sum' contradicts the loss"),
     (lambda: curvature(nan(), KFAC), NumericsError, r"layer '0'.*NaN.*First seen: "),
     (lambda: curvature(nan(), TNT), NumericsError, "layer '0'.*NaN"),
+    (lambda: curvature(risk(Discards())), ValueError, r"'unused' \(Linear\) does not reach the output in any batch"),
     # options of approximations
     (lambda: curvature(risk(), KFAC.using(kfac_approx="x")), ValueError, "kfac_approx='x' is unknown; expected"),
     (lambda: curvature(risk(), KFAC.using(split=True)), ValueError, "split=True: expected the most rows"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, close, problem
+from cases import APPROXIMATIONS, close, fresh, problem, same
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -196,3 +196,16 @@ def test_heuristic_damping_takes_what_exact_damping_takes() -> None:
         "mlp", K, False, lambda A, G: heuristic(A, G, 0.1 * float(A.trace() * G.trace()) / (len(A) * len(G)), 1e-8)
     )
     close(ruled, expected)
+
+
+def test_a_kept_inverse_follows_blocks_that_are_computed_anew() -> None:
+    p = fresh("mlp")
+    K = KFACLinearOperator(p.model, p.loss, p.params, p.data)
+    inverse = KFACInverseLinearOperator(K, damping=0.1)
+    before = inverse.to_dense()
+    with torch.no_grad():
+        p.model[0].weight += 1
+    same(inverse.to_dense(), before)
+    K.compute()
+    assert not torch.allclose(inverse.to_dense(), before)
+    close(inverse.to_dense(), KFACInverseLinearOperator(K, damping=0.1).to_dense())
