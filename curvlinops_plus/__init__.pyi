@@ -184,6 +184,7 @@ __all__ = [
     "LSMRInverseLinearOperator",
     "LanczosApproximateLogSpectrumCached",
     "LanczosApproximateSpectrumCached",
+    "Laplace",
     "LayerRule",
     "LevenbergMarquardt",
     "Likelihood",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 # The matrices of the tests are tiny, and threads only wait for each other.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a law for every problem in k forms, each problem is tested in one form, chosen by its number."""
+    count: Counter[str] = Counter()
+    for item in items:
+        if isinstance(item, pytest.Function) and (mark := item.get_closest_marker("one_in")):
+            k, all_of = mark.args[0], mark.kwargs.get("all_of", ())
+            number, count[name] = count[name := item.nodeid.split("[")[0]], count[name] + 1
+            if number % k != number // k % k and not any(item.callspec.params.get("name") == one for one in all_of):
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

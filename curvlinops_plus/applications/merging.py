@@ -37,7 +37,8 @@ def merge(
         models: The networks; best fine-tuned from the same one.
         curvatures: One symmetric matrix for each, over the same parameters in the same order, as `curvature(risk,
             KFAC)` of a risk of that network. Networks that shall count more get a multiple, `2 * K`.
-        damping: `δ`, a number or a rule, as for `inverse`. Default: `RelativeDamping(1e-3)` of the sum.
+        damping: `δ`, a number or a rule, as for `inverse`. Default: `RelativeDamping(0.1)` of the sum. With less,
+            directions that the data say little about are left to noise.
 
     Returns:
         A copy of the first network with the merged parameters. Nothing of the given ones changes.
@@ -85,7 +86,7 @@ def merge(
 
 def _solve(total: LinearOperator, right: Tensor, damping: Any) -> Tensor:
     """`(total + damping I)⁻¹ right`."""
-    damping = RelativeDamping(1e-3) if damping is None else damping
+    damping = RelativeDamping(0.1) if damping is None else damping
     try:
         return total.inverse(damping) @ right
     except NoClosedForm:

@@ -320,12 +320,14 @@ def run_accumulation(
 
 
 def _agree_on_reads(K: Planned) -> None:
-    """Take over what other processes know of functions that read parameters; those without examples know nothing."""
-    if K.risk.processes.world == 1:
-        return
-    own = describe_reads(K.risk.reads)
-    found = [one for one in K.risk.processes.gather("what functions read", own) if one is not None]
+    if K.risk.processes.world > 1:
+        take_reads(K, K.risk.processes.gather("what functions read", describe_reads(K.risk.reads)))
+
+
+def take_reads(K: Planned, told: Iterable[Any]) -> None:
+    """Take over what processes know of functions that read parameters; those without examples know nothing."""
+    found = [one for one in told if one is not None]
     most = max(found, key=lambda one: len(one["products"]) + len(one["enclosing"]), default=None)
-    if not same_data(most, own):
+    if not same_data(most, describe_reads(K.risk.reads)):
         K.risk.reads = rebuild_reads(K.risk, most)
         K.renew_plan()

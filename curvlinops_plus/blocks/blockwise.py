@@ -46,7 +46,6 @@ from curvlinops_plus.linalg.compared import described
 from curvlinops_plus.linalg.offload import Store
 from curvlinops_plus.risk import EmpiricalRisk, Vectors, as_vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, look_for_functions, rebuild_reads
-from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.reading import Batch
 from curvlinops_plus.risk.takes_risk import checked_bytes, made_together, takes_risk
 
@@ -111,8 +110,8 @@ class BlockwiseLinearOperator(ScaledBlocks):
         compute: bool = True,
     ) -> None:
         super().__init__(risk.space, risk.dtype, risk.device)
-        self.risk = risk
         self.vectors = as_vectors(vectors)
+        self.risk = risk.for_vectors(self.vectors)
         self.separate_weight_and_bias = separate_weight_and_bias
         self._confirmed: list[LayerPlan] | None = None
         self._make_plan = partial(make_plan, approximation=approximation, default=default)
@@ -380,8 +379,7 @@ Operator = TypeVar("Operator", bound=BlockwiseLinearOperator)
 
 def _reading_as(K: Operator, state: Mapping[str, Any]) -> Operator:
     """The operator with the layers that a state has, where functions read parameters."""
-    theirs, mine = (reads or describe_reads(FoundReads()) for reads in (state["reads"], describe_reads(K.risk.reads)))
-    if same_data(theirs, mine):
+    if same_data(state["reads"], describe_reads(K.risk.reads)):  # looked and found nothing is not "not looked"
         return K
     fitting = copy.copy(K)
     fitting.risk = copy.copy(K.risk)

@@ -105,10 +105,10 @@ class CurvatureEstimator:
         leave_out_uncalled: bool = False,
     ) -> None:
         _check_decay(decay)
-        self.risk, self.decay, self.damping, self.leave_out_uncalled = risk, decay, damping, leave_out_uncalled
+        self.decay, self.damping, self.leave_out_uncalled = decay, damping, leave_out_uncalled
         options = {"default": default, "separate_weight_and_bias": separate_weight_and_bias}
         self._blank = BlockwiseLinearOperator(risk, approximation, vectors=vectors, compute=False, **options)
-        self.vectors = self._blank.vectors
+        self.risk, self.vectors = self._blank.risk, self._blank.vectors
         self.reset()
 
     #: The layers with their approximations. How functions read parameters is known after the first batch.
@@ -220,7 +220,9 @@ class CurvatureEstimator:
         return found
 
     #: Whether it has to be found out before the first batch how functions read parameters.
-    _looks_first = property(lambda self: self.risk.reads is None and _has_unknown_code(self._layers))
+    _looks_first = property(
+        lambda self: self.risk.reads is None and _has_unknown_code(self._layers) and not self._sums.called
+    )
 
     def _look(self, batch: Batch, error: OutsideReads | None = None) -> None:
         """Look which functions read parameters, which changes the layers."""
@@ -228,7 +230,11 @@ class CurvatureEstimator:
             raise UnsupportedError(
                 f"{error} In earlier batches it was not so: their statistics are of other layers."
             ) from error
-        self._blank.learn_reads(batch, error)
+        if batch.num_examples:
+            self._blank.learn_reads(batch, error)
+        else:  # other processes have them, and tell what they find
+            self.risk.reads = None
+            self._blank.renew_plan()
         self._sums = RunningSums.of_plan(self.plan, self._scale)
 
     def _add(self, show: Show, decay: float | None) -> None:

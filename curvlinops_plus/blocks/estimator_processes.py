@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
+from torch import Tensor
+
+from curvlinops_plus.blocks.accumulation import take_reads
 from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
 from curvlinops_plus.blocks.running_sums import RunningSums
 from curvlinops_plus.blocks.step import Step
@@ -14,6 +17,8 @@ from curvlinops_plus.errors import ProcessError, UnsupportedError
 from curvlinops_plus.risk import EmpiricalRisk, Totals
 from curvlinops_plus.risk.backward_pass import Consumer
 from curvlinops_plus.risk.draws import Draws
+from curvlinops_plus.risk.find_functions import describe_reads
+from curvlinops_plus.risk.refused_calls import OutsideReads
 
 T = TypeVar("T")
 
@@ -29,6 +34,7 @@ class Streaming(Protocol):
 
     _blank: BlockwiseLinearOperator
 
+    def _scale(self, totals: Totals) -> Tensor | float: ...
     def _add(self, show: Callable[[Consumer, Draws], Totals], decay: float | None) -> None: ...
 
 
@@ -42,6 +48,7 @@ def together(estimator: Streaming, what: str, work: Callable[[], T]) -> T:
     """
 
     def agreed() -> T:
+        _agree_on_reads(estimator)
         own = estimator.updates, estimator.begun, estimator.step.untold
         told = estimator.risk.processes.gather("comparing numbers of updates", own)
         forgets = any(begun > 1 for _, begun, _ in told)
@@ -119,8 +126,11 @@ def sums_of_batch(estimator: Streaming, show: Callable[[Consumer], Totals]) -> t
     if processes.world == 1 or not sums.need_bases:
         return sums.of_batch(show, Alone())
     if not estimator.updates or not sums.have_bases:
-        work, same = partial(sums.of_batch, show, processes), estimator._blank.described
-        return estimator.risk.together("the first update", work, over_data=False, same=same)
+        work, same = partial(_first_sums, estimator, show), estimator._blank.described
+        found = estimator.risk.together("the first update", work, over_data=False, same=same)
+        if isinstance(found, OutsideReads):  # no failure: all look for functions, and begin anew
+            raise found
+        return found
     batch, totals = sums.of_batch(show, Alone())
     for layer, stages in batch.stages.items():
         if len(stages) > len(sums.stages[layer]):
@@ -130,3 +140,34 @@ def sums_of_batch(estimator: Streaming, show: Callable[[Consumer], Totals]) -> t
                 "agree on them in that update only. Use KFAC for this layer, or begin with batches that call it."
             )
     return batch, totals
+
+
+def _first_sums(estimator: Streaming, show: Callable[[Consumer], Totals]) -> tuple[RunningSums, Totals] | OutsideReads:
+    _agree_on_reads(estimator)
+    try:
+        return estimator._sums.of_batch(show, estimator.risk.processes)
+    except OutsideReads as error:
+        return error
+
+
+def _agree_on_reads(estimator: Streaming) -> None:
+    """Let a process that has had no examples take over how functions read parameters. Collective.
+
+    Raises:
+        UnsupportedError: If others have summed statistics of other layers.
+    """
+    if estimator.risk.processes.world == 1:
+        return
+    blank = estimator._blank
+    own, plan = describe_reads(estimator.risk.reads), blank.plan
+    told = estimator.risk.processes.gather("what functions read", own)
+    layers = {repr((one["products"], one["enclosing"])) for one in told if one is not None}
+    if len(layers) > 1:
+        raise UnsupportedError(
+            "Functions that read parameters were found in other places by other processes, whose batches call other "
+            f"parts of the model: {told}. Statistics of other layers don't add up. Begin with batches that call all."
+        )
+    if own is None:
+        take_reads(blank, told)
+    if blank.plan is not plan:
+        estimator._sums = RunningSums.of_plan(blank.plan, estimator._scale)

@@ -78,7 +78,7 @@ def read_estimator(estimator: Streaming, state: Mapping[str, Any]) -> None:
         blank, snapshot = copy.copy(estimator._blank), None
         blank.load_state_dict(state["about"])
         if state["refreshed"] is not None:
-            snapshot = with_layers(estimator._blank, state["refreshed"].get("layers", {}))
+            snapshot = with_layers(blank, state["refreshed"].get("layers", {}))
             snapshot.load_state_dict(state["refreshed"])
     own = estimator._blank
     estimator.risk.reads, own.plan, own._reads = blank.risk.reads, blank.plan, blank._reads

@@ -31,6 +31,7 @@ from curvlinops_plus.linalg import BlockDiagonal, Kronecker, LinearOperator, Spa
 from curvlinops_plus.linalg.packing import FORMAT, copied, pack, taken, unpack
 from curvlinops_plus.risk import EmpiricalRisk, Group, Vectors
 from curvlinops_plus.risk.find_functions import describe_reads, layers_of, rebuild_reads
+from curvlinops_plus.risk.layers import FoundReads
 from curvlinops_plus.risk.losses import rebuild_losses
 
 VERSION = 3
@@ -138,7 +139,7 @@ def upgrade(state: Any) -> Mapping[str, Any]:
         raise ValueError(f"The state lacks {missing}; is the file cut off?")
     if version == VERSION:
         return state
-    state = {**state, "version": VERSION, "reads": {"products": [], "enclosing": {}}}  # of modules alone
+    state = {**state, "version": VERSION, "reads": describe_reads(FoundReads())}  # of modules alone
     if version > 1:
         return state
     layers = {

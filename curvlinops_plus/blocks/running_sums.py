@@ -22,6 +22,7 @@ from curvlinops_plus.linalg import LinearOperator
 from curvlinops_plus.linalg.gram_sum import plain_mode
 from curvlinops_plus.linalg.side_by_side import side_by_side
 from curvlinops_plus.risk import Layer, LayerBatch, Totals
+from curvlinops_plus.risk.refused_calls import OutsideReads
 
 # Accumulators by block names, as `LayerPlan.accumulators` makes them.
 Stage = dict[str, Accumulator]
@@ -60,11 +61,20 @@ class RunningSums:
             show: Shows the batch to a consumer and returns its totals; called more than once if a layer is called for
                 the first time whose approximation needs several sweeps.
             processes: Those whose batches determine the bases of such layers. Collective.
+
+        Raises:
+            OutsideReads: In all processes, if functions turn out to read parameters in one of them.
         """
         fresh = RunningSums(
             {layer: [_map(stage, Accumulator.of_batch) for stage in stages] for layer, stages in self.stages.items()}
         )
-        totals = fresh._add(show)
+        totals, outside = Totals(), None
+        try:
+            totals = fresh._add(show)
+        except OutsideReads as error:
+            outside = error
+        if noticed := [error for error in processes.gather("adding a batch", outside) if error is not None]:
+            raise outside or noticed[0]
         known, whole = set(self.called), fresh.over(processes)
         new = {layer: whole.stages[layer][-1:] for layer in whole.called if layer not in known or self._waits(layer)}
         if new and not _counts(whole):

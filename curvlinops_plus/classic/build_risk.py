@@ -28,13 +28,11 @@ def build_risk(
     """The risk that the arguments of a classic operator describe, see `GGNLinearOperator`.
 
     Args:
-        of_layers: For an operator made of layers: the loss has to be known, and as in curvlinops 3.0.1 inputs in
-            mappings need `batch_size_fn`.
+        of_layers: For an operator made of layers: as in curvlinops 3.0.1 inputs in mappings need `batch_size_fn`.
 
     Raises:
         TypeError: If neither the operator nor `EmpiricalRisk` has an option.
         ValueError: If the model is a function and `params` is no mapping, or `batch_size_fn` is missing.
-        UnsupportedError: If the loss is not known.
     """
     if unknown := [name for name in risk_options if name not in _OPTIONS]:
         raise TypeError(
@@ -58,8 +56,6 @@ def build_risk(
         batch_size_fn=batch_size_fn,
         **risk_options,
     )
-    if of_layers:
-        risk.losses.require_likelihoods()  # now, not at first use
     return risk
 
 

@@ -68,6 +68,7 @@ class GGNDiagonalLinearOperator(BlockwiseLinearOperator):
         risk = build_risk(
             model_func, loss_func, params, data, progressbar, num_data, batch_size_fn, of_layers=True, **risk_options
         )
+        risk.losses.require_likelihoods()  # now, not at first use
         vectors = MonteCarlo(mc_samples, seed) if mc_samples else Exact()
         super().__init__(
             risk,

@@ -133,6 +133,7 @@ class KFACLinearOperator(BlockwiseLinearOperator):
             # KFAC-expand sums over positions independently: with R > 1 loss terms a random sign for each saves R times
             # the passes. Per-example gradients need every term by itself.
             vectors = Exact(signs=approximation is KFAC and expand, seed=seed)
+        risk.for_vectors(vectors).losses.require_likelihoods()  # now, not at first use
         super().__init__(
             risk,
             approximation.using(**changed) if changed else approximation,

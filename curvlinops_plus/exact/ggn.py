@@ -101,8 +101,9 @@ class GGN(ParameterCurvature):
         chunk_size: int | None = None,
         max_kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        super().__init__(risk, check_deterministic)
         self.vectors = as_vectors(vectors)
+        risk = risk.for_vectors(self.vectors)
+        super().__init__(risk, check_deterministic)
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=True)
         read = partial(run_losses, risk)
         kept = KeptLinearizations(risk, read, max_kept_bytes)

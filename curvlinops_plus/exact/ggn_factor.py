@@ -85,6 +85,7 @@ class GGNFactor(DataRows):
         chunk_size: int | None = None,
     ) -> None:
         self.vectors, self.out_space = as_vectors(vectors), risk.space
+        risk = risk.for_vectors(self.vectors)
         check_vectors(type(self).__name__, risk, self.vectors, any_loss=False)
         read = partial(run_losses, risk)
         super().__init__(risk, read, self.vectors.seed or 0, check_deterministic, chunk_size)

@@ -55,8 +55,8 @@ def _of_function(loss: Any, known: Sequence[type]) -> UnsupportedError:
     if instead is None:
         advice = f"Known losses: {', '.join(sorted(names))}; pass such a module of torch.nn, as nn.CrossEntropyLoss()."
     return UnsupportedError(
-        f"no likelihood is registered for the loss {name}. {advice} GGN and Hessian take any function; for all else "
-        "write a loss of your own as a torch.nn.Module, and register its class with @register_likelihood."
+        f"no likelihood is registered for the loss {name}. {advice} GGN, Hessian and Empirical() take any function; "
+        "for all else write a loss of your own as a torch.nn.Module, and register its class with @register_likelihood."
     )
 
 
@@ -96,7 +96,7 @@ def has_own_hooks(loss: nn.Module) -> bool:
 
 _ROBUST = (
     " {name} has no curvature far from the target: its Hessian is 0 there, so it depends on which examples "
-    "happen to be fitted. GGNLinearOperator and HessianLinearOperator accept it; for all else choose a "
+    "happen to be fitted. GGNLinearOperator, HessianLinearOperator and Empirical() accept it; for all else choose a "
     "distribution, as torch.distributions.Laplace(f, 1.0), whose Fisher matrix counts every example."
 )
 # What to use instead of losses of PyTorch that are not supported.

@@ -103,9 +103,12 @@ class LinearOperator(ClosedForms):
     H = T
 
     def __add__(self, other: Any) -> LinearOperator:
-        """The sum, which holds both operators and keeps the structure that they share; see `structured_sum`."""
-        if not isinstance(other, LinearOperator):
-            return self._unsupported(other, "+")
+        """The sum, which holds both operators and keeps the structure that they share; see `structured_sum`.
+
+        Operators of other libraries, with `shape` and `@`, are multiplied with as they are.
+        """
+        if (other := self._addend(other, "+")) is NotImplemented:
+            return NotImplemented
         total = Sum(self, other)  # also checks that they can be added
         if (c := other._identity_factor()) is not None:
             return self.shift(c)
@@ -115,24 +118,27 @@ class LinearOperator(ClosedForms):
         return total if known is None else known
 
     def __radd__(self, other: Any) -> LinearOperator:
-        if isinstance(other, int) and other == 0:  # where `sum([A, B])` begins
-            return self
-        return self._unsupported(other, "+")
+        # `sum([A, B])` begins with 0
+        return self if isinstance(other, int) and other == 0 else self + other
 
     def __sub__(self, other: Any) -> LinearOperator:
-        return self + (-other) if isinstance(other, LinearOperator) else self._unsupported(other, "-")
+        other = self._addend(other, "-")
+        return NotImplemented if other is NotImplemented else self + (-other)
 
     def __rsub__(self, other: Any) -> LinearOperator:
-        return self._unsupported(other, "-")
+        other = self._addend(other, "-")
+        return NotImplemented if other is NotImplemented else other + (-self)
 
-    def _unsupported(self, other: Any, sign: str) -> Any:
-        """An error for what people try to add; other types may know how to add an operator."""
-        if not isinstance(other, (int, float, complex, np.generic, np.ndarray, Tensor)):
-            return NotImplemented
-        raise TypeError(
-            f"unsupported operand for {sign}: {type(other).__name__} with {self.label}. Add c times the identity by "
-            "A.shift(c), a matrix M of entries by A + Dense(M)."
-        )
+    def _addend(self, other: Any, sign: str) -> Any:
+        """What can be added to this operator; `NotImplemented` of types that may know how to do it themselves."""
+        if isinstance(other, LinearOperator):
+            return other
+        if isinstance(other, (int, float, complex, np.generic, np.ndarray, Tensor)):
+            raise TypeError(
+                f"unsupported operand for {sign}: {type(other).__name__} with {self.label}. Add c times the identity "
+                "by A.shift(c), a matrix M of entries by A + Dense(M)."
+            )
+        return Foreign(other, self) if hasattr(other, "shape") and hasattr(other, "__matmul__") else NotImplemented
 
     def __neg__(self) -> LinearOperator:
         return self._scale(-1.0)
@@ -187,6 +193,35 @@ class Wrapper(LinearOperator):
 
     def __init__(self, A: LinearOperator) -> None:
         self.A = A
+
+
+class Foreign(LinearOperator):
+    """An operator of another library: curvlinops', SciPy's, or any object with `shape` and `@`.
+
+    Args:
+        op: The operator. Of SciPy it gets arrays, of others tensors in its dtype on its device, if it has these.
+        like: An operator of the same shape, whose spaces, dtype and device this one has.
+    """
+
+    def __init__(self, op: Any, like: LinearOperator) -> None:
+        if tuple(op.shape) != like.shape:
+            raise ValueError(f"Expected operators of equal shapes, got {list(op.shape)} and {like.label}.")
+        super().__init__(like.in_space, like.dtype, like.device, Structure.GENERAL, like.out_space)
+        self.op = op
+
+    def _matmat(self, X: Tensor) -> Tensor:
+        return self._product(self.op, X)
+
+    def _rmatmat(self, X: Tensor) -> Tensor:
+        return self._product(self.op.adjoint() if hasattr(self.op, "adjoint") else self.op.T, X)
+
+    def _product(self, op: Any, X: Tensor) -> Tensor:
+        dtype = getattr(self.op, "dtype", self.dtype)
+        if isinstance(dtype, torch.dtype):
+            found = op @ X.to(getattr(self.op, "device", X.device), dtype)
+        else:  # NumPy's
+            found = torch.as_tensor(op @ X.detach().cpu().numpy())
+        return found.to(X)
 
 
 class Sum(Wrapper):

@@ -31,16 +31,20 @@ class HasProducts(Protocol):
 
 
 class _ArrayProducts:
-    """Products with arrays."""
+    """Products with arrays, in the arrays' dtype."""
 
     def __init__(self, A: HasProducts, dtype: np.dtype) -> None:
         self.A, self.dtype = A, dtype
 
     def matmat(self, X: Any) -> Any:
-        return np.asarray(self.A.matmat(X), dtype=self.dtype)
+        return self._as_given(self.A.matmat(X), X)
 
     def rmatmat(self, X: Any) -> Any:
-        return np.asarray(self.A.rmatmat(X), dtype=self.dtype)
+        return self._as_given(self.A.rmatmat(X), X)
+
+    def _as_given(self, found: Any, X: Any) -> Any:
+        given = np.asarray(X).dtype
+        return np.asarray(found, dtype=given if given.kind == "f" else self.dtype)
 
 
 def to_scipy(A: HasProducts, dtype: Any = None) -> SciPyLinearOperator:
@@ -51,9 +55,9 @@ def to_scipy(A: HasProducts, dtype: Any = None) -> SciPyLinearOperator:
 
     Args:
         A: The operator.
-        dtype: NumPy's or PyTorch's dtype of the results, float64 by default, as in curvlinops: SciPy's algorithms lose
-            nothing to rounding of their own. Products are computed in the operator's own dtype. NumPy has no bfloat16:
-            it becomes float32.
+        dtype: NumPy's or PyTorch's dtype that is declared to SciPy's algorithms, which work in it; float64 by default,
+            as in curvlinops: they lose nothing to rounding of their own. NumPy has no bfloat16: it becomes float32. A
+            product has the dtype of the array it was given, and is computed in the operator's own dtype.
 
     Raises:
         TypeError: If the dtype is not one of real floating-point numbers.

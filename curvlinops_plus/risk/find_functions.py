@@ -101,9 +101,9 @@ def find_functions(
     claimed = {key for use in products for key in use.keys.values()}
     apart = [use for use in uses if use.without_rule or claimed & {*use.keys.values()}]
     free = {key for use in apart for key in use.keys.values()} | {*enclosed}
-    return FoundReads(
-        products, *_enclose(risk, uses, passes, reads, enclosed, beyond or {}), frozenset(free - _seen(passes))
-    )
+    around, outside = _enclose(risk, uses, passes, reads, enclosed, beyond or {})
+    around = {key: around[key] for key in risk.params if key in around}  # sets have another order in other processes
+    return FoundReads(products, around, outside, frozenset(free - _seen(passes)))
 
 
 def _seen(passes: Iterable[DryPass]) -> set[str]:
@@ -166,7 +166,7 @@ def describe_reads(reads: FoundReads | None) -> dict[str, Any] | None:
         function = asdict(use.function)
         function["options"] = [[name, [*v] if isinstance(v, tuple) else v] for name, v in use.function.options]
         products.append({"keys": dict(use.keys), "function": function})
-    return {"products": products, "enclosing": dict(reads.enclosing)}
+    return {"products": products, "enclosing": dict(reads.enclosing), "unread": sorted(reads.unread)}
 
 
 def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundReads | None:
@@ -188,7 +188,7 @@ def rebuild_reads(risk: EmpiricalRisk, data: Mapping[str, Any] | None) -> FoundR
                 (name, tuple(value) if isinstance(value, list) else value) for name, value in p["function"]["options"]
             )
             products.append(_use(risk, uses, Function(**{**p["function"], "options": options}), dict(p["keys"])))
-    return FoundReads(tuple(products), dict(data["enclosing"]))
+    return FoundReads(tuple(products), dict(data["enclosing"]), unread=frozenset(data["unread"]))
 
 
 def _use(risk: EmpiricalRisk, uses: Iterable[ModuleUse], function: Function, keys: dict[str, str]) -> ModuleUse:

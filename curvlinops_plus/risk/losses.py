@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.likelihood import Likelihood, has_likelihood, likelihood_of, rebuild_loss
+from curvlinops_plus.likelihood.of_examples import OfExamples
 from curvlinops_plus.likelihood.unsupported import has_own_hooks
 from curvlinops_plus.risk.draws import Draws, requested_size, share_draws
 from curvlinops_plus.risk.reading import loss_error_context, scalar_loss, select_output
@@ -244,6 +245,15 @@ class Losses(tuple[OutputLoss, ...]):
     def constant_weights(self) -> bool:
         """Whether relative weights don't depend on the data."""
         return len(self) == 1 or all(one.reduction == "sum" for one in self)
+
+    def of_examples(self) -> Losses:
+        """The same, of which those without a likelihood have the loss of each example by itself."""
+        losses = Losses(self)
+        for one in losses:
+            if not one.known:
+                one.likelihood = OfExamples(one.loss, one.reduction)
+                one.known = True
+        return losses
 
     def require_likelihoods(self) -> None:
         """Refuse losses that have none."""

@@ -63,8 +63,8 @@ def are_examples_clear(batch: Batch, options: RiskOptions) -> bool:
     for t in tree_leaves(batch.X):
         if isinstance(t, Tensor) and t.ndim:
             axes = t.shape[:2].count(N)
-            # A multiple of N may be examples times positions, or a table that all examples share.
-            if (axes == 0 and t.shape[0] % N == 0) or (axes == 2 and elsewhere):
+            # Other rows may be examples times positions, bags of tokens, nodes of graphs, or a table that all share.
+            if (axes == 0 and len(t) != 1) or (axes == 2 and elsewhere):
                 return False
     return True
 

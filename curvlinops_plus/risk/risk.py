@@ -39,6 +39,7 @@ from curvlinops_plus.risk.reading import (
 from curvlinops_plus.risk.replicas import require_replicas
 from curvlinops_plus.risk.totals import Number, Totals
 from curvlinops_plus.risk.usable_model import require_module
+from curvlinops_plus.risk.vectors import Vectors
 from curvlinops_plus.risk.wrappers import common_processes
 
 T = TypeVar("T")
@@ -248,6 +249,14 @@ class EmpiricalRisk(ModelParameters):
         check_data(data)
         other = copy(self)
         other.data, other.checked = data, Checked()
+        return other
+
+    def for_vectors(self, vectors: Vectors) -> EmpiricalRisk:
+        """The risk with all that vectors need of its losses: of any loss there are gradients of each example."""
+        if not vectors.of_loss or self.losses.known:
+            return self
+        other = copy(self)
+        other.losses = self.losses.of_examples()
         return other
 
     def alone(self) -> EmpiricalRisk:

@@ -239,6 +239,7 @@ MADE: dict[str, Callable[[Case], tuple[Again, Again]]] = {
 _STATES = {("optimizer", name) for name in ("stride", "reduction", "smoothing", "class weights", "ignored")}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("name", MADE)
 def test_changes_count(name: str, change: str) -> None:
@@ -251,6 +252,7 @@ def test_changes_count(name: str, change: str) -> None:
     torch.testing.assert_close(again(), fresh(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("change", REFUSED)
 @pytest.mark.parametrize("name", MADE)
 def test_changes_are_refused(name: str, change: str) -> None:

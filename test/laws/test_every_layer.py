@@ -306,6 +306,7 @@ def quietly(function: Callable[[], Any]) -> Any:
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
+@pytest.mark.one_in(2)
 @every_layer
 @pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
 def test_exact_blocks_are_those_of_autodiff(name: str, separate: bool) -> None:
@@ -329,6 +330,7 @@ def test_the_twin_s_ggn_is_plain_autograd_s() -> None:
         close(p.exact.ggn(), p.exact.c * total, what=name)
 
 
+@pytest.mark.one_in(4)
 @every_layer
 @pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
 @pytest.mark.parametrize("reduce", [False, True], ids=["expand", "reduce"])
@@ -369,6 +371,7 @@ def halves(p: Problem) -> list[Any]:
     return [(cut(X, n, len(y)), y[n : n + 1]) for X, y in p.data for n in range(len(y))]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [name for name in LAYERS if "offsets" not in name])
 def test_batches_of_one_are_the_same(name: str) -> None:
     p = alone(name)
@@ -380,6 +383,7 @@ def test_batches_of_one_are_the_same(name: str) -> None:
     close(E.trace, p.made("EKFAC").trace, what="trace of EKFAC")
 
 
+@pytest.mark.one_in(2)
 @every_layer
 def test_frozen_parameters_and_subsets(name: str) -> None:
     """Any subset in any order, with and without `requires_grad`: what is tracked is the same part of the whole."""
@@ -403,6 +407,7 @@ def test_frozen_parameters_and_subsets(name: str) -> None:
             close(got, expected, 1e-8, f"only {key}, {approximation}")
 
 
+@pytest.mark.one_in(2)
 @every_layer
 def test_states_go_out_and_back(name: str, tmp_path: Any) -> None:
     p = alone(name)
@@ -448,6 +453,7 @@ def test_numbers_that_follow_from_structure(name: str, approximation: str) -> No
     close(half @ damped @ half, eye, 1e-8, "power")
 
 
+@pytest.mark.one_in(3)
 @every_layer
 def test_single_precision(name: str) -> None:
     p = alone(name)
@@ -465,6 +471,7 @@ def test_single_precision(name: str) -> None:
         close(q.curvature(APPROXIMATIONS["EKFAC"]).trace, p.exact.ggn().trace(), 3e-4, "trace of EKFAC")
 
 
+@pytest.mark.one_in(2)
 @every_layer
 def test_verification_passes(name: str) -> None:
     if "offsets" in name:
@@ -475,6 +482,7 @@ def test_verification_passes(name: str) -> None:
             assert p.made(approximation).verify().rows
 
 
+@pytest.mark.one_in(2)
 @every_layer
 def test_draws_follow_the_examples(name: str) -> None:
     """Monte-Carlo vectors: EKFAC's trace is the full block's for the same draws."""

@@ -224,6 +224,7 @@ def readings(
     return found
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.filterwarnings("ignore::curvlinops_plus.errors.CurvatureWarning")
 @pytest.mark.parametrize(
     ("model", "loss"), [*((model, "cross-entropy") for model in MODELS), ("perceptron", "squared error")]

@@ -100,6 +100,7 @@ def test_loss_is_the_user_s_loss_of_one_big_batch() -> None:
         close(p.risk().loss(), p.loss(p.model(X), y), what=name)
 
 
+@pytest.mark.one_in(2, all_of=FEW)
 @every_problem
 @separate_or_joint
 def test_full_and_diagonal_blocks_are_the_ggn_s(name: str, separate: bool) -> None:
@@ -111,6 +112,7 @@ def test_full_and_diagonal_blocks_are_the_ggn_s(name: str, separate: bool) -> No
         close(K.to_dense(), matrix, what=approximation.__name__)
 
 
+@pytest.mark.one_in(2, all_of=FEW)
 @every_problem
 @separate_or_joint
 def test_empirical_fisher_blocks(name: str, separate: bool) -> None:
@@ -125,6 +127,7 @@ def test_empirical_fisher_blocks(name: str, separate: bool) -> None:
 # -------------------------------------------------------------------------------------------------------------- KFAC
 
 
+@pytest.mark.one_in(4, all_of=FEW)
 @in_every_form
 def test_kfac_is_its_definition(name: str, separate: bool, reduce: bool) -> None:
     p = problem(name)
@@ -132,6 +135,7 @@ def test_kfac_is_its_definition(name: str, separate: bool, reduce: bool) -> None
     close(K.to_dense(), p.exact.kfac(p.exact.exact(), reduce, separate))
 
 
+@pytest.mark.one_in(3)
 @few_problems
 @separate_or_joint
 @expand_or_reduce
@@ -160,6 +164,7 @@ def test_kfac_of_the_empirical_fisher_is_its_definition(name: str, separate: boo
         close(K.to_dense(), p.exact.kfac(p.exact.empirical(per_term), reduce, separate), what=repr(vectors))
 
 
+@pytest.mark.one_in(4, all_of=FEW)
 @in_every_form
 def test_ekfac_is_its_definition_keeps_the_trace_and_is_never_worse_than_kfac(
     name: str, separate: bool, reduce: bool
@@ -335,6 +340,7 @@ def merged(p: Problem, sizes: list[int]) -> list[Any]:
     return list(zip(X.split(sizes), y.split(sizes), strict=True))
 
 
+@pytest.mark.one_in(3)
 @few_problems
 @pytest.mark.parametrize("approximation", APPROXIMATIONS)
 def test_batch_sizes_do_not_matter(name: str, approximation: str) -> None:

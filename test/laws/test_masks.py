@@ -169,6 +169,7 @@ def quietly(*args: Any, **options: Any) -> Any:
 STATISTICS = ("KFAC", "KFAC reduce", "EKFAC", "DiagonalBlock", "FullBlock", "TNT")
 
 
+@pytest.mark.one_in(2)
 @every_model
 @pytest.mark.parametrize("separate", [False, True], ids=["joint", "separate"])
 def test_padding_with_a_mask_is_no_padding(name: str, separate: bool) -> None:
@@ -278,6 +279,7 @@ def gradients_without(model: nn.Module, path: str, data: list[Any], loss: nn.Mod
     return total
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("tied", "encoder layer")])
 @pytest.mark.parametrize("approximation", [FullBlock, DiagonalBlock, EKFAC])
 def test_gradients_at_masked_positions_are_left_out(name: str, approximation: Any) -> None:

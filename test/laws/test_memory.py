@@ -180,6 +180,7 @@ def taken(kind: str) -> dict[str, tuple[int, int]]:
     return json.loads(printed.splitlines()[-1])
 
 
+@pytest.mark.slow
 @linux
 def test_memory_does_not_grow_with_the_number_of_batches() -> None:
     found = taken("batches")
@@ -187,6 +188,7 @@ def test_memory_does_not_grow_with_the_number_of_batches() -> None:
     assert {name: both for name, both in found.items() if not BOUNDS["batches"](*both)} == {}
 
 
+@pytest.mark.slow
 @linux
 def test_memory_grows_with_classes_as_outputs_do() -> None:
     """And factors between classes: ten times the classes take 0.4 MB more for those, and 0.1 MB for outputs. All

@@ -39,6 +39,7 @@ def blocks(name: str, samples: int, seeds: range) -> Tensor:
     return torch.stack([p.curvature(FullBlock, vectors=MonteCarlo(samples, seed=s)).to_dense() for s in seeds])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_draws_average_to_the_ggn_under_every_option(loss: str) -> None:
     p = problem(f"mlp, {loss}")
@@ -68,6 +69,7 @@ def errors(name: str, samples: int, seeds: range) -> Tensor:
     return torch.stack([(draw - expected).norm() for draw in blocks(name, samples, seeds)])
 
 
+@pytest.mark.slow
 def test_error_falls_with_the_root_of_the_samples() -> None:
     """16 times the samples give a quarter of the error, within a factor that 30 seeds leave little doubt about."""
     for name in ("mlp", "attention"):
@@ -158,6 +160,7 @@ def test_draws_depend_on_the_order_of_the_examples() -> None:
     assert not torch.allclose(one, two)
 
 
+@pytest.mark.slow
 def test_random_signs_are_unbiased_where_positions_mix() -> None:
     p = problem("attention")
     draws = torch.stack([p.curvature(FullBlock, vectors=Exact(signs=True, seed=s)).to_dense() for s in range(150)])

@@ -232,6 +232,7 @@ def moved(network: nn.Module, data: list[tuple[Tensor, Tensor]]) -> list[tuple[T
     return [(X.to(DEVICE), y.to(DEVICE)) for X, y in data]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore::curvlinops_plus.errors.CurvatureWarning")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("name", TASKS)

@@ -21,6 +21,7 @@ SOME = ["mlp", "in-place relu", "strided cnn", "attention", "called twice", "tie
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_laws_on_every_device_and_in_single_precision(name: str, dtype: torch.dtype, device: torch.device) -> None:

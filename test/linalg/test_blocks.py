@@ -52,18 +52,6 @@ def test_arithmetic_keeps_the_blocks() -> None:
         assert A.in_space.names == K.space.names
 
 
-def test_order_of_numbers() -> None:
-    K, M = blocks()
-    close(K.eigenvalues(), torch.cat([block.eigenvalues() for block in K.blocks.values()]))
-    close(K.diagonal(), M.diagonal())
-
-
-def test_answers_have_the_names_of_the_space() -> None:
-    K, _ = blocks()
-    answer = K @ K.space.unflatten(normal(K.shape[0]))
-    assert list(answer) == K.space.names
-
-
 def test_autograd_through_an_inverse() -> None:
     K, _ = blocks()
     delta = torch.tensor(0.3, dtype=F64, requires_grad=True)
@@ -75,17 +63,6 @@ def test_autograd_through_an_inverse() -> None:
     assert delta.grad is not None
     close(x.grad, 2 * inverse @ inverse @ x.detach())
     close(delta.grad, -2 * torch.trace(x.detach().T @ inverse @ inverse @ inverse @ x.detach()))
-
-
-def test_result_owns_its_memory() -> None:
-    space = Space.from_shapes({"w": (2, 2)})
-    K = BlockDiagonal(
-        {"b": IdentityLinearOperator([(4,)], dtype=F64)}, {"b": Layout({"w": "o i -> o i"}, space.shapes)}, space
-    )
-    x = normal(4)
-    y = K @ x
-    y.zero_()
-    assert x.abs().sum() > 0
 
 
 W, B = {"w": "o i -> o i"}, {"b": "o -> o 1"}
@@ -121,27 +98,6 @@ REFUSED = [
 def test_refused(blocks: dict, layouts: dict, space: Space, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BlockDiagonal(blocks, layouts, space)
-
-
-def test_columns_may_lie_in_memory_either_way() -> None:
-    K, M = blocks()
-    X = normal(K.shape[0], 5)
-    close(K @ X, M @ X)
-    close(K @ X.T.contiguous().T, M @ X)
-    close(K @ X[:, ::2], M @ X[:, ::2])
-    close(K @ (K @ X), M @ M @ X)
-
-
-def test_a_wide_layer() -> None:
-    """Big enough for every fast path of the BLAS underneath."""
-    space = Space.from_shapes({"w": (40, 70), "b": (40,)})
-    layout = Layout({"w": "o i -> o i", "b": "o -> o 1"}, space.shapes)
-    G, A = psd(40, 40), psd(71, 71)
-    K = BlockDiagonal({"l": Kronecker(G, A)}, {"l": layout}, space)
-    X = normal(space.dim, 3)
-    joint = torch.cat([X[:2800].view(40, 70, 3), X[2800:].view(40, 1, 3)], 1)
-    Y = torch.stack([G @ joint[:, :, k] @ A for k in range(3)], -1)
-    close(K @ X, torch.cat([Y[:, :-1].reshape(-1, 3), Y[:, -1]]))
 
 
 # -------------------------------------------------------------------------------------------------------- split, merge
@@ -180,43 +136,6 @@ def test_merge_refuses_what_is_not_split() -> None:
 
 
 # Sums and states -----------------------------------------------------------------------------------------------------
-
-
-def renamed(K: BlockDiagonal) -> BlockDiagonal:
-    """The same matrix of another network, whose blocks and parameters have other names and another order."""
-    new = {name: f"model.{name}" for name in K.space.names}
-    layouts = {
-        f"other {block}": Layout(
-            {new[name]: pattern for name, pattern in layout.patterns.items()},
-            {new[name]: shape for name, shape in layout.shapes.items()},
-            layout.sizes,
-        )
-        for block, layout in reversed(K.layouts.items())
-    }
-    blocks = {f"other {block}": operator for block, operator in reversed(K.blocks.items())}
-    return BlockDiagonal(blocks, layouts, Space({new[name]: shape for name, shape in K.space.shapes.items()}))
-
-
-def test_sums_of_different_networks() -> None:
-    K, M = blocks()
-    total = K + 0.5 * renamed(K)
-    assert isinstance(total, BlockDiagonal)
-    assert list(total.blocks) == list(K.blocks)
-    close(total.to_dense(), 1.5 * M)
-    close(total.inverse(0.1).to_dense(), torch.linalg.inv(1.5 * M + 0.1 * eye_like(M)))
-
-
-def test_other_groups_are_not_summed_block_by_block() -> None:
-    K, M = blocks()
-    shapes = K.space.shapes
-    one = {"all": Layout({name: f"{axes(shape)} -> 1 ({axes(shape)})" for name, shape in shapes.items()}, shapes)}
-    total = K + BlockDiagonal({"all": Diagonal(torch.ones(len(M), dtype=F64))}, one, K.space)
-    assert isinstance(total, Sum)
-    close(total.to_dense(), M + eye_like(M))
-
-
-def axes(shape: torch.Size) -> str:
-    return " ".join(f"a{k}" for k in range(len(shape)))
 
 
 def test_states_of_block_diagonal_matrices() -> None:

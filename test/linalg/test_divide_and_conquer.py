@@ -55,25 +55,6 @@ def test_every_spectrum(kind: str, smallest: int, dtype: torch.dtype) -> None:
     assert torch.equal(M, before)
 
 
-@pytest.mark.parametrize("dtype", [F64, F32])
-@pytest.mark.parametrize(
-    "M",
-    [
-        torch.eye(40),
-        torch.zeros(40, 40),
-        torch.diag(torch.arange(40.0) % 7),
-        torch.ones(40, 40),
-        torch.tensor([[3.0]]),
-        torch.tensor([[0.0, 1.0], [1.0, 0.0]]),
-        torch.empty(0, 0),
-        torch.block_diag(torch.eye(20), torch.ones(20, 20)),
-    ],
-    ids=["identity", "zero", "diagonal", "ones", "1x1", "exchange", "empty", "blocks"],
-)
-def test_special_matrices(M: Tensor, dtype: torch.dtype) -> None:
-    check(M.to(dtype), *divide_and_conquer(M.to(dtype), smallest=1))
-
-
 def test_batches_and_large_leaves() -> None:
     M = torch.stack([matrix(SPECTRA["even"]), matrix(SPECTRA["decaying"])]).expand(3, 2, D, D)
     values, Q = divide_and_conquer(M, smallest=16)

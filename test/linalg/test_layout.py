@@ -61,52 +61,6 @@ def test_random_patterns_against_einops(shape: list[int], random, K: int, with_b
         assert all(torch.equal(back[name], tree[name]) for name in tree)
 
 
-def test_axes_that_sizes_tell() -> None:
-    layout = Layout({"w": "(g o) i k -> g o (i k)"}, {"w": (6, 2, 5)}, {"g": 3})
-    w = normal(6, 2, 5, 4)
-    assert layout.matrix_shape == (3, 2, 10)
-    assert torch.equal(layout.join({"w": w}), w.reshape(60, 4))
-    assert torch.equal(layout.split(w.reshape(60, 4))["w"], w)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "shape"), [("d0 d1 -> 1 (d0 d1)", (2, 3)), ("-> 1 1", ()), ("-> 1 ()", ()), ("1 d -> d 1", (1, 3))]
-)
-def test_axes_of_size_one(pattern: str, shape: tuple[int, ...]) -> None:
-    layout = Layout({"p": pattern}, {"p": shape})
-    p = normal(*shape, 2)
-    assert torch.equal(layout.split(layout.join({"p": p}))["p"], p)
-
-
-def test_plain_reshapes_are_views() -> None:
-    layout = Layout({"w": "o i h w -> o (i h w)"}, {"w": (4, 3, 2, 2)})
-    w = normal(4, 3, 2, 2, 5)
-    v = layout.join({"w": w, "something else": w})
-    assert v.data_ptr() == w.data_ptr()
-    assert layout.split(v)["w"].data_ptr() == w.data_ptr()
-    joint = Layout({"w": "o i -> o i", "b": "o -> o 1"}, {"w": (4, 3), "b": (4,)})
-    v = normal(16, 2)
-    storage = v.untyped_storage().data_ptr()
-    assert all(part.untyped_storage().data_ptr() == storage for part in joint.split(v).values())
-
-
-def test_parts_of_any_strides_are_joined() -> None:
-    """Of axes of size one strides say nothing, and `torch.cat` may return what looks channels-last."""
-    patterns = {"w": "(g i) o k -> g o (i k)", "b": "(g o) -> g o 1"}
-    layout = Layout(patterns, {"w": (2, 1, 1), "b": (2,)}, {"g": 2})
-    w, b = (normal(2, seed=seed) for seed in (0, 1))
-    tree = {"w": w.as_strided((2, 1, 1, 1), (1, 1, 1, 2)), "b": b.as_strided((2, 1), (1, 2))}
-    assert torch.equal(layout.join(tree), torch.stack([w, b], 1).reshape(4, 1))
-
-
-def test_autograd_flows_through() -> None:
-    layout = Layout({"w": "o i -> i o", "b": "i -> i 1"}, {"w": (2, 3), "b": (3,)})
-    tree = {"w": normal(2, 3, 2).requires_grad_(), "b": normal(3, 2).requires_grad_()}
-    v = layout.join(tree)
-    grads = torch.autograd.grad((v * v).sum(), list(tree.values()))
-    assert all(torch.allclose(grad, 2 * t) for grad, t in zip(grads, tree.values(), strict=True))
-
-
 REFUSED = [
     ("o i", (2, 3), 'expected one "->"'),
     ("o i -> o i -> o", (2, 3), 'expected one "->"'),

@@ -13,15 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from curvlinops_plus.errors import CurvatureWarning, NumericsError, SingularMatrixError
-from curvlinops_plus.linalg import Dense, Kronecker, Structure, cholesky_inverse, eigh, gram, numerics, psd_clip
+from curvlinops_plus.linalg import Dense, Kronecker, cholesky_inverse, eigh, gram, numerics, psd_clip
 from curvlinops_plus.linalg.gram_sum import (
     GramSum,
     PackedGram,
-    _add_quarters,
-    _add_rank_k,
-    _openblas,
-    blas_threads,
-    mirror,
 )
 
 from .cases import F64, normal, psd
@@ -41,21 +36,6 @@ def test_gram(M: int, d: int, dtype: torch.dtype) -> None:
         assert G.dtype == dtype
         torch.testing.assert_close(G.double(), expected, **tolerance)
         assert torch.equal(memory, before)
-
-
-@pytest.mark.parametrize("dtype", [F64, F32])
-def test_both_ways_to_a_large_gram(dtype: torch.dtype) -> None:
-    rows = normal(40, 301).to(dtype)
-    tolerance: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12} if dtype == F64 else {"rtol": 1e-4, "atol": 1e-4}
-    for memory in (rows, rows.T.contiguous().T):
-        found = []
-        for add in [_add_quarters] if _openblas() is None else [_add_quarters, _add_rank_k]:
-            total = torch.zeros(301, 301, dtype=dtype)
-            assert add(memory, add(memory, total)) is total  # in place
-            found.append(mirror(total) / 2)
-        for G in found:
-            torch.testing.assert_close(G, rows.T @ rows, **tolerance)
-            torch.testing.assert_close(G, G.T, **tolerance)
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,66 +65,12 @@ def test_sums_of_gram_matrices(d: int, numbers: list[int], ones: bool, dtype: to
     )
 
 
-@pytest.mark.parametrize("dtype", [F64, F32])
-def test_ones_are_added_in_the_memory_of_the_sum(dtype: torch.dtype) -> None:
-    """Also of several tiles; a value that is asked for before has memory of its own."""
-    total, rows = GramSum(ones=True), normal(700, 600).to(dtype)
-    total.add(rows)
-    assert total._triangle is not None
-    memory, before = total._triangle.untyped_storage().data_ptr(), total.value()
-    found = total.take()
-    assert found.untyped_storage().data_ptr() == memory != before.untyped_storage().data_ptr()
-    assert found.is_contiguous()
-    framed = torch.cat([rows, rows.new_ones(700, 1)], 1).double()
-    torch.testing.assert_close(found.double(), framed.T @ framed, rtol=1e-4, atol=1e-10 if dtype == F64 else 1e-3)
-    assert torch.equal(found, before)
-
-
 def test_rows_that_wait_count_once() -> None:
     for d, M in ((3, 1), (200, 50)):
         total, pieces = GramSum(ones=False), [normal(M, d, seed=seed) for seed in range(9)]
         for rows in pieces:
             total.add(rows)
         torch.testing.assert_close(total.value(), torch.cat(pieces).T @ torch.cat(pieces))
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    d=st.sampled_from([1, 3, 130]),
-    numbers=st.lists(
-        st.lists(st.integers(0, 300) | st.integers(0, 1) | st.integers(30, 63), min_size=1, max_size=3),
-        min_size=1,
-        max_size=5,
-    ),
-    ones=st.booleans(),
-    restart=st.booleans(),
-)
-def test_moving_sums_of_gram_matrices(d: int, numbers: list[list[int]], ones: bool, restart: bool) -> None:
-    """Sums of batches that are merged one after the other, each after `decay`; rows exist until then."""
-    total, expected = GramSum(ones), torch.zeros(d + ones, d + ones, dtype=F64)
-    for step, sizes in enumerate(numbers):
-        batch, pieces = GramSum(ones, refer=True), [normal(M, d, seed=9 * step + k) for k, M in enumerate(sizes)]
-        for rows in pieces:
-            batch.add(rows)
-        framed = torch.cat([torch.cat(pieces), torch.ones(sum(sizes), int(ones), dtype=F64)], 1)
-        assert not batch.changed
-        total.decay(0.9)
-        total.merge(batch)
-        expected = 0.9 * expected + framed.T @ framed
-        for rows in pieces:
-            rows.fill_(torch.nan)
-        if restart:
-            total = GramSum(ones, total.value())
-    assert total.shape == expected.shape
-    again = GramSum.from_state_dict(total.state_dict(), torch.device("cpu"))
-    for rows in (normal(1, d, seed=0), normal(70, d, seed=1)):
-        assert torch.equal(total.value(), again.value())  # reading leaves rows waiting
-        framed = torch.cat([rows, torch.ones(len(rows), int(ones), dtype=F64)], 1)
-        expected = expected + framed.T @ framed
-        total.add(rows)
-        again.add(rows)
-    assert all(t.isfinite().all() for t in total.witnesses())
-    torch.testing.assert_close(total.value(), expected, rtol=1e-12, atol=1e-10)
 
 
 @pytest.mark.parametrize("refer", [False, True])
@@ -209,13 +135,6 @@ def test_sums_of_packed_matrices(d: int, ones: bool, kinds: str) -> None:
     assert torch.equal(total.value(), resumed.value())  # reading has changed nothing
 
 
-def test_witnesses_of_packed_matrices() -> None:
-    total, values = GramSum(ones=False), torch.ones(4)
-    values[2] = torch.nan
-    total.add_packed(PackedGram(values, Tridiagonal(3), None, 1.0))
-    assert any(not t.isfinite().all() for t in total.witnesses())
-
-
 def test_rows_that_are_referred_to_must_stay() -> None:
     rows = normal(2, 3)
     total = GramSum(ones=False, refer=True)
@@ -223,15 +142,6 @@ def test_rows_that_are_referred_to_must_stay() -> None:
     assert not total.changed
     rows.mul_(2)
     assert total.changed
-
-
-def test_gram_leaves_the_threads_of_blas_as_they_were() -> None:
-    if (library := _openblas()) is None:
-        pytest.skip("SciPy's BLAS is not OpenBLAS")
-    before = library.scipy_openblas_get_num_threads()
-    with pytest.raises(ZeroDivisionError), blas_threads():
-        raise ZeroDivisionError
-    assert library.scipy_openblas_get_num_threads() == before
 
 
 def test_gram_of_half_precision_and_gradients() -> None:
@@ -242,13 +152,6 @@ def test_gram_of_half_precision_and_gradients() -> None:
     rows = normal(200, 130).requires_grad_()
     (grad,) = torch.autograd.grad(gram(rows).sum(), rows)
     torch.testing.assert_close(grad, 2 * rows.detach().sum(1, keepdim=True).expand_as(rows))
-
-
-@pytest.mark.parametrize("d", [0, 1, 255, 256, 600])
-def test_mirror(d: int) -> None:
-    M = normal(d, d)
-    S = M.tril() + M.tril(-1).T
-    assert torch.equal(mirror(M), S)
 
 
 def test_eigh_is_an_eigendecomposition() -> None:
@@ -345,40 +248,6 @@ def test_cholesky_fallback_and_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(inverse, torch.linalg.inv(M + 0.1 * torch.eye(3)))
     with pytest.raises(SingularMatrixError, match=r"with damping 1.0e-01 is not positive definite in torch.float32"):
         cholesky_inverse(M, 0.1, retry_double_precision=False)
-
-
-def test_cholesky_failure_names_a_damping_that_works() -> None:
-    rows = normal(3, 40)
-    for dtype in (F64, F32):
-        M = gram(rows.to(dtype))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CurvatureWarning)
-            with pytest.raises(SingularMatrixError, match=r"a damping of .* would do") as caught:
-                cholesky_inverse(M - 1e-3 * torch.eye(40, dtype=dtype), 1e-12)
-            damping = float(str(caught.value).split("a damping of ")[1].split(" ")[0])
-            assert damping > 0
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                assert torch.isfinite(cholesky_inverse(M, damping)).all()
-    with pytest.raises(SingularMatrixError, match=r"with damping 1.0e-01 to 2.0e-01 is not"):
-        cholesky_inverse(-torch.eye(2, dtype=F64).expand(2, 2, 2), torch.tensor([0.1, 0.2]))
-
-
-@pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize("scale", [1e2, 1e3, 1e4])
-def test_inverse_beside_an_input_of_another_scale(scale: float, dtype: torch.dtype) -> None:
-    """Small eigenvalues count where they are large for their rows; of a rank that is low, the others don't."""
-    X = normal(500, 8) @ normal(8, 8, seed=1)
-    X[:, 0] = scale * (1 + 0.3 * normal(500))
-    M = X.T @ X / 500
-    v = torch.ones(8, dtype=F64)
-    for power in (-1.0, -0.5):
-        found = Dense(M.to(dtype), Structure.PSD).power(power, 1e-4) @ v.to(dtype)
-        expected = torch.linalg.eigh(M + 1e-4 * torch.eye(8, dtype=F64))
-        twin = expected[1] @ (expected[0] ** power * (expected[1].T @ v))
-        assert (found.double() - twin).norm() < 2e3 * torch.finfo(dtype).eps * twin.norm()
-    few = Dense((X[:3].T @ X[:3]).to(dtype), Structure.PSD)
-    assert int((few.eigenvalues() > 0).sum()) == 3
 
 
 def test_norm_of_a_product_of_which_one_factor_is_tiny() -> None:

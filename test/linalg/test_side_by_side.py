@@ -21,31 +21,6 @@ def much(item: object) -> float:
     return 1e8
 
 
-def test_results_come_in_order_from_threads_of_their_own() -> None:
-    barrier = threading.Barrier(2, timeout=20)
-
-    def who(item: int) -> tuple[int, int, int]:
-        if item < 2:
-            barrier.wait()  # both are under way at the same time
-        return item, threading.get_ident(), torch.get_num_threads()
-
-    results = side_by_side(who, range(5), much)
-    assert [item for item, *_ in results] == [0, 1, 2, 3, 4]
-    assert {threads for *_, threads in results} == {1}  # shared out
-    assert torch.get_num_threads() == 2
-    here = threading.get_ident()
-    assert here not in {ident for _, ident, _ in results}
-    for little in (
-        side_by_side(who, [2, 3], lambda item: 1.0),
-        side_by_side(who, [2], much),
-        side_by_side(who, [], much),
-    ):
-        assert all(ident == here for _, ident, _ in little)
-    torch.set_num_threads(1)
-    assert side_by_side(who, [], much) == []
-    assert side_by_side(who, [2, 3], much)[0][1] == here
-
-
 def test_results_do_not_depend_on_what_is_beside_them() -> None:
     rows = [normal(m, 300, seed=m) for m in (40, 90, 500, 600)]
     matrices = [gram(x) for x in rows]
@@ -61,29 +36,6 @@ def test_results_do_not_depend_on_what_is_beside_them() -> None:
         before = library.scipy_openblas_get_num_threads()
         side_by_side(gram, 3 * rows, much)
         assert library.scipy_openblas_get_num_threads() == before
-
-
-def test_gradients_and_inference_mode_are_as_for_the_caller() -> None:
-    x = torch.ones(2, requires_grad=True)
-
-    def double(item: int) -> torch.Tensor:
-        return 2 * x
-
-    assert all(y.requires_grad for y in side_by_side(double, range(2), much))
-    with torch.no_grad():
-        assert not any(y.requires_grad for y in side_by_side(double, range(2), much))
-    with torch.inference_mode():
-        assert all(y.is_inference() for y in side_by_side(double, range(2), much))
-
-
-def test_the_first_error_is_raised() -> None:
-    def fail(item: int) -> int:
-        if item:
-            raise NumericsError(f"item {item}")
-        return item
-
-    with pytest.raises(NumericsError, match="item 1"):
-        side_by_side(fail, range(4), much)
 
 
 def blocks(sizes: list[tuple[int, int]]) -> BlockDiagonal:

@@ -499,6 +499,7 @@ def _step(model: nn.Module, loss: nn.Module, optimizer: Any) -> Callable[[Tensor
     return whole
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.filterwarnings("ignore:.*Dynamo")
 @pytest.mark.parametrize("compiled", [_both, _whole, _in_place, _afterwards, _loss, _step])

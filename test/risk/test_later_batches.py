@@ -282,6 +282,7 @@ def exact_trace(make: Callable[[], nn.Module], plain_first: bool = True) -> Tens
     return GGNLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), data).to_dense().trace()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("order", ["plain first", "strange first"])
 @pytest.mark.parametrize("approximation", [DiagonalBlock, FullBlock, EKFAC])
 @pytest.mark.parametrize("make", NETS)

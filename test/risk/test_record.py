@@ -16,6 +16,7 @@ from curvlinops_plus.linalg import Dense, Structure
 from curvlinops_plus.risk import sweep as sweep_file
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("approximation", ["KFAC", "FullBlock"])
 def test_streamed_is_batched(name: str, approximation: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,6 +317,7 @@ def compiler() -> Iterator[None]:
         yield
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.usefixtures("compiler", "quick_compiler")
 @pytest.mark.parametrize("number", [*NUMBERS, "loop", "sum", "estimator", "verify"])
 def test_inside_a_compiled_function(number: str) -> None:

@@ -68,7 +68,7 @@ class RunningCurvature:
     """
 
     def __init__(self, risk: EmpiricalRisk, options: CurvatureOptions) -> None:
-        self.risk, self.options = risk, options
+        self.options = options
         if options.decay == 1 and risk.losses.reduction == "sum":
             raise ValueError(
                 'decay=1 with reduction="sum" would add up the curvature of all steps. Give a decay below 1, which '
@@ -83,6 +83,7 @@ class RunningCurvature:
                 decay=options.decay,
                 leave_out_uncalled=True,
             )
+        self.risk = risk = self.estimator.risk
         self._alone = risk.alone()  # of which each process evaluates its own batches
         self._heard = self._seen = False  # whether any process has added a batch, or kept one, in this step
         self.steps = self.batches = 0

@@ -1,4 +1,4 @@
-"""Embeddings of many tokens: nothing is ever as large as tokens times tokens, or examples times the table."""
+"""Embeddings of many tokens: nothing is as large as tokens times tokens, or examples times the table; large factors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import APPROXIMATIONS, problem
+from cases import APPROXIMATIONS, close, problem
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,17 +16,12 @@ from torch.utils._pytree import tree_leaves
 from curvlinops_plus import (
     EKFAC,
     KFAC,
-    TNT,
-    DiagonalBlock,
-    Empirical,
+    CurvatureEstimator,
     EmpiricalRisk,
-    ForwardOnly,
-    FullBlock,
-    KFACLinearOperator,
     MonteCarlo,
-    UnsupportedError,
     curvature,
 )
+from curvlinops_plus.linalg import Diagonal, Eigendecomposed, IdentityLinearOperator, Kronecker
 
 ROWS, D, N, S = 50_000, 16, 8, 32
 TABLE = ROWS * D
@@ -77,40 +72,28 @@ def words(**options: Any) -> EmpiricalRisk:
     return EmpiricalRisk(model, nn.CrossEntropyLoss(), data)
 
 
-def used(risk: EmpiricalRisk) -> int:
-    """Numbers in rows of the table that occur."""
-    return len(torch.cat([X.flatten() for X, _ in risk.data]).unique()) * D
-
-
 #: Without those that form whole blocks, or that are not zero for tokens that never occur.
 APPROACHES = {
     name: kind
     for name, kind in APPROXIMATIONS.items()
     if name not in ("FullBlock", "NearestKronecker", "ScaledIdentity")
 }
-every_approach = pytest.mark.parametrize("approximation", APPROACHES)
 
 
-@every_approach
+@pytest.mark.parametrize("approximation", APPROACHES)
 @pytest.mark.parametrize("options", [{}, {"padding": 3}, {"bag": True}], ids=["plain", "padding", "bag"])
 def test_statistics_of_a_large_table(approximation: str, options: dict[str, Any]) -> None:
     risk = words(**options)
+    vectors = MonteCarlo(samples=5, seed=0) if "padding" in options else None
     with Largest() as largest:
-        K = curvature(risk, APPROACHES[approximation])
-        K.compute()
+        K = curvature(risk, APPROACHES[approximation], vectors=vectors)
     largest.check()
-    block = K.blocks["table"]
-    assert block.shape == (TABLE, TABLE)
-    close_to_rows(risk, block.diagonal())
+    # The block is not just small, but there: zero for tokens that never occur, and not for others.
+    used = len(torch.cat([X.flatten() for X, _ in risk.data]).unique()) * D
+    assert 0.5 * used <= int((K.blocks["table"].diagonal() > 0).sum()) <= used
 
 
-def close_to_rows(risk: EmpiricalRisk, diagonal: Tensor) -> None:
-    """The block is not just small, but there: not zero for tokens that occur, zero for all others."""
-    found = int((diagonal > 0).sum())
-    assert 0.5 * used(risk) <= found <= used(risk), f"{found} of {used(risk)} entries"
-
-
-@every_approach
+@pytest.mark.parametrize("approximation", APPROACHES)
 def test_operations_on_a_large_table(approximation: str) -> None:
     """Products, solves, traces, diagonals, determinants: never more than a few tables."""
     risk = words()
@@ -146,44 +129,6 @@ def test_operations_on_a_large_table(approximation: str) -> None:
                 assert bool(t.isfinite().all()), name
 
 
-def test_several_columns_take_as_many_tables() -> None:
-    K = curvature(words(), KFAC)
-    K.compute()
-    X = torch.ones(K.shape[1], 3)
-    with Largest() as largest:
-        _ = K @ X
-    largest.check(3 * ALLOWED)
-
-
-@pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock])
-@pytest.mark.parametrize("vectors", [MonteCarlo(samples=5, seed=0), Empirical()], ids=["mc", "empirical"])
-def test_several_vectors_take_no_more(approximation: Any, vectors: Any) -> None:
-    risk = words()
-    with Largest() as largest:
-        curvature(risk, approximation, vectors=vectors).compute()
-    largest.check()
-
-
-def test_forward_only_on_a_large_table() -> None:
-    with Largest() as largest:
-        K = curvature(words(), KFAC, vectors=ForwardOnly())
-        K.compute()
-        _ = K.trace
-    largest.check()
-
-
-def test_the_classic_door_on_a_large_table() -> None:
-    risk = words()
-    with Largest() as largest:
-        K = KFACLinearOperator(risk.model, risk.losses.given, list(risk.params.values()), risk.data)
-        _ = K @ torch.ones(K.shape[1])
-        _ = K.trace
-    largest.check()
-    A = K.input_covariances["table"]
-    assert A.numel() == ROWS
-    assert abs(float(A.sum()) - 1) < 1e-5  # how often each token occurs
-
-
 def test_the_embedding_alone_is_the_same_as_a_small_one() -> None:
     """Tokens that never occur change nothing: rows 0 to 9 of a large table against a table of 10."""
     with torch.random.fork_rng(devices=[]):
@@ -206,73 +151,75 @@ def test_the_embedding_alone_is_the_same_as_a_small_one() -> None:
         assert torch.allclose(one.trace, other.trace, rtol=1e-9), name
 
 
-def test_a_full_block_of_a_large_table_is_refused() -> None:
-    """The size is in the message, and what to do instead."""
-    with pytest.raises(UnsupportedError, match=rf"{TABLE} x {TABLE}.*2384\.2 GiB.*Use DiagonalBlock, KFAC or EKFAC"):
-        curvature(words(), {"table": FullBlock}, default=KFAC).compute()
-
-
-def test_the_block_of_a_tied_table_has_a_diagonal_factor() -> None:
-    """The head needs a factor between tokens: with 50 000 of them it would have 9 GiB."""
-
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(ROWS, 2), nn.Linear(2, ROWS, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.table(x).mean(1))
-
-    risk = EmpiricalRisk(Tied(), nn.CrossEntropyLoss(), [(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1).long())])
-    with Largest() as largest:
-        K = curvature(risk, KFAC, vectors=MonteCarlo(seed=0))
-    assert largest.size <= ALLOWED
-    assert "9.3 GiB as a matrix" in str(K)
-    with pytest.raises(UnsupportedError, match=r"factor .*50000 x 50000, 9\.3 GiB.*DiagonalBlock"):
-        curvature(risk, TNT)
-
-
-def test_the_measure_can_fail() -> None:
-    """Dense gradients of a batch, or one-hot rows, would be noticed."""
-    for wrong in (lambda: torch.zeros(N, ROWS, D), lambda: torch.zeros(N * S, ROWS)):
-        with Largest() as largest:
-            wrong()
-        with pytest.raises(AssertionError, match="tables"):
-            largest.check()
-    with Largest() as largest:
-        torch.zeros(1).expand(100 * TABLE)
-    largest.check()
-
-
-def test_sums_of_a_layer_end_when_its_block_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_and_factors_end_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else those of all layers are there while eigenvectors are computed."""
-    seen: list[weakref.ref[KFAC]] = []
+    seen: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    finish = KFAC.finish_for_good
 
-    def watched(accumulator: KFAC) -> Any:
-        alive.append(sum(ref() is not None for ref in seen))
-        seen.append(weakref.ref(accumulator))
-        return finish(accumulator)
+    def watch(function: Callable[..., Any], argument: int) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            alive.append(sum(ref() is not None for ref in seen))
+            seen.append(weakref.ref(args[argument]))
+            return function(*args)
 
-    monkeypatch.setattr(KFAC, "finish_for_good", watched)
+        return watched
+
+    monkeypatch.setattr(KFAC, "finish_for_good", watch(KFAC.finish_for_good, 0))
     problem("mlp").curvature(KFAC)
-    assert len(alive) > 1
-    assert not any(alive)
+    assert alive == [0, 0]
+    monkeypatch.undo()
+    seen.clear()
+    monkeypatch.setattr(EKFAC, "decompose", watch(EKFAC.decompose, 2))
+    problem("mlp").curvature(EKFAC)
+    assert alive == [0] * 6
 
 
-def test_a_factor_ends_with_its_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
-    decompose = EKFAC.decompose
+# -------------------------------------------------------------------------------------------------------- large factors
 
-    def look(self: EKFAC, name: str, M: Tensor) -> Tensor:
-        alive.append(sum(ref() is not None for ref in seen))
-        seen.append(weakref.ref(M))
-        return decompose(self, name, M)
 
-    monkeypatch.setattr(EKFAC, "decompose", look)
-    model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
-    curvature(EmpiricalRisk(model, nn.MSELoss(), [(torch.randn(16, 8), torch.randn(16, 3))]), EKFAC)
-    assert alive == [0] * 4
+@pytest.mark.parametrize("kind", [kind.using(max_bytes=size) for kind in (KFAC, EKFAC) for size in (0, 150)], ids=repr)
+@pytest.mark.parametrize(("name", "separate"), [("mlp", False), ("strided cnn", True), ("tied", False)])
+def test_states_inverses_and_streams(name: str, kind: Any, separate: bool) -> None:
+    p = problem(name)
+    K = p.curvature(kind, separate_weight_and_bias=separate)
+    other = p.curvature(kind, vectors=None, separate_weight_and_bias=separate)
+    other.replace_blocks({block: 2 * operator for block, operator in other.unscaled.blocks.items()})
+    other.load_state_dict(K.state_dict())
+    assert torch.equal(other.to_dense(), K.to_dense())
+    v = torch.ones(K.shape[0], dtype=torch.float64)
+    close(K.inverse(0.1) @ (K @ v + 0.1 * v), v)
+    assert (K.inverse(0.1, use_heuristic_damping=True) @ v).isfinite().all()
+    estimator = CurvatureEstimator(p.risk(), kind, separate_weight_and_bias=separate)
+    for batch in p.data:
+        estimator.update(batch)
+    close(estimator.operator.trace, K.trace)
+    estimator.refresh(0.1)
+    close(estimator.operator.trace, K.trace, what="in new bases")
+    K.verify()
+
+
+def head(tied: bool) -> nn.Module:
+    """A language model of one embedding and one head."""
+    embedding, output = nn.Embedding(50257, 4), nn.Linear(4, 50257, bias=not tied)
+    if tied:
+        output.weight = embedding.weight
+    return nn.Sequential(embedding, output, nn.Flatten(0, -2))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied"])
+def test_heads_of_large_vocabularies_need_no_options(tied: bool) -> None:
+    tokens = torch.tensor([[1, 50256, 7]])
+    risk = EmpiricalRisk(head(tied), nn.CrossEntropyLoss(), [(tokens, tokens.roll(-1, 1).flatten())])
+    for kind in (KFAC, EKFAC):
+        K = curvature(risk, kind, vectors=MonteCarlo(samples=1, seed=0))
+        assert f"{kind.__name__}, diagonal G (9.4 GiB as a matrix)" in repr(K)
+        block = K.blocks["0" if tied else "1"]
+        if isinstance(block, Kronecker):
+            assert isinstance(block.G, Diagonal)
+        else:
+            assert isinstance(block, Eigendecomposed)
+            assert isinstance(block.basis, Kronecker)
+            assert isinstance(block.basis.G, IdentityLinearOperator)
+        v = torch.ones(K.shape[0])
+        close(K.inverse(0.1) @ (K @ v + 0.1 * v), v, rtol=1e-4)
+        assert K.inverse(0.1).logdet.isfinite()

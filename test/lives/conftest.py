@@ -1,0 +1,41 @@
+"""Processes that are started once for all tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+# `lives` and `models` are found here by the tests and by workers, which begin with the same path.
+sys.path.insert(0, str(HERE))
+
+WORLD = 2
+
+
+@pytest.fixture(scope="session")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What new processes make of all models, by their ranks; see `worker.py`."""
+    from lives import KINDS, operator_of
+    from models import MODELS
+
+    folder = tmp_path_factory.mktemp("elsewhere")
+    there = [name for name, ordinary in MODELS.items() if not ordinary.missing]
+    states = {name: {kind: operator_of(name, kind).state_dict() for kind in KINDS} for name in there}
+    torch.save(states, folder / "operators.pt")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parents[1])))}
+    command = [sys.executable, str(HERE / "worker.py")]
+    workers = [
+        subprocess.Popen([*command, str(rank), str(WORLD), str(folder)], env=environment) for rank in range(WORLD)
+    ]
+    try:
+        assert [worker.wait(timeout=600) for worker in workers] == [0] * WORLD
+    finally:
+        for worker in workers:
+            worker.kill()
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
