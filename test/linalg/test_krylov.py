@@ -90,11 +90,12 @@ class Counting(LinearOperator):
 @each_solver
 @pytest.mark.parametrize("dtype", [F64, F32, torch.bfloat16])
 def test_solves(solver, dtype: torch.dtype, device: torch.device) -> None:
-    """Half precision is computed in float32."""
+    """Half precision is computed in float32; autocast changes nothing."""
     M = psd(20, 20).to(dtype)
     b = normal(20, 3).to(device, dtype)
     exact = torch.linalg.solve(M.double(), b.cpu().double())
-    x, info = quietly(solver, Dense(M.to(device), PSD), b, **(tight(solver, 1e-9) if dtype == F64 else {}))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x, info = quietly(solver, Dense(M.to(device), PSD), b, **(tight(solver, 1e-9) if dtype == F64 else {}))
     assert x.dtype == dtype
     assert x.device.type == device.type
     if dtype == torch.bfloat16:
@@ -190,17 +191,6 @@ def test_ill_conditioned_meets_its_tolerance_or_warns(solver, condition: float, 
         assert info.converged.tolist() == ([True] * 4 if condition == 1e2 else [False, False, True, True])
     if caught:
         assert f"{info.relative_residual[~info.converged].max():.1e}" in str(caught[0].message)
-
-
-@each_solver
-def test_nothing_of_the_caller_is_kept_or_changed(solver) -> None:
-    M, b = psd(5, 5).requires_grad_(), normal(5).requires_grad_()
-    before = b.detach().clone()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        x, _ = solver(Dense(M, PSD), b)
-    assert not x.requires_grad
-    assert torch.equal(b, before)
-    torch.testing.assert_close(x, torch.linalg.solve(M.detach(), before), rtol=1e-3, atol=1e-4)
 
 
 @each_solver
@@ -438,18 +428,13 @@ def test_inverses_as_operators(make) -> None:
     assert inverse.info.converged.shape == (2,)  # that of the last product
     close(inverse.adjoint() @ X, expected @ X)
     np.testing.assert_allclose(inverse.to_scipy().H @ X[:, 0].numpy(), (expected @ X[:, 0]).numpy(), rtol=1e-8)
-    close((2 * inverse) @ X, 2 * expected @ X)
+    if make is not INVERSES["neumann"]:
+        x = X.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad((inverse @ x).square().sum(), x)
+        close(gradient, 2 * expected @ expected @ X)
     moved = make(Dense(M, PSD)).to(dtype=F32)
     assert moved.dtype == F32
     torch.testing.assert_close(quietly(moved.to_dense), expected.float(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["cg", "lsmr"])
-def test_derivatives_in_the_vector(kind: str) -> None:
-    M = torch.eye(3, dtype=F64) + 0.1 * normal(3, 3) if kind == "lsmr" else psd(3, 3)
-    x, expected = normal(3, 2).requires_grad_(), torch.linalg.inv(M)
-    (gradient,) = torch.autograd.grad((INVERSES[kind](Dense(M)) @ x).square().sum(), x)
-    close(gradient, 2 * expected.T @ expected @ x.detach())
 
 
 def test_the_keywords_of_curvlinops() -> None:
