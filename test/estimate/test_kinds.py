@@ -257,7 +257,7 @@ def test_refused(call: Callable[[], Any], error: type[Exception], words: str) ->
 
 
 @pytest.mark.parametrize(
-    ("estimate", "least"), zip(ESTIMATORS, (1, 3, 2, 1, 2, 1)), ids=lambda x: getattr(x, "__name__", "")
+    ("estimate", "least"), [*zip(ESTIMATORS, (1, 3, 2, 1, 2, 1))], ids=lambda x: getattr(x, "__name__", "")
 )
 def test_numbers_of_products(estimate: Callable, least: int) -> None:
     """At least one draw, two for a standard error, fewer than the whole matrix takes; names of curvlinops 3.0.1."""
