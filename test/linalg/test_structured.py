@@ -450,7 +450,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (lambda: (0 * EYE).inverse(), SingularMatrixError, "is zero; add a damping"),
     (lambda: K12.inverse(HeuristicDamping((0.1, 0.1))), TypeError, "to be one number.* got a pair"),
     (lambda: K12.power(0.5, HeuristicDamping(0.1)), TypeError, r"one number, got a pair\. Pairs of dampings"),
-    (lambda: K12.inverse(-0.1), ValueError, "the damping of a positive semi-definite matrix at least 0, got -0.1"),
+    (lambda: K12.inverse(-0.1), ValueError, "the damping of a positive semi-definite matrix to be at least 0, got -0.1"),
     (lambda: K12.inverse((0.1, -0.1)), ValueError, "factor G: .*at least 0"),
     (lambda: K12.inverse("large"), TypeError, "one number, a 0-d tensor or a rule; got str 'large'"),
     (lambda: K12.inverse(torch.ones(2)), TypeError, r"got a tensor of shape \[2\]"),
