@@ -433,7 +433,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (lambda: Dense(torch.zeros(4, 2, 3)), ValueError, "expected a batch of matrices to be square"),
     (lambda: Dense(torch.zeros(3)), ValueError, r"expected a real tensor with 2 axes, or 3 for a batch; got .*\[3\]"),
     (lambda: Dense(normal(3, 5), in_space=NAMED), ValueError, r"spaces of 3 rows and 5 columns, got .*w: \[2, 1\]"),
-    (lambda: Diagonal(torch.zeros(2, dtype=torch.int64)), ValueError, "Diagonal: expected a real tensor .* torch.int64"),
+    (lambda: Diagonal(torch.zeros(2, dtype=torch.int64)), ValueError, "expected a real tensor .* torch.int64"),
     (lambda: Dense(torch.zeros(2, 3)).trace, ValueError, "Only a square matrix has a trace"),
     (lambda: Dense(torch.eye(2)).eigenvalues(), NoClosedForm, "closed form of `eigenvalues`: .* A.to_dense.*eigsh"),
     (lambda: Dense(torch.eye(2)).power(0.5), ValueError, "Expected a positive semi-definite matrix, got .*real powers"),
@@ -450,7 +450,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (lambda: (0 * EYE).inverse(), SingularMatrixError, "is zero; add a damping"),
     (lambda: K12.inverse(HeuristicDamping((0.1, 0.1))), TypeError, "to be one number.* got a pair"),
     (lambda: K12.power(0.5, HeuristicDamping(0.1)), TypeError, r"one number, got a pair\. Pairs of dampings"),
-    (lambda: K12.inverse(-0.1), ValueError, "the damping of a positive semi-definite matrix to be at least 0, got -0.1"),
+    (lambda: K12.inverse(-0.1), ValueError, "positive semi-definite matrix to be at least 0, got -0.1"),
     (lambda: K12.inverse((0.1, -0.1)), ValueError, "factor G: .*at least 0"),
     (lambda: K12.inverse("large"), TypeError, "one number, a 0-d tensor or a rule; got str 'large'"),
     (lambda: K12.inverse(torch.ones(2)), TypeError, r"got a tensor of shape \[2\]"),
@@ -463,7 +463,7 @@ MESSAGES: list[tuple[Any, type[Exception], str]] = [
     (lambda: blocks().inverse({"fc": 1.0, "f": 2.0}), ValueError, r"missing \['conv', 'scale', 'groups'\], unexpected"),
     (lambda: blocks().inverse((0.1, 0.1)), ValueError, 'block "scale": A pair of dampings'),
     (lambda: with_scale(torch.zeros(3, 3)).inverse(), SingularMatrixError, r'block "scale": Dense.* singular: 3 of'),
-    (lambda: with_scale(NAN3).logdet, NumericsError, r'block "scale": the matrix .* 9 entries that are NaN or infinite'),
+    (lambda: with_scale(NAN3).logdet, NumericsError, r'block "scale": the matrix .* 9 entries that are NaN'),
 ]  # fmt: skip
 
 
