@@ -57,23 +57,8 @@ class OnlyProducts(LinearOperator):
     """An operator as a user writes it, that knows its products and nothing else."""
 
     def __init__(self, matrix: Tensor, space: Space) -> None:
-        self.matrix, self.space = matrix, space
-
-    @property
-    def in_space(self) -> Space:
-        return self.space
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.matrix.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.matrix.device
-
-    @property
-    def structure(self) -> Structure:
-        return Structure.PSD
+        super().__init__(space, matrix.dtype, matrix.device, Structure.PSD)
+        self.matrix = matrix
 
     def _matmat(self, X: Tensor) -> Tensor:
         return self.matrix @ X
