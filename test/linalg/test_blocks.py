@@ -140,6 +140,12 @@ def test_arithmetic_keeps_the_blocks() -> None:
     close(K.eigenvalues(), torch.cat([block.eigenvalues() for block in K.blocks.values()]))
     for X in (normal(n, 5), normal(5, n).T, normal(n, 9)[:, ::2]):  # columns may lie in memory either way
         close(K @ X, M @ X)
+    layouts = {name: Layout({name: "o i -> o i"}, {name: (2, 2)}) for name in "ab"}
+    P = {name: Dense(psd(4, 4, seed=k), Structure.PSD) for k, name in enumerate("ab")}
+    alike, reverse = (
+        BlockDiagonal(dict(p), layouts, Space({"a": (2, 2), "b": (2, 2)})) for p in (P.items(), [*P.items()][::-1])
+    )
+    close((alike + reverse).to_dense(), 2 * torch.block_diag(P["a"].matrix, P["b"].matrix))
     shapes = K.space.shapes
     pattern = {
         name: f"{(axes := ' '.join(f'a{k}' for k in range(len(s))))} -> 1 ({axes})" for name, s in shapes.items()

@@ -156,6 +156,7 @@ def singular_operators(dtype: torch.dtype) -> dict[str, LinearOperator]:
         "kronecker G": Kronecker(M, psd(2, 2).to(dtype)),
         "kronecker both": Kronecker(M, M),
         "eigendecomposed": Eigendecomposed(Q, torch.tensor([1.0, 1e-20, -1e-20, 2.0], dtype=dtype)),
+        "eigendecomposed, positive": Eigendecomposed(Q, torch.tensor([1.0, 1e-20, 1e-20, 2.0], dtype=dtype)),
         "zero": Dense(0 * M, PSD),
         "scaled": 3 * Dense(M, PSD),
     }
