@@ -217,7 +217,7 @@ WORDS: list[tuple[Callable[..., Any], type[Exception], str]] = [
     (lambda: hutchpp_trace(I12, 2), ValueError, r"num_matvecs \(2\) must be divisible by 3; take 3\."),
     (lambda: xtrace(I12, 5), ValueError, r"num_matvecs \(5\) must be divisible by 2; take 4 or 6"),
     (lambda: xdiag(I12, 5), ValueError, r"num_matvecs \(5\) must be divisible by 2"),
-    (lambda: hutchinson_squared_fro(torch.zeros(5, 9), 5), ValueError, r"\(5\) must be less than the minimum dim"),
+    (lambda: hutchinson_squared_fro(torch.zeros(5, 9), 5), ValueError, r"\(5\) must be less than the minimum.*\(5,"),
     (lambda: hutchinson_trace(torch.zeros(2, 3, 3), 1), ValueError, r"Operator must be square. Got shape \(2, 3, 3\)"),
     (lambda: logdet(torch.zeros(0, 0)), ValueError, r"A must have entries. Got shape \(0, 0\)"),
     (lambda: spectral_norm(torch.zeros(3)), ValueError, r"A must be a matrix. Got shape .*expected two axes"),
@@ -245,7 +245,7 @@ WORDS: list[tuple[Callable[..., Any], type[Exception], str]] = [
     (lambda: lanczos_approximate_spectrum(I12, 5, margin=-1.0), ValueError, r"margin \(-1.0\) must not be negative"),
     (lambda: lanczos_approximate_spectrum(I12, 5, boundaries=(2, 1)), ValueError, r"boundaries \(2, 1\) must be the"),
     (lambda: lanczos_approximate_spectrum(I12, 5, boundaries=3.0), TypeError, "must be a pair, .* None for one"),
-    (lambda: lanczos_approximate_log_spectrum(I12, 5, boundaries=(-1, 1)), ValueError, "of the absolute eigenval"),
+    (lambda: lanczos_approximate_log_spectrum(I12, 5, boundaries=(-1, 1)), ValueError, "those of the absolute"),
     (lambda: lanczos_approximate_log_spectrum(I12, 5, epsilon=0.0), ValueError, r"epsilon \(0.0\) must be positive"),
 ]  # fmt: skip
 
@@ -257,7 +257,7 @@ def test_refused(call: Callable[[], Any], error: type[Exception], words: str) ->
 
 
 @pytest.mark.parametrize(
-    ("estimate", "least"), zip(ESTIMATORS, (1, 3, 2, 1, 2, 1)), ids=lambda x: getattr(x, "__name__", "")
+    ("estimate", "least"), [*zip(ESTIMATORS, (1, 3, 2, 1, 2, 1))], ids=lambda x: getattr(x, "__name__", "")
 )
 def test_numbers_of_products(estimate: Callable, least: int) -> None:
     """At least one draw, two for a standard error, fewer than the whole matrix takes; names of curvlinops 3.0.1."""

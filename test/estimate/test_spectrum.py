@@ -1,4 +1,4 @@
-"""Spectral densities against the exact spectrum smoothed alike; log-determinants; the page and the picture."""
+"""Spectral densities against the exact spectrum smoothed in the same way; log-determinants; the page; the picture."""
 
 from __future__ import annotations
 

@@ -90,11 +90,12 @@ class Counting(LinearOperator):
 @each_solver
 @pytest.mark.parametrize("dtype", [F64, F32, torch.bfloat16])
 def test_solves(solver, dtype: torch.dtype, device: torch.device) -> None:
-    """Half precision is computed in float32."""
+    """Half precision is computed in float32; autocast changes nothing."""
     M = psd(20, 20).to(dtype)
     b = normal(20, 3).to(device, dtype)
     exact = torch.linalg.solve(M.double(), b.cpu().double())
-    x, info = quietly(solver, Dense(M.to(device), PSD), b, **(tight(solver, 1e-9) if dtype == F64 else {}))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x, info = quietly(solver, Dense(M.to(device), PSD), b, **(tight(solver, 1e-9) if dtype == F64 else {}))
     assert x.dtype == dtype
     assert x.device.type == device.type
     if dtype == torch.bfloat16:
@@ -193,37 +194,13 @@ def test_ill_conditioned_meets_its_tolerance_or_warns(solver, condition: float, 
 
 
 @each_solver
-def test_nothing_of_the_caller_is_kept_or_changed(solver) -> None:
-    M, b = psd(5, 5).requires_grad_(), normal(5).requires_grad_()
-    before = b.detach().clone()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        x, _ = solver(Dense(M, PSD), b)
-    assert not x.requires_grad
-    assert torch.equal(b, before)
-    torch.testing.assert_close(x, torch.linalg.solve(M.detach(), before), rtol=1e-3, atol=1e-4)
-
-
-@each_solver
-@pytest.mark.parametrize("k", [2, 3, 8])
-def test_a_product_that_becomes_nan(solver, k: int) -> None:
-    """From the k-th product on: iterations end there, and say why."""
-
-    class Fails(Dense):
-        products = 0
-
-        def _matmat(self, X: Tensor) -> Tensor:
-            self.products += 1
-            return super()._matmat(X) * (torch.nan if self.products >= k else 1)
-
-        _rmatmat = _matmat
-
-    A = Fails(with_eigenvalues(spread(40, 1e4)), PSD)
-    with pytest.warns(CurvatureWarning, match="a product with A has NaN or infinite entries") as said:
-        x, info = solver(A, normal(40, 2))
-    assert "limit" not in str(said[0].message)
-    assert torch.isfinite(x).all()
-    assert info.iterations <= k
+def test_a_matrix_with_nan(solver) -> None:
+    M = psd(5, 5)
+    M[1, 1] = torch.nan
+    with pytest.warns(CurvatureWarning, match="a product with A has NaN or infinite entries"):
+        x, info = solver(Dense(M, PSD), normal(5))
     assert not info.converged.any()
+    assert (x == 0).all()
 
 
 @each_solver
@@ -324,16 +301,6 @@ def test_minres_of_a_singular_indefinite_system(dtype: torch.dtype) -> None:
     best = residual(M, least, b)
     assert (residual(M, x, b)[[0, 2]] <= (1.1 if dtype == F64 else 2.0) * best[[0, 2]]).all()
     assert (x.double().norm(dim=0) <= 10 * 100 * b.double().norm(dim=0)).all()
-
-
-@each_relative
-def test_float32_stops_when_it_can_do_no_more(solver) -> None:
-    M = with_eigenvalues(spread(60, 1e4)).float()
-    with pytest.warns(CurvatureWarning, match="no more progress in torch.float32; loosen the tolerance, compute in fl"):
-        x, info = solver(Dense(M, PSD), normal(60, 2).float(), tol=1e-9, max_iter=100_000)
-    assert info.iterations < 2000
-    exact, _ = solver(Dense(M.double(), PSD), normal(60, 2), tol=1e-9, max_iter=100_000)
-    assert (x - exact).norm() / exact.norm() < 0.1
 
 
 def test_a_drifting_recurrence_goes_on() -> None:
@@ -438,18 +405,13 @@ def test_inverses_as_operators(make) -> None:
     assert inverse.info.converged.shape == (2,)  # that of the last product
     close(inverse.adjoint() @ X, expected @ X)
     np.testing.assert_allclose(inverse.to_scipy().H @ X[:, 0].numpy(), (expected @ X[:, 0]).numpy(), rtol=1e-8)
-    close((2 * inverse) @ X, 2 * expected @ X)
+    if make is not INVERSES["neumann"]:
+        x = X.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad((inverse @ x).square().sum(), x)
+        close(gradient, 2 * expected @ expected @ X)
     moved = make(Dense(M, PSD)).to(dtype=F32)
     assert moved.dtype == F32
     torch.testing.assert_close(quietly(moved.to_dense), expected.float(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["cg", "lsmr"])
-def test_derivatives_in_the_vector(kind: str) -> None:
-    M = torch.eye(3, dtype=F64) + 0.1 * normal(3, 3) if kind == "lsmr" else psd(3, 3)
-    x, expected = normal(3, 2).requires_grad_(), torch.linalg.inv(M)
-    (gradient,) = torch.autograd.grad((INVERSES[kind](Dense(M)) @ x).square().sum(), x)
-    close(gradient, 2 * expected.T @ expected @ x.detach())
 
 
 def test_the_keywords_of_curvlinops() -> None:

@@ -16,7 +16,6 @@ from curvlinops_plus.linalg import (
     Diagonal,
     Eigendecomposed,
     FormedSum,
-    IdentityLinearOperator,
     Kronecker,
     KroneckerSum,
     LinearOperator,
@@ -84,41 +83,6 @@ def test_sums_follow_entries_that_change() -> None:
         assert not torch.allclose(S.inverse(0.1).to_dense(), inverse)
 
 
-def test_derivatives_of_closed_forms() -> None:
-    """Right where a factor is shared; refused by name elsewhere, also after a call without derivatives."""
-    c = torch.tensor(2.0, dtype=F64, requires_grad=True)
-    G, A, B = psd(3, 3), psd(4, 4), psd(4, 4, seed=1)
-    S = c * Kronecker(G, A) + Kronecker(G, B)
-    for form in (lambda S: S.logdet, lambda S: S.inverse(0.1).to_dense().square().sum()):
-        with torch.no_grad():
-            form(S)
-        (grad,) = torch.autograd.grad(form(S), c)
-        (expected,) = torch.autograd.grad(form(Dense(torch.kron(G, c * A + B), PSD)), c)
-        close(grad, expected)
-    S = c * Kronecker(G, A) + Kronecker(psd(3, 3, seed=2), B)
-    with pytest.raises(NoClosedForm, match=r"`logdet` of KroneckerSum.*not differentiable in what its terms"):
-        _ = S.logdet
-    with torch.inference_mode():
-        _ = (K := products()[0] + products()[1]).inverse()
-    v = normal(12).requires_grad_()
-    close(torch.autograd.grad((K.inverse() @ v).sum(), v)[0], torch.linalg.inv(K.to_dense()).sum(0))
-
-
-def test_factors_in_common() -> None:
-    """The identity, or a diagonal: then the sum has what one product has."""
-    G, A, D = psd(3, 3), psd(4, 4), Diagonal(normal(4).abs())
-    I3, I4 = (IdentityLinearOperator([(n,)], dtype=F64) for n in (3, 4))
-    for S in (Kronecker(G, A) + 2 * Kronecker(G, I4), Kronecker(G, D) + Kronecker(I3, D) - Kronecker(G / 10, D)):
-        M = S.to_dense()
-        assert isinstance(S, KroneckerSum)
-        close(S.inverse(0.1).to_dense(), torch.linalg.inv(M + 0.1 * eye_like(M)))
-        close(S.eigenvalues().sort().values, torch.linalg.eigvalsh(M))
-    K, other = products()
-    close((2 * K + K).inverse((0.1, 0.2)).to_dense(), (3 * K).inverse((0.1, 0.2)).to_dense())
-    with pytest.raises(ValueError, match=r"pair of dampings .* belongs to the two factors .* KroneckerSum"):
-        (K + other).inverse((0.1, 0.2))
-
-
 @pytest.mark.parametrize("damping", [1e-1, 1e-4])
 def test_damped_inverse_in_float32(damping: float, recwarn: pytest.WarningsRecorder) -> None:
     """No warning where the matrix is worse conditioned than float32 resolves."""
@@ -172,11 +136,17 @@ def test_what_sums_are() -> None:
     E = Eigendecomposed(Dense(orthogonal(4)), torch.tensor([1e-12, 1.0, 2.0, 1e12], dtype=F64)).inverse(1e-13)
     close((E + E).logdet, (2 * E).logdet)
     K, L = products()
+    close((2 * K + K).inverse((0.1, 0.2)).to_dense(), (3 * K).inverse((0.1, 0.2)).to_dense())
     with torch.autocast("cpu", torch.bfloat16):
         found = (K + L).logdet
     close(found, (K + L).to_dense().logdet())
     assert isinstance(Kronecker(psd(2, 2), psd(3, 3)) + Kronecker(psd(3, 3), psd(2, 2)), Sum)
     for call, error, words in (
+        (
+            lambda: (K + L).inverse((0.1, 0.2)),
+            ValueError,
+            r"pair of dampings .* belongs to the two factors .* KroneckerS",
+        ),
         (lambda: (K - L).inverse(0.1), NoClosedForm, r"KroneckerSum\(12 x 12, SYMMETRIC.* no closed form of `inverse`"),
         (lambda: (K - L).nearest_kronecker(), NoClosedForm, r"KroneckerSum.*no `nearest_kronecker`, because a term is"),
         (
