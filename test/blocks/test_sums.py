@@ -137,9 +137,10 @@ def test_numbers_of_rows_are_in_double_precision() -> None:
     model = nn.Sequential(nn.Embedding(6, 3, padding_idx=0), nn.Flatten(), nn.Linear(15, 2)).double()
     estimator = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), KFAC, decay=0.9)
     seen = torch.zeros(6, dtype=torch.float64)
-    for _ in range(5):
-        X, y = torch.randint(6, (7, 5)), torch.randint(2, (7,))
+    for step in range(6):
+        X, y = torch.randint(6, (7, 5)) * bool(step), torch.randint(2, (7,))
         estimator.update((X, y))
+        assert estimator.operator.trace.isfinite()  # also of padding alone, which is no row
         seen = 0.9 * seen + X.flatten().bincount(minlength=6) * (torch.arange(6) > 0)
     frequencies = estimator.operator.blocks["0"].A.diagonal()
     torch.testing.assert_close(frequencies, seen / seen.sum(), rtol=1e-15, atol=0)

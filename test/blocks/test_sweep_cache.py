@@ -100,6 +100,8 @@ def test_memory_is_bounded() -> None:
         cache.add(last)
     assert cache.has([last.layer])
     assert not cache.has(layers)
+    last.calls[0].args[0].add_(0)  # what is written to, is no longer what was received
+    assert not cache.has([last.layer])
     cache.add(other)
     assert not cache.has([last.layer])
     cache.add(last)

@@ -324,6 +324,15 @@ def test_a_parameter_that_is_read_may_have_no_gradient() -> None:
     assert not K.blocks["w"].diagonal().any()
 
 
+def test_names_come_before_globs_and_the_nearest_types_last() -> None:
+    chosen = {nn.Module: FullBlock, nn.Linear: TNT, "*2": EKFAC, "2": DiagonalBlock, "4": ScaledIdentity}
+    K = curvature(risk("norms"), chosen)
+    kinds = ["TNT", "FullBlock", "DiagonalBlock", "FullBlock", "ScaledIdentity"]
+    assert [repr(entry.approximation) for entry in K.plan] == kinds
+    K = curvature(risk("norms"), {nn.Linear: TNT, "*": FullBlock})
+    assert {repr(entry.approximation) for entry in K.plan} == {"FullBlock"}
+
+
 class Scaled(nn.Module):
     """Reads the weight of a layer norm once more, which the first sweep finds out."""
 

@@ -18,6 +18,12 @@ from curvlinops_plus.likelihood import (
     rebuild_loss,
     register_likelihood,
 )
+from curvlinops_plus.likelihood import likelihood as likelihood_file
+
+
+@pytest.fixture(autouse=True)
+def _registry_as_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likelihood_file, "_MAKERS", dict(likelihood_file._MAKERS))
 
 
 class Huber(Likelihood):
