@@ -146,6 +146,7 @@ def test_spectral_norm_of_any_shape(shape: tuple[int, int]) -> None:
     exact = torch.linalg.matrix_norm(A, 2)
     torch.testing.assert_close(norm, exact, rtol=1e-9, atol=0)
     assert norm <= exact * (1 + 1e-12) <= norm + error + 1e-9
+    assert error < 1e-6 * exact
     assert spectral_norm(-with_eigenvalues([3.0, 1.0, 2.0])).round(decimals=9) == 3  # a symmetric one: of both signs
 
 
