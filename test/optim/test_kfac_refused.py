@@ -50,16 +50,8 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: KFACOptimizer(net(), CE, lr="auto"), TypeError, "lr is a str; expected a number"),
     (lambda: KFACOptimizer(net(), CE, lr=torch.ones(2)), TypeError, "lr is a Tensor; expected"),
     (lambda: KFACOptimizer(net(), CE, damping=-1.0), ValueError, "damping=-1"),
-    (
-        lambda: KFACOptimizer(net(), CE, inverse="eigen"),
-        ValueError,
-        r"inverse='eigen'; expected .* approximation=EKFAC",
-    ),
-    (
-        lambda: KFACOptimizer(net(), CE, inverse="factored", power=-0.5),
-        ValueError,
-        "only inverses can be damped factor",
-    ),
+    (lambda: KFACOptimizer(net(), CE, inverse="eigen"), ValueError, r"inverse='eigen'; expected .*=EKFAC"),
+    (lambda: KFACOptimizer(net(), CE, inverse="factored", power=-0.5), ValueError, "only inverses can be damped"),
     (lambda: KFACOptimizer(net(), CE, inverse_every=0), ValueError, "inverse_every=0; expected a number of steps"),
     (lambda: KFACOptimizer(net(), CE, quadratic_model="ggn"), ValueError, "quadratic_model='ggn'"),
     (lambda: KFACOptimizer(net(), CE, norm_constraint=-1.0), ValueError, "norm_constraint=-1"),
@@ -69,11 +61,7 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: KFACOptimizer(net(), CE, decay=2.0), ValueError, "decay=2.0"),
     (lambda: KFACOptimizer(net(), CE, power=1.0), ValueError, "power"),
     (lambda: KFACOptimizer(net(), CE, power=-0.5), ValueError, "A norm constraint in the damped norm is for inverses"),
-    (
-        lambda: KFACOptimizer(net(), nn.CrossEntropyLoss(reduction="sum"), decay=1.0),
-        ValueError,
-        "would add up.*below 1",
-    ),
+    (lambda: KFACOptimizer(net(), nn.CrossEntropyLoss(reduction="sum"), decay=1.0), ValueError, "would add up.*below"),
     (lambda: KFACOptimizer(net(), CE, params=[]), ValueError, "`params` is empty"),
     (lambda: KFACOptimizer(net(), CE, foreach=True), TypeError, "KFACOptimizer has no option 'foreach'"),
     (lambda: KFACPreconditioner(net(), CE, lr=1, fused=True), TypeError, "has no option 'lr', 'fused'"),
@@ -98,16 +86,8 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "A schedule sets the damping of all groups, and one of them has its own",
     ),
-    (
-        of_kinds({"damping": 1.0}),
-        ValueError,
-        "are one block of the curvature, and have dampings.*Put them in one group",
-    ),
-    (
-        of_kinds({"lr": 0.2}),
-        ValueError,
-        r"\['0.weight', '0.bias'\] are one block .* have lr \[0\.1, 0\.2\].*one group",
-    ),
+    (of_kinds({"damping": 1.0}), ValueError, "are one block of the curvature, and have dampings.*in one group"),
+    (of_kinds({"lr": 0.2}), ValueError, r"are one block .* have lr \[0\.1, 0\.2\].*one group"),
     (of_kinds({"norm_constraint": 1.0}), ValueError, r"are one block of the curvature, and have norm_constraint"),
     (of_kinds({"weight_decay": WeightDecay(0.1, "coupled")}), ValueError, "one block.*possible if it is decoupled, a"),
     (lambda: LM(0.0), ValueError, "initial=0"),
@@ -150,10 +130,7 @@ def after_evaluating(model: nn.Module, loss: Loss, X: Tensor, y: Tensor) -> Tens
 
 
 UNHEARD: list[tuple[Callable[..., Tensor], str]] = [
-    (
-        lambda model, loss, X, y: loss(model.eval()(X), y),
-        r"The model was called in eval mode \(write `model\.train\(\)`\)",
-    ),
+    (lambda model, loss, X, y: loss(model.eval()(X), y), r"model was called in eval mode \(write `model\.train"),
     (without_gradients, r"called without gradients \(torch\.no_grad\), which is not heard"),
     (
         lambda model, loss, X, y: loss(functional_call(model, {n: 2 * p for n, p in model.named_parameters()}, X), y),
@@ -412,15 +389,6 @@ def test_a_gradient_that_is_not_that_of_the_losses(options: dict[str, Any], maxi
         optimizer.step()
 
 
-@pytest.mark.parametrize(("make", "factor"), [(KFACPreconditioner, 64.0), (KFACOptimizer, 65536.0)])
-def test_what_may_be_a_scale_is_asked_for(make: Any, factor: float) -> None:
-    model, (X, y) = net(), batch()
-    optimizer = make(model, CE)
-    (factor * CE(model(X), y)).backward()
-    with pytest.warns(CurvatureWarning, match=rf"multiplied by {factor:g} .*say so: step\(scaler=scaler\)"):
-        optimizer.step()
-
-
 def test_a_factor_beside_that_of_a_scaler() -> None:
     """It is known where the scaler is."""
     found = []
@@ -437,20 +405,6 @@ def test_a_factor_beside_that_of_a_scaler() -> None:
     (10 * scaler.scale(CE(model(X.float()), y))).backward()
     with pytest.warns(CurvatureWarning, match="by a gradient scaler, and by what else, can't be told"):
         scaler.step(optimizer)
-
-
-def test_a_step_whose_loss_nobody_sees() -> None:
-    model, (X, y) = net(), batch()
-    optimizer = KFACOptimizer(model, CE, statistics_every=3, **EXACT)
-    for factor in (2.0, 3.0):
-        optimizer.zero_grad()
-        (factor * CE(model(X), y)).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    F.cross_entropy(model(X), y).backward()
-    with pytest.warns(CurvatureWarning, match=r"other numbers in other steps, by 3 in the last one.*nobody saw the"):
-        optimizer.step()
-    assert optimizer.curvature.factor == 3.0
 
 
 def test_batch_norm_between_layers() -> None:

@@ -90,13 +90,6 @@ def test_complex_of_a_real_function_is_real() -> None:
     )
 
 
-def test_weights_are_multiplicities() -> None:
-    problem = real_net(6, 3)
-    repeated = Problem(problem.log_psi, problem.params, problem.samples[[0, 0, 0, 1, 2, 2, 3, 4, 5]])
-    weights = torch.tensor([3, 1, 2, 1, 1, 1])
-    assert close(fisher(problem, weights=weights).to_dense(), fisher(repeated).to_dense())
-
-
 def test_samples_may_be_trees() -> None:
     problem = real_net(6, 3)
     x = problem.samples
