@@ -174,7 +174,7 @@ two_processes = pytest.mark.parametrize("processes", [2], indirect=True)
 @two_processes
 @pytest.mark.parametrize(
     ("approximation", "decay", "settled"),
-    [("KFAC", 0.8, True), ("FullBlock", 1.0, False), ("KFAC", 0.8, False)],
+    [("KFAC", 0.8, True), ("KFAC", 0.8, False)],
 )
 def test_processes_that_call_other_layers(
     processes: Processes, approximation: str, decay: float, settled: bool
