@@ -98,6 +98,9 @@ class ActivationHessian(SymmetricRiskOperator):
     def out_space(self) -> Space:  # type: ignore[override]
         return self.in_space
 
+    def __getstate__(self) -> dict[str, Any]:  # kinds of graph nodes can't be pickled, and are looked at anew
+        return {**vars(self), "_checked": set()}
+
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         n, shapes = self.in_space.dim, iter(self.in_space.shapes.values())
         X = X.clone() if X.is_inference() else X

@@ -97,6 +97,9 @@ class Hessian(ParameterCurvature):
     def _described(self) -> Mapping[str, Any]:
         return {"block_sizes=": [block.stop - block.start for block in self._blocks]}
 
+    def __getstate__(self) -> dict[str, Any]:  # kinds of graph nodes can't be pickled, and are looked at anew
+        return {**vars(self), "_checked": set()}
+
     def _sweep(self, X: Tensor, weights: LossWeights) -> tuple[Tensor, Totals]:
         risk, totals = self.risk, Totals()
         free = {key: p.detach().requires_grad_() for key, p in risk.params.items()}

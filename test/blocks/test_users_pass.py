@@ -1,39 +1,50 @@
-"""Passes of the user that are listened to: they go on as they would without, whatever recording would do to them."""
+"""`listen` leaves the user's forward pass alone, and what is added is what `update` adds, or refused behind it."""
 
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cases import close, unchanged
 from torch import Tensor, nn
 
-from curvlinops_plus import CurvatureEstimator, Empirical, EmpiricalRisk, Exact, UnsupportedError
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    CurvatureEstimator,
+    DiagonalBlock,
+    Empirical,
+    EmpiricalRisk,
+    Exact,
+    MonteCarlo,
+    UnsupportedError,
+    curvature,
+)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* layers get their exact diagonal")
-T = 3
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* layers get their exact diagonal", "ignore:.*are batch norm in training mode"
+)
+T, CE = 3, nn.functional.cross_entropy
+Y = torch.tensor([0, 2, 1, 1, 0])
 
 # What a model does with a table for all examples, [1, T, d], before it adds it to [N, T, d].
 TABLES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "broadcast": lambda t, N: t,
     "without its axis": lambda t, N: t[0],
     "sum": lambda t, N: t.sum(0),
-    "mean": lambda t, N: t.mean(0),
     "norm": lambda t, N: t / t.norm(),
     "softmax": lambda t, N: t.softmax(0),
     "repeated": lambda t, N: t.repeat(N, 1, 1),
-    "reshaped": lambda t, N: t.reshape(t.shape[1:]),
 }
-Y = torch.tensor([0, 2, 1, 1, 0])
 
 
 class Table(nn.Module):
     """Positions, as numbers with an axis of one example or without; and weights that a layer makes."""
 
-    def __init__(self, use: Callable[[Tensor, int], Tensor], axis: bool) -> None:
+    def __init__(self, use: Callable[[Tensor, int], Tensor], axis: bool = True) -> None:
         super().__init__()
         self.table, self.made = nn.Embedding(T, 4), nn.Linear(2, 4)
         self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
@@ -44,12 +55,17 @@ class Table(nn.Module):
         table = self.table(places[None]) if self.axis else self.table(places)[None]
         made = self.made(torch.ones(1, 1, 2, dtype=x.dtype))
         self.seen += [table.shape, made.shape]
-        table, made = self.use(table, len(x)), self.use(made, len(x))
-        return self.head(torch.tanh(self.body(x) + table * made).mean(1))
+        return self.head(torch.tanh(self.body(x) + self.use(table, len(x)) * self.use(made, len(x))).mean(1))
 
 
-def batch(seed: int, N: int = len(Y)) -> tuple[Tensor, Tensor]:
-    return torch.randn(N, T, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), Y[:N]
+def estimator(model: nn.Module, kind: Any = KFAC, vectors: Any = None, **options: Any) -> CurvatureEstimator:
+    loss = options.pop("loss", nn.CrossEntropyLoss())
+    risk = EmpiricalRisk(model, loss, (), **options)
+    return CurvatureEstimator(risk, kind, default=DiagonalBlock, vectors=vectors or Exact(), decay=0.9)
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(len(Y), T, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)), Y
 
 
 def by_listen(running: CurvatureEstimator, given: tuple[Tensor, Tensor]) -> Tensor:
@@ -67,18 +83,15 @@ def by_parts(running: CurvatureEstimator, given: tuple[Tensor, Tensor]) -> Tenso
     return out
 
 
-@pytest.mark.parametrize("door", [by_listen, by_parts])
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("axis", [True, False])
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_for_all_examples(name: str, axis: bool, check: bool, door: Any) -> None:
+IN_TURNS = [(name, by_listen if k % 2 else by_parts, k in (0, 3, 4)) for k, name in enumerate(TABLES)]
+
+
+@pytest.mark.parametrize(("name", "door", "axis"), [*IN_TURNS, ("broadcast", by_listen, False)])
+def test_tables_for_all_examples(name: str, door: Any, axis: bool) -> None:
     """The outputs are those of the plain model, bit by bit, whose code sees its own shapes; what is added is right."""
     torch.manual_seed(0)
     model = Table(TABLES[name], axis).double()
-    listening = CurvatureEstimator(
-        EmpiricalRisk(model, nn.CrossEntropyLoss(), (), check=check), vectors=Exact(), decay=0.9
-    )
-    running = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), vectors=Exact(), decay=0.9)
+    listening, running = estimator(model), estimator(model)
     for seed in range(3):
         given = batch(seed)
         plain, shapes = model(given[0]), list(model.seen)
@@ -86,34 +99,24 @@ def test_tables_for_all_examples(name: str, axis: bool, check: bool, door: Any) 
         out = door(listening, given)
         assert torch.equal(out, plain)
         assert model.seen[:2] == shapes[:2]
-        expected = torch.autograd.grad(nn.functional.cross_entropy(plain, Y), list(model.parameters()))
-        found = torch.autograd.grad(nn.functional.cross_entropy(out, Y), list(model.parameters()))
-        assert all(torch.equal(g, h) for g, h in zip(found, expected, strict=True))
+        expected, found = (torch.autograd.grad(CE(f, Y), list(model.parameters())) for f in (plain, out))
+        assert all(map(torch.equal, found, expected))
         running.update(given)
         model.seen.clear()
-    if not check and name in ("without its axis", "mean"):
-        return  # the output alone does not show that examples share what they read
-    K, L = listening.operator.to_dense(), running.operator.to_dense()
-    assert K.shape == L.shape
-    assert float((K - L).norm()) <= 1e-12 * float(L.norm())
+    close(listening.operator.to_dense(), running.operator.to_dense(), 1e-12)
 
 
-@pytest.mark.parametrize("vectors", [Exact(), Empirical()])
-def test_a_table_that_is_read_in_some_batches_only(vectors: Any) -> None:
+def test_a_table_that_is_read_in_some_batches_only() -> None:
     """What is added later can't be taken apart: it is refused by name, behind the user's pass."""
     torch.manual_seed(0)
-    model = Table(TABLES["broadcast"], True).double()
-    running = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), vectors=vectors)
+    model = Table(TABLES["broadcast"]).double()
+    running = estimator(model)
     by_parts(running, batch(0))
     model.use = TABLES["sum"]
-    plain = model(batch(1)[0])
-    heard = running.begin(batch(1)[0])
-    out = model(batch(1)[0])
+    heard, out = running.begin(batch(1)[0]), model(batch(1)[0])
     heard.end(out)
-    assert torch.equal(out, plain)
-    with pytest.raises(UnsupportedError, match=r"picks a row, or reduces over the first axis.*In earlier batches") as e:
+    with pytest.raises(UnsupportedError, match=r"picks a row, or reduces over the first axis.*In earlier batches"):
         heard.add(Y)
-    assert type(e.value) is UnsupportedError
     assert running.updates == 1
     assert not model.table._forward_hooks
     model.use = TABLES["broadcast"]
@@ -122,7 +125,6 @@ def test_a_table_that_is_read_in_some_batches_only(vectors: Any) -> None:
 
 MADE = {
     "a copy": (lambda model, X: copy.deepcopy(model)(X), "called 0 times between `begin` and `end`"),
-    "a copy after the model": (lambda model, X: (model(X), copy.deepcopy(model)(X))[1], "has not returned since"),
     "two calls": (lambda model, X: (model(X), model(X))[1], "called 2 times between `begin` and `end`"),
     "other inputs": (lambda model, X: model(X + 1), "called on other tensors"),
     "another output": (lambda model, X: 2 * model(X), "has not returned since `begin`"),
@@ -133,62 +135,13 @@ MADE = {
 def test_outputs_of_other_calls(name: str) -> None:
     """Those of a copy were taken for a batch without gradients, which halved the curvature."""
     torch.manual_seed(0)
-    model = Table(TABLES["broadcast"], True).double()
-    running = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), vectors=Exact())
-    running.update(batch(0))
-    before = running.operator.to_dense()
-    heard, (make, words) = running.begin(batch(0)[0]), MADE[name]
-    out = make(model, batch(0)[0])
+    model, (make, words) = Table(TABLES["broadcast"]).double(), MADE[name]
+    running = estimator(model)
+    heard = running.begin(batch(0)[0])
     with pytest.raises(ValueError, match=words):
-        heard.end(out)
+        heard.end(make(model, batch(0)[0]))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert running.updates == 1
-    by_parts(running, batch(0))
-    torch.testing.assert_close(running.operator.to_dense(), before)
-
-
-class Experts(nn.Module):
-    """Hard routing: each example to one of two experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(2, 3), nn.Linear(2, 3)])
-        self.rows: dict[int, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, out = x.mean(1), torch.zeros(len(x), 3, dtype=x.dtype)
-        for k, expert in enumerate(self.experts):
-            at = self.rows[k] = ((x[:, 0] > 0).long() == k).nonzero().flatten()
-            out = out.index_add(0, at, expert(x[at]))
-        return out
-
-
-@pytest.mark.parametrize("door", [by_listen, by_parts])
-@pytest.mark.parametrize("few", [1, 2])
-def test_an_expert_that_gets_few_examples(few: int, door: Any) -> None:
-    """In a later batch: refused by name behind the user's pass, unless it is said whose rows these are."""
-    torch.manual_seed(0)
-    model, (X, y) = Experts().double(), batch(0)
-    rows = {f"experts.{k}": lambda X, y, k=k: model.rows[k] for k in (0, 1)}
-    told, refusing, running = (
-        CurvatureEstimator(
-            EmpiricalRisk(model, nn.CrossEntropyLoss(), (), example_of_row=example_of_row),
-            vectors=Exact(),
-            leave_out_uncalled=True,
-        )
-        for example_of_row in (rows, None, rows)
-    )
-    for number in (0, few, 5 - few):  # examples of the first expert
-        X[:, :, 0] = torch.tensor([-1.0] * number + [1.0] * (len(Y) - number))[:, None]
-        plain = model(X)
-        running.update((X, y))
-        assert torch.equal(door(told, (X, y)), plain)
-        if number:
-            with pytest.raises(UnsupportedError, match=r"example_of_row=\{'experts.[01]': lambda X, y: model.rows\}"):
-                door(refusing, (X, y))
-        else:
-            door(refusing, (X, y))
-    torch.testing.assert_close(told.operator.to_dense(), running.operator.to_dense())
+    assert running.updates == 0
 
 
 class Refusing(nn.Module):
@@ -204,18 +157,16 @@ class Refusing(nn.Module):
         return self.last(h.mean(1))
 
 
-@pytest.mark.parametrize("vectors", [Exact(), Empirical()])
-def test_what_recording_refuses_is_said_behind_the_users_pass(vectors: Any) -> None:
-    model = Refusing().double()
-    running = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), vectors=vectors)
+def test_what_recording_refuses_is_said_behind_the_users_pass() -> None:
+    running = estimator(Refusing().double())
     heard = running.begin(batch(0)[0])
-    heard.end(model(batch(0)[0]))
+    heard.end(running.risk.model(batch(0)[0]))
     with pytest.raises(UnsupportedError, match=r"layer 'first' ran under torch.no_grad"):
         heard.add(Y)
 
 
 class Dropping(nn.Module):
-    """Dropout and a running state in training."""
+    """Dropout and a running state in training, and a table that takes a pass of its own."""
 
     count: Tensor
 
@@ -229,127 +180,145 @@ class Dropping(nn.Module):
         return self.head(self.drop(torch.tanh(x + self.table(torch.arange(T)[None]))).mean(1))
 
 
-@pytest.mark.parametrize("door", [by_listen, by_parts])
-def test_a_pass_of_its_own_begins_as_the_users(door: Any) -> None:
+def test_a_pass_of_its_own_begins_as_the_users() -> None:
     """Random numbers and buffers are those of the user's pass, and afterwards those that it has left."""
     torch.manual_seed(0)
     model = Dropping().double()
-    listening, running = (
-        CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), vectors=Exact()) for _ in (0, 1)
-    )
+    listening, running = estimator(model), estimator(model)
     for seed in range(3):
         torch.manual_seed(seed)
         running.update(batch(seed))
         torch.manual_seed(seed)
-        door(listening, batch(seed))
+        by_listen(listening, batch(seed))
         after = torch.get_rng_state()
         torch.manual_seed(seed)
         model.count -= 1
         model(batch(seed)[0])
         assert torch.equal(after, torch.get_rng_state())
         assert float(model.count) == seed + 1
-    torch.testing.assert_close(listening.operator.to_dense(), running.operator.to_dense())
+    close(listening.operator.to_dense(), running.operator.to_dense())
 
 
-class Drawing(nn.Module):
-    """A factor from Python's random numbers; positions for each example, or once for all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(T, 2), nn.Linear(2, 3)
-        self.once = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(T)[None] if self.once else torch.arange(T).expand(len(x), T)
-        return self.head(torch.tanh(random.random() * x + self.table(places)).mean(1))
+# -------------------------------------------------------------------------------------------- the user's backward pass
 
 
-def test_what_a_pass_begins_with_is_fetched_where_another_one_is_likely(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All random states: in the first batch, and after one that needed another pass. Between them such a batch, of a
-    model that draws from Python's random numbers, has another output there, and is refused for it.
+def dense() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def back(running: CurvatureEstimator, given: Any, backward: Callable[[Any], object]) -> None:
+    """Go back inside the block."""
+    with running.listen(given):
+        out = running.risk.model(given[0])
+        backward(out)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduction", "factor"),
+    [(KFAC, "mean", -0.25), (KFAC.using(kfac_approx="reduce"), "sum", 2.0**10), (EKFAC, "sum", 1.0)],
+    ids=repr,
+)
+def test_going_back_inside_is_updating(kind: Any, reduction: str, factor: float) -> None:
+    """Whatever the loss is multiplied with; gradients are the user's, and nothing stays on model and outputs."""
+    model, loss = dense(), nn.CrossEntropyLoss(reduction=reduction)
+    running, listening = (estimator(model, kind, Empirical(), loss=loss) for _ in range(2))
+    for seed in range(4):
+        X, y = batch(seed)
+        running.update((X, y))
+        model.zero_grad()
+        back(listening, (X, y), lambda out, y=y: (factor * loss(out, y)).backward())
+        expected = torch.autograd.grad(factor * loss(model(X), y), list(model.parameters()))
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+    close(listening.operator.to_dense(), running.operator.to_dense(), 1e-12)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+#: What is done inside, and what it is refused with: in a batch that is compared with a pass of our own, and in others.
+REFUSED: dict[str, tuple[Callable[[nn.Module, Tensor], object], str, str]] = {
+    "options": (lambda m, f: CE(f, Y, label_smoothing=0.2).backward(), "to layer '3' is not that", "no multiple"),
+    "a part": (lambda m, f: torch.autograd.grad(CE(f, Y), [m[3].weight]), "not all of the model", "did not reach"),
+    "twice": (lambda m, f: [CE(f, Y).backward(retain_graph=True) for _ in "ab"], "2 times", "2 times"),
+    "a step": (lambda m, f: nn.init.zeros_(m[1].weight), *["Parameters were written to inside `listen`"] * 2),
+}
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_backward_pass_is_refused(name: str, check: bool) -> None:
+    model, (backward, compared, taken) = dense(), REFUSED[name]
+    running = estimator(model, vectors=Empirical(), check=check)
+    with pytest.raises((UnsupportedError, ValueError), match=compared if check else taken):
+        back(running, batch(0), lambda f: (CE(f, Y).backward() if name == "a step" else None, backward(model, f)))
+    assert running.updates == 0
+    running.update(batch(0))
+
+
+# ---------------------------------------------------------------------------------------- batch norm in training loops
+
+
+def vectors(options: dict[str, Any]) -> tuple[nn.Module, Tensor]:
+    """A network of vectors, with data."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(5, **options)
+    return nn.Sequential(nn.Linear(4, 5), norm, nn.Tanh(), nn.Linear(5, 3)).double(), torch.randn(12, 4).double()
+
+
+def images(options: dict[str, Any]) -> tuple[nn.Module, Tensor]:
+    """A network of images, with data."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(3, **options)
+    model = nn.Sequential(nn.Conv2d(2, 3, 2), norm, nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(12, 3)).double()
+    return model, torch.randn(12, 2, 3, 3).double()
+
+
+def at_statistics(model: Any, x: Tensor, make: Callable[..., Any], options: dict[str, Any]) -> nn.Module:
+    """The same network in evaluation mode, whose running statistics are those of one batch."""
+    twin, _ = make(options | {"track_running_stats": True, "momentum": 1.0})
+    twin.load_state_dict(model.state_dict(), strict=False)
+    h = model[0](x).detach()
+    others = [axis for axis in range(h.ndim) if axis != 1]
+    twin[1].running_mean.copy_(h.mean(others))
+    twin[1].running_var.copy_(h.var(others, correction=0))
+    return twin.eval()
+
+
+@pytest.mark.parametrize("make", [vectors, images])
+@pytest.mark.parametrize(
+    ("options", "kind", "mode"),
+    [
+        ({}, KFAC, MonteCarlo(2, seed=1)),
+        ({"affine": False}, EKFAC, Exact()),
+        ({"track_running_stats": False}, DiagonalBlock, Exact()),
+        ({"momentum": None}, KFAC, Empirical()),
+    ],
+    ids=repr,
+)
+def test_statistics_of_the_batch_are_constants(options: dict[str, Any], make: Any, mode: Any, kind: Any) -> None:
+    """In `update`, in `listen`, and where nothing is checked. The user's pass is as without us: running statistics move
+    once, gradients are those through the statistics, random numbers go on.
     """
-    torch.manual_seed(0)
-    model = Drawing().double()
-    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), ())
-    listening, running = (CurvatureEstimator(risk, vectors=Exact()) for _ in (0, 1))
-    fetched, getstate = [], random.getstate
-    monkeypatch.setattr(random, "getstate", lambda: fetched.append(None) or getstate())
-
-    def hear(seed: int, once: bool) -> int:
-        """How often Python's state was fetched before the block's pass."""
-        model.once = once
-        with listening.listen(batch(seed)):
-            fetched.clear()
-            model(batch(seed)[0])
-            number = len(fetched)
-        return number
-
-    assert [hear(seed, once) for seed, once in enumerate((True, True, False, False))] == [1, 1, 1, 0]
-    before = {name: t.clone() for name, t in tensors_of(listening.state_dict())}
-    with pytest.raises(UnsupportedError, match="draw random numbers that are not PyTorch's"):
-        hear(4, True)
-    assert listening.updates == 4
-    assert all(torch.equal(t, before[name]) for name, t in tensors_of(listening.state_dict()))
-    for seed in range(4, 7):
-        random.seed(seed)
-        hear(seed, True)
-    listening.reset()
-    for seed in range(3):
-        random.seed(seed)
-        assert hear(seed, True) == 1
-        random.seed(seed)
-        running.update(batch(seed))
-    torch.testing.assert_close(listening.operator.to_dense(), running.operator.to_dense())
-
-
-def tensors_of(state: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    if isinstance(state, Tensor):
-        return [(name, state)]
-    return [each for k, v in state.items() for each in tensors_of(v, f"{name}/{k}")] if isinstance(state, dict) else []
-
-
-def test_states_are_fetched_for_backward_passes_inside_that_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the 1st, 2nd, 4th, ... batch, which are compared with a pass of our own, and the one after these."""
-    torch.manual_seed(0)
-    model, loss = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)), nn.CrossEntropyLoss()
-    listening = CurvatureEstimator(EmpiricalRisk(model, loss, ()), vectors=Empirical())
-    fetched, getstate, found = [], random.getstate, []
-    monkeypatch.setattr(random, "getstate", lambda: fetched.append(None) or getstate())
-    for _ in range(9):
-        X = torch.rand(5, 2)
-        with listening.listen((X, Y)):
-            fetched.clear()
-            f = model(X)
-            found.append(len(fetched))
-            loss(f, Y).backward()
-    assert found == [1, 1, 1, 1, 1, 0, 0, 1, 1]
-
-
-class Averaging(nn.Module):
-    """A factor from Python's random numbers, and a buffer that each pass writes to and reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(random.random() * self.body(x)).mean(1)
-        self.mean.mul_(0.9).add_(h.detach().mean(0))
-        return self.head(h + self.mean)
-
-
-def test_a_backward_pass_inside_is_compared_in_a_smaller_last_batch() -> None:
-    """Its pass of our own begins with the same random numbers and buffers, whichever batch it is."""
-    torch.manual_seed(0)
-    model, loss = Averaging().double(), nn.CrossEntropyLoss()
-    listening = CurvatureEstimator(EmpiricalRisk(model, loss, ()), vectors=Empirical())
-    random.seed(0)
-    for seed, N in enumerate((5, 5, 5, 5, 5, 4)):
-        X, y = batch(seed, N)
-        with listening.listen((X, y)):
-            loss(model(X), y).backward()
-    after = random.random()
-    random.seed(0)
-    assert after == [random.random() for _ in range(7)][-1]
-    assert listening.updates == 6
+    (model, x), (plain, _) = make(options), make(options)
+    y = torch.arange(12) % 3
+    twin, found = at_statistics(model, x, make, options), []
+    keys = [name for name, _ in model.named_parameters() if not name.startswith("1.")]
+    params = [{key: net.get_parameter(key) for key in keys} for net in (model, twin)]
+    updating, listening = (estimator(model, kind, mode, params=params[0]) for _ in range(2))
+    expected = estimator(twin, kind, mode, params=params[1])
+    with unchanged(model):
+        updating.update((x, y))
+    expected.update((x, y))
+    for net in (model, plain):
+        torch.manual_seed(3)
+        if net is model:
+            with listening.listen((x, y)):
+                loss = CE(net(x), y)
+        else:
+            loss = CE(net(x), y)
+        loss.backward()
+        found.append([loss.detach(), torch.rand(()), *(p.grad for p in net.parameters()), *net.buffers()])
+    assert all(map(torch.equal, *found))
+    for running in (updating, listening):
+        close(running.operator.to_dense(), expected.operator.to_dense())
+    unchecked = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(x, y)], params[0], check=False)
+    close(curvature(unchecked, kind, vectors=mode).to_dense(), expected.operator.to_dense())

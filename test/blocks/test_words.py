@@ -1,7 +1,9 @@
-"""What operators of blocks say, print and refuse in words; and how they are saved and summed."""
+"""What operators of blocks refuse, say and print in words, and what `verify()` finds."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +11,35 @@ import pytest
 import torch
 from cases import close, problem
 from helpers import normal, seeded
-from torch import nn
+from torch import Tensor, nn
 
 from curvlinops_plus import (
     EKFAC,
     KFAC,
+    TNT,
     CurvatureEstimator,
+    CurvatureWarning,
     DiagonalBlock,
-    EKFACLinearOperator,
     EmpiricalRisk,
     ForwardOnly,
+    FromDistribution,
     FullBlock,
-    KFACInverseLinearOperator,
+    GGNDiagonalLinearOperator,
     KFACLinearOperator,
+    KFOCLinearOperator,
+    NearestKronecker,
+    NumericsError,
     RelativeDamping,
     ScaledIdentity,
     UnsupportedError,
+    VerificationError,
     curvature,
-    load,
+    register_likelihood,
     save,
 )
-from curvlinops_plus.blocks.blockwise import BlockwiseLinearOperator
+from curvlinops_plus.blocks.accumulator import Accumulator
+from curvlinops_plus.blocks.verify import LOSS_CHECK
+from curvlinops_plus.linalg import Dense, Diagonal, HeuristicDamping, LinearOperator
 
 MODELS: dict[str, Any] = {
     "plain": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
@@ -38,31 +48,162 @@ MODELS: dict[str, Any] = {
 DATA = [(normal(5, 3), normal(5, 2, seed=1)), (normal(2, 3, seed=2), normal(2, 2, seed=3))]
 
 
-def risk(model: str | nn.Module = "plain", data: Any = DATA) -> EmpiricalRisk:
+def risk(model: str | nn.Module = "plain", data: Any = DATA, **options: Any) -> EmpiricalRisk:
     model = MODELS[model]().double() if isinstance(model, str) else model
     for p in model.parameters():
         p.data = torch.randn(p.shape, dtype=p.dtype, generator=seeded(p.numel()))
-    return EmpiricalRisk(model, nn.MSELoss(), data)
+    return EmpiricalRisk(model, nn.MSELoss(), data, **options)
+
+
+def classic(kind: Any, data: Any = DATA, **options: Any) -> Any:
+    r = risk()
+    return kind(r.model, nn.MSELoss(), list(r.model.parameters()), data, **options)
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
-def test_model_loss_and_data_in_place_of_a_risk() -> None:
-    r = risk()
-    arguments: list[Any] = [r.model, nn.MSELoss(), DATA]
-    for number in (1, 2, 3):
-        with pytest.raises(
-            TypeError, match=r"curvature takes an EmpiricalRisk, got a Sequential: .*EmpiricalRisk\(mod"
-        ):
-            curvature(*arguments[:number])
-    with pytest.raises(TypeError, match="a risk and an approximation by position, 1 more were given"):
-        curvature(r, KFAC, KFAC)
 
 
-@pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock, FullBlock])
-@pytest.mark.parametrize("c", [-1.0, -0.5])
-def test_damping_of_a_negative_multiple(approximation: Any, c: float) -> None:
+class Mine(Accumulator):
+    """An approximation that does not say how much memory it takes, and that of a second sweep which has no bases."""
+
+    def update(self, batch: Any) -> None:
+        self.add("d", batch.squared_grads().flatten())
+
+    def finish(self) -> Any:
+        return Diagonal(self.value("d"))
+
+
+class Twice(Mine):
+    def finish(self) -> Any:
+        return Mine(self.layer, self.group, self.scale)
+
+
+def streams(kind: Any = KFAC, X: Any = DATA[0][0], **options: Any) -> CurvatureEstimator:
+    estimator = CurvatureEstimator(risk(), kind, **options)
+    estimator.update((X, DATA[0][1][: len(X)]))
+    return estimator
+
+
+def hears(use: Callable[[nn.Module, Tensor], object]) -> None:
+    estimator = CurvatureEstimator(risk())
+    with estimator.listen(DATA[0]):
+        use(estimator.risk.model, DATA[0][0])
+
+
+def loads(kind: Any = KFAC, decay: float = 1.0, **changes: Any) -> None:
+    state = {key: value for key, value in {**streams().state_dict(), **changes}.items() if value is not Mine}
+    CurvatureEstimator(risk(), kind, decay=decay).load_state_dict(state)
+
+
+def nan() -> EmpiricalRisk:
+    X = DATA[1][0].clone()
+    X[0, 0] = torch.nan
+    return risk(data=[DATA[0], (X, DATA[1][1])])
+
+
+def both_ways(model: nn.Module, X: Tensor) -> None:
+    model(X)
+    model(X)
+
+
+class Discards(nn.Module):
+    """Calls a layer for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.last = nn.Linear(3, 4).double(), nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.unused(x)
+        return self.last(x)
+
+
+MATRIX = Dense(torch.eye(2))
+SWEEPS = NearestKronecker.using(max_bytes=0)
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    (lambda: curvature(risk().model), TypeError, r"curvature takes an EmpiricalRisk, got a Sequential: "),
+    (lambda: curvature(risk(), KFAC, KFAC), TypeError, "a risk and an approximation by position, 1 more were given"),
+    (lambda: curvature(risk(), 3), ValueError, "3 is no approximation. Expected an Accumulator class such as KFAC"),
+    (lambda: curvature(risk(), {"x": KFAC}), ValueError, r"No layer matches 'x'. Layers .* here: \['0', '2'\]"),
+    (lambda: curvature(risk(), {"Linear": KFAC}), ValueError, "For a type write the class itself, Linear"),
+    (lambda: curvature(risk("norms"), {"1": TNT}), UnsupportedError, r"layer '1' \(LayerNorm\) can't have TNT"),
+    (lambda: risk(reduction="sum"), ValueError, "reduction='sum' contradicts the loss"),
+    (lambda: curvature(nan(), KFAC), NumericsError, r"layer '0'.*NaN.*First seen: "),
+    (lambda: curvature(nan(), TNT), NumericsError, "layer '0'.*NaN"),
+    (lambda: curvature(risk(Discards())), ValueError, r"'unused' \(Linear\) does not reach the output in any batch"),
+    # options of approximations
+    (lambda: curvature(risk(), KFAC.using(kfac_approx="x")), ValueError, "kfac_approx='x' is unknown; expected"),
+    (lambda: curvature(risk(), KFAC.using(split=True)), ValueError, "split=True: expected the most rows"),
+    (lambda: curvature(risk(), EKFAC.using(basis_rtol=1.0)), ValueError, "basis_rtol to be at least 0 and below 1"),
+    (lambda: curvature(risk(), EKFAC.using(basis_rtol=-1e-3)), ValueError, "basis_rtol to be at least 0 and below 1"),
+    (lambda: curvature(risk(), SWEEPS.kind.using(power_iterations=0)), ValueError, "power_iterations=0: expected"),
+    (lambda: curvature(risk(), ScaledIdentity.using(scale=-1.0)), ValueError, "finite scale of at least 0, got -1.0"),
+    (lambda: curvature(risk(), ScaledIdentity.using(scale=float("inf"))), ValueError, "finite scale of at least 0"),
+    (lambda: curvature(risk(), TNT.using(max_bytes=100)), UnsupportedError, "factor G is 4 x 4.*above max_bytes=100"),
+    (
+        lambda: curvature(risk(), SWEEPS.kind.using(max_factor_bytes=100)),
+        UnsupportedError,
+        r"'0': its factor G is 4 x 4.*above max_factor_bytes=100.*max_factor_bytes=\.\.\.",
+    ),
+    (
+        lambda: curvature(risk(), FullBlock.using(max_bytes=9)),
+        UnsupportedError,
+        r"'0': its full block is 16 x 16.*Use DiagonalBlock, KFAC or EKFAC",
+    ),
+    # memory
+    (lambda: curvature(risk(), KFAC, max_bytes=0), ValueError, "max_bytes=0 must be an integer of at least 1"),
+    (lambda: curvature(risk(), KFAC, max_bytes=True), ValueError, "max_bytes=True must be an integer of at least 1"),
+    (lambda: curvature(risk(), FullBlock, max_bytes=1), UnsupportedError, "more than max_bytes=1 .*DiagonalBlock"),
+    (lambda: curvature(risk(), EKFAC, max_bytes=800), UnsupportedError, r"'0': EKFAC needs .*EKFAC.using\(split="),
+    (lambda: curvature(risk(), Mine, max_bytes=9), UnsupportedError, r"Mine does not say how much memory.*`needs\(\)`"),
+    (lambda: curvature(risk(), EKFAC, max_kept_bytes=-1), ValueError, "max_kept_bytes=.*at least 0.*0 keeps nothing"),
+    (lambda: curvature(risk(), offload="disk:"), ValueError, "names no folder"),
+    (lambda: curvature(risk(), offload="nowhere"), ValueError, 'Expected "cpu", another device, or "disk:folder"'),
+    (lambda: curvature(risk()).offload(dtype=torch.bfloat16), ValueError, "is for eigenvectors, and no block has some"),
+    (lambda: curvature(risk(), EKFAC).offload(dtype=torch.int8), ValueError, "Expected a dtype in floating point"),
+    # damping and algebra
+    (lambda: (-curvature(risk())).inverse(HeuristicDamping(0.1)), ValueError, "need a positive multiple of"),
+    (lambda: (0 * curvature(risk())).inverse((0.1, 0.1)), ValueError, "need a positive multiple of"),
+    (lambda: curvature(risk()).inverse((1, 1), use_heuristic_damping=True), ValueError, "a single damping value"),
+    (lambda: curvature(risk()).inverse((1, 1), use_exact_damping=True), ValueError, "or use exact damping, not both"),
+    (lambda: 1 + curvature(risk()), TypeError, "unsupported operand"),
+    (lambda: save(MATRIX @ MATRIX, Path("x")), TypeError, "save takes a state_dict, or what has one .*a Product"),
+    # classes
+    (lambda: classic(KFACLinearOperator, data=DATA[0]), ValueError, r"data=\[\(X, y\)\]"),
+    (lambda: classic(KFOCLinearOperator, fisher_type="forward-only"), ValueError, "Invalid fisher_type: "),
+    (lambda: classic(KFOCLinearOperator, mc_samples=2), ValueError, "Invalid mc_samples: 2"),
+    (lambda: classic(GGNDiagonalLinearOperator, mc_samples=-1), ValueError, "Invalid mc_samples: -1. Expected 0"),
+    # estimators
+    (lambda: CurvatureEstimator(risk()).operator, ValueError, "has seen no batch yet"),
+    (lambda: CurvatureEstimator(risk()).refresh(), ValueError, "has seen no batch yet"),
+    (lambda: CurvatureEstimator(risk(), decay=0), ValueError, "decay=0 is outside of"),
+    (lambda: CurvatureEstimator(risk()).update(DATA[0], decay=1.5), ValueError, r"decay=1\.5 is outside of"),
+    (lambda: CurvatureEstimator(risk(), decay="1"), TypeError, "decay is a str"),
+    (lambda: streams(X=DATA[0][0][:0]), ValueError, "no examples"),
+    (lambda: streams(SWEEPS), UnsupportedError, r"layer '0': its block is too large to be formed.*max_bytes=\.\.\."),
+    (lambda: streams(Twice), UnsupportedError, r"(?s)'0': Mine makes several sweeps.*curvature\(risk"),
+    (lambda: streams(DiagonalBlock).merge(streams(KFAC)), ValueError, "Can't merge estimators that differ in layers"),
+    (lambda: hears(lambda model, X: None), ValueError, "called 0 times inside `listen`"),
+    (lambda: hears(both_ways), ValueError, "called 2 times inside `listen`"),
+    (lambda: hears(lambda model, X: torch.no_grad()(model)(X)), UnsupportedError, r"ran under torch\.no_grad"),
+    (lambda: hears(lambda model, X: model(X).sum().backward()), ValueError, "after the block, not inside"),
+    (lambda: loads(format="x"), ValueError, "not the state of a CurvatureEstimator"),
+    (lambda: loads(draws=Mine), ValueError, r"lacks \['draws'\]; is the file cut off"),
+    (lambda: loads(decay=0.5), ValueError, r"decay: the state has 1\.0, this one 0\.5"),
+    (lambda: loads(DiagonalBlock), ValueError, "mismatch in layer '0'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_refusals(call: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize("approximation", [KFAC, EKFAC, DiagonalBlock])
+def test_damping_of_a_negative_multiple(approximation: Any) -> None:
     """It is refused in the words of the caller: no damping of -0.1, which nobody said, appears."""
-    K, eye = curvature(risk(), approximation), torch.eye(26, dtype=torch.float64)
+    K, eye, c = curvature(risk(), approximation), torch.eye(26, dtype=torch.float64), -0.5
     for A, delta in ((c * K, 0.1), (K.shift(-0.2), 0.1), (c * K.shift(0.3), 0.5)):
         with pytest.raises(ValueError, match=rf'block "0": .* plus {delta} times the identity may be indefinite') as e:
             A.inverse(delta)
@@ -93,86 +234,9 @@ def test_forward_only_names_all_layers_that_need_gradients_before_anything_runs(
         curvature(r, EKFAC, vectors=ForwardOnly())
 
 
-def test_forward_only_beside_blocks_that_need_no_gradients() -> None:
-    """What the refusal says to do: layers of other types are left as they are."""
-    r = risk("norms")
-    K = curvature(r, {nn.LayerNorm: ScaledIdentity, nn.PReLU: ScaledIdentity}, vectors=ForwardOnly())
-    apart = [p for name, p in r.model.named_parameters() if name[0] in "024"]
-    alone = curvature(EmpiricalRisk(r.model, nn.MSELoss(), DATA, apart), vectors=ForwardOnly())
-    for name, block in alone.blocks.items():
-        close(K.blocks[name].to_dense(), block.to_dense())
-    assert torch.equal(K.blocks["1"].to_dense(), torch.eye(8, dtype=torch.float64))
+# ---------------------------------------------------------------------------------------------------- parameters, plans
 
 
-# ------------------------------------------------------------------------------------------------- printing and saving
-def test_a_verification_prints_the_worst_of_each_check() -> None:
-    found = curvature(risk()).verify()
-    summary, table = str(found).splitlines(), found.table().splitlines()
-    checks = {check for _, check, _ in found.rows}
-    assert len(summary) == len(checks) + 1
-    assert len(table) == len(found.rows) == 11
-    assert summary[-1].startswith("all 11 checks within 1e-08; .table() shows each")
-    for line in summary[:-1]:
-        (check,) = [c for c in checks if line.startswith(c)]
-        errors = {layer: error for layer, name, error in found.rows if name == check}
-        assert line.split("  ")[1:] or line
-        assert f"worst of {len(errors)}, {max(errors, key=lambda layer: errors[layer])}" in line or (
-            list(errors.values()).count(max(errors.values())) > 1
-        )
-        assert f"{max(errors.values()):.1e}" in line
-    for (layer, check, error), line in zip(found.rows, table, strict=True):
-        assert line.split() == [*f"{layer} {check} {error:.1e}".split()]
-
-
-@pytest.mark.parametrize("approximation", [KFAC, EKFAC, FullBlock])
-@pytest.mark.parametrize("c", [1.0, 0.5])
-def test_operators_are_saved_as_their_states(approximation: Any, c: float, tmp_path: Path) -> None:
-    r = risk()
-    K, path = c * curvature(r, approximation), tmp_path / "K.safetensors"
-    save(K, path)
-    loaded = BlockwiseLinearOperator.from_state_dict(load(path), r.model, None)
-    assert torch.equal(loaded.to_dense(), K.to_dense())
-    save(K.state_dict(), path)
-    assert torch.equal(BlockwiseLinearOperator.from_state_dict(load(path), r.model, None).to_dense(), K.to_dense())
-
-
-def test_classic_operators_inverses_and_estimators_are_saved(tmp_path: Path) -> None:
-    r, path = risk(), tmp_path / "K"
-    params = list(r.model.parameters())
-    for kind in (KFACLinearOperator, EKFACLinearOperator):
-        K = kind(r.model, nn.MSELoss(), params, DATA)
-        inverse = KFACInverseLinearOperator(K, damping=0.1, use_exact_damping=True)
-        save(K, path)
-        loaded = kind.from_state_dict(load(path), r.model, params, None)
-        assert torch.equal(loaded.to_dense(), K.to_dense())
-        save(inverse, path)
-        assert torch.equal(KFACInverseLinearOperator.from_state_dict(load(path), loaded).to_dense(), inverse.to_dense())
-    running, again = CurvatureEstimator(r, EKFAC), CurvatureEstimator(r, EKFAC)
-    running.update(DATA[0])
-    save(running, path)
-    again.load_state_dict(load(path))
-    assert torch.equal(again.operator.to_dense(), running.operator.to_dense())
-
-
-def test_what_has_no_state_is_not_saved(tmp_path: Path) -> None:
-    K = curvature(risk())
-    for thing, name in ((K @ K, "Product"), (torch.ones(2), "Tensor"), (None, "None")):
-        with pytest.raises(TypeError, match=f"save takes a state_dict, or what has one .*a {name}"):
-            save(thing, tmp_path / "K")
-    assert not (tmp_path / "K").exists()
-
-
-def test_operators_are_summed() -> None:
-    r = risk()
-    Ks = [curvature(r, kind) for kind in (KFAC, EKFAC, DiagonalBlock)]
-    close(sum(Ks).to_dense(), Ks[0].to_dense() + Ks[1].to_dense() + Ks[2].to_dense())  # type: ignore[union-attr]
-    assert sum(Ks[:1]) is Ks[0]
-    for other in (1, 0.5, None):
-        with pytest.raises(TypeError, match="unsupported operand"):
-            other + Ks[0]
-
-
-# ------------------------------------------------------------------------------------------------------------- mapping
 def test_the_mapping_has_every_parameter_of_tied_layers() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -191,3 +255,154 @@ def test_the_mapping_has_every_parameter_of_tied_layers() -> None:
         p = problem(name)
         positions = [at for layer in p.curvature(DiagonalBlock).mapping.values() for at in layer.values()]
         assert sorted(positions) == list(range(len(p.params)))
+
+
+class Own(nn.Module):
+    """Parameters, modules, and a function of them."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(torch.rand(*part)))
+        self.function = function
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+UNREAD: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "beside a product": (lambda: Own(lambda s, x: x @ s.w.T, w=(2, 3), unread=(2,)), "unread"),
+    "inside what is run again": (lambda: Own(lambda s, x: x @ s.w.exp().T, w=(2, 3), unread=(2,)), "unread"),
+    "in a child": (
+        lambda: Own(lambda s, x: s.l(s.c(x)), l=nn.Linear(3, 2), c=Own(lambda s, x: x * s.a, a=(3,), unread=(3,))),
+        "c.unread",
+    ),
+    "the bias of a weight": (
+        lambda: Own(lambda s, x: s.l(x @ s.c.weight.T), l=nn.Linear(3, 2), c=nn.Linear(3, 3)),
+        "c.bias",
+    ),
+    "a module": (lambda: Own(lambda s, x: s.l(x), l=nn.Linear(3, 2), c=nn.Linear(3, 2, bias=False)), "c.weight"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*exact diagonal")
+@pytest.mark.parametrize("approximation", [KFAC, DiagonalBlock])
+@pytest.mark.parametrize("name", UNREAD)
+def test_unread_parameters_are_refused_by_name(name: str, approximation: Any) -> None:
+    make, key = UNREAD[name]
+    model, batch = make(), (torch.rand(6, 3).double(), torch.rand(6, 2).double())
+    words = rf"(never (reads|called)|never called).*'{key}'\].*no curvature.*(`params`|leave_out_uncalled)"
+    with pytest.raises(ValueError, match=words):
+        curvature(EmpiricalRisk(model, nn.MSELoss(), [batch]), approximation)
+    estimator = CurvatureEstimator(EmpiricalRisk(model, nn.MSELoss(), ()), approximation)
+    estimator.update(batch)
+    with pytest.raises(ValueError, match=words):
+        _ = estimator.operator
+    others = {other: p for other, p in model.named_parameters() if other != key}
+    K = curvature(EmpiricalRisk(model, nn.MSELoss(), [batch], others), approximation)
+    assert bool(K.diagonal().all())
+
+
+@pytest.mark.filterwarnings("ignore:.*exact diagonal")
+def test_what_later_batches_read_is_right() -> None:
+    def run(s: Any, x: Tensor) -> Tensor:
+        return x * (s.a if x[0, 0] > 0 else s.b).exp()
+
+    model = Own(run, a=(3,), b=(3,))
+    data = [(sign * torch.rand(5, 3).double(), torch.rand(5, 3).double()) for sign in (1, -1)]
+    loss = nn.MSELoss(reduction="sum")
+    K = curvature(EmpiricalRisk(model, loss, data), DiagonalBlock)
+    expected = [2 * (X * p.detach().exp()).square().sum(0) for (X, _), p in zip(data, model.parameters())]
+    assert torch.allclose(K.diagonal(), torch.cat(expected))
+
+
+def test_a_parameter_that_is_read_may_have_no_gradient() -> None:
+    model = Own(lambda s, x: s.l(x + 0 * s.w), l=nn.Linear(3, 2), w=(3,))
+    batch = (torch.rand(6, 3).double(), torch.rand(6, 2).double())
+    K = curvature(EmpiricalRisk(model, nn.MSELoss(), [batch]), DiagonalBlock)
+    assert not K.blocks["w"].diagonal().any()
+
+
+def test_names_come_before_globs_and_the_nearest_types_last() -> None:
+    chosen = {nn.Module: FullBlock, nn.Linear: TNT, "*2": EKFAC, "2": DiagonalBlock, "4": ScaledIdentity}
+    K = curvature(risk("norms"), chosen)
+    kinds = ["TNT", "FullBlock", "DiagonalBlock", "FullBlock", "ScaledIdentity"]
+    assert [repr(entry.approximation) for entry in K.plan] == kinds
+    K = curvature(risk("norms"), {nn.Linear: TNT, "*": FullBlock})
+    assert {repr(entry.approximation) for entry in K.plan} == {"FullBlock"}
+
+
+class Scaled(nn.Module):
+    """Reads the weight of a layer norm once more, which the first sweep finds out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.head = nn.LayerNorm(4), nn.Bilinear(4, 4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x) * self.norm.weight
+        return self.head(self.gate(x, x))
+
+
+def test_a_plan_that_is_made_anew_is_reported_once() -> None:
+    """What reads the weight of a norm once more is found in the first batch; the warning points to the caller."""
+    batch, loss = (torch.rand(5, 4), torch.rand(5, 2)), nn.MSELoss()
+    made: list[Any] = []
+    steps: list[tuple[Callable[[], object], int]] = [
+        (lambda: made.append(curvature(EmpiricalRisk(Scaled(), loss, [batch]), EKFAC)), 1),
+        (lambda: made[0].compute(), 0),
+        (lambda: made.append(CurvatureEstimator(EmpiricalRisk(Scaled(), loss, ()))), 0),
+        (lambda: made[1].update(batch), 1),
+        (lambda: (made[1].update(batch), made[1].operator), 0),
+    ]
+    for step, number in steps:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            step()
+        own = [w for w in found if issubclass(w.category, CurvatureWarning)]
+        assert ["exact diagonal" in str(w.message) for w in own] == [True] * number
+        assert all(w.filename == __file__ for w in own)
+
+
+# -------------------------------------------------------------------------------------------------------------- verify
+
+
+class Sharpened(nn.CrossEntropyLoss):
+    """A loss whose likelihood is another one's."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(1.01 * input, target)
+
+
+register_likelihood(Sharpened)(lambda loss: FromDistribution(lambda f: torch.distributions.Categorical(logits=f)))
+
+
+def _operator(loss: nn.Module, gap: float, dtype: torch.dtype) -> LinearOperator:
+    """Of a model whose outputs are about `gap` apart."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    with torch.no_grad():
+        model.weight *= 0.1
+        model.bias.copy_(gap * torch.tensor([1.0, 0.0, 0.3, -0.5]))
+    X, y = torch.rand(5, 3).to(dtype), torch.tensor([0, 1, 0, 3, 0])
+    if not isinstance(loss, nn.CrossEntropyLoss):
+        y = torch.rand(5, 4).to(dtype).round()
+    return curvature(EmpiricalRisk(model.to(dtype), loss, [(X, y)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gap", [1.0, 16.0, 1000.0])
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)]
+)
+def test_a_saturated_loss_passes(loss: nn.Module, gap: float, dtype: torch.dtype) -> None:
+    found = _operator(loss, gap, dtype).verify()  # type: ignore[attr-defined]
+    assert any(check == LOSS_CHECK for _, check, _ in found.rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("gap", [1.0, 12.0, 1000.0])
+def test_a_wrong_likelihood_is_found_also_there(gap: float, dtype: torch.dtype) -> None:
+    with pytest.raises(VerificationError, match=r"loss Sharpened, check \(c\) loss Hessian.*with all its options"):
+        _operator(Sharpened(), gap, dtype).verify()  # type: ignore[attr-defined]

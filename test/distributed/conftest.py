@@ -1,101 +1,58 @@
-"""Worker processes that run the functions of `jobs.py`, started once for all tests of this folder."""
+"""A test with `processes` runs in each of several processes, which are started once for all of them."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import socket
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-# `jobs` is found here by the tests and by workers, which begin with the same path.
-sys.path.insert(0, str(HERE))
+# `together` is found here by the tests and by processes, which begin with the same path.
+sys.path.insert(0, str(Path(__file__).parent))
+from together import World
 
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-class Workers:
-    """Processes of one default group, and of groups of the first few of them.
-
-    Args:
-        number: How many.
-        timeout: Of the group, in seconds.
-    """
-
-    def __init__(self, number: int, timeout: float = 60.0) -> None:
-        # Imports take seconds; a server that has made them forks the workers. It reads its path from the environment.
-        from jobs import serve
-
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["jobs"])
-        before, port = os.environ.get("PYTHONPATH"), free_port()
-        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1])))
-        self.pipes, self.processes = [], []
-        for rank in range(number):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, number, port, theirs, timeout), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(mine)
-            self.processes.append(process)
-        del os.environ["PYTHONPATH"]
-        os.environ |= {} if before is None else {"PYTHONPATH": before}
-
-    def start(self, world: int, job: str, *args: Any) -> None:
-        """Let the first `world` processes begin a job."""
-        for pipe in self.pipes[:world]:
-            pipe.send((job, world, args))
-
-    def answers(self, world: int, seconds: float = 50.0) -> list[Any]:
-        """What they return, or the words of their errors."""
-        found = []
-        for rank, pipe in enumerate(self.pipes[:world]):
-            if not pipe.poll(seconds):
-                raise TimeoutError(f"Worker {rank} does not answer.")
-            try:
-                found.append(pipe.recv())
-            except EOFError:
-                found.append("ended")
-        return found
-
-    def run(self, world: int, job: str, *args: Any) -> list[Any]:
-        """Results of a job by the first `world` processes, in the order of ranks.
-
-        Raises:
-            RuntimeError: If one of them fails.
-        """
-        self.start(world, job, *args)
-        found = self.answers(world)
-        failed = [answer for answer in found if isinstance(answer, str)]
-        if failed:
-            raise RuntimeError(failed[0])
-        return found
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
+SLOW = [pytest.param(world, marks=pytest.mark.slow) for world in (3, 8)]
+WORLDS = {2: (2, ()), 3: (8, (3,)), 8: (8, (3,))}  # how many are started, and groups of the first ones
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[Workers]:
-    pool = Workers(8)
-    yield pool
-    pool.close()
+def worlds() -> Iterator[Callable[[int], World]]:
+    """A number of processes to those that run its tests; others are started where a test has failed."""
+    open_worlds: dict[Any, World] = {}
+
+    def world(number: int) -> World:
+        key = WORLDS[number]
+        if key in open_worlds and not all(process.is_alive() for process in open_worlds[key].processes):
+            open_worlds.pop(key).close()
+        if key not in open_worlds:
+            open_worlds[key] = World(*key)
+        return open_worlds[key]
+
+    yield world
+    for each in open_worlds.values():
+        each.close()
 
 
-@pytest.fixture
-def three() -> Iterator[Workers]:
-    """Workers of a test that ends some of them."""
-    pool = Workers(3, timeout=20.0)
-    yield pool
-    pool.close()
+@pytest.fixture(params=[2, *SLOW])
+def processes(request: pytest.FixtureRequest, worlds: Callable[[int], World]) -> tuple[int, World]:
+    """How many run the test, and those that do."""
+    return request.param, worlds(request.param)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test in its processes; here, too, its argument is called `processes`."""
+    names = list(inspect.signature(pyfuncitem.obj).parameters)
+    if "processes" not in names:
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in names}
+    number, world = given.pop("processes")
+    found = world.run(pyfuncitem.path, pyfuncitem.originalname, given, number)
+    errors = {rank: error for rank, error in found.items() if error is not None}
+    if errors:
+        world.close()
+        pytest.fail("\n".join(f"Process {rank}: {error}" for rank, error in sorted(errors.items())), pytrace=False)
+    return True

@@ -2,118 +2,209 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import APPROXIMATIONS
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from cases import APPROXIMATIONS, problem
 from cases import NETS as MADE
+from together import close, require, said
+from torch import Tensor
 
-from curvlinops_plus import load
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("approximation", APPROXIMATIONS)
-def test_owned(workers: Any, approximation: str) -> None:
-    """Everything that is said of them is what is said of blocks that all have; two of three processes have some."""
-    for found in workers.run(3, "owned", "mlp", approximation, {}):
-        wrong = {what: number for what, number in found.items() if not number < 1e-10}
-        assert not wrong, wrong
-
-
-@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC", "FullBlock"])
-def test_states(workers: Any, approximation: str, tmp_path: Path) -> None:
-    """Saved by three processes, loaded by one and by two."""
-    workers.run(3, "saved", approximation, str(tmp_path))
-    files = sorted(file.name for file in tmp_path.glob("parts*"))
-    assert files == [*(f"parts-{k}-of-3.safetensors" for k in (1, 2, 3)), "parts.safetensors"]
-    for world in (1, 2):
-        for found in workers.run(world, "restored", approximation, str(tmp_path)):
-            assert max(found.values()) < 1e-10, found
-
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    BlockwiseLinearOperator,
+    Checkpoint,
+    EKFACLinearOperator,
+    HeuristicDamping,
+    KFACLinearOperator,
+    Processes,
+    RelativeDamping,
+    ScaledIdentity,
+    curvature,
+    estimate,
+    load,
+    save,
+)
+from curvlinops_plus.linalg import BlockDiagonal, Elsewhere, LinearOperator, Sum
 
 NETS = ["strided cnn", "called twice", "tied", "language model", "called rarely"]
 
+MADE_OF: dict[str, Callable[[Any], Any]] = {
+    "K": lambda K: K,
+    "multiple": lambda K: 3 * K,
+    "sum": lambda K: K + 2 * K,
+    "inverse": lambda K: K.inverse(0.1),
+    "relative": lambda K: K.inverse(RelativeDamping(0.3)),
+    "heuristic": lambda K: (2 * K).inverse(HeuristicDamping(RelativeDamping(0.3))),
+    "pair": lambda K: K.inverse((0.1, 0.2)),
+    "per block": lambda K: K.inverse({name: 0.1 + k for k, name in enumerate(K.blocks)}),
+    "power": lambda K: K.power(-0.5, 0.1),
+    "shift": lambda K: K.shift(0.2),
+}
 
-@pytest.mark.one_in(2)
+
+def bytes_of(blocks: Mapping[str, Any]) -> int:
+    """Bytes of all tensors of blocks, each counted once."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def look(node: Any) -> None:
+        if isinstance(node, Tensor):
+            found[node.untyped_storage().data_ptr()] = node.untyped_storage().nbytes()
+        elif id(node) not in seen:
+            seen.add(id(node))
+            parts = node if isinstance(node, (list, tuple)) else node.values() if isinstance(node, dict) else []
+            for part in [*parts, *(vars(node).values() if isinstance(node, LinearOperator) else [])]:
+                look(part)
+
+    look(dict(blocks))
+    return sum(found.values())
+
+
+def check(processes: Processes, name: str, kind: Any, **options: Any) -> None:
+    """Everything that is said of blocks with owners is what is said of those that all have."""
+    p = problem(name)
+    several = curvature(p.risk(processes.share(p.data), processes=processes), kind, owned=True, **options)
+    whole = curvature(p.risk(), kind, **options)
+    n = whole.shape[0]
+    v = torch.linspace(-1, 1, n, dtype=torch.float64)
+    V = torch.randn(n, 2, generator=torch.Generator().manual_seed(0)).double()
+
+    def seed() -> torch.Generator:
+        return torch.Generator().manual_seed(5)
+
+    for what, made in MADE_OF.items():
+        a, b = made(several), made(whole)
+        close(a @ v, b @ v, what)
+        close(V.T @ a, V.T @ b, what)
+        for number in ("trace", "frobenius_norm"):
+            close(getattr(a, number), getattr(b, number), f"{what}, {number}")
+        close(a.diagonal(), b.diagonal(), what)
+        if not isinstance(b, Sum):
+            close(a.sample(seed(), 2), b.sample(seed(), 2), what)
+            if what != "pair":
+                close(a.eigenvalues(), b.eigenvalues(), what)
+    for number in (
+        lambda K: K.to_dense(),
+        lambda K: K.shift(0.1).logdet,
+        lambda K: K.quadratic_form(V.T),
+        lambda K: K[:5, :5].to_dense(),
+        lambda K: K.to(torch.float32).to_dense().sign(),
+        lambda K: K @ whole.in_space.unflatten(v),
+        lambda K: estimate.xtrace(K, num_matvecs=10, generator=seed()),
+    ):
+        close(number(several), number(whole))
+    last = several.operator.gather(processes.world - 1)
+    assert (last is None) == (processes.rank != processes.world - 1)
+    if last is not None:
+        close(last.to_dense(), whole.to_dense(), "gathered")
+    state, params = several.state_dict(), [*p.risk().params.values()]
+    read = BlockwiseLinearOperator.from_state_dict(state, p.model, p.data, params=params, loss=p.loss)
+    close(read.to_dense(), whole.to_dense(), "loaded")
+    inverse = BlockDiagonal.from_state_dict(several.inverse(0.1).state_dict())
+    close(inverse.to_dense(), whole.inverse(0.1).to_dense(), "inverse, loaded")
+    # Memory: what this process has is its part and at most the largest block.
+    largest = max(bytes_of({name: block}) for name, block in whole.blocks.items())
+    assert bytes_of(several.operator.here) <= bytes_of(whole.blocks) / processes.world + largest
+    assert sorted(several.blocks) == sorted(whole.blocks)
+
+
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_owned(processes: Processes, approximation: str) -> None:
+    check(processes, "mlp", APPROXIMATIONS[approximation])
+
+
 @pytest.mark.parametrize("name", [name for name in NETS if name in MADE])
-def test_other_networks(workers: Any, name: str) -> None:
-    for found in workers.run(2, "owned_nets", [name]):
-        wrong = {what: number for what, number in found.items() if not number < 1e-8}
-        assert not wrong, wrong
+def test_other_networks(processes: Processes, name: str) -> None:
+    """Also with a block for each parameter."""
+    for kind in (KFAC, EKFAC):
+        check(processes, name, kind, separate_weight_and_bias=kind is KFAC, vectors="empirical")
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(("world", "sizes", "examples"), [(2, (), 21), (2, (3, 1), 21), (3, (), 2)])
-def test_groups_of_layers(workers: Any, world: int, sizes: tuple[int, ...], examples: int, tmp_path: Path) -> None:
-    """With split factors, with such as layers of one process share, with blocks elsewhere."""
-    for found in workers.run(world, "apart", sizes, examples, str(tmp_path)):
-        wrong = {what: number for what, number in found.items() if not number < 1e-10}
-        assert not wrong, wrong
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+def test_states(processes: Processes, approximation: str, tmp_path: Path) -> None:
+    """Each process saves its own blocks, all are in one file, and a checkpoint; loaded as a whole, and apart again."""
+    p, kind, folder = problem("strided cnn"), APPROXIMATIONS[approximation], str(tmp_path)
+    risk, whole = p.risk(processes.share(p.data), processes=processes), 2 * curvature(p.risk(), kind)
+    K = 2 * curvature(risk, kind, owned=True)
+    save(K, f"{folder}/parts.safetensors", sharded=True)
+    save(K.inverse(0.1), f"{folder}/inverse.safetensors", sharded=True)
+    save(K, f"{folder}/one.safetensors")
+    dcp.save({"K": Checkpoint(K)}, checkpoint_id=f"{folder}/checkpoint", process_group=processes.group)
+    dist.barrier(processes.group)
+    options: dict[str, Any] = {"params": [*p.risk().params.values()], "loss": p.loss}
+    for owned, group in ((False, None), (False, processes), (True, processes)):
+        for name in ("parts", "one"):
+            state, more = load(f"{folder}/{name}.safetensors"), {"owned": owned, "processes": group}
+            read = BlockwiseLinearOperator.from_state_dict(state, p.model, p.data, **options, **more)
+            close(read.to_dense(), whole.to_dense(), name)
+    for owned in (False, True):
+        K = BlockwiseLinearOperator(risk, kind, owned=owned, compute=False)
+        dcp.load({"K": Checkpoint(K)}, checkpoint_id=f"{folder}/checkpoint", process_group=processes.group)
+        close(K.to_dense(), whole.to_dense(), "checkpoint")
+        assert not owned or len(K.operator.here) < len(whole.blocks)
+    inverse = BlockDiagonal.from_state_dict(load(f"{folder}/inverse.safetensors"))
+    close(inverse.to_dense(), whole.inverse(0.1).to_dense(), "inverse")
+    dist.barrier(processes.group)
+    if processes.rank == 0:
+        part = f"1-of-{processes.world}.safetensors"
+        Path(f"{folder}/inverse-{part}").replace(f"{folder}/parts-{part}")
+        with pytest.raises(ValueError, match=rf"its part parts-{part} were not saved together"):
+            load(f"{folder}/parts.safetensors")
 
 
-def test_what_does_not_fit(workers: Any) -> None:
-    words = {
-        "few eigenvectors": r"e-1\d$|^0",
-        "no eigenvectors": r"dtype=torch.bfloat16 is for eigenvectors, and no block has some",
-        "no place": r"Process 0 of 2 failed in offloading blocks",
-        "one layer": r"layer '0': KFAC needs .* more than max_bytes=300",
-        "afterwards": "True",
+def test_what_is_said(processes: Processes) -> None:
+    p, rank = problem("mlp"), processes.rank
+    risk = p.risk(processes.share(p.data), processes=processes)
+    K, v = curvature(risk, KFAC, owned=True), torch.ones(43, dtype=torch.float64)
+    other = next((block for block in K.blocks.values() if isinstance(block, Elsewhere)), None)
+    singular = curvature(risk, {"2": ScaledIdentity.using(scale=0.0)}, default=KFAC, owned=True)
+    mixed, failed = curvature(risk, {"0": EKFAC}, default=KFAC, owned=True), r"Process \d of \d failed in"
+    words: dict[Callable[[], Any], str] = {
+        lambda: K @ (v if rank else -v): "The processes differ in what they multiply: the vector .* in process 0, and",
+        lambda: singular.inverse(): rf"{failed} an inverse of .*SingularMatrixError: block \"2\"",
+        lambda: K @ v.clone().requires_grad_(): rf"{failed} a product.*no derivatives, .* gather\(rank=None\)",
+        lambda: save(K, "nowhere/at/all", sharded=True): rf"{failed} saving.* in a folder that does not exist",
+        lambda: K @ v if rank else K.trace: r"The processes are in different places",
+        lambda: K.offload(dtype=torch.bfloat16): r"dtype=torch.bfloat16 is for eigenvectors, and no block has some",
+        lambda: mixed.offload("disk:nowhere/at/all" if rank == 0 else "cpu"): f"{failed} offloading blocks",
+        lambda: curvature(risk, KFAC, owned=True, max_bytes=300): "layer '0': KFAC needs .* more than max_bytes=300",
+        lambda: K.operator.gather(17): r"ValueError: rank=17: expected one from 0 to",
+        lambda: save(curvature(risk, KFAC), "K", sharded=True): r"ValueError: sharded=True writes .*owned=True",
     }
-    for found in workers.run(2, "apart_refusals"):
-        assert found.keys() == words.keys()
-        for name, pattern in words.items():
-            assert re.search(pattern, found[name], re.DOTALL), (name, found[name])
+    if other is not None:
+        words[lambda: other.trace] = r"a block \d+x\d+ of process \d has no `trace` here: only .* its entries.*gather"
+    require({pattern: (said(work), pattern) for work, pattern in words.items()})
+    close(mixed.offload(dtype=torch.bfloat16).trace, mixed.trace)  # of which one alone has eigenvectors
+    close(K @ v, curvature(risk, KFAC) @ v, "afterwards")
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_what_is_said(workers: Any, world: int) -> None:
-    words = {
-        "label": r"a block \d+x\d+ of process \d",
-        "vector": r"The processes differ in what they multiply: the vector .* in process 0, and",
-        "sign": r"The processes differ in what they multiply: the vector .* in process 0, and",
-        "singular": r"Process \d of \d failed in an inverse of OwnedBlock.*SingularMatrixError: block \"2\"",
-        "derivative": r"Process 0 of \d failed in a product.*no derivatives, .* gather\(rank=None\)",
-        "damping": r"Process 0 of \d failed in closed forms.*no derivatives",
-        "sweeps": r"layer '0': finish\(\) of Twice returns another accumulator.*`sweeps` has to be",
-        "folder": r"Process \d of \d failed in saving all.*is in a folder that does not exist",
-        "different": r"The processes are in different places",
-        "block": r"UnsupportedError: a block .* has no `@` here: only process \d has its entries.*gather\(\)",
-        "number": r"UnsupportedError: a block .* has no `trace` here",
-        "rank": r"ValueError: rank=17: expected one from 0 to",
-        "not owned": r"ValueError: sharded=True writes a file for each process .*owned=True",
-        "afterwards": "True",
-    }
-    for found in workers.run(world, "owned_failures"):
-        assert found.keys() == words.keys()
-        for name, pattern in words.items():
-            assert re.search(pattern, found[name], re.DOTALL), (name, found[name])
-
-
-def test_parts_of_different_states(workers: Any, tmp_path: Path) -> None:
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir()
-        workers.run(2, "saved", "KFAC", str(tmp_path / folder))
-    part = "parts-1-of-2.safetensors"
-    with pytest.raises(ValueError, match=r"is one of the parts of a state: load the file that has no numbers"):
-        load(tmp_path / "one" / part)
-    (tmp_path / "one" / part).replace(tmp_path / "two" / part)
-    with pytest.raises(ValueError, match=r"its part parts-1-of-2\.safetensors were not saved together"):
-        load(tmp_path / "two" / "parts.safetensors")
-
-
-def test_operators_of_curvlinops(workers: Any) -> None:
-    elsewhere = r"a block \d+x\d+ of process \d has no `{}` here: only process \d has its entries.*gather\(\)"
-    names = [f"{side}_covariances{kind}" for side in ("input", "gradient") for kind in ("", "_eigenvectors")]
-    words = {name: elsewhere.format(name) for name in (*names, "corrected_eigenvalues")} | {
-        "apart": r"The eigenvectors of all layers are needed at once.*Use compute\(\)",
-        "groups": r"max_bytes=10000: layers are computed in groups.*Use compute\(\)",
-    }
-    said: dict[str, str] = {}
-    for away_from, found in workers.run(2, "classic"):
-        assert max(away_from.values()) < 1e-10, away_from
-        said |= found
-    assert said.keys() == words.keys()
-    for name, pattern in words.items():
-        assert re.search(pattern, said[name], re.DOTALL), (name, said[name])
+@pytest.mark.parametrize("processes", [2], indirect=True)
+def test_operators_of_curvlinops(processes: Processes) -> None:
+    """What is not here is refused by name."""
+    p, pieces = problem("mlp"), Processes(processes.group, shard="contiguous")
+    params, v = list(p.model.parameters()), torch.linspace(-1, 1, 43, dtype=torch.float64)
+    for kind, name in (
+        (KFACLinearOperator, "input_covariances"),
+        (EKFACLinearOperator, "gradient_covariances_eigenvectors"),
+    ):
+        one = kind(p.model, p.loss, params, p.data)
+        for options in ({}, {"owned": True, "offload": "cpu"}):
+            K = kind(p.model, p.loss, params, pieces.share(p.data), processes=pieces, **options)
+            close(K @ v, one @ v, f"{kind.__name__} {options}")
+        told = [said(partial(getattr(K, name).__getitem__, layer)) for layer in getattr(one, name)]
+        assert sum(f"has no `{name}` here: only process" in words for words in told) == 1
+    K = EKFACLinearOperator(p.model, p.loss, params, pieces.share(p.data), processes=pieces)
+    K.compute_kronecker_factors()
+    close(K @ v, one @ v, "at first use")
+    K.compute_eigenvalue_correction()
+    close(K @ v, one @ v, "eigenvalues again")
+    apart = EKFACLinearOperator(p.model, p.loss, params, pieces.share(p.data), processes=pieces, owned=True)
+    assert "eigenvectors of all layers are needed at once" in said(apart.compute_eigenvalue_correction)

@@ -2,51 +2,163 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
+import copy
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
+from cases import APPROXIMATIONS, problem
+from together import close, require, said
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from curvlinops_plus import (
+    GGN,
+    KFAC,
+    BlockwiseLinearOperator,
+    CurvatureEstimator,
+    CurvatureWarning,
+    EmpiricalRisk,
+    Hessian,
+    KFACOptimizer,
+    Processes,
+    curvature,
+)
 
 # It needs streams there, which CPUs have not.
 runs = pytest.mark.skipif(torch.__version__.startswith("2.6"), reason="models of fully_shard run on GPUs only in 2.6")
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(("world", "examples"), [(2, 9), (3, 11), (3, 2)])
-def test_everything_of_a_model(workers: Any, world: int, examples: int) -> None:
+class Sharded(nn.Module):
+    """Layers of several kinds, one of them frozen, and a module that others are inside of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.norm = nn.Linear(4, 6), nn.LayerNorm(6)
+        self.inner = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 5, bias=False), nn.ReLU()))
+        self.head = nn.Linear(5, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.norm(torch.tanh(self.frozen(x)))))
+
+
+def pair(processes: Processes) -> tuple[nn.Module, nn.Module]:
+    """A model of which each process has parts, and the same as a whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = Sharded().double()
+    model = copy.deepcopy(plain)
+    mesh = DeviceMesh.from_group(processes.group, "cpu")
+    for module in (model.inner, model.head, model):
+        fully_shard(module, mesh=mesh)
+    return model, plain
+
+
+def hooks(model: nn.Module) -> list[object]:
+    return [[*table.items()] for m in model.modules() for table in (m._forward_pre_hooks, m._forward_hooks)]
+
+
+@pytest.mark.parametrize("examples", [9, 1])
+def test_everything_of_a_model(processes: Processes, examples: int) -> None:
     """Also with other numbers of batches, and in processes without data."""
-    for found in workers.run(world, "fully_sharded", examples):
-        wrong = {what: number for what, number in found.items() if not number < 1e-10}
-        assert not wrong, wrong
+    model, plain = pair(processes)
+    X, y = torch.randn(examples, 4, dtype=torch.float64), torch.randint(3, (examples,))
+    data, loss = [(x, t) for x, t in ((X[:3], y[:3]), (X[3:], y[3:])) if len(x)], nn.CrossEntropyLoss()
+    mine = [(x[k : k + 1], t[k : k + 1]) for x, t in processes.share(data) for k in range(len(x))]  # batches of one
+    if not torch.__version__.startswith("2.6"):  # whose fully_shard runs on GPUs only
+        with torch.no_grad():
+            model(X)  # after which it keeps some gathered parameters
+    before = hooks(model)
+    several, one = EmpiricalRisk(model, loss, mine, processes=processes), EmpiricalRisk(plain, loss, data)
+    v = torch.linspace(-1, 1, one.space.dim, dtype=torch.float64)
+    close(several.loss(), one.loss(), "loss")
+    close(several.gradient(), one.gradient(), "gradient")
+    for kind in (GGN, Hessian):
+        close(kind(several) @ v, kind(one) @ v, kind)
+    for name in ("KFAC", "EKFAC", "FullBlock"):
+        needs = curvature(several, APPROXIMATIONS[name], compute=False).memory()
+        assert needs == curvature(one, APPROXIMATIONS[name], compute=False).memory()
+        limit = max(layer.computing for layer in needs.layers.values())
+        for options in ({"vectors": "mc"}, {"owned": True, "max_bytes": limit, "offload": "cpu"}):
+            K, L = (curvature(r, APPROXIMATIONS[name], **options) for r in (several, one))
+            close(K.to_dense(), L.to_dense(), f"{name} {options}")
+    curvature(several.with_data(mine or data[:1]), KFAC).verify()  # each process looks at some by itself
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CurvatureWarning)  # parameters are those that the state is of
+        read = BlockwiseLinearOperator.from_state_dict(K.state_dict(), plain, data, loss=loss)
+    close(read.to_dense(), L.to_dense(), "loaded")
+    assert all(hasattr(p, "full_tensor") for p in model.parameters())
+    assert hooks(model) == before
 
 
 @runs
-@pytest.mark.parametrize("world", [2, 3])
-def test_training(workers: Any, world: int) -> None:
-    for found in workers.run(world, "sharded_training"):
-        wrong = {what: number for what, number in found.items() if not number < 1e-10}
-        assert not wrong, wrong
+def test_training(processes: Processes) -> None:
+    """Listening to a sharded model while it is trained; its gradients are untouched, and directions are sharded."""
+    (model, plain), loss = pair(processes), nn.CrossEntropyLoss()
+    twin, _ = pair(processes)
+    several = CurvatureEstimator(EmpiricalRisk(model, loss, (), processes=processes), KFAC, decay=0.9)
+    one = CurvatureEstimator(EmpiricalRisk(plain, loss, ()), KFAC, decay=0.9)
+    for step in range(3):
+        X, y = torch.randn(4 * processes.world, 4, dtype=torch.float64), torch.randint(3, (4 * processes.world,))
+        mine = processes.share([(X, y)])[0]
+        for m in (model, twin, plain):
+            m.zero_grad()
+        if step == 1:  # while the model has gathered parameters
+            value = loss(model(mine[0]), mine[1])
+            several.update(mine)
+        else:
+            with several.listen(mine):
+                value = loss(model(mine[0]), mine[1])
+        value.backward()
+        loss(twin(mine[0]), mine[1]).backward()
+        one.update((X, y))
+        loss(plain(X), y).backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert p.grad is None or torch.equal(p.grad.to_local(), q.grad.to_local())
+        several.refresh(0.1)
+        one.refresh(0.1)
+        close(several.operator.to_dense(), one.operator.to_dense(), step)
+        ours, theirs = (
+            inverse @ {key: p.grad for key, p in m.named_parameters() if p.requires_grad}
+            for m, inverse in ((model, several.inverse()), (plain, one.inverse()))
+        )
+        with torch.no_grad():
+            for m, ds in ((model, ours), (twin, ours), (plain, theirs)):
+                for key, p in m.named_parameters():
+                    if key in ds:
+                        p -= 0.1 * ds[key]
+        for key, d in ours.items():
+            assert d.placements == dict(model.named_parameters())[key].placements
+            close(d.full_tensor(), theirs[key], key)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_vectors_in_parts(workers: Any, world: int) -> None:
+def test_vectors_in_parts(processes: Processes) -> None:
     """Results are spread as the vectors are."""
-    for found in workers.run(world, "spread_vectors"):
-        assert max(found.values()) < 1e-12, found
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    K, mesh = curvature(problem("mlp").risk(), KFAC), DeviceMesh.from_group(processes.group, "cpu")
+    V = torch.linspace(-1, 1, 43 * 4, dtype=torch.float64).view(43, 4)
+    for place in (Shard(0), Replicate()):
+        close((K @ distribute_tensor(V, mesh, [place])).full_tensor(), K @ V, place)
+        tree = {key: distribute_tensor(t, mesh, [place]) for key, t in K.in_space.unflatten(V).items()}
+        close({key: t.full_tensor() for key, t in (K @ tree).items()}, K @ K.in_space.unflatten(V), place)
 
 
-def test_refused(workers: Any) -> None:
-    parallel = (
-        r"UnsupportedError: layer '0' \(Linear\): its parameter 'weight' is .* parallelize_module.*full_state_dict=True"
-    )
-    doors = ("", ", alone", ", optimizer", ", classic", ", one bias")
-    words = {f"tensor parallel{door}": parallel for door in doors} | {
-        "alone": r"UnsupportedError: The parameters are spread over the processes \[0, 1\].*processes=Processes\(\)",
-        "optimizer": r"UnsupportedError: The parameters .* sharded by fully_shard.*DistributedDataParallel.*listen",
-        "begin": r"UnsupportedError: `begin` can't watch .* fully_shard. Use `listen` or `update`",
+@pytest.mark.parametrize("processes", [2], indirect=True)
+def test_refused(processes: Processes) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    (model, _), loss, data = pair(processes), nn.CrossEntropyLoss(), problem("mlp").data
+    parallel = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    mesh = DeviceMesh.from_group(processes.group, "cpu")
+    parallelize_module(parallel, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    told = r"layer '0' \(Linear\): its parameter 'weight' is .* parallelize_module.*full_state_dict=True"
+    words: dict[Callable[[], object], str] = {
+        lambda: EmpiricalRisk(model, loss, data): r"spread over the processes \[0, 1\].*processes=Processes\(\)",
+        lambda: KFACOptimizer(model, loss): r"sharded by fully_shard.*DistributedDataParallel.*listen",
+        lambda: GGN(EmpiricalRisk(parallel, loss, data, [parallel[2].bias])): told,
     }
-    for found in workers.run(2, "sharded_refusals"):
-        assert found.keys() == words.keys()
-        for name, pattern in words.items():
-            assert re.search(pattern, found[name], re.DOTALL), (name, found[name])
+    require({pattern: (said(work), f"^UnsupportedError: .*{pattern}") for work, pattern in words.items()})

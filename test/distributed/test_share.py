@@ -81,7 +81,7 @@ def test_alone() -> None:
     assert Alone().numbers(5, 2) == range(5, 7)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2), (5, 5), (6, 6), (3, 4, 4), (2, 5, 5), (0, 0)])
+@pytest.mark.parametrize("shape", [(1, 1), (6, 6), (2, 5, 5), (0, 0)])
 def test_triangles(shape: tuple[int, ...]) -> None:
     M = torch.rand(shape)
     M = M + M.mT

@@ -2,100 +2,228 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
-from cases import APPROXIMATIONS
+import torch
+import torch.distributed as dist
+from cases import APPROXIMATIONS, VECTORS, problem
 from cases import NETS as MADE
+from together import by_one, close, everywhere, require, said, shifted
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-WORLDS = (1, 2, 3, 8)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("world", WORLDS)
-def test_blocks(workers: Any, world: int) -> None:
-    for approximation in APPROXIMATIONS:
-        found = workers.run(world, "blocks", "mlp", approximation, "empirical")
-        assert max(found) < 1e-10, (approximation, found)
-
-
-@pytest.mark.parametrize(("world", "sizes", "examples"), [(2, (), 21), (2, (3, 1), 21), (3, (), 2)])
-def test_groups_of_layers(workers: Any, world: int, sizes: tuple[int, ...], examples: int) -> None:
-    """Also where layers share inputs in some processes, in some batches, or some processes have no examples."""
-    for found in workers.run(world, "in_groups", sizes, examples):
-        assert max(found.values()) < 1e-10, found
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("world", WORLDS)
-def test_vectors(workers: Any, world: int) -> None:
-    """Random ones are the same whatever the number of processes, and the batches."""
-    for found in workers.run(world, "vectors", "mlp"):
-        assert max(found.values()) < 1e-10, found
-
-
-@pytest.mark.parametrize("world", [2, 8])
-@pytest.mark.parametrize("name", ["mlp", "attention", "strided cnn"])
-def test_exact_operators(workers: Any, world: int, name: str) -> None:
-    for found in workers.run(world, "exact", name):
-        assert max(found.values()) < 1e-10, found
-
-
-def test_bytes(workers: Any) -> None:
-    """One triangle of each factor is sent, once, the eigenvectors by those that computed them, and little else."""
-    A, G = (21, 31, 31), (30, 30, 10)
-    triangles = 4 * sum(d * (d + 1) // 2 for d in A + G)
-    values, eigenvectors = 4 * sum(a * g for a, g in zip(A, G, strict=True)), 4 * sum(d**2 for d in A + G)
-    for approximation, expected in (("KFAC", (triangles, 0)), ("EKFAC", (triangles + values, eigenvectors))):
-        for apart in (False, True):  # then sums go to one process only
-            for sums, decompositions, to_one, rest in workers.run(3, "traffic", approximation, apart):
-                assert (to_one if apart else sums, decompositions) == expected
-                assert (sums if apart else to_one) == 0
-                assert rest < 2**16
-    assert max(rest for *_, rest in workers.run(3, "traffic", "KFAC", False, 500)) < 2**16  # whatever the depth
-
-
-def test_refused(workers: Any) -> None:
-    words = {
-        "Jacobian": "UnsupportedError: Jacobian can't be computed by several processes",
-        "GGNFactor": "UnsupportedError: GGNFactor can't be computed by several processes",
-        "ActivationHessian": "UnsupportedError: ActivationHessian can't be computed by several processes",
-        "sampler": "ValueError: The loader has a DistributedSampler, .* would count twice",
-        "processes": "TypeError: processes is a ProcessGroup",
-        "wrapped": "CurvatureWarning: The model is wrapped by DistributedDataParallel, .*processes=None",
-    }
-    for found in workers.run(2, "refuses"):
-        assert found.keys() == words.keys()
-        for name, pattern in words.items():
-            assert re.match(pattern, found[name]), found[name]
-
+from curvlinops_plus import (
+    EKFAC,
+    GGN,
+    KFAC,
+    ActivationHessian,
+    CurvatureEstimator,
+    EmpiricalRisk,
+    GGNFactor,
+    Hessian,
+    Jacobian,
+    Processes,
+    curvature,
+)
 
 NETS = ["strided cnn", "attention", "called twice", "tied", "generic layers", "language model", "called rarely"]
 
 
-@pytest.mark.parametrize("world", [2, 8])
-def test_other_networks(workers: Any, world: int) -> None:
-    for found in workers.run(world, "nets", [name for name in NETS if name in MADE]):
-        assert max(found.values()) < 1e-10, found
+def check_blocks(processes: Processes, name: str, kind: Any, vectors: Any, **options: Any) -> None:
+    """The matrix of several processes is that of one."""
+    p = problem(name)
+
+    def alone() -> tuple[int, Tensor]:
+        K = curvature(p.risk(), kind, vectors=vectors)
+        return K.examples, K.to_dense().detach()
+
+    examples, expected = by_one(processes, alone)
+    K = curvature(p.risk(processes.share(p.data), processes=processes), kind, vectors=vectors, **options)
+    assert K.examples == examples
+    close(K.to_dense(), expected, f"{name} {options}")
+
+
+@pytest.mark.parametrize("approximation", APPROXIMATIONS)
+def test_blocks(processes: Processes, approximation: str) -> None:
+    for kept in (0, 2**26):  # of what layers receive in one sweep for the next
+        check_blocks(processes, "mlp", APPROXIMATIONS[approximation], VECTORS["empirical"], max_kept_bytes=kept)
+
+
+@pytest.mark.parametrize("name", [name for name in NETS if name in MADE])
+def test_other_networks(processes: Processes, name: str) -> None:
+    """In some of them there are layers that only some processes call."""
+    for kind in (KFAC, EKFAC):
+        check_blocks(processes, name, kind, VECTORS["exact"])
+
+
+@pytest.mark.parametrize("vectors", VECTORS)
+def test_vectors(processes: Processes, vectors: str) -> None:
+    """Random ones are the same whatever the number of processes, and the batches."""
+    p, sent = problem("mlp"), VECTORS[vectors]
+    check_blocks(processes, "mlp", KFAC, sent)
+    if vectors != "forward only":
+        check_blocks(processes, "mlp", EKFAC, sent)
+        shared = p.risk(processes.share(shifted(p.data)), processes=processes)
+        close(GGN(shared, sent).to_dense(), by_one(processes, lambda: GGN(p.risk(), sent).to_dense()))
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "strided cnn"])
+def test_exact_operators(processes: Processes, name: str) -> None:
+    p = problem(name)
+    one, several = p.risk(), p.risk(processes.share(p.data), processes=processes)
+    v = torch.linspace(-1, 1, one.space.dim, dtype=torch.float64)
+    close(several.loss(), one.loss(), "loss")
+    close(several.gradient(), one.gradient(), "gradient")
+    for kind in (GGN, Hessian):
+        for check in (None, True):
+            close(kind(several, check_deterministic=check) @ v, kind(one) @ v, kind)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = torch.tanh(self.trunk(x))
+        return {"a": self.a(h), "b": self.b(h)}
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_several_losses(workers: Any, world: int, reduction: str) -> None:
-    """Their relative weights are those of all data."""
-    for found in workers.run(world, "several_losses", reduction):
-        assert max(found.values()) < 1e-10, found
+def test_several_losses(processes: Processes, reduction: str) -> None:
+    """Means over other numbers of terms in each batch: their relative weights are those of all data."""
+    torch.manual_seed(0)
+    model, weight = Heads().double(), torch.tensor([0.3, 1.0, 2.0], dtype=torch.float64)
+    losses = {"a": nn.CrossEntropyLoss(weight, ignore_index=1, reduction=reduction), "b": (nn.MSELoss(), 0.5)}
+    X, y = torch.randn(17, 4, dtype=torch.float64), torch.randint(3, (17,))
+    data = [(x, {"a": a, "b": x[:, :2]}) for x, a in zip(X.split(5), y.split(5), strict=True)]
+    one = EmpiricalRisk(model, losses, data)
+    several = EmpiricalRisk(model, losses, processes.share(data), processes=processes)
+    close(several.loss(), one.loss(), "loss")
+    close(several.gradient(), one.gradient(), "gradient")
+    for vectors in ("empirical", "mc", "exact"):
+        K, L = (curvature(risk, EKFAC, vectors=VECTORS[vectors]) for risk in (several, one))
+        close(K.to_dense(), L.to_dense(), vectors)
+    for kind in (GGN, Hessian):
+        close(kind(several).to_dense(), kind(one).to_dense(), kind)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_contiguous_parts(workers: Any, world: int) -> None:
-    """Examples are numbered through the processes."""
-    for found in workers.run(world, "contiguous"):
-        assert max(found.values()) < 1e-10, found
+class Shared(nn.Module):
+    """Three layers that read one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(4, 5), nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x).tanh() * self.b(x) + self.d(x))
 
 
-def test_numbers_that_are_not_known(workers: Any) -> None:
-    for found in workers.run(2, "unnumbered"):
-        assert len(found) == 2
-        assert all(re.search(r"shard=.contiguous.*not known here.*example_ids", words) for words in found), found
+@pytest.mark.parametrize(("examples", "owned"), [(21, True), (1, False)])
+def test_groups_of_layers(processes: Processes, examples: int, owned: bool) -> None:
+    """Also where layers share inputs, factors are split, or a process has no examples."""
+    torch.manual_seed(0)
+    model, loss = Shared().double(), nn.CrossEntropyLoss()
+    X, y = torch.randn(examples, 4).double(), torch.randint(3, (examples,))
+    data = list(zip(X.split(6), y.split(6), strict=True))
+    shared = EmpiricalRisk(model, loss, processes.share(data), processes=processes)
+    for kind in (KFAC, EKFAC.using(split=2)):
+        one = curvature(EmpiricalRisk(model, loss, data), kind)
+        needed = max(layer.computing for layer in one.memory().layers.values())
+        K = curvature(shared, kind, owned=owned, max_bytes=needed, offload="cpu" if owned else None)
+        close(K.to_dense(), one.to_dense(), kind)
+        close((2 * K).inverse(0.1).to_dense(), (2 * one).inverse(0.1).to_dense(), kind)
+
+
+def test_contiguous_parts(processes: Processes) -> None:
+    """Examples are numbered through the processes, if their parts say how many there are."""
+    p, pieces = problem("mlp"), Processes(processes.group, shard="contiguous")
+    X, y = (torch.cat(parts) for parts in zip(*p.data, strict=True))
+    start, stop = (max(0, len(X) * k // pieces.world - 2 * (k < pieces.world)) for k in (pieces.rank, pieces.rank + 1))
+    forms: dict[str, Any] = {
+        "list": pieces.share(shifted(p.data)),
+        "loader": pieces.share(DataLoader(TensorDataset(X, y), batch_size=4)),
+        "own": [(X[start:stop], y[start:stop])],
+    }
+    assert sum(everywhere(processes, sum(len(x) for x, _ in forms["list"]))) == len(X)
+    for name, data in forms.items():
+        for vectors in (VECTORS["mc"], VECTORS["signs"]):
+            one, several = p.risk(), p.risk(data, processes=pieces)
+            close(
+                curvature(several, EKFAC, vectors=vectors).to_dense(), curvature(one, EKFAC, vectors=vectors).to_dense()
+            )
+            close(GGN(several, vectors).to_dense(), GGN(one, vectors).to_dense(), name)
+
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter(pieces.share(p.data))
+
+    risk = p.risk(Stream(), processes=pieces)
+    close(curvature(risk, EKFAC).to_dense(), curvature(p.risk(), EKFAC).to_dense())  # has no random numbers
+    estimator, words = CurvatureEstimator(p.risk((), processes=pieces), KFAC, vectors="mc"), r"shard=.*not known here"
+    require(
+        {
+            "stream": (said(lambda: curvature(risk, KFAC, vectors="mc").trace), words),
+            "batch": (said(lambda: estimator.update(p.data[0]) and None), words),
+        }
+    )
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
+def test_bytes(processes: Processes, approximation: str, owned: bool) -> None:
+    """One triangle of each factor is sent, once, the eigenvectors by those that computed them, and little else."""
+    sent = dict.fromkeys(("all_reduce", "broadcast", "reduce", "else"), 0)
+
+    def count(name: str) -> None:
+        function = getattr(dist, name)
+
+        def call(t: Any, *args: Any, **options: Any) -> Any:
+            known = isinstance(t, Tensor) and t.is_floating_point() and name in sent
+            sent[name if known else "else"] += t.nbytes if isinstance(t, Tensor) else args[0].nbytes
+            return function(t, *args, **options)
+
+        setattr(dist, name, call)
+
+    originals = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "reduce", "all_gather")}
+    torch.manual_seed(0)
+    layers = nn.Linear(20, 30), nn.Linear(30, 30), nn.Linear(30, 10)
+    model = nn.Sequential(layers[0], nn.ReLU(), *(nn.LayerNorm(30) for _ in range(50)), layers[1], nn.ReLU(), layers[2])
+    params = [p for layer in layers for p in layer.parameters()]
+    data = [(torch.randn(50, 20), torch.randint(10, (50,))) for _ in range(2)]
+    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), processes.share(data), params, processes=processes)
+    try:
+        for name in originals:
+            count(name)
+        K = curvature(risk, APPROXIMATIONS[approximation], vectors="mc", owned=owned)
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+    bits = everywhere(processes, (K @ torch.ones(K.shape[1])).tolist())
+    assert all(one == bits[0] for one in bits)
+    A, G = (21, 31, 31), (30, 30, 10)
+    sums, vectors = 4 * sum(d * (d + 1) // 2 for d in A + G), 0
+    if approximation == "EKFAC":
+        sums, vectors = sums + 4 * sum(a * g for a, g in zip(A, G, strict=True)), 4 * sum(d**2 for d in A + G)
+    assert (sent["reduce" if owned else "all_reduce"], sent["broadcast"]) == (sums, vectors)
+    assert sent["all_reduce" if owned else "reduce"] == 0
+    assert sent["else"] < 2**16  # whatever the depth
+
+
+def test_refused(processes: Processes) -> None:
+    p = problem("mlp")
+    risk, dataset = p.risk(processes.share(p.data), processes=processes), TensorDataset(torch.arange(7))
+    sampler = DistributedSampler(dataset, processes.world, processes.rank)
+    wrapped = nn.parallel.DistributedDataParallel(p.model, process_group=processes.group)
+    words = {
+        (lambda: Jacobian(risk)): "UnsupportedError: Jacobian can't be computed by several processes",
+        (lambda: GGNFactor(risk)): "UnsupportedError: GGNFactor can't be computed by several processes",
+        (lambda: ActivationHessian(risk, ("0", "output", 0))): "UnsupportedError: ActivationHessian can't be",
+        (lambda: processes.share(DataLoader(dataset, sampler=sampler))): "ValueError: .* DistributedSampler, .*twice",
+        (lambda: p.risk(processes=processes.group)): "TypeError: processes is a ProcessGroup",
+    }
+    require({pattern: (said(work), pattern) for work, pattern in words.items()})
+    EmpiricalRisk(wrapped, p.loss, p.data, processes=processes)
+    with pytest.warns(match=r"The model is wrapped by DistributedDataParallel, .*processes=None"):
+        EmpiricalRisk(wrapped, p.loss, p.data)

@@ -2,136 +2,395 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from cases import APPROXIMATIONS, VECTORS, problem
+from together import close, everywhere, flat, said, shifted, small
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from curvlinops_plus import Exact, LevenbergMarquardt
+from curvlinops_plus import (
+    EKFAC,
+    Checkpoint,
+    CurvatureEstimator,
+    EmpiricalRisk,
+    Exact,
+    KFACOptimizer,
+    LevenbergMarquardt,
+    NumericsError,
+    Processes,
+)
 
-PLAIN = {"lr": 0.1, "inverse_every": 3}
+
+def same(one: CurvatureEstimator, several: CurvatureEstimator, when: str = "") -> None:
+    """Refuse estimators with other curvatures or inverses."""
+    close(several.operator.to_dense(), one.operator.to_dense(), f"operator {when}")
+    close(several.inverse().to_dense(), one.inverse().to_dense(), f"inverse {when}")
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
 @pytest.mark.parametrize(
     ("approximation", "vectors", "decay"),
-    [
-        ("KFAC", "mc", 0.9),
-        ("KFAC", "exact", 1.0),
-        ("EKFAC", "mc", 0.9),
-        ("EKFAC", "exact", 1.0),
-        ("FullBlock", "mc", 0.5),
-    ],
+    [("KFAC", "mc", 0.9), ("EKFAC", "mc", 0.9), ("EKFAC", "exact", 1.0), ("FullBlock", "mc", 0.5)],
 )
-def test_estimator(workers: Any, world: int, approximation: str, vectors: str, decay: float) -> None:
-    """Of eight processes some have no examples in some steps."""
-    for found in workers.run(world, "streams", approximation, vectors, decay):
-        assert max(found.values()) < 1e-10, found
+def test_estimator(processes: Processes, approximation: str, vectors: str, decay: float) -> None:
+    """Parts of each batch, in other numbers of micro-batches; of eight processes some have no examples."""
+    p, options = problem("mlp"), {"vectors": VECTORS[vectors], "decay": decay, "damping": 0.1}
+    X, y = (torch.cat(t) for t in zip(*p.data, strict=True))
+    one = CurvatureEstimator(p.risk(()), APPROXIMATIONS[approximation], **options)
+    several = CurvatureEstimator(p.risk((), processes=processes), APPROXIMATIONS[approximation], **options)
+
+    def feed(n: int) -> None:
+        one.update((X[:n], y[:n]))
+        mine, target = processes.share([(X[:n], y[:n])])[0]
+        # EKFAC's first basis is that of the first micro-batches: these have to be the same.
+        size = 1 + processes.rank if several.updates else max(len(mine), 1)
+        for start in range(0, max(len(mine), 1), size):
+            micro = mine[start : start + size], target[start : start + size]
+            several.update(micro, decay=1.0 if start else None)
+
+    def refresh(when: str) -> None:
+        one.refresh()
+        several.refresh()
+        same(one, several, when)
+
+    feed(6)
+    feed(5)
+    refresh("after a refresh")
+    feed(6)
+    same(one, several, "at the end")
+    state = several.state_dict()
+    assert state["examples"] == one.state_dict()["examples"]
+    several = CurvatureEstimator(p.risk((), processes=processes), APPROXIMATIONS[approximation], **options)
+    several.load_state_dict(state)
+    same(one, several, "after loading")
+    feed(6)
+    refresh("going on")
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
-def test_first_batches_without_terms(workers: Any, approximation: str, reduction: str) -> None:
+@pytest.mark.parametrize(("approximation", "reduction"), [("KFAC", "mean"), ("EKFAC", "sum"), ("EKFAC", "mean")])
+def test_first_batches_without_terms(processes: Processes, approximation: str, reduction: str) -> None:
     """EKFAC's bases follow from the first batches with terms, also where no process has had any before."""
-    for found in workers.run(2, "late_terms", approximation, reduction):
-        assert max(found.values()) < 1e-10, found
+    model, loss = small(), nn.CrossEntropyLoss(reduction=reduction)
+    X, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+    none = torch.full_like(y, -100)
+    risks = EmpiricalRisk(model, loss, ()), EmpiricalRisk(model, loss, (), processes=processes)
+    options = {"vectors": VECTORS["exact"], "damping": 0.1}
+    one, several = (CurvatureEstimator(risk, APPROXIMATIONS[approximation], **options) for risk in risks)
+    several.update((X[:0], y[:0]))
+    # The second process alone has targets that count, then all have.
+    for first, targets in ((1.0, none), (1.0, torch.where(torch.arange(6) % processes.world == 1, y, none)), (None, y)):
+        one.update((X, targets), decay=first)
+        part = slice(processes.rank, None, processes.world)
+        several.update((X[part], targets[part]), decay=first)
+        if reduction == "sum" or not targets.equal(none):
+            close(several.operator.to_dense(), one.operator.to_dense())
+    one.refresh()
+    several.refresh()
+    same(one, several)
+
+
+class Positions(nn.Module):
+    """Learned positions and a scale, which functions read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.places, self.head = nn.Linear(3, 4), nn.Embedding(2, 4), nn.Linear(8, 3)
+        self.g = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((torch.tanh(self.body(x) + self.places(torch.arange(2))) * self.g).flatten(1))
 
 
 @pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
-def test_reads_that_another_process_finds(workers: Any, approximation: str) -> None:
-    for found in workers.run(2, "late_reads", approximation):
-        assert max(found.values()) < 1e-10, found
+def test_reads_that_another_process_finds(processes: Processes, approximation: str) -> None:
+    """Functions read parameters, and other processes have no examples to see it from in the first step."""
+    torch.manual_seed(0)
+    model, loss = Positions().double(), nn.CrossEntropyLoss()
+    one, several = (
+        CurvatureEstimator(EmpiricalRisk(model, loss, (), **options), APPROXIMATIONS[approximation], decay=0.9)
+        for options in ({}, {"processes": processes})
+    )
+    for number, n in enumerate((5, 10, 10)):
+        X, y = torch.randn(n, 2, 3, dtype=torch.float64), torch.randint(3, (n,))
+        one.update((X, y))
+        mine = slice(5) if processes.rank == 0 else slice(5, 10) if processes.rank == 1 else slice(0)
+        several.update((X[mine], y[mine]))
+        close(several.operator.to_dense(), one.operator.to_dense(), f"step {number}")
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(("world", "options"), [(2, {"vectors": Exact()}), (3, {"damping": 0.01})], ids=str)
-@pytest.mark.parametrize("name", ["attention", "few rows", "dead units", "equal outputs"])
-def test_bases_of_few_rows(workers: Any, world: int, options: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", ["few rows", "equal outputs"])
+def test_bases_of_few_rows(processes: Processes, name: str) -> None:
     """What is computed in a null space, or of repeated eigenvalues, does not depend on how it was rounded."""
-    for found in workers.run(world, "few_rows", name, options):
-        assert max(found.values()) < 1e-10, found
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 3)).double()
+    if name == "equal outputs":
+        nn.init.zeros_(model[4].weight)
+        nn.init.zeros_(model[4].bias)
+    X, y, loss = torch.randn(9, 4, 9, dtype=torch.float64), torch.randint(3, (9, 4)), nn.CrossEntropyLoss()
+    risks = [EmpiricalRisk(model, loss, (), processes=each) for each in (None, processes)]
+    one, several = (CurvatureEstimator(risk, EKFAC, default=EKFAC, decay=0.9, vectors=Exact()) for risk in risks)
+    for k, batch in enumerate(zip(X, y, strict=True)):
+        one.update(batch)
+        several.update(processes.share([batch])[0])
+        if k % 5 == 3:
+            one.refresh(0.1)
+            several.refresh(0.1)
+            same(one, several)
 
 
-@pytest.mark.parametrize("decay", [0.8, 1.0])
-@pytest.mark.parametrize("approximation", ["KFAC", "FullBlock"])
-def test_processes_that_call_other_layers(workers: Any, approximation: str, decay: float) -> None:
+class Routed(nn.Module):
+    """A trunk, and one head for each batch, which its first entry names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.heads = nn.Linear(3, 4), nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[int(x[0, 0])](self.trunk(x).tanh())
+
+
+def routed(heads: list[int | None]) -> list[Any]:
+    """A batch for each head; one without examples for None."""
+    found = []
+    for k, head in enumerate(heads):
+        X = torch.randn(0 if head is None else 2 + k, 3, dtype=torch.float64)
+        X[:, 0] = head or 0
+        found.append((X, torch.randn(len(X), 2, dtype=torch.float64)))
+    return found
+
+
+two_processes = pytest.mark.parametrize("processes", [2], indirect=True)
+
+
+@two_processes
+@pytest.mark.parametrize(
+    ("approximation", "decay", "settled"),
+    [("KFAC", 0.8, True), ("KFAC", 0.8, False)],
+)
+def test_processes_that_call_other_layers(
+    processes: Processes, approximation: str, decay: float, settled: bool
+) -> None:
     """A layer that some processes call in a step is decayed, and divided by the examples of all of them."""
-    for found in workers.run(2, "routes", approximation, decay, True):
-        assert max(found.values()) < 1e-10, found
-    for found in workers.run(2, "routes", approximation, decay, False):
-        if decay == 1:
-            assert max(found.values()) < 1e-10, found
-        else:
-            assert re.search(r"(?s)layer 'heads.*by some of the processes only.*estimator.settle\(\)", found["said"])
+    model, loss, kind = Routed().double(), nn.MSELoss(), APPROXIMATIONS[approximation]
+    options = {"decay": decay, "vectors": VECTORS["exact"], "leave_out_uncalled": True}
+    one = CurvatureEstimator(EmpiricalRisk(model, loss, ()), kind, **options)
+    several = CurvatureEstimator(EmpiricalRisk(model, loss, (), processes=processes), kind, **options)
+
+    def feed(*steps: list[int | None]) -> None:
+        for heads in steps:
+            parts, first = routed(heads), None
+            for X, y in parts:
+                if len(X):
+                    one.update((X, y), decay=first)
+                    first = 1.0
+            several.update(parts[processes.rank])
+            if settled:
+                several.settle()
+
+    feed([0, 1], [0, 0], [2, 1], [None, 0], [1, 2], [1, None])
+    if not settled and decay < 1:
+        words = r"(?s)layer 'heads.*by some of the processes only.*estimator.settle\(\)"
+        assert re.search(words, said(lambda: several.operator))
+        return
+    close(several.operator.to_dense(), one.operator.to_dense())
+    state, several = (
+        several.state_dict(),
+        CurvatureEstimator(EmpiricalRisk(model, loss, (), processes=processes), kind, **options),
+    )
+    several.load_state_dict(state)
+    feed([0, 2], [1, 1])
+    close(several.operator.to_dense(), one.operator.to_dense())
 
 
-def test_training_of_processes_that_call_other_layers(workers: Any) -> None:
-    for found in workers.run(2, "routed_training"):
-        assert max(found.values()) < 1e-10, found
+@two_processes
+def test_training_of_processes_that_call_other_layers(processes: Processes) -> None:
+    model, loss = Routed().double(), nn.MSELoss()
+    alone = copy.deepcopy(model)
+    options: dict[str, Any] = {"lr": 0.1, "inverse_every": 3, "vectors": VECTORS["exact"]}
+    ddp = DistributedDataParallel(model, process_group=processes.group, find_unused_parameters=True)
+    one, several = KFACOptimizer(alone, loss, **options), KFACOptimizer(ddp, loss, **options)
+    for heads in ([0, 1], [0, 0], [2, 1], [1, 0], [1, 1], [1, 2], [0, 0]):
+        parts, count = routed([*heads]), 5
+        one.zero_grad()
+        for X, y in parts:
+            (loss(alone(X), y) * len(X) / count).backward()
+        one.step()
+        several.zero_grad()
+        X, y = parts[processes.rank]
+        (loss(ddp(X), y) * len(X) / count * 2).backward()
+        for k, head in enumerate(model.heads):  # parameters that are used nowhere have no gradient, as with one process
+            if k not in heads:
+                head.zero_grad()
+        several.step()
+    close(flat(model), flat(alone))
+    operators = [each.curvature.estimator.operator.to_dense() for each in (several, one)]
+    close(*operators)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("wrapper", [{}, {"find_unused_parameters": True}], ids=["plain", "unused"])
-@pytest.mark.parametrize("inverse", ["exact", "factored"])
-def test_optimizer(workers: Any, world: int, wrapper: dict[str, Any], inverse: str) -> None:
-    """Replicas are the same bit by bit."""
-    found = workers.run(world, "train", PLAIN | {"inverse": inverse}, wrapper)
-    assert all(one["values"] == found[0]["values"] for one in found)
-    assert found[0]["names"] == ["0", "2", "0.weight", "0.bias", "2.weight", "2.bias"]
-    assert max(one["away"] for one in found) < 1e-10, found
-
-
+PLAIN = {"lr": 0.1, "inverse_every": 3}
 ADAPTIVE = {"lr": "adaptive", "momentum": "adaptive", "damping": LevenbergMarquardt(0.1, interval=2)}
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("options", [PLAIN, ADAPTIVE, {"lr": 0.1, "reject": 2.0, "check_loss": True}], ids=str)
-def test_unequal_parts(workers: Any, options: dict[str, Any], reduction: str) -> None:
-    """The number of a loss belongs to its part of the data; what it makes of the curvature is one number for all."""
-    found = workers.run(3, "train", options, {}, 1, reduction)
-    assert all(one["values"] == found[0]["values"] for one in found)
-    assert max(one["away"] for one in found) < 1e-10, found
+@pytest.mark.parametrize(
+    ("options", "wrapper", "more", "reduction"),
+    [
+        (PLAIN, {}, 0, "mean"),
+        (PLAIN | {"inverse": "factored"}, {"find_unused_parameters": True}, 0, "mean"),
+        (PLAIN, {}, 1, "sum"),
+        (ADAPTIVE, {}, 1, "mean"),
+        (ADAPTIVE, {}, 1, "sum"),
+        ({"lr": 0.1, "reject": 2.0, "check_loss": True}, {}, 1, "mean"),
+    ],
+    ids=str,
+)
+def test_optimizer(
+    processes: Processes, options: dict[str, Any], wrapper: dict[str, Any], more: int, reduction: str
+) -> None:
+    """Of a wrapped model on parts of batches, beside one that is alone on the whole batches.
+
+    The numbers of the losses make the mean of all gradients that of the whole, also where some parts have one example
+    `more`, and other numbers of micro-batches. Replicas are the same bit by bit.
+    """
+    model, loss = small(), nn.CrossEntropyLoss(reduction=reduction)
+    alone, options = copy.deepcopy(model), dict(options)
+    ddp = DistributedDataParallel(model, process_group=processes.group, **wrapper)
+    steps, N, world = 12, 6 * processes.world + more, processes.world
+    X, y = torch.randn(steps, N, 4, dtype=torch.float64), torch.randint(3, (steps, N))
+    check = options.pop("check_loss", False)
+    one, several = KFACOptimizer(alone, loss, **options), KFACOptimizer(ddp, loss, **options)
+    one.check_loss = several.check_loss = check
+
+    def whole(model: nn.Module, optimizer: KFACOptimizer, step: int) -> None:
+        optimizer.zero_grad()
+        value = loss(model(X[step]), y[step])
+        value.backward()
+        optimizer.step(lambda: value)
+
+    for step in range(steps):
+        whole(alone, one, step)
+        several.zero_grad()
+        mine, total = (X[step][processes.rank :: world], y[step][processes.rank :: world]), torch.tensor(0.0)
+        micro = [*zip(mine[0].split(4), mine[1].split(4), strict=True)] if processes.rank or not more else [mine]
+        for k, (x, t) in enumerate(micro):
+            with ddp.no_sync() if k < len(micro) - 1 else nullcontext():
+                part = loss(ddp(x), t) * world * (len(x) / N if reduction == "mean" else 1)
+                part.backward()
+                total = total + part.detach()
+        several.step(lambda total=total: total)
+    close(flat(model), flat(alone))
+    values = everywhere(processes, flat(model).tolist())
+    assert all(each == values[0] for each in values)
+    operator = several.curvature.estimator.operator
+    assert [*operator.mapping, *operator.in_space.names] == ["0", "2", "0.weight", "0.bias", "2.weight", "2.bias"]
+    plain = copy.deepcopy(model)  # the state fits a model without a wrapper
+    resumed = KFACOptimizer(plain, loss, **options)
+    resumed.load_state_dict(several.state_dict())
+    whole(plain, resumed, 0)
+    whole(alone, one, 0)
+    close(flat(plain), flat(alone))
 
 
-@pytest.mark.parametrize("wrapper", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_gradients_are_untouched(workers: Any, wrapper: dict[str, Any]) -> None:
+def test_gradients_are_untouched(processes: Processes) -> None:
     """Layers have the names of the model inside, whether it or the wrapper is given."""
-    for found in workers.run(2, "heard", wrapper):
-        assert found.keys() == {"DistributedDataParallel", "Sequential"}
-        assert max(found.values()) < 1e-10, found
+    model, loss = small(), nn.CrossEntropyLoss()
+    X, y = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
+    mine, wrapped = processes.share([(X, y)])[0], DistributedDataParallel(model, process_group=processes.group)
+    one = CurvatureEstimator(EmpiricalRisk(copy.deepcopy(model), loss, ()), EKFAC)
+    one.update((X, y))
+    loss(wrapped(mine[0]), mine[1]).backward()
+    expected = [p.grad for p in model.parameters()]
+    for given in (wrapped, model):
+        estimator = CurvatureEstimator(EmpiricalRisk(given, loss, (), processes=processes), EKFAC)
+        wrapped.zero_grad()
+        with estimator.listen(mine):
+            value = loss(wrapped(mine[0]), mine[1])
+        value.backward()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+        close(estimator.operator.to_dense(), one.operator.to_dense())
+        assert sorted(estimator.operator.mapping) == ["0", "2"]
 
 
 @pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
-def test_states_go_on_elsewhere(workers: Any, approximation: str, tmp_path: Path) -> None:
-    """A state of two processes, in one and in three."""
-    states = workers.run(2, "half_way", approximation, str(tmp_path))
-    assert states[0] == states[1]
-    for world in (1, 3):
-        for found in workers.run(world, "second_half", approximation, str(tmp_path), states[0]):
-            assert max(found.values()) < 1e-10, found
+def test_states_go_on_elsewhere(processes: Processes, approximation: str, tmp_path: Path) -> None:
+    """A state of several processes, also in a checkpoint, in one process and in several."""
+    p, kind, batches = problem("mlp"), APPROXIMATIONS[approximation], shifted(problem("mlp").data)[:1] * 2
+
+    def made(group: Processes | None) -> CurvatureEstimator:
+        return CurvatureEstimator(p.risk((), processes=group), kind, vectors="mc", decay=0.9)
+
+    first, buffer = made(processes), io.BytesIO()
+    for batch in batches:
+        first.update(processes.share([batch])[0])
+    first.refresh(0.1)
+    dcp.save({"curvature": Checkpoint(first)}, checkpoint_id=tmp_path, process_group=processes.group)
+    torch.save(first.state_dict(), buffer)
+    stored = everywhere(processes, buffer.getvalue())
+    assert all(each == stored[0] for each in stored)
+    one = made(None)
+    one.load_state_dict(torch.load(io.BytesIO(stored[0]), weights_only=True))
+    for batch in batches:
+        one.update(batch)
+    for way in ("state", "checkpoint"):
+        several = made(processes)
+        if way == "state":
+            several.load_state_dict(torch.load(io.BytesIO(stored[0]), weights_only=True))
+        else:
+            dcp.load({"curvature": Checkpoint(several)}, checkpoint_id=tmp_path, process_group=processes.group)
+        for batch in batches:
+            several.update(processes.share([batch])[0])
+        same(one, several, way)
 
 
 @pytest.mark.parametrize("approximation", ["KFAC", "EKFAC"])
-def test_decompositions_are_shared_out(workers: Any, approximation: str) -> None:
+def test_decompositions_are_shared_out(processes: Processes, approximation: str) -> None:
     """Each is computed by one process, and all have the same bits."""
-    (alone, _), *_ = workers.run(1, "decompositions", approximation)
-    found = workers.run(3, "decompositions", approximation)
-    assert sum(count for count, _ in found) == alone == 4
-    assert max(count for count, _ in found) == 2
-    assert all(result == found[0][1] for _, result in found)
+    count, original, p = [0], torch.linalg.eigh, problem("mlp")
+
+    def counted(M: Any) -> Any:
+        count[0] += 1
+        return original(M)
+
+    estimator = CurvatureEstimator(p.risk((), processes=processes), APPROXIMATIONS[approximation], damping=0.1)
+    torch.linalg.eigh = counted
+    try:
+        estimator.update(processes.share(shifted(p.data)[:1])[0])
+        count[0] = 0
+        estimator.refresh()
+    finally:
+        torch.linalg.eigh = original
+    counts = everywhere(processes, count[0])
+    assert (sum(counts), max(counts)) == (4, {2: 2, 3: 2, 8: 1}[processes.world])
+    found = everywhere(processes, (estimator.inverse() @ torch.ones(43, dtype=torch.float64)).tolist())
+    assert all(each == found[0] for each in found)
 
 
 @pytest.mark.parametrize("options", [{}, {"reject": 2.0}], ids=str)
-def test_a_batch_of_one_process_is_not_finite(workers: Any, options: dict[str, Any]) -> None:
+def test_a_batch_of_one_process_is_not_finite(processes: Processes, options: dict[str, Any]) -> None:
     """All refuse or reject that step, and go on together."""
-    found = workers.run(2, "diverging", PLAIN | options)
-    assert found[0] == found[1]
-    said, values = found[0]
-    bad = said.pop(3)
-    assert bad is True if options else re.search(r"^NumericsError: The gradient of .* is not finite", bad)
-    assert said == [False] * 7
-    assert all(value == value for value in values)
+    model, loss = small(), nn.CrossEntropyLoss()
+    ddp = DistributedDataParallel(model, process_group=processes.group)
+    optimizer, rejected = KFACOptimizer(ddp, loss, **PLAIN, **options), []
+    for step in range(6):
+        batch = torch.randn(12, 4, dtype=torch.float64), torch.randint(3, (12,))
+        X, y = processes.share([batch])[0]
+        optimizer.zero_grad()
+        loss(ddp(X * float("nan") if step == 3 and processes.rank == 1 else X), y).backward()
+        if step == 3 and not options:
+            with pytest.raises(NumericsError, match=r"The gradient of .* is not finite"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            rejected.append(optimizer.last_step.rejected)
+    assert rejected == ([False] * 3 + [True] + [False] * 2 if options else [False] * 5)
+    found = everywhere(processes, flat(model).tolist())
+    assert all(each == found[0] for each in found)
+    assert bool(flat(model).isfinite().all())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import Any
 
 import pytest
@@ -17,16 +16,9 @@ from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.estimate import logdet
 from curvlinops_plus.estimate.boundaries import approximate_boundaries, approximate_boundaries_abs
 from curvlinops_plus.estimate.columns import inner, orthonormal
-from curvlinops_plus.estimate.eigen import (
-    condition_number,
-    extreme_eigenpairs,
-    spectral_norm,
-    top_eigenpairs,
-)
-from curvlinops_plus.estimate.lanczos import lanczos
+from curvlinops_plus.estimate.eigen import condition_number, extreme_eigenpairs, spectral_norm, top_eigenpairs
 from curvlinops_plus.estimate.matrix import as_matrix
-from curvlinops_plus.estimate.spectrum import lanczos_approximate_spectrum
-from curvlinops_plus.linalg import Dense, Diagonal, Structure
+from curvlinops_plus.linalg import Dense, Structure
 
 SPECTRA = {
     "flat": torch.linspace(1, 2, 100, dtype=F64),
@@ -34,15 +26,27 @@ SPECTRA = {
     "decaying": torch.arange(1, 61) ** -1.5,
     "multiple": [4.0] * 3 + [3.0] * 2 + [0.0] * 100 + [-1.0] * 3,
     "low rank": [5.0, 2.0] + [0.0] * 98,
-    "identity": [1.0] * 50,
     "zero": [0.0] * 10,
-    "small": [3.0, 1.0, -2.0],
     "one": [7.0],
 }
 
 
+class Counted:
+    """A matrix that counts its products; with `noise`, they are random."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, matrix: Tensor, noise: float = 0.0) -> None:
+        self.matrix, self.noise, self.products, self.generator = matrix, noise, 0, seeded()
+        self.shape, self.dtype = matrix.shape, matrix.dtype
+
+    def __matmul__(self, X: Tensor) -> Tensor:
+        self.products += X.shape[1]
+        return self.matrix @ X + self.noise * torch.randn(X.shape, dtype=X.dtype, generator=self.generator)
+
+
 @pytest.mark.parametrize("largest", [True, False])
-@pytest.mark.parametrize("k", [1, 3, 6])
+@pytest.mark.parametrize("k", [1, 6])
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_top_eigenpairs(spectrum: str, k: int, largest: bool) -> None:
     exact = torch.as_tensor(SPECTRA[spectrum], dtype=F64).sort(descending=largest).values
@@ -56,7 +60,7 @@ def test_top_eigenpairs(spectrum: str, k: int, largest: bool) -> None:
     assert bool((true <= 2e-8 * A.norm().clamp(min=1e-6)).all())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(values=st.lists(st.integers(-3, 3), min_size=1, max_size=12), seed=st.integers(0, 10**6), data=st.data())
 def test_any_small_matrix(values: list[int], seed: int, data: Any) -> None:
     """All multiplicities, every number of eigenpairs up to all of them."""
@@ -65,43 +69,21 @@ def test_any_small_matrix(values: list[int], seed: int, data: Any) -> None:
     found = top_eigenpairs(A, k, generator=seeded(seed))
     expected = torch.tensor(sorted(values, reverse=True)[:k], dtype=F64)
     torch.testing.assert_close(found.eigenvalues, expected, rtol=0, atol=1e-7)
-    torch.testing.assert_close(
-        spectral_norm(A, generator=seeded(seed)), torch.linalg.matrix_norm(A, 2), rtol=1e-7, atol=1e-7
-    )
+    norm = spectral_norm(A, generator=seeded(seed))
+    torch.testing.assert_close(norm, torch.linalg.matrix_norm(A, 2), rtol=1e-7, atol=1e-7)
 
 
-def test_float32(device: torch.device) -> None:
+def test_single_precision(device: torch.device) -> None:
+    """A hundred thousand rows: orthonormal to six digits, where plain float32 has four."""
     A = with_eigenvalues(SPECTRA["decaying"]).to(device, torch.float32)
-    values, X, _, converged = top_eigenpairs(A, 4, generator=seeded())
-    assert converged
+    values, X, _, _ = top_eigenpairs(A, 4, generator=seeded())
     assert (values.dtype, X.dtype, X.device.type) == (torch.float32, torch.float32, device.type)
     torch.testing.assert_close(values.cpu(), torch.arange(1.0, 5.0) ** -1.5, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("k", [1, 7, 25])
-def test_restarts_keep_what_was_asked_for(k: int) -> None:
-    """More eigenpairs than the basis has room for at once, for sizes around that of the basis."""
-    for n in (k + 1, k + 20, k + 41, 3 * k + 1, 3 * k + 60):
-        A = with_eigenvalues(torch.linspace(1, 2, n, dtype=F64))
-        values, X, _, converged = top_eigenpairs(A, k, tol=1e-4, generator=seeded())
-        assert converged
-        assert (values.shape, X.shape) == ((k,), (n, k))
-        torch.testing.assert_close(values, torch.linspace(1, 2, n, dtype=F64).flip(0)[:k], rtol=0, atol=1e-4)
-
-
-def test_long_columns_in_single_precision() -> None:
-    """A hundred thousand rows: orthonormal to six digits, where plain float32 has four."""
     Y = torch.randn(100_000, 4, generator=seeded())
     Q, R = orthonormal(Y)
-    eye = torch.eye(4, dtype=F64)
-    torch.testing.assert_close(Q.double().T @ Q.double(), eye, rtol=0, atol=2e-6)
+    torch.testing.assert_close(Q.double().T @ Q.double(), torch.eye(4, dtype=F64), rtol=0, atol=2e-6)
     torch.testing.assert_close(Q @ R, Y, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(inner(Y, Q).double(), Y.double().T @ Q.double(), rtol=1e-6, atol=1e-4)
-    diagonal = torch.linspace(0, 1, 100_000)
-    diagonal[7], diagonal[50_000] = 6, 5
-    values, X, _, _ = top_eigenpairs(Diagonal(diagonal), 2, generator=seeded())
-    torch.testing.assert_close(values, torch.tensor([6.0, 5.0]), rtol=2e-6, atol=0)
-    torch.testing.assert_close(X.double().T @ X.double(), eye[:2, :2], rtol=0, atol=2e-6)
 
 
 def test_both_ends_and_the_middle() -> None:
@@ -114,11 +96,36 @@ def test_both_ends_and_the_middle() -> None:
     torch.testing.assert_close(nearest.eigenvalues, torch.tensor([-0.02], dtype=F64), rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("known", [None, (None, None), (1.5, None), (None, 2.5), (0.0, 10.0)])
+def test_boundaries(known: tuple | None) -> None:
+    A = with_eigenvalues([-2.0, -1.0, 3.0, 4.0, 5.0])
+    for function, ends in ((approximate_boundaries, (-2, 5)), (approximate_boundaries_abs, (1, 5))):
+        found = function(A, tol=0, boundaries=known, generator=seeded())
+        given = known or (None, None)
+        assert found == pytest.approx([end if own is None else own for own, end in zip(given, ends)], rel=1e-9)
+        assert {type(end) for end in found} == {float}
+
+
+def test_a_loose_tolerance() -> None:
+    """It saves products, is told by the error, and is no licence for eigenvalues from inside of the spectrum."""
+    flat = with_eigenvalues(SPECTRA["flat"])
+    top_eigenpairs(rough := Counted(flat), tol=1e-2, generator=seeded())
+    top_eigenpairs(fine := Counted(flat), tol=1e-10, generator=seeded())
+    assert rough.products < fine.products / 2 < 150
+    for shape in ((200, 200), (70, 300)):
+        A = torch.randn(*shape, dtype=F64, generator=seeded())
+        norm, error = spectral_norm(A, tol=0.1, generator=seeded(), return_error=True)
+        assert norm + 1e-6 < torch.linalg.matrix_norm(A, 2) <= norm + error
+    A = torch.diag(torch.tensor([-2.0, -1.0, 3.0, 4.0, 5.0], dtype=F64))
+    for seed in range(50):
+        assert approximate_boundaries_abs(A, generator=seeded(seed)) == pytest.approx((1, 5))
+
+
 def test_what_is_not_reached_is_said() -> None:
-    """A warning has the true residuals, and the result is still a bound from below."""
+    """A warning has the true residuals, in the matrix's units, and the result is still a bound from below."""
     A = with_eigenvalues(SPECTRA["flat"])
-    with pytest.warns(CurvatureWarning, match=r"The 2 largest eigenvalues of Tensor\(100 x 100.*did not converge: "
-                      r"residuals .* Take more than max_iter=5 products or a larger tolerance"):  # fmt: skip
+    words = r"The 2 largest eigenvalues of Tensor\(100 x 100.*not converge: residuals .* Take more than max_iter=5"
+    with pytest.warns(CurvatureWarning, match=words):
         values, X, residuals, converged = top_eigenpairs(A, 2, max_iter=5, generator=seeded())
     assert not converged
     torch.testing.assert_close(residuals, torch.linalg.vector_norm(A @ X - X * values, dim=0))
@@ -127,71 +134,38 @@ def test_what_is_not_reached_is_said() -> None:
         norm, error = spectral_norm(A, max_iter=3, generator=seeded(), return_error=True)
     assert norm < 2
     assert error > 1e-3
+    spread = with_eigenvalues(torch.logspace(-8, 0, 200))
     with pytest.warns(CurvatureWarning, match="smallest eigenvalue for the condition number.*did not converge"):
-        lower, error = condition_number(
-            with_eigenvalues(torch.logspace(-8, 0, 200)), max_iter=30, generator=seeded(), return_error=True
-        )
-    assert lower < 1e8
-    assert error > 1e3
+        assert condition_number(spread, max_iter=30, generator=seeded()) < 1e8
 
 
-def test_tolerance_decides_how_many_products() -> None:
-    class Counted:
-        shape, dtype, device = (100, 100), F64, torch.device("cpu")
-        matrix, products = with_eigenvalues(SPECTRA["flat"]), 0
-
-        def __matmul__(self, X: Tensor) -> Tensor:
-            self.products += X.shape[1]
-            return self.matrix @ X
-
-    rough, fine = Counted(), Counted()
-    top_eigenpairs(rough, tol=1e-2, generator=seeded())
-    top_eigenpairs(fine, tol=1e-10, generator=seeded())
-    assert rough.products < fine.products / 2 < 150
-
-
-@pytest.mark.parametrize("shape", [(200, 200), (300, 70), (70, 300)])
-def test_a_loose_tolerance_is_told(shape: tuple[int, int]) -> None:
-    A = torch.randn(*shape, dtype=F64, generator=seeded())
-    norm, error = spectral_norm(A, tol=0.1, generator=seeded(), return_error=True)
-    assert norm + 1e-6 < torch.linalg.matrix_norm(A, 2) <= norm + error
-
-
-def test_a_loose_tolerance_is_no_licence() -> None:
-    """The first few approximations may meet it with eigenvalues from inside of the spectrum."""
-    A = torch.diag(torch.tensor([-2.0, -1.0, 3.0, 4.0, 5.0], dtype=F64))
-    for seed in range(100):
-        low, high = approximate_boundaries_abs(A, generator=seeded(seed))
-        assert (low, high) == (pytest.approx(1), pytest.approx(5))
-
-
-@pytest.mark.parametrize("shape", [(20, 20), (30, 7), (7, 30), (1, 5), (5, 1), (1, 1)])
+@pytest.mark.parametrize("shape", [(20, 20), (30, 7), (7, 30), (1, 5), (1, 1)])
 def test_spectral_norm_of_any_shape(shape: tuple[int, int]) -> None:
     A = torch.randn(*shape, dtype=F64, generator=seeded())
     norm, error = spectral_norm(A, generator=seeded(), return_error=True)
     exact = torch.linalg.matrix_norm(A, 2)
     torch.testing.assert_close(norm, exact, rtol=1e-9, atol=0)
     assert norm <= exact * (1 + 1e-12) <= norm + error + 1e-9
+    assert error < 1e-6 * exact
     assert spectral_norm(-with_eigenvalues([3.0, 1.0, 2.0])).round(decimals=9) == 3  # a symmetric one: of both signs
 
 
 @pytest.mark.parametrize(
-    ("A", "rtol"),
+    "A",
     [
-        (with_eigenvalues(torch.logspace(-2, 0, 100)), 1e-3),
-        (with_eigenvalues([-10.0, 0.001, 3.0, 4.0, 5.0, -0.5]), 1e-3),
-        (Dense(with_eigenvalues(torch.linspace(1, 5, 50)), Structure.PSD), 1e-3),
-        (torch.randn(40, 12, dtype=F64, generator=seeded()), 1e-3),
-        (torch.randn(12, 40, dtype=F64, generator=seeded()), 1e-3),
-        (torch.tensor([[1.0, 0.5], [0.0, 0.1]]), 1e-3),
-        (torch.tensor([[2.0]]), 1e-6),
+        with_eigenvalues(torch.logspace(-2, 0, 100)),
+        with_eigenvalues([-10.0, 0.001, 3.0, 4.0, 5.0, -0.5]),
+        Dense(with_eigenvalues(torch.linspace(1, 5, 50)), Structure.PSD),
+        torch.randn(40, 12, dtype=F64, generator=seeded()),
+        torch.randn(12, 40, dtype=F64, generator=seeded()),
+        torch.tensor([[1.0, 0.5], [0.0, 0.1]]),
+        torch.tensor([[2.0]]),
     ],
 )
-def test_condition_number(A: Any, rtol: float) -> None:
-    dense = A.to_dense()
+def test_condition_number(A: Any) -> None:
     value, error = condition_number(A, generator=seeded(), return_error=True)
-    exact = torch.linalg.cond(dense)
-    torch.testing.assert_close(value, exact, rtol=rtol, atol=0)
+    exact = torch.linalg.cond(A.to_dense())
+    torch.testing.assert_close(value, exact, rtol=1e-3, atol=0)
     assert value * (1 - 1e-5) <= exact <= (value + error) * (1 + 1e-5)
 
 
@@ -203,90 +177,24 @@ def test_singular_matrices_have_an_infinite_condition_number(dtype: torch.dtype)
         torch.ones(3, 5, dtype=dtype),
         torch.diag(torch.tensor([1.0, 0.0], dtype=dtype)),
     ):
-        value, error = condition_number(A, generator=seeded(), return_error=True)
-        assert value == torch.inf
-        assert error == 0
-
-
-@pytest.mark.parametrize("k", [0, 4])
-def test_numbers_of_eigenpairs(k: int) -> None:
-    with pytest.raises(ValueError, match=rf"k \({k}\) must be between 1 and A's size \(3\)"):
-        top_eigenpairs(torch.eye(3), k)
-    with pytest.raises(ValueError, match=r"max_iter \(0\) must be at least 1"):
-        top_eigenpairs(torch.eye(3), max_iter=0)
+        assert condition_number(A, generator=seeded(), return_error=True) == (torch.inf, 0)
 
 
 def test_matrices_that_are_not_symmetric() -> None:
     A = torch.randn(30, 30, dtype=F64, generator=seeded())
-    with pytest.raises(
-        ValueError, match=r"Tensor\(30 x 30, .*is not symmetric.*take `A.T @ A` or.*neither rounding.*nor randomness"
-    ):
-        top_eigenpairs(A, 2)
-
-    class Noisy:
-        shape, dtype, device = (30, 30), F64, torch.device("cpu")
-
-        def __matmul__(self, X: Tensor) -> Tensor:
-            return X + 1e-3 * torch.randn(X.shape, dtype=F64, generator=noise)
-
-    noise = seeded()
-    with pytest.raises(
-        ValueError,
-        match=r"Its products are not reproducible: two with the same vector differ by .*Look for dropout, a shuffled",
-    ):
-        top_eigenpairs(Noisy(), 2)
-    for estimate in (logdet, lambda A: lanczos_approximate_spectrum(A, 5, boundaries=(0, 2))):
-        with pytest.raises(ValueError, match="Its products are not reproducible"):
-            estimate(Noisy())
+    for estimate in (top_eigenpairs, logdet):
+        with pytest.raises(ValueError, match=r"Tensor\(30 x 30, .*is not symmetric.*take `A.T @ A` or.*neither round"):
+            estimate(A)
+        with pytest.raises(ValueError, match=r"Its products are not reproducible: two with the same vector differ by"):
+            estimate(Counted(torch.eye(30, dtype=F64), noise=1e-3))
 
 
-NOISE = {"dense": torch.randn(300, 300, dtype=F64, generator=seeded(1)) / 300**0.5}
-NOISE["low rank"] = torch.outer(*torch.linalg.qr(NOISE["dense"])[0][:, :2].T)
-
-
-@pytest.mark.parametrize(("noise", "size"), [("dense", 5e-3), ("dense", 3e-2), ("low rank", 3e-2)])
-def test_asymmetry_that_may_be_rounding(noise: str, size: float) -> None:
+def test_asymmetry_that_may_be_rounding() -> None:
     """Products of a float32 model in which terms cancel: a warning says how accurate results are, and they are."""
-    exact = with_eigenvalues(torch.logspace(-4, 0, 300))
-    A = (exact + size * NOISE[noise]).float()
-    message = r"is symmetric only up to .e-0., relative to .*counts as rounding.*that accurate.*compute in float64"
-    for estimate in (
-        lambda: top_eigenpairs(A, 3, generator=seeded()),
-        lambda: spectral_norm(Dense(A, Structure.SYMMETRIC), generator=seeded()),
-        lambda: approximate_boundaries(A, generator=seeded()),
-    ):
-        with pytest.warns(CurvatureWarning, match=message) as caught:
-            found = estimate()
-        said = max(float(re.findall(r"up to (\de-\d\d), relative", str(w.message))[0]) for w in caught)
-        assert size / 100 < said < 2 * size
-        assert not any("did not converge" in str(w.message) for w in caught)  # it stops where rounding is
-        if isinstance(found, tuple) and len(found) == 2:
-            assert abs(found[1] - 1) < 2 * said + 1e-2
-        elif isinstance(found, Tensor):
-            assert abs(found - 1) < 2 * said
-        else:
-            largest = torch.linalg.eigvalsh(exact).flip(0)[:3]
-            assert (found.eigenvalues - largest).abs().max() < 2 * said
-            assert found.residuals.max() < 2 * size
-
-
-def test_more_products_are_spent_only_where_asymmetry_is_seen() -> None:
-    class Counted:
-        shape, dtype, device = (300, 300), torch.float32, torch.device("cpu")
-
-        def __init__(self, matrix: Tensor) -> None:
-            self.matrix, self.products = matrix.float(), 0
-
-        def __matmul__(self, X: Tensor) -> Tensor:
-            self.products += X.shape[1]
-            return self.matrix @ X
-
-    clean = with_eigenvalues(torch.logspace(-4, 0, 300))
-    V = torch.eye(300)[:, :4]
-    for noise, expected in ((0.0, 20), (0.02, 22)):
-        A = Counted(clean + noise * NOISE["dense"])
-        M = as_matrix(A)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            lanczos(M, V, 5, reorthogonalize=True)
-        assert (A.products, len(caught)) == (expected, int(noise > 0))
+    exact, noise = with_eigenvalues(torch.logspace(-4, 0, 300)), torch.randn(300, 300, dtype=F64, generator=seeded(1))
+    A = (exact + 5e-3 * noise / 300**0.5).float()
+    with pytest.warns(CurvatureWarning, match=r"is symmetric only up to .e-0., relative to .*in float64") as caught:
+        found = top_eigenpairs(A, 3, generator=seeded())
+    said = max(float(re.findall(r"up to (\de-\d\d), relative", str(w.message))[0]) for w in caught)
+    assert 5e-5 < said < 1e-2
+    assert (found.eigenvalues - torch.linalg.eigvalsh(exact).flip(0)[:3]).abs().max() < 2 * said

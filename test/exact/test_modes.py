@@ -1,22 +1,30 @@
-"""Each mode in each exact operator, against the same mode in `curvature`; the composing door and the classic one."""
+"""Each mode of vectors in the exact operators, against the same mode in `curvature`; their products and quadratic forms
+as functions of vectors; the composing door and the classic one.
+"""
 
 from __future__ import annotations
 
 import pickle
 import warnings
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 import pytest
 import torch
-from cases import FEW, close, problem, unchanged
+from cases import FEW, Problem, close, problem, unchanged
+from helpers import F64, normal
 from torch import Tensor, nn
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 from torch.utils.data import DataLoader, TensorDataset
 
 from curvlinops_plus import (
+    EKFAC,
     GGN,
+    KFAC,
     ActivationHessian,
     ActivationHessianLinearOperator,
+    CGInverseLinearOperator,
     CurvaturePropagation,
     CurvatureWarning,
     EFLinearOperator,
@@ -24,7 +32,6 @@ from curvlinops_plus import (
     EmpiricalRisk,
     Exact,
     FisherMCLinearOperator,
-    ForwardOnly,
     FullBlock,
     GGNFactor,
     GGNFactorLinearOperator,
@@ -34,14 +41,12 @@ from curvlinops_plus import (
     Jacobian,
     JacobianLinearOperator,
     MonteCarlo,
+    UnsupportedError,
     curvature,
 )
-from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.exact import batched
 from curvlinops_plus.likelihood import Likelihood
 from curvlinops_plus.risk import Draws, Vectors
-
-F64 = torch.float64
 
 
 class Mixed(Vectors):
@@ -57,16 +62,6 @@ class Mixed(Vectors):
         yield likelihood.grad(F, Y)
 
 
-class Nothing(Vectors):
-    """A mode of a user's own, whose vectors happen to be none."""
-
-    def count(self, likelihood: Likelihood, F: Tensor) -> int:
-        return 0
-
-    def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
-        return iter(())
-
-
 MODES: dict[str, Any] = {
     "exact": Exact(),
     "signs": Exact(signs=True, seed=3),
@@ -77,10 +72,6 @@ MODES: dict[str, Any] = {
     "own": Mixed(),
 }
 each_mode = pytest.mark.parametrize("mode", MODES)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(0))
 
 
 def full_blocks(risk: EmpiricalRisk, vectors: Any) -> Tensor:
@@ -109,6 +100,8 @@ def test_every_mode_is_the_same_matrix_everywhere(name: str, mode: str) -> None:
         G = GGN(p.risk(), vectors, check_deterministic=True)
         dense = G.to_dense()
         check_factor(p.risk(), vectors, G, dense)
+        for J in (normal(len(dense)), normal(3, len(dense)), normal(2, 4, len(dense))):
+            close(G.quadratic_form(J), J @ dense @ J.mT if J.ndim > 1 else J @ dense @ J)
     terms = p.exact.batches[0].terms.shape[1]
     if mode != "mc" or terms == 1:  # products of different terms of an example are left out: they are 0 in the mean
         close(p.exact.only_blocks(dense, False), full_blocks(p.risk(), vectors))
@@ -126,14 +119,14 @@ class TwoOutputs(nn.Module):
         return {"a": f[:, :2].sin(), "b": f[:, 2:]}
 
 
-def two_losses() -> EmpiricalRisk:
+def two_losses(second: nn.Module | None = None) -> EmpiricalRisk:
     torch.manual_seed(0)
     data = []
     for n, ignored in ((3, 1), (4, 0)):  # shares differ from batch to batch
         a = torch.randint(2, (n,))
         a[:ignored] = -100
         data.append((torch.randn(n, 3, dtype=F64), {"a": a, "b": torch.randn(n, 2, dtype=F64)}))
-    losses = {"a": nn.CrossEntropyLoss(), "b": (nn.MSELoss(), 0.3)}
+    losses = {"a": nn.CrossEntropyLoss(), "b": (second or nn.MSELoss(), 0.3)}
     return EmpiricalRisk(TwoOutputs().double(), losses, data)
 
 
@@ -143,9 +136,8 @@ def test_every_mode_with_several_losses(mode: str) -> None:
     G = GGN(two_losses(), vectors, check_deterministic=True)
     dense = G.to_dense()
     check_factor(two_losses(), vectors, G, dense)
-    blocks = full_blocks(two_losses(), vectors)
     if mode != "mc":
-        close(dense, blocks)
+        close(dense, full_blocks(two_losses(), vectors))
     cross = dense[:6, 6:12].abs().max() / dense.abs().max()  # weights of one output with those of the other
     assert (cross > 1e-3) == (mode in ("curvature propagation", "empirical")), f"{float(cross):.1e}"
 
@@ -155,95 +147,85 @@ def test_columns_of_several_losses() -> None:
     B = GGNFactor(risk)
     assert {key: list(shape) for key, shape in B.in_space.shapes.items()} == {"a": [7, 1, 1], "b": [7, 1, 2]}
     u = {"a": normal(7, 1, 1), "b": torch.zeros(7, 1, 2, dtype=F64)}
-    own = GGNFactor(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), [(X, y["a"]) for X, y in risk.data],
-                                  output=lambda out: out["a"]))  # fmt: skip
+    data = [(X, y["a"]) for X, y in risk.data]
+    own = GGNFactor(EmpiricalRisk(risk.model, nn.CrossEntropyLoss(), data, output=itemgetter("a")))
     close(torch.cat([t.flatten() for t in (B @ u).values()]), own @ u["a"].flatten())
-    assert list(GGNFactor(risk, Empirical()).in_space.shapes.values()) == [torch.Size((7, 1, 1))]
     assert list(GGNFactor(risk, "empirical").in_shapes) == [torch.Size((7, 1, 1))]
 
 
+def test_the_hessian_of_several_losses_is_the_sum_of_theirs() -> None:
+    risk, total = two_losses(), torch.zeros(16, 16, dtype=F64)
+    for key, loss, weight in (("a", nn.CrossEntropyLoss(), 1.0), ("b", nn.MSELoss(), 0.3)):
+        data = [(X, y[key]) for X, y in risk.data]
+        total += weight * Hessian(EmpiricalRisk(risk.model, loss, data, output=itemgetter(key))).to_dense()
+    close(Hessian(risk).to_dense(), total)
+
+
+@pytest.mark.parametrize("vectors", ["Hessian", Exact(), Empirical(), Empirical(per_term=True)], ids=repr)
+def test_a_weight_of_two_is_two_examples(vectors: Any) -> None:
+    torch.manual_seed(0)
+    model, X, y, w = nn.Linear(3, 2).double(), normal(5, 3), torch.arange(5) % 2, torch.tensor([2, 0, 1, 3, 1])
+    data = [(X[at], y[at], w[at].double()) for at in (slice(0, 3), slice(3, 5))]
+    risks = [
+        EmpiricalRisk(model, nn.CrossEntropyLoss(), data, weight=lambda X, y, w: w),
+        EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X.repeat_interleave(w, 0), y.repeat_interleave(w))]),
+    ]
+    one, other = (Hessian(risk) if vectors == "Hessian" else GGN(risk, vectors) for risk in risks)
+    close(one.to_dense(), other.to_dense())
+    close(one @ normal(8), other @ normal(8))
+
+
+class OfUser(nn.Module):
+    """Half of the squared error, without a likelihood."""
+
+    reduction = "mean"
+
+    def forward(self, f: Tensor, y: Tensor) -> Tensor:
+        return (f - y).square().mean() / 2
+
+
+def test_a_loss_without_likelihood_beside_one_that_has_one() -> None:
+    """Its matrix is that of the same loss with a likelihood, at half of its weight."""
+    G, half = GGN(two_losses(OfUser())), two_losses()
+    half = EmpiricalRisk(half.model, {"a": nn.CrossEntropyLoss(), "b": (nn.MSELoss(), 0.15)}, half.data)
+    expected, V = GGN(half).to_dense(), normal(16, 2)
+    close(G.to_dense(), expected)
+    close(G @ V, expected @ V)
+    close(G.quadratic_form(V.T), V.T @ expected @ V)
+
+
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.HuberLoss()], ids=["likelihood", "none"])
-@pytest.mark.parametrize("chunk_bytes", [2**28, 3 * 8 * 170])
-def test_columns_of_large_results(loss: nn.Module, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_of_large_results(loss: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are sent back one by one, into the sum over batches, also where several pieces go forward."""
-    sent: list[int] = []
-
-    def counted(outputs: Any, inputs: Any, vectors: Any, last: bool = False) -> Any:
-        sent.append(len(vectors[0]))
-        return batched.vjp(outputs, inputs, vectors, last)
-
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     targets = (lambda n: torch.arange(n) % 3) if isinstance(loss, nn.CrossEntropyLoss) else (lambda n: normal(n, 3))
     risk = EmpiricalRisk(model, loss, [(normal(n, 4), targets(n)) for n in (6, 4, 5)])
     V = normal(risk.space.dim, 7)
-    expected = torch.stack([GGN(risk) @ v for v in V.T], 1)
-    U = torch.stack([Jacobian(risk) @ v for v in V.T], 1)
-    back = torch.stack([Jacobian(risk).T @ u for u in U.T], 1)
-    close(GGN(risk) @ V, expected)
+    operators = [GGN(risk), Hessian(risk), Jacobian(risk), Jacobian(risk).T]
+    vectors = [V, V, V, Jacobian(risk) @ V]
+    expected = [torch.stack([A @ v for v in X.T], 1) for A, X in zip(operators, vectors, strict=True)]
     monkeypatch.setattr(batched, "CPU_NUMBERS", 1)
-    monkeypatch.setattr(batched, "CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr("curvlinops_plus.exact.model_passes.vjp", counted)
-    G, J = GGN(risk), Jacobian(risk)
-    for _ in range(2):
-        close(G @ V, expected)
-        close(J @ V, U)
-        close(J.T @ U, back)
-    assert set(sent) == {1}
-    sent.clear()
-    close(GGN(risk, chunk_size=3) @ V, expected)
-    assert 3 in sent
+    monkeypatch.setattr(batched, "CHUNK_BYTES", 3 * 8 * 170)
+    for A, X, product in zip(operators, vectors, expected, strict=True):
+        close(A @ X, product)
+    for kind, product in ((GGN, expected[0]), (Hessian, expected[1])):
+        close(kind(risk, chunk_size=3) @ V, product)
 
 
-@pytest.mark.parametrize("kind", [GGN, Hessian])
-def test_columns_of_large_parameters(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of weights are results, too; and vectors lie in memory one after the other, as batches take them."""
-    model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 3)).double()
-    risk = EmpiricalRisk(model, nn.CrossEntropyLoss(), [(normal(2, 40), torch.arange(2))] * 2)
-    A, V = kind(risk), normal(risk.space.dim, 7)
-    expected, sent, seen = torch.stack([A @ v for v in V.T], 1), [], []
+class Nothing(Mixed):
+    """A mode whose vectors happen to be none."""
 
-    def counted(outputs: Any, inputs: Any, vectors: Any, last: bool = False) -> Any:
-        sent.append(len(vectors[0]))
-        return vjp(outputs, inputs, vectors, last)
+    def count(self, likelihood: Likelihood, F: Tensor) -> int:
+        return 0
 
-    vjp, sweep, module = batched.vjp, kind._sweep, {GGN: "model_passes", Hessian: "hessian"}[kind]
-    monkeypatch.setattr(f"curvlinops_plus.exact.{module}.vjp", counted)
-    monkeypatch.setattr(kind, "_sweep", lambda self, X, weights: seen.append(X) or sweep(self, X, weights))
-    close(A @ V, expected)
-    assert set(sent) == {7}
-    sent.clear()
-    monkeypatch.setattr(batched, "CPU_NUMBERS", 2 * 40 * 50)
-    close(A @ V, expected)
-    assert max(sent) == 2
-    assert all(X.T.is_contiguous() for X in seen)
+    def send(self, likelihood: Likelihood, F: Tensor, Y: Tensor, draws: Draws) -> Iterator[Tensor]:
+        return iter(())
 
 
 def test_vectors_that_are_none_make_zero() -> None:
     G = GGN(problem("mlp").risk(), Nothing())
     assert not G.to_dense().any()
     assert not (G @ normal(G.shape[1])).any()
-
-
-@pytest.mark.parametrize("kind", [GGN, GGNFactor])
-def test_what_is_refused(kind: Any) -> None:
-    risk = problem("mlp").risk()
-    for vectors in (ForwardOnly(), "forward-only"):
-        with pytest.raises(ValueError, match=rf"{kind.__name__} needs vectors .*; ForwardOnly\(\) sends none"):
-            kind(risk, vectors)
-    with pytest.raises(ValueError, match="Unknown vectors"):
-        kind(risk, "ggn")
-    huber = EmpiricalRisk(risk.model, nn.HuberLoss(), [(normal(2, 4), normal(2, 3))])
-    for vectors in (Exact(signs=True), "fisher_exact", MonteCarlo(), Mixed()):
-        with pytest.raises(UnsupportedError, match="no likelihood is registered"):
-            kind(huber, vectors)
-    if kind is GGNFactor:
-        with pytest.raises(UnsupportedError, match="no likelihood is registered"):
-            kind(huber)
-    else:
-        close(kind(huber).to_dense(), kind(huber, "ggn_exact").to_dense())
-    gaussian = EmpiricalRisk(risk.model, nn.GaussianNLLLoss(), [(normal(2, 4), normal(2, 3))])
-    with pytest.raises(UnsupportedError, match="GaussianNLLLoss has a Hessian in mean and variance"):
-        kind(gaussian, "ggn_exact")
 
 
 def test_random_vectors_follow_the_order_of_the_data() -> None:
@@ -257,11 +239,74 @@ def test_random_vectors_follow_the_order_of_the_data() -> None:
     GGN(p.risk(shuffled), Empirical(), check_deterministic=True)
 
 
+# ------------------------------------------------------------------------------------ products as functions of a vector
+EXACT: dict[str, Any] = {
+    "GGN": GGN,
+    "Monte Carlo": lambda risk: GGN(risk, MonteCarlo(2)),
+    "Hessian": Hessian,
+    "product": lambda risk: (factor := GGNFactor(risk)) @ factor.T,
+    "Jacobian": lambda risk: (J := Jacobian(risk)).T @ J,
+    "sum": lambda risk: GGN(risk) + 3 * curvature(risk, KFAC),
+    "shifted": lambda risk: Hessian(risk).shift(0.1),
+    "part": lambda risk: Hessian(risk)["0.weight", "0.weight"],
+    "general": lambda risk: Hessian(risk) @ GGN(risk),
+    "inverse": lambda risk: CGInverseLinearOperator(GGN(risk).shift(0.1), tolerance=1e-13),
+    "EKFAC": lambda risk: curvature(risk, EKFAC).inverse(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_derivatives_of_quadratic_forms(name: str) -> None:
+    """A quadratic form is a penalty: its gradient is `(A + Aᵀ) v`, and it has a second derivative."""
+    risk = problem("mlp").risk()
+    A = EXACT[name](risk)
+    M, v, close = A.to_dense(), normal(A.shape[1]).requires_grad_(), torch.testing.assert_close
+    S, tolerance = M + M.T, {"rtol": 1e-9, "atol": 1e-10}
+    for x in (v, A.in_space.unflatten(v), list(A.in_space.unflatten(v).values())):
+        value = A.quadratic_form(x)
+        close(value.detach(), (v @ M @ v).detach(), **tolerance)
+        (g,) = torch.autograd.grad(value, v, create_graph=True)
+        close(g.detach(), (S @ v).detach(), **tolerance)
+    (second,) = torch.autograd.grad(g @ torch.ones_like(g), v)
+    close(second, S.sum(0), **tolerance)
+    J, W = normal(2, A.shape[1]).requires_grad_(), normal(2, 2, seed=1)
+    (g,) = torch.autograd.grad((A.quadratic_form(J) * W).sum(), J)
+    close(g, (W @ J @ M.T + W.T @ J @ M).detach(), **tolerance)
+    with torch.no_grad():
+        assert not A.quadratic_form(J).requires_grad
+
+
+@pytest.mark.parametrize("kind", [GGN, Hessian, Jacobian, GGNFactor, lambda risk: 2 * GGN(risk)[:20, :20]])
+def test_transforms_of_functions(kind: Any) -> None:
+    A = kind(problem("mlp").risk())
+    D, V, u = A.to_dense(), normal(2, A.shape[1]), normal(A.shape[0])
+
+    def square(v: Tensor) -> Tensor:
+        return (A @ v).square().sum()
+
+    close(vmap(grad(square))(V), 2 * V @ D.T @ D)
+    close(jacrev(lambda v: A @ v)(V[0]), D)
+    close(vmap(lambda v: A @ v)(torch.stack([V.T, 3 * V.T])), torch.stack([D @ V.T, 3 * D @ V.T]))
+    close(vjp(lambda v: A @ v, V[0])[1](u)[0], D.T @ u)
+    if D.shape == D.T.shape:
+        close(vmap(lambda v: A.quadratic_form(v[None])[0, 0])(V), (V @ D @ V.T).diagonal())
+
+
+def test_forward_mode_is_right_or_refused_in_words() -> None:
+    p, v = problem("mlp"), normal(2, problem("mlp").risk().space.dim)
+    H, G = Hessian(p.risk()), GGN(p.risk())
+    close(jvp(lambda v: H @ v, (v[0],), (v[1],))[1], H.to_dense() @ v[1])
+    close(hessian(lambda v: v @ (H @ v))(v[0]), 2 * H.to_dense())
+    _ = G @ v[0]  # in forward mode
+    with pytest.raises(UnsupportedError, match="which PyTorch can't nest"):
+        jvp(lambda v: G @ v, (v[0],), (v[1],))
+
+
 # ---------------------------------------------------------------------------------------------------------- two doors
-def test_the_classic_operators_are_those_of_a_risk() -> None:
-    p = problem("attention")
+def doors(p: Problem) -> list[tuple[Any, type, Any]]:
+    """A classic operator, its class in the composing door, and one of a risk."""
     given = (p.model, p.loss, p.params, p.data)
-    doors: list[tuple[Any, type, Any]] = [
+    return [
         (GGNLinearOperator(*given), GGN, GGN(p.risk())),
         (EFLinearOperator(*given), GGN, GGN(p.risk(), Empirical(per_term=True))),
         (FisherMCLinearOperator(*given, seed=3, mc_samples=2), GGN, GGN(p.risk(), MonteCarlo(2, 3))),
@@ -275,36 +320,37 @@ def test_the_classic_operators_are_those_of_a_risk() -> None:
             ActivationHessian(p.risk(), ("first", "output", 0)),
         ),
     ]
-    for classic, kind, composing in doors:
+
+
+def test_the_classic_operators_are_those_of_a_risk_and_can_be_pickled() -> None:
+    for classic, kind, composing in doors(problem("attention")):
         assert isinstance(classic, kind)
         assert torch.equal(classic.to_dense(), composing.to_dense())
-    J = Jacobian(p.risk())
-    close(J.T.to_dense(), J.to_dense().T)
+        assert torch.equal(pickle.loads(pickle.dumps(composing)).to_dense(), composing.to_dense())
 
 
-def test_messages_of_the_classic_door() -> None:
-    p = problem("mlp")
-    given = (p.model, p.loss, p.params, p.data)
-    for kind in (GGNLinearOperator, EFLinearOperator):
-        with pytest.raises(ValueError, match=f"{kind.__name__} does not support block_sizes; HessianLinearOperator"):
-            kind(*given, block_sizes=[4])
-        with pytest.raises(TypeError, match="block_sizes=4 must be a list"):
-            kind(*given, block_sizes=4)  # type: ignore[arg-type]
-    for sizes in ([1], [5, -1], [4, 0]):
-        with pytest.raises(ValueError, match=r"must be positive and add up to 4, the parameters"):
-            Hessian(p.risk(), block_sizes=sizes)
-    with pytest.raises(ValueError, match="A model that is a function needs `params` as a dict"):
-        GGNLinearOperator(lambda params, X: X, p.loss, p.params, p.data)
-
-
-def test_a_model_is_no_risk() -> None:
-    for make in (GGN, GGNFactor, Hessian, Jacobian, curvature):
-        with pytest.raises(TypeError, match=r"takes an EmpiricalRisk, got a Linear: make one of model"):
-            make(nn.Linear(2, 2))  # type: ignore[arg-type]
-
-
-def test_operators_can_be_pickled() -> None:
+@pytest.mark.parametrize("kind", [GGN, Hessian, Jacobian, GGNFactor])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_modes_of_the_caller(mode: Any, kind: Any) -> None:
     risk = problem("mlp").risk()
-    for make in (GGN, GGNFactor, Hessian, Jacobian):
-        A = make(risk)
-        assert torch.equal(pickle.loads(pickle.dumps(A)).to_dense(), A.to_dense())
+    A, fast = kind(risk), torch.backends.mha.get_fastpath_enabled()
+    dense, v, u = A.to_dense(), normal(A.shape[1]), normal(A.shape[0])
+    with mode():
+        close(kind(risk) @ v, dense @ v)
+        close(A.T @ u, dense.T @ u)
+        close(kind(risk).to_dense(), dense)
+    assert torch.backends.mha.get_fastpath_enabled() is fast
+    assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("index", range(7))
+def test_autocast_around_products(index: int) -> None:
+    A = doors(problem("attention").to(torch.device("cpu"), torch.float32))[index][0]
+    dense = A.to_dense()
+    B, square = 2 * A + A, dense.T @ dense
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(A.to_dense(), dense)
+        close(B.to_dense(), 3 * dense, 1e-6)
+        close((A.T @ A).to_dense(), square, 1e-5)
+        close(A @ torch.eye(A.shape[1]), dense, 1e-5)
+    assert (A @ torch.zeros(A.shape[1], 0)).shape == (A.shape[0], 0)

@@ -12,7 +12,6 @@ from helpers import check_fast_paths
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 
 from curvlinops_plus.layer import AffineRule, ConvRule, LayerRule, LinearRule, rule_of
 
@@ -196,27 +195,6 @@ def test_missing_example_dimension_is_named() -> None:
         ConvRule().inputs(nn.Conv2d(2, 3, 3), torch.rand(2, 5, 5))
 
 
-def test_calls_that_do_not_belong_together_are_refused() -> None:
-    with pytest.raises(ValueError, match="inputs have 4 examples of 1 positions, output gradients have 5 of 1"):
-        LinearRule().per_example_grads(nn.Linear(3, 2), (torch.rand(4, 3),), {}, torch.rand(1, 5, 2))
-
-
-def test_mixed_precision_is_promoted() -> None:
-    module, x, g = nn.Linear(3, 2), torch.rand(4, 3), torch.rand(1, 4, 2)
-    J = LinearRule().per_example_grads(module, (x,), {}, g.bfloat16())
-    assert J["weight"].dtype == torch.float64
-
-
-def test_many_examples_are_the_same_as_few() -> None:
-    """Rows are found in another way for few examples than for many, and the Gram is summed in pieces."""
-    module, x = nn.Conv2d(3, 2, 3, stride=2, padding=1), torch.randn(300, 3, 9, 9)
-    one_by_one = torch.cat([ConvRule().inputs(module, some) for some in x.split(1)])
-    assert torch.equal(ConvRule().inputs(module, x), one_by_one)
-    torch.testing.assert_close(
-        ConvRule().input_gram(module, x)[0], torch.einsum("bsi,bsj->ij", one_by_one, one_by_one), rtol=1e-11, atol=1e-9
-    )
-
-
 # --------------------------------------------------------------------------------------------- rules of users
 class MyLinear(nn.Module):
     def __init__(self) -> None:
@@ -236,102 +214,6 @@ class MyLinearRule(AffineRule):
 
     def grads(self, m: nn.Module, g: Tensor) -> Tensor:
         return g[:, :, None]
-
-
-class Heads(nn.Module):
-    """A weight with two output axes, a bias with an extra one, the input as second argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(4, 2, 3))
-        self.bias = nn.Parameter(torch.randn(1, 6))
-
-    def forward(self, scale: float, x: Tensor) -> Tensor:  # [B, T, 4] -> [B, T, 2, 3]
-        return torch.einsum("bti,iho->btho", x, self.kernel) + self.bias.view(2, 3)
-
-
-class HeadsRule(AffineRule):
-    def patterns(self, m: nn.Module) -> dict[str, str]:
-        return {"kernel": "i h o -> (h o) i", "bias": "1 r -> r 1"}
-
-    def input_of(self, m: nn.Module, args: Any, kwargs: Any) -> Tensor:
-        return args[-1]
-
-    def inputs(self, m: nn.Module, x: Tensor) -> Tensor:
-        return x
-
-    def grads(self, m: nn.Module, g: Tensor) -> Tensor:
-        return g.flatten(3)
-
-
-class Lookup(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(5, 2))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.table[tokens]
-
-
-class LookupRule(AffineRule):
-    def patterns(self, m: nn.Module) -> dict[str, str]:
-        return {"table": "v d -> d v"}
-
-    def inputs(self, m: nn.Module, x: Tensor) -> Tensor:
-        return one_hot(x, 5).double()
-
-    def grads(self, m: nn.Module, g: Tensor) -> Tensor:
-        return g
-
-
-class Experts(nn.Module):
-    """As many matrices as experts, in one parameter along its first axis."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3 * 2, 4))
-        self.bias = nn.Parameter(torch.randn(3, 2))
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, T, 3, 4] -> [B, T, 3, 2]
-        return torch.einsum("btei,eoi->bteo", x, self.weight.view(3, 2, 4)) + self.bias
-
-
-class ExpertsRule(AffineRule):
-    def patterns(self, m: nn.Module) -> dict[str, str]:
-        return {"weight": "(e o) i -> e o i", "bias": "e o -> e o 1"}
-
-    def sizes(self, m: nn.Module) -> dict[str, int]:
-        return {"e": 3}
-
-    def inputs(self, m: nn.Module, x: Tensor) -> Tensor:
-        return x
-
-    def grads(self, m: nn.Module, g: Tensor) -> Tensor:
-        return g
-
-
-@pytest.mark.parametrize(
-    ("rule", "module", "args"),
-    [
-        (MyLinearRule(), MyLinear(), (torch.randn(B, 3, dtype=torch.float64),)),
-        (HeadsRule(), Heads(), (1.0, torch.randn(B, 5, 4, dtype=torch.float64))),
-        (LookupRule(), Lookup(), (torch.randint(5, (B, 4)),)),
-        (ExpertsRule(), Experts(), (torch.randn(B, 5, 3, 4, dtype=torch.float64),)),
-    ],
-    ids=["MyLinear", "Heads", "Lookup", "Experts"],
-)
-def test_three_facts_are_enough(rule: AffineRule, module: nn.Module, args: Any, loop: Any, same: Any) -> None:
-    module = module.double()
-    g, x = torch.randn(V, *module(*args).shape), args[-1]
-    same(rule.per_example_grads(module, args, {}, g), loop(module, args, {}, g))
-    a, rows = rule.inputs(module, x), rule.grads(module, g)
-    A, total, count = rule.input_gram(module, x)
-    torch.testing.assert_close(A, torch.einsum("bs...i,bs...j->...ij", a, a))
-    torch.testing.assert_close(total, a.sum((0, 1)))
-    assert count == len(a) * a.shape[1]
-    torch.testing.assert_close(rule.mean_inputs(module, x), a.mean(1))
-    torch.testing.assert_close(rule.grad_gram(module, g), torch.einsum("vbs...o,vbs...p->...op", rows, rows))
-    torch.testing.assert_close(rule.sum_grads(module, g), rows.sum(2))
 
 
 def test_the_comparison_can_fail(loop: Any, same: Any) -> None:

@@ -8,12 +8,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import check_fast_paths
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from curvlinops_plus.layer import AffineRule, LayerRule, rule_of
-from curvlinops_plus.layer import bilinear as bilinear_file
 from curvlinops_plus.layer.bilinear import BilinearRule
 from curvlinops_plus.layer.huggingface import Conv1DRule
 
@@ -58,18 +55,6 @@ def test_bilinear_in_half_precision_is_summed_in_float32() -> None:
         torch.testing.assert_close(halves[key], J)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.tuples(*[st.integers(1, 5)] * 5), st.sampled_from([1, 8 * 2**20]))
-def test_bilinear_rows_in_pieces(sizes: tuple[int, ...], work: int) -> None:
-    i1, i2, o, N, S = sizes
-    module = nn.Bilinear(i1, i2, o)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bilinear_file, "_ROW_BYTES", work)
-        check_fast_paths(
-            BILINEAR, module, torch.randn(30 * N, S, i1 + i2), torch.randn(V, 30 * N, S, o), tolerance=1e-12
-        )
-
-
 def test_every_option_of_bilinear_is_handled(loop: Any, same: Any) -> None:
     """A new option in a future PyTorch fails here until somebody says what becomes of it."""
     options = {"in1_features": 3, "in2_features": 4, "out_features": 2, "bias": False, "device": "cpu"}
@@ -108,12 +93,6 @@ def test_conv1d_of_transformers(positions: tuple[int, ...], loop: Any, same: Any
     assert CONV1D.per_example_grads(module.bfloat16(), (x.bfloat16(),), {}, g)["weight"].dtype == torch.float64
     halves = CONV1D.per_example_grads(module, (x.bfloat16(),), {}, g.bfloat16())
     assert {J.dtype for J in halves.values()} == {torch.float32}
-
-
-def test_message_of_conv1d() -> None:
-    utils = pytest.importorskip("transformers.pytorch_utils")
-    with pytest.raises(ValueError, match=r"Conv1D\(nf=2, nx=3\) got an input of shape \(3,\), expected.*x\[None\]"):
-        CONV1D.inputs(utils.Conv1D(2, 3), torch.rand(3))
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from curvlinops_plus.errors import UnsupportedError
 from curvlinops_plus.layer import LayerRule, rule_of, why_generic
 from curvlinops_plus.layer import convolution_gram as grams
 from curvlinops_plus.layer.conv import ConvRule
-from curvlinops_plus.layer.patches import Geometry
 
 V, B = 2, 3
 RULE = ConvRule()
@@ -138,15 +137,6 @@ def test_each_group_is_a_convolution_of_its_own() -> None:
     for k, channels in enumerate(x.chunk(3, 1)):
         expected = RULE.input_gram(single, channels)
         torch.testing.assert_close((A[k], total[k], count), expected)
-
-
-def test_many_small_groups_take_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    where, x = Geometry.of(nn.Conv2d(32, 32, 3, groups=32)), torch.randn(4, 32, 6, 6)
-    pieces: list[int] = []
-    columns = Geometry.group_columns
-    monkeypatch.setattr(Geometry, "group_columns", lambda *args: pieces.append(args[2]) or columns(*args))
-    grams.grouped_gram(where, x, 32)
-    assert pieces == [32]
 
 
 def test_messages() -> None:

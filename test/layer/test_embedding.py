@@ -82,23 +82,6 @@ def test_padding_leaves_every_statistic() -> None:
     assert EMBEDDING.inputs(nn.Embedding(VOCABULARY, D), x).kept is None
 
 
-def test_gradients_are_not_scaled_by_frequency(same: Any) -> None:
-    plain, x = nn.Embedding(VOCABULARY, D), torch.tensor([[2, 2, 2], [2, 0, 1]])
-    scaled = nn.Embedding.from_pretrained(plain.weight.detach(), freeze=False, scale_grad_by_freq=True)
-    g = torch.randn(V, 2, 3, D)
-    same(EMBEDDING.per_example_grads(scaled, (x,), {}, g), EMBEDDING.per_example_grads(plain, (x,), {}, g))
-    assert not torch.allclose(autodiff(scaled, (x,), {}, g), autodiff(plain, (x,), {}, g))  # what PyTorch does
-
-
-def test_half_precision_is_summed_in_float32() -> None:
-    x, g = torch.randint(VOCABULARY, (B, 5)), torch.randn(V, B, 5, D).bfloat16()
-    halves = EMBEDDING.per_example_grads(nn.Embedding(VOCABULARY, D).bfloat16(), (x,), {}, g)["weight"]
-    twin = EMBEDDING.per_example_grads(nn.Embedding(VOCABULARY, D), (x,), {}, g.double())["weight"]
-    assert (halves.dtype, twin.dtype) == (torch.float32, torch.float64)
-    torch.testing.assert_close(halves, twin.float())
-    assert EMBEDDING.input_gram(nn.Embedding(VOCABULARY, D).bfloat16(), x)[0].dtype == torch.float32
-
-
 def test_messages_of_embeddings() -> None:
     with pytest.raises(ValueError, match=r"Embedding\(7, 3\) got an input of shape \(\), expected \[exam.*x\[None\]"):
         EMBEDDING.inputs(nn.Embedding(VOCABULARY, D), torch.tensor(3))
@@ -185,26 +168,6 @@ def test_bags_without_entries_are_not_kept() -> None:
     weighted = nn.EmbeddingBag(VOCABULARY, D, mode="sum")
     zero = BAG.input_of(weighted, (torch.tensor([[2, 3]]),), {"per_sample_weights": torch.zeros(1, 2)})
     assert BAG.inputs(weighted, zero).count() == 1  # a row that happens to be zero
-
-
-def test_weights_are_exact_in_any_precision() -> None:
-    module, weights = nn.EmbeddingBag(VOCABULARY, D, mode="sum").float(), torch.randn(2, 3).float()
-    x = BAG.input_of(module, (torch.randint(VOCABULARY, (2, 3)),), {"per_sample_weights": weights.requires_grad_()})
-    assert (x.dtype, x.requires_grad) == (torch.float64, False)
-    rows = BAG.inputs(module, x)
-    assert rows.dtype == torch.float32
-    assert rows.weight is not None
-    assert torch.equal(rows.weight[:, 0], weights)
-
-
-def test_half_precision_of_bags() -> None:
-    x, g = torch.randint(VOCABULARY, (B, 5)), torch.randn(V, B, D).bfloat16()
-    weights = torch.rand(B, 5).bfloat16()
-    half = nn.EmbeddingBag(VOCABULARY, D, mode="sum").bfloat16()
-    J = BAG.per_example_grads(half, (x,), {"per_sample_weights": weights}, g)["weight"]
-    twin = BAG.per_example_grads(half.double(), (x,), {"per_sample_weights": weights.double()}, g.double())["weight"]
-    assert J.dtype == torch.float32
-    torch.testing.assert_close(J, twin.float())
 
 
 def test_the_largest_entry_is_for_the_generic_rule() -> None:
@@ -306,15 +269,6 @@ def test_every_constructor_option_is_handled(kind: type[Any], more: Any, same: A
         check(rule, module, args, {}, g)
         twin, tolerance = autodiff(module, args, {}, g), 1e-12 if g.dtype == torch.float64 else 1e-4
         same(rule.per_example_grads(module, args, {}, g), {"weight": twin}, tolerance)
-
-
-def test_subclasses() -> None:
-    class Scaled(nn.Embedding):
-        def forward(self, input: Tensor) -> Tensor:
-            return 2 * super().forward(input)
-
-    assert type(rule_of(Scaled(VOCABULARY, D))) is LayerRule
-    assert "another `forward` than Embedding" in why_generic(Scaled(VOCABULARY, D))
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

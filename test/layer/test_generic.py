@@ -387,22 +387,6 @@ class TestEveryModule:
             assert pattern.split("->")[1].split()[0] == "1"
 
 
-def test_patterns_name_every_direct_parameter() -> None:
-    expected = {
-        "scale": "-> 1 1",
-        "token": "d0 d1 -> 1 (d0 d1)",
-        "frozen": "d0 -> 1 (d0)",
-        "unused": "d0 d1 -> 1 (d0 d1)",
-    }
-    assert LayerRule().patterns(Custom()) == expected
-
-
-def test_unused_parameters_have_gradient_zero() -> None:
-    module, args, kwargs, g = build(next(case for case in CASES if case.name == "custom"))
-    assert isinstance(module, Custom)
-    assert not LayerRule().per_example_grads(module, args, kwargs, g)["unused"].any()
-
-
 def test_no_parameters_and_no_dependence() -> None:
     assert LayerRule().per_example_grads(nn.ReLU(), (torch.randn(B, 2),), {}, torch.randn(V, B, 2)) == {}
 
@@ -420,41 +404,6 @@ def test_inputs_that_all_examples_share(same: Any) -> None:
     module, g = nn.Embedding(6, 4), torch.randn(V, B, 5, 4)
     shared = LayerRule().per_example_grads(module, (torch.arange(5)[None],), {}, g)
     same(shared, LayerRule().per_example_grads(module, (torch.arange(5).expand(B, 5),), {}, g))
-
-
-def test_half_precision_is_computed_in_float32(same: Any) -> None:
-    module, x, g = nn.LayerNorm(4), torch.randn(B, 4).bfloat16(), torch.randn(V, B, 4).bfloat16()
-    module.bfloat16()
-    halves = LayerRule().per_example_grads(module, (x,), {}, g)
-    with torch.autocast("cpu"):
-        same(LayerRule().per_example_grads(module, (x,), {}, g), halves)
-    module.float()
-    same(halves, LayerRule().per_example_grads(module, (x.float(),), {}, g.float()), 1e-6)
-
-
-def test_children_keep_their_own_use_of_a_shared_parameter(same: Any) -> None:
-    class Parent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.child = nn.Linear(4, 4, bias=False)
-            self.weight = self.child.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.child(x) @ self.weight
-
-    module, x, g = Parent(), torch.randn(B, 4), torch.randn(V, B, 4)
-    own = torch.einsum("bi,vbo->vbio", module.child(x).detach(), g)  # of the second factor alone
-    same(LayerRule().per_example_grads(module, (x,), {}, g), {"weight": own})
-
-
-def test_memory_is_bounded() -> None:
-    module, x, g = nn.LayerNorm(1000), torch.randn(50, 1000), torch.randn(4, 50, 1000)
-    call = replay._Call(module, (x,), {}, 50)
-    assert call.chunk_sizes([g], 2**40) == (4, 50)
-    vectors, examples = call.chunk_sizes([g], 2**20)
-    assert vectors == 4
-    assert 1 < examples < 50
-    assert call.chunk_sizes([g], 1) == (1, 1)
 
 
 class TestRefusals:
@@ -591,17 +540,6 @@ def test_parameters_behind_parametrizations_are_named() -> None:
     assert differentiable_parameters(parent) == {}
 
 
-def test_a_cached_parametrization_is_computed_again(same: Any) -> None:
-    """`cached()` hands out one tensor for all uses, which would be a constant at the parameters of a replay."""
-    module, x, g = twice_parametrized(), torch.randn(B, 4), torch.randn(V, B, 3)
-    expected = LayerRule().per_example_grads(module, (x,), {}, g)
-    with parametrize.cached():
-        before = module.weight
-        same(LayerRule().per_example_grads(module, (x,), {}, g), expected)
-        assert module.weight is before
-    assert expected["parametrizations.weight.original1"].any()
-
-
 # --------------------------------------------------------------------------------------------- axes of the examples
 
 
@@ -631,10 +569,3 @@ def test_axes(slow: bool, loop: Any, same: Any, monkeypatch: pytest.MonkeyPatch)
     same(LayerRule().replay(module, (x, shared.movedim(1, 0)), kwargs, g, in_axes, out_axes), expected)
     same(LayerRule().replay(module, (x, shared), kwargs, g, in_axes, out_axes), expected)
     assert expected["weight"].abs().sum() > 0
-
-
-def test_one_example(loop: Any, same: Any) -> None:
-    """Then everything of size one carries examples."""
-    module, args, kwargs, g = build(next(case for case in CASES if case.name == "several-tuple"))
-    args, g = (args[0][:1],), [t[:, :1] for t in g]
-    same(LayerRule().per_example_grads(module, args, kwargs, g), loop(module, args, kwargs, g))

@@ -76,27 +76,6 @@ def test_everything_is_that_of_the_rows_written_out(rows: SparseRows, V: int, o:
     check(rows, V, o)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.data())
-def test_several_calls_are_more_positions(data: st.DataObject) -> None:
-    parts = data.draw(st.lists(sparse(examples=3, size=5), min_size=1, max_size=3))
-    together = SparseRows.cat(parts)
-    close(written_out(together), torch.cat([written_out(part) for part in parts], 1))
-    check(together)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(sparse(examples=6), st.data())
-def test_masks_and_positions(rows: SparseRows, data: st.DataObject) -> None:
-    mask = torch.rand(rows.shape[:2], generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9)))) < 0.5
-    masked = rows.masked(mask)
-    close(written_out(masked), written_out(rows) * mask[..., None])
-    assert masked.count() == (mask if rows.kept is None else mask & rows.kept).sum()
-    folded = masked.reshape(data.draw(st.sampled_from([1, 2, 3, 6])))
-    close(written_out(folded), written_out(masked).reshape(folded.shape))
-    check(folded)
-
-
 def test_vectors_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = SparseRows(torch.randint(5, (4, 3, 2)), torch.randn(4, 3, 2), 5)
     check(rows, V=7)
@@ -148,14 +127,6 @@ def test_nothing_is_written_out() -> None:
         assert rows.sum().shape == rows.square_sum().shape == rows.mean_square().shape == (size,)
     with at_most(max(size * o, V * B * S * L * o)):
         assert rows.squared(g, Q).shape == (o, size)
-
-
-def test_the_measurement_can_fail() -> None:
-    rows = SparseRows(torch.randint(1000, (8, 4, 1)), None, 1000)
-    with pytest.raises(AssertionError), at_most(8 * 4 * 1000 - 1):
-        rows.to_dense()
-    with at_most(8 * 4 * 1000):
-        rows.to_dense()
 
 
 # --------------------------------------------------------------------------------------------------- mistakes

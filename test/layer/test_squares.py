@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from curvlinops_plus.layer import squares
-from curvlinops_plus.layer.squares import Basis, squared_examples, squared_gradients
-from curvlinops_plus.linalg.aligned import aligned, is_aligned
+from curvlinops_plus.layer.squares import Basis, squared_gradients
 
 F64 = torch.float64
 
@@ -65,28 +64,3 @@ def test_squares_are_those_of_the_formula(
             torch.testing.assert_close(added, 2 * expected, rtol=1e-11, atol=1e-11)
     assert torch.equal(g, before[0])
     assert torch.equal(a, before[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_rows_of_totals_begin_cache_lines(dtype: torch.dtype) -> None:
-    """Also of those that were stored, so that who goes on from them rounds as who goes on from the first."""
-    M = aligned(3, 21, like=torch.zeros(1, dtype=dtype))
-    assert M.shape == (3, 21)
-    assert M.dtype == dtype
-    assert is_aligned(M)
-    assert not is_aligned(torch.zeros(3, 21, dtype=dtype))
-    assert not is_aligned(torch.zeros(32, 32, dtype=dtype).T[:, ::2])
-    g, a = normal(4, 1, 3).to(dtype), normal(4, 1, 21).to(dtype)
-    total = squared_gradients(g, a)
-    assert is_aligned(total)
-    stored = squared_gradients(g, a, total=total.contiguous())
-    assert is_aligned(stored)
-    assert torch.equal(stored, squared_gradients(g, a, total=total))
-
-
-def test_gradients_stay_as_they_are() -> None:
-    """Also where no basis makes other ones of them."""
-    J = torch.randn(4, 2, 3)
-    before, total = J.clone(), torch.ones(2, 3)
-    assert torch.allclose(squared_examples(J, None, None, total), 1 + J.square().sum(0))
-    assert torch.equal(J, before)

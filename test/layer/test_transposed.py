@@ -196,12 +196,6 @@ def test_every_constructor_option_is_handled(kind: type[Any], loop: Any, same: A
         same(rule_of(module).per_example_grads(module, (x,), {}, g), loop(module, (x,), {}, g), tolerance)
 
 
-def test_lazy_layers_become_plain_ones() -> None:
-    module = nn.LazyConvTranspose2d(3, 2)
-    module(torch.randn(B, 2, 3, 3))
-    assert type(rule_of(module)) is TransposedConvRule
-
-
 def test_messages() -> None:
     message = r"ConvTranspose2d got an input of shape \(2, 5, 5\), expected 4 dimensions, examples first.*x\[None\]"
     for call in (RULE.inputs, RULE.input_gram, RULE.mean_inputs):

@@ -224,31 +224,6 @@ def test_distributions_without_a_fisher_matrix() -> None:
                 use()
 
 
-def test_a_divergence_of_the_user_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributions import kl
-
-    monkeypatch.setattr(kl, "_KL_REGISTRY", dict(kl._KL_REGISTRY))
-    monkeypatch.setattr(kl, "_KL_MEMOIZE", {})
-
-    class Counts(distributions.NegativeBinomial):
-        """Overdispersed counts with mean `total_count · exp(logits)`."""
-
-    @distributions.register_kl(Counts, Counts)
-    def _(p: Counts, q: Counts) -> Tensor:
-        return (
-            p.mean * (p.logits - q.logits)
-            + (p.total_count + p.mean) * ((q.logits.exp() + 1) / (p.logits.exp() + 1)).log()
-        )
-
-    likelihood = FromDistribution(lambda f: Counts(3.0, logits=f))
-    F, Y = likelihood.canonical(OUTPUT, torch.ones(4, 3, dtype=F64), 4)
-    v = likelihood.draw(F, Y, 4000, uniforms(1))
-    fisher = likelihood.hessian_product(F, Y, torch.ones_like(F))
-    torch.testing.assert_close(fisher, 3.0 * F.sigmoid())
-    z = (v.square().mean(0) - fisher).abs() / (v.square().std(0) / 4000**0.5)
-    assert z.max() < 4
-
-
 def test_poisson_has_the_hessian_of_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(likelihood_file, "_MAKERS", dict(likelihood_file._MAKERS))
 

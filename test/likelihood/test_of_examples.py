@@ -91,5 +91,5 @@ def test_states_and_training() -> None:
             value = loss(model(X), y)
             value.backward()
             optimizer.step()
-            values.append(float(value))
+            values.append(value.item())
     assert values[-2:] < [0.95 * value for value in values[:2]]

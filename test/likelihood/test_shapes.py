@@ -53,19 +53,6 @@ def test_class_axis() -> None:
     assert torch.equal(Y_flat, Y)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
-def test_class_indices_of_any_integer_type(dtype: torch.dtype) -> None:
-    assert CE.canonical(torch.randn(2, 3), torch.tensor([0, 2], dtype=dtype), 2)[1].dtype == torch.int64
-
-
-def test_ignored_targets_need_not_be_classes() -> None:
-    for ignored in (-100, -1, 255):
-        ce = likelihood_of(nn.CrossEntropyLoss(ignore_index=ignored))
-        F, Y = ce.canonical(torch.randn(2, 3), torch.tensor([0, ignored]), 2)
-        assert ce.count(F, Y) == 1
-        assert ce.nll(F, Y)[1] == 0
-
-
 # ------------------------------------------------------------------------------------------ refused
 
 
@@ -138,15 +125,6 @@ def test_targets_without_a_root(loss: nn.Module, message: str) -> None:
         next(iter(likelihood.hessian_root_columns(F, Y)))
     with pytest.raises(UnsupportedError, match=message):
         likelihood.draw(F, Y, 1, torch.rand)
-
-
-@pytest.mark.parametrize("option", ["weight", "pos_weight"])
-def test_binary_weights_that_belong_to_one_batch(option: str) -> None:
-    for f, value in [(torch.zeros(4, 3), torch.ones(4, 1)), (torch.zeros(4), torch.ones(4))]:
-        options: dict[str, Any] = {option: value}
-        likelihood = likelihood_of(nn.BCEWithLogitsLoss(**options))
-        with pytest.raises(UnsupportedError, match=rf"Loss\({option}=...\) of shape \[4.*batch with 4 examples"):
-            likelihood.canonical(f, f, 4)
 
 
 @pytest.mark.parametrize("option", ["weight", "pos_weight"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from curvlinops_plus import EKFACLinearOperator, FisherType, GGNLinearOperator, HessianLinearOperator
+from curvlinops_plus import EKFACLinearOperator, FisherType, GGNLinearOperator
 from curvlinops_plus.errors import CurvatureWarning
 from curvlinops_plus.linalg import (
     CGInverseLinearOperator,
@@ -26,7 +25,6 @@ from curvlinops_plus.linalg import (
     LSMRInverseLinearOperator,
     MINRESInverseLinearOperator,
     NeumannInverseLinearOperator,
-    SolveInfo,
     Space,
     Structure,
     cg,
@@ -46,8 +44,8 @@ each_solver = pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 each_relative = pytest.mark.parametrize("solver", RELATIVE.values(), ids=RELATIVE)
 
 
-def with_eigenvalues(values: Tensor, seed: int = 0) -> Tensor:
-    Q = orthogonal(len(values), seed)
+def with_eigenvalues(values: Tensor) -> Tensor:
+    Q = orthogonal(len(values))
     return (Q * values) @ Q.T
 
 
@@ -55,9 +53,8 @@ def spread(n: int, condition: float) -> Tensor:
     return torch.logspace(0, -float(np.log10(condition)), n, dtype=F64)
 
 
-def indefinite(n: int, condition: float) -> Tensor:
-    values = spread(n, condition)
-    return with_eigenvalues(values * torch.where(torch.arange(n) % 2 == 0, 1.0, -1.0))
+def tight(solver: Callable[..., Any], tolerance: float) -> dict[str, float]:
+    return {"atol": tolerance, "btol": tolerance} if solver is lsmr else {"tol": tolerance}
 
 
 def residual(M: Tensor, x: Tensor, b: Tensor) -> Tensor:
@@ -76,13 +73,8 @@ class Counting(LinearOperator):
     """Remembers how many columns each product had."""
 
     def __init__(self, A: LinearOperator) -> None:
+        super().__init__(A.in_space, A.dtype, A.device, A.structure)
         self.A, self.columns = A, []
-
-    in_space = property(lambda self: self.A.in_space)
-    out_space = property(lambda self: self.A.out_space)
-    dtype = property(lambda self: self.A.dtype)
-    device = property(lambda self: self.A.device)
-    structure = property(lambda self: self.A.structure)
 
     def _matmat(self, X: Tensor) -> Tensor:
         self.columns.append(X.shape[1])
@@ -96,120 +88,99 @@ class Counting(LinearOperator):
 
 
 @each_solver
-@pytest.mark.parametrize("dtype", [F64, F32])
+@pytest.mark.parametrize("dtype", [F64, F32, torch.bfloat16])
 def test_solves(solver, dtype: torch.dtype, device: torch.device) -> None:
-    M = psd(20, 20)
-    A = Dense(M.to(device, dtype), PSD)
+    """Half precision is computed in float32; autocast changes nothing."""
+    M = psd(20, 20).to(dtype)
     b = normal(20, 3).to(device, dtype)
-    tolerances = {"atol": 1e-9, "btol": 1e-9} if solver is lsmr else {"tol": 1e-6}
-    x, info = solver(A, b, **tolerances) if dtype == F64 else solver(A, b)
+    exact = torch.linalg.solve(M.double(), b.cpu().double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x, info = quietly(solver, Dense(M.to(device), PSD), b, **(tight(solver, 1e-9) if dtype == F64 else {}))
     assert x.dtype == dtype
     assert x.device.type == device.type
-    torch.testing.assert_close(x.cpu().double(), torch.linalg.solve(M, b.cpu().double()), rtol=1e-3, atol=1e-4)
-    assert info.converged.all()
+    if dtype == torch.bfloat16:
+        torch.testing.assert_close(x.cpu().double(), exact, rtol=0.1, atol=0.1)
+        return
+    torch.testing.assert_close(x.cpu().double(), exact, rtol=1e-3, atol=1e-4)
     assert info.reason == "converged"
-    assert info.converged.shape == info.relative_residual.shape == (3,)
+    assert info.converged.tolist() == [True] * 3
     torch.testing.assert_close(info.relative_residual.cpu(), residual(M, x.cpu(), b.cpu()), rtol=0.1, atol=2e-7)
     assert 0 < info.iterations <= 40
 
 
 @each_solver
-def test_every_form_of_a_vector(solver) -> None:
-    M, space = psd(6, 6), Space.from_shapes({"a": (2, 2), "b": (2,)})
-    A, b = OnlyProducts(M, space), normal(6, 2)
-    expected = torch.linalg.solve(M, b)
-    options = {"atol": 1e-12, "btol": 1e-12} if solver is lsmr else {"tol": 1e-12}
+def test_every_form_of_a_vector_and_a_first_guess(solver) -> None:
+    M, space, b = psd(6, 6), Space.from_shapes({"a": (2, 2), "b": (2,)}), normal(6, 2)
+    A, exact = OnlyProducts(M, space), torch.linalg.solve(M, b)
     for question in (b, b[:, 0], b.numpy(), space.unflatten(b), list(space.unflatten(b).values())):
-        x, info = solver(A, question, **options)
+        x, info = solver(A, question, **tight(solver, 1e-12))
         assert type(x) is type(question)
-        if isinstance(x, np.ndarray):
-            x = torch.from_numpy(x.copy())
-        flat = x if isinstance(x, Tensor) else space.flatten(x)
-        close(flat, expected if flat.ndim == 2 else expected[:, 0])
+        flat = torch.as_tensor(x) if isinstance(x, (Tensor, np.ndarray)) else space.flatten(x)
+        close(flat, exact if flat.ndim == 2 else exact[:, 0])
         assert len(info.converged) == (1 if flat.ndim == 1 else 2)
+    x, info = solver(A, 50 * b, x0=50 * exact)
+    assert info.iterations == 0
+    close(x, 50 * exact)
+    x, info = solver(A, 50 * b, x0=50 * exact[:, 0])  # of one column, for both
+    assert info.iterations > 0
+    torch.testing.assert_close(x, 50 * exact, rtol=1e-3, atol=1e-2)
+    with pytest.raises(ValueError, match="a first guess with 1 or 2 columns, as the right-hand side, got 3"):
+        solver(A, b, x0=normal(6, 3))
 
 
 @each_solver
-def test_zero_right_hand_sides_and_small_shapes(solver) -> None:
-    A = Dense(psd(5, 5), PSD)
-    b = normal(5, 3)
+def test_zeros_small_shapes_and_other_scales(solver) -> None:
+    A, b = Dense(psd(5, 5), PSD), normal(5, 3)
     b[:, 1] = 0
     x, info = solver(A, b, x0=normal(5, seed=1))
     assert (x[:, 1] == 0).all()
     assert info.relative_residual[1] == 0
     assert info.converged.all()
     x, info = solver(A, torch.zeros(5, dtype=F64))
-    assert (x == 0).all()
-    assert info.iterations == 0
-    assert info.reason == "converged"
-    x, info = solver(A, torch.zeros(5, 0, dtype=F64))
-    assert x.shape == (5, 0)
-    assert info.converged.shape == (0,)
+    assert (info.iterations, info.reason) == (0, "converged")
+    assert solver(A, torch.zeros(5, 0, dtype=F64))[0].shape == (5, 0)
     one, info = solver(Dense(torch.tensor([[4.0]]), PSD), torch.tensor([2.0]))
     assert one.item() == pytest.approx(0.5, rel=1e-5)
-    assert info.iterations <= 2
-
-
-@each_solver
-@pytest.mark.parametrize("dtype", [F64, F32])
-@pytest.mark.parametrize("size", [1e-30, 1e25])
-def test_tiny_and_huge_numbers(solver, dtype: torch.dtype, size: float) -> None:
-    A, b = Dense(psd(8, 8).to(dtype), PSD), normal(8, 2).to(dtype)
-    plain, info = solver(A, b)
-    scaled, scaled_info = solver(A, b * size)
-    torch.testing.assert_close(scaled / size, plain, rtol=1e-3, atol=1e-4)
-    assert scaled_info.converged.all()
-    tiny_A, info = solver(Dense(1e-15 * psd(8, 8).to(dtype), PSD), b)
-    torch.testing.assert_close(tiny_A * 1e-15, plain, rtol=1e-3, atol=1e-4)
-    assert info.converged.all()
-
-
-@each_solver
-def test_a_first_guess(solver) -> None:
-    M, b = psd(6, 6), normal(6, 2)
-    A, exact = Dense(M, PSD), torch.linalg.solve(M, b)
-    for guess in (exact, exact.numpy()):
-        x, info = solver(A, b, x0=guess)
-        assert info.iterations == 0
-        close(x, exact)
-    one, info = solver(A, b, x0=exact[:, 0])
-    assert info.iterations > 0
-    torch.testing.assert_close(one, exact, rtol=1e-3, atol=1e-4)
-    with pytest.raises(ValueError, match="a first guess with 1 or 2 columns, as the right-hand side, got 3"):
-        solver(A, b, x0=normal(6, 3))
+    for dtype in (F64, F32):
+        M, b = psd(8, 8).to(dtype), normal(8, 2).to(dtype)
+        plain, _ = solver(Dense(M, PSD), b)
+        for c, size in ((1, 1e-30), (1, 1e25), (1e-15, 1)):
+            x, info = solver(Dense(c * M, PSD), size * b)
+            torch.testing.assert_close(x * (c / size), plain, rtol=1e-3, atol=1e-4)
+            assert info.converged.all()
 
 
 @each_solver
 def test_columns_end_by_themselves(solver) -> None:
-    """Easy columns leave the batch, and get the solution that they get alone."""
+    """Easy columns leave the batch, and get the solution that they get alone; so does one with NaN."""
     values = torch.linspace(1, 30, 30, dtype=F64)
-    A = Counting(Diagonal(values))
-    b = torch.zeros(30, 3, dtype=F64)
+    A, b = Counting(Diagonal(values)), torch.zeros(30, 3, dtype=F64)
     b[4, 0] = 1  # an eigenvector: one iteration
     b[:3, 1] = 1  # three of them: three iterations
     b[:, 2] = normal(30)
-    options = {"atol": 1e-10, "btol": 1e-10} if solver is lsmr else {"tol": 1e-10}
-    x, info = solver(A, b, **options)
+    x, info = solver(A, b, **tight(solver, 1e-10))
     torch.testing.assert_close(x, b / values[:, None], rtol=1e-6, atol=1e-8)
     assert info.iterations > 10
     assert sum(A.columns) < info.iterations + 12  # the looks at true residuals included
-    for column in range(3):
-        alone, _ = solver(A.A, b[:, column], **options)
-        torch.testing.assert_close(alone, x[:, column], rtol=1e-7, atol=1e-10)
+    alone, _ = solver(A.A, b[:, 1], **tight(solver, 1e-10))
+    torch.testing.assert_close(alone, x[:, 1], rtol=1e-7, atol=1e-10)
+    b[2, 1] = torch.nan
+    with pytest.warns(CurvatureWarning, match=r"for 1 of 3 columns.* is nan: converged \(columns 0, 2\); the right"):
+        x, info = solver(A, b)
+    assert info.converged.tolist() == [True, False, True]
+    assert torch.isfinite(x[:, ::2]).all()
 
 
 @each_solver
-@pytest.mark.parametrize("condition", [1e2, 1e8, 1e12])
+@pytest.mark.parametrize("condition", [1e2, 1e8])
 @pytest.mark.parametrize("dtype", [F64, F32])
 def test_ill_conditioned_meets_its_tolerance_or_warns(solver, condition: float, dtype: torch.dtype) -> None:
     """Never neither; and what `info` says is true."""
     M = with_eigenvalues(spread(60, condition)).to(dtype)
-    A = Dense(M, PSD)
     b = torch.cat([normal(60, 2).to(dtype), M @ normal(60, 2, seed=1).to(dtype)], dim=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        x, info = solver(A, b)
-    assert torch.isfinite(x).all()
+        x, info = solver(Dense(M, PSD), b)
     true = residual(M, x, b)
     # Rounding in the last residual alone.
     slack = torch.finfo(dtype).eps * 60 * torch.linalg.vector_norm(x.double(), dim=0) / b.double().norm(dim=0)
@@ -217,82 +188,9 @@ def test_ill_conditioned_meets_its_tolerance_or_warns(solver, condition: float, 
     assert bool(info.converged.all()) == (not caught)
     if solver is not lsmr:
         assert torch.equal(info.converged, info.relative_residual <= 1e-5)
+        assert info.converged.tolist() == ([True] * 4 if condition == 1e2 else [False, False, True, True])
     if caught:
-        assert issubclass(caught[0].category, CurvatureWarning)
-        worst = info.relative_residual[~info.converged].max()
-        assert f"{worst:.1e}" in str(caught[0].message)
-    if condition == 1e2:
-        assert info.converged.all()
-    if condition == 1e8 and solver is not lsmr:
-        assert not info.converged[:2].any()
-        assert info.converged[2:].all()
-
-
-@each_solver
-def test_singular_but_consistent(solver) -> None:
-    values = torch.cat([torch.linspace(1, 5, 6, dtype=F64), torch.zeros(4, dtype=F64)])
-    M = with_eigenvalues(values)
-    b = M @ normal(10, 3)
-    x, info = solver(Dense(M, PSD), b)
-    assert info.converged.all()
-    # Without a first guess in the null space, it is the solution of least norm.
-    torch.testing.assert_close(x, torch.linalg.pinv(M, rtol=1e-10) @ b, rtol=1e-3, atol=1e-4)
-
-
-@each_solver
-def test_nothing_of_the_caller_is_kept_or_changed(solver) -> None:
-    M = psd(5, 5).requires_grad_()
-    b = normal(5).requires_grad_()
-    before = b.detach().clone()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        x, _ = solver(Dense(M, PSD), b)
-    assert not x.requires_grad
-    assert M.grad is None
-    assert torch.equal(b, before)
-    torch.testing.assert_close(x, torch.linalg.solve(M.detach(), before), rtol=1e-3, atol=1e-4)
-    with torch.inference_mode():
-        inside, _ = solver(Dense(psd(5, 5), PSD), before)
-    torch.testing.assert_close(inside.clone(), x, rtol=1e-3, atol=1e-4)
-
-
-class Itself(Counting):
-    """Returns the vectors that it was given, not copies."""
-
-    def _matmat(self, X: Tensor) -> Tensor:
-        return X
-
-    _rmatmat = _matmat
-
-
-@each_solver
-def test_products_that_return_their_argument(solver) -> None:
-    b = normal(5, 2)
-    before = b.clone()
-    options = {} if solver is lsmr else {"preconditioner": lambda R: R}
-    x, info = solver(Itself(Dense(torch.eye(5, dtype=F64), PSD)), b, x0=normal(5, seed=1), **options)
-    assert info.converged.all()
-    assert torch.equal(b, before)
-    torch.testing.assert_close(x, b, rtol=1e-4, atol=1e-5)
-
-
-@each_solver
-def test_half_precision_computes_in_float32(solver) -> None:
-    M = psd(6, 6).to(torch.bfloat16)
-    b = normal(6).to(torch.bfloat16)
-    x, _ = quietly(solver, Dense(M, PSD), b)
-    assert x.dtype == torch.bfloat16
-    torch.testing.assert_close(x.double(), torch.linalg.solve(M.double(), b.double()), rtol=0.1, atol=0.1)
-
-
-@each_solver
-def test_columns_with_nan(solver) -> None:
-    b = normal(5, 3)
-    b[2, 1] = torch.nan
-    with pytest.warns(CurvatureWarning, match=r"for 1 of 3 columns.* is nan: converged \(columns 0, 2\); the right"):
-        x, info = solver(Dense(psd(5, 5), PSD), b)
-    assert info.converged.tolist() == [True, False, True]
-    assert info.relative_residual[1].isnan()
-    assert torch.isfinite(x[:, ::2]).all()
+        assert f"{info.relative_residual[~info.converged].max():.1e}" in str(caught[0].message)
 
 
 @each_solver
@@ -302,82 +200,43 @@ def test_a_matrix_with_nan(solver) -> None:
     with pytest.warns(CurvatureWarning, match="a product with A has NaN or infinite entries"):
         x, info = solver(Dense(M, PSD), normal(5))
     assert not info.converged.any()
-    assert info.relative_residual.tolist() == [1.0]
     assert (x == 0).all()
-
-
-@each_solver
-@pytest.mark.parametrize("k", [2, 3, 5, 8])
-@pytest.mark.parametrize("columns", [1, 3])
-@pytest.mark.parametrize("once", [False, True])
-def test_a_product_that_becomes_nan(solver, k: int, columns: int, once: bool) -> None:
-    """The k-th product with `A` or its adjoint: iterations end there, and say why."""
-
-    class Fails(Dense):
-        products = 0
-
-        def _count(self, Y: torch.Tensor) -> torch.Tensor:
-            self.products += 1
-            return Y * torch.nan if self.products == k or (self.products > k and not once) else Y
-
-        def _matmat(self, X: torch.Tensor) -> torch.Tensor:
-            return self._count(super()._matmat(X))
-
-        def _rmatmat(self, X: torch.Tensor) -> torch.Tensor:
-            return self._count(super()._rmatmat(X))
-
-    M, b = with_eigenvalues(spread(40, 1e4)), normal(40, columns)
-    A = Fails(M, PSD)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        x, info = solver(A, b)
-    assert torch.isfinite(x).all()
-    if once and not caught:  # it was a product that only tells how far the first guess is
-        assert torch.equal(x, quietly(solver, Dense(M, PSD), b)[0])
-        return
-    (said,) = caught
-    assert "a product with A has NaN or infinite entries" in str(said.message)
-    assert "limit" not in str(said.message)
-    assert info.iterations <= k
-    assert A.products <= k + 8
-    assert not info.converged.any()
 
 
 @each_solver
 def test_the_iteration_limit(solver) -> None:
     A = Dense(with_eigenvalues(spread(30, 1e4)), PSD)
     with pytest.warns(CurvatureWarning, match=r"for 1 of 1 columns; .* after 3 iterations .* limit 3 reached"):
-        x, info = solver(A, normal(30), max_iter=3)
+        _, info = solver(A, normal(30), max_iter=3)
     assert info.iterations == 3
     with pytest.warns(CurvatureWarning, match="after 0 iterations is 1.0e"):
-        x, info = solver(A, normal(30), max_iter=0)
+        x, _ = solver(A, normal(30), max_iter=0)
     assert (x == 0).all()
-    for wrong in (-1, 2.5, True):
-        with pytest.raises(ValueError, match="Expected max_iter to be an integer of at least 0, got"):
-            solver(A, normal(30), max_iter=wrong)
 
 
-REFUSED = [
-    (lambda solve: solve(torch.eye(3), torch.ones(3)), TypeError, r"LinearOperator, got Tensor; wrap it: Dense\(A\)"),
-    (lambda solve: solve(Dense(torch.eye(3)), torch.ones(4)), ValueError, r"Expected shape \[3\]"),
-    (lambda solve: solve(Dense(torch.eye(3)), torch.ones(3, dtype=F64)), TypeError, "got torch.float64"),
-    (lambda solve: solve(Dense(torch.eye(3)), torch.ones(3), atol=-1.0), ValueError, "atol to be at least 0, got -1.0"),
-]
+EYE, ONES = Dense(torch.eye(3), PSD), torch.ones(3)
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: cg(torch.eye(3), ONES), TypeError, r"LinearOperator, got Tensor; wrap it: Dense\(A\)"),
+    (lambda: cg(EYE, torch.ones(4)), ValueError, r"Expected shape \[3\]"),
+    (lambda: cg(EYE, torch.ones(3, dtype=F64)), TypeError, "got torch.float64"),
+    (lambda: cg(EYE, ONES, atol=-1.0), ValueError, "atol to be at least 0, got -1.0"),
+    (lambda: cg(EYE, ONES, tol=float("nan")), ValueError, "tol to be at least 0, got nan"),
+    (lambda: cg(EYE, ONES, max_iter=2.5), ValueError, "max_iter to be an integer of at least 0, got 2.5"),
+    (lambda: cg(Dense(normal(3, 2)), normal(3)), ValueError, "Expected a square matrix, got Dense.*use LSMR"),
+    (lambda: CGInverseLinearOperator(Dense(normal(3, 2))), ValueError, "a square matrix, got Dense.*use LSMRInverse"),
+    (lambda: CGInverseLinearOperator(torch.eye(3)), TypeError, "Expected a LinearOperator, got Tensor; wrap it"),
+    (lambda: cg(EYE, ONES, preconditioner=Dense(torch.eye(4))), ValueError, "a preconditioner of the shape of Dense"),
+    (lambda: cg(EYE, ONES, preconditioner=lambda R: R[:, 0]), ValueError, r"\[3, k\], .*gave it \[3, 1\], got \[3\]"),
+    (lambda: cg(EYE, ONES, preconditioner=3), TypeError, "an operator or a function, got int"),
+    (lambda: neumann(EYE, ONES, num_terms=-1), ValueError, "num_terms to be an integer of at least 0, got -1"),
+    (lambda: neumann(EYE, ONES, num_terms=10_000, scale=10.0), ValueError, r"overflowed at term \d+ of 10001: it div"),
+]  # fmt: skip
 
 
-@each_solver
 @pytest.mark.parametrize(("call", "error", "message"), REFUSED)
-def test_refused(solver, call, error: type[Exception], message: str) -> None:
+def test_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        call(solver)
-
-
-@pytest.mark.parametrize("solver", [cg, minres, neumann])
-def test_only_lsmr_takes_rectangles(solver) -> None:
-    with pytest.raises(ValueError, match=r"Expected a square matrix, got Dense.*use LSMR"):
-        solver(Dense(normal(3, 2)), normal(3))
-    with pytest.raises(ValueError, match="tol to be at least 0, got nan"):
-        solver(Dense(normal(3, 3)), normal(3), tol=float("nan"))
+        call()
 
 
 @settings(max_examples=25, deadline=None)
@@ -387,243 +246,80 @@ def test_solvers_agree(n: int, K: int, seed: int, rank: int) -> None:
     factor = normal(n, min(rank, n), seed=seed)
     M = factor @ factor.T
     b = M @ normal(n, K, seed=seed + 1)
-    A = Dense(M, PSD)
-    for solver in (cg, minres):
-        x, info = quietly(solver, A, b, tol=1e-8)
-        assert info.converged.all() or info.relative_residual.max() < 1e-6
-        assert (torch.linalg.vector_norm(b - M @ x, dim=0) <= 1e-6 * torch.linalg.vector_norm(b, dim=0)).all()
-    x, _ = quietly(lsmr, A, b, atol=1e-12, btol=1e-12, conlim=0)
-    assert (torch.linalg.vector_norm(b - M @ x, dim=0) <= 1e-4 * torch.linalg.vector_norm(b, dim=0)).all()
+    for solver, bound in ((cg, 1e-6), (minres, 1e-6), (lsmr, 1e-4)):
+        options = {"tol": 1e-8} if solver is not lsmr else {"atol": 1e-12, "btol": 1e-12, "conlim": 0}
+        x, _ = quietly(solver, Dense(M, PSD), b, **options)
+        assert (torch.linalg.vector_norm(b - M @ x, dim=0) <= bound * torch.linalg.vector_norm(b, dim=0)).all()
 
 
 # The methods themselves ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5, 9])
+@pytest.mark.parametrize("steps", [1, 2, 9])
 def test_the_iterates_are_scipys(steps: int) -> None:
     M, S, R, b = psd(12, 12), symmetric(12), normal(15, 12), normal(12)
-    M_approx = torch.diag(1 / M.diagonal())
-    for preconditioner in (None, M_approx):
-        ours, _ = quietly(cg, Dense(M, PSD), b, tol=0.0, max_iter=steps, preconditioner=_dense(preconditioner))
-        theirs, _ = sla.cg(M.numpy(), b.numpy(), rtol=0.0, maxiter=steps, M=_numpy(preconditioner))
-        close(ours, torch.from_numpy(theirs))
-    W = torch.diag(torch.rand(12, dtype=F64, generator=torch.Generator().manual_seed(0)) + 0.5)
-    for preconditioner in (None, W):
-        ours, _ = quietly(
-            minres, Dense(S, SYMMETRIC), b, tol=0.0, max_iter=steps, preconditioner=_dense(preconditioner)
-        )
-        theirs, _ = sla.minres(S.numpy(), b.numpy(), rtol=0.0, maxiter=steps, M=_numpy(preconditioner))
-        close(ours, torch.from_numpy(theirs))
+    limit = {"max_iter": steps, "tol": 0.0}
+    for ours, theirs, A, P in (
+        (cg, sla.cg, M, torch.diag(1 / M.diagonal())),
+        (minres, sla.minres, S, torch.diag(normal(12).abs() + 0.5)),
+    ):
+        for own, their in ((None, None), (Dense(P, PSD), P.numpy())):
+            x, _ = quietly(ours, Dense(A, SYMMETRIC), b, preconditioner=own, **limit)
+            close(x, torch.from_numpy(theirs(A.numpy(), b.numpy(), rtol=0.0, maxiter=steps, M=their)[0]))
     c, x0 = normal(15, seed=3), normal(12, seed=4)
-    for damp in (0.0, 0.7):
-        for guess in (None, x0):
-            ours, _ = quietly(lsmr, Dense(R), c, damp=damp, atol=0, btol=0, conlim=0, max_iter=steps, x0=guess)
-            options = {"damp": damp, "atol": 0, "btol": 0, "conlim": 0, "maxiter": steps, "x0": _numpy(guess)}
-            close(ours, torch.from_numpy(sla.lsmr(R.numpy(), c.numpy(), **options)[0]))
-
-
-def _dense(M: Tensor | None) -> LinearOperator | None:
-    return None if M is None else Dense(M, PSD)
-
-
-def _numpy(t: Tensor | None) -> Any:
-    return None if t is None else t.numpy()
+    options = {"damp": 0.7, "atol": 0, "btol": 0, "conlim": 0}
+    x, _ = quietly(lsmr, Dense(R), c, max_iter=steps, x0=x0, **options)
+    close(x, torch.from_numpy(sla.lsmr(R.numpy(), c.numpy(), maxiter=steps, x0=x0.numpy(), **options)[0]))
 
 
 def test_cg_reports_negative_and_zero_curvature() -> None:
     A = Diagonal(torch.tensor([1.0, 2.0, -3.0], dtype=F64))
-    with pytest.warns(CurvatureWarning, match="zero or negative curvature, A is not positive definite.*use MINRES"):
-        x, info = cg(A, torch.ones(3, 1, dtype=F64))
-    assert not info.converged.any()
-    assert torch.isfinite(x).all()
-    torch.testing.assert_close(info.relative_residual, residual(A.to_dense(), x, torch.ones(3, 1, dtype=F64)))
-    x, info = minres(A, torch.ones(3, dtype=F64))
-    assert info.converged.all()
-    torch.testing.assert_close(x, 1 / A.vector, rtol=1e-4, atol=1e-5)
     # One bad column does not disturb the good one.
     b = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=F64)
-    with pytest.warns(CurvatureWarning, match=r"for 1 of 2 columns.*converged \(columns 0\).*\(columns 1\)"):
+    with pytest.warns(CurvatureWarning, match=r"for 1 of 2 columns.*converged \(columns 0\).*not positive definite"):
         x, info = cg(A, b)
     assert info.converged.tolist() == [True, False]
-    torch.testing.assert_close(x[:, 0], torch.tensor([1.0, 0.5, 0.0], dtype=F64))
-    assert (x[:, 1] == 0).all()
-    with pytest.warns(CurvatureWarning, match="zero or negative curvature"):
-        x, info = cg(0 * A, torch.ones(3, dtype=F64))
-    assert (x == 0).all()
+    torch.testing.assert_close(x, torch.tensor([[1.0, 0.0], [0.5, 0.0], [0.0, 0.0]], dtype=F64))
+    for M in (0 * A.to_dense(), with_eigenvalues(spread(40, 1e3) * (-1.0) ** torch.arange(40))):
+        b = normal(len(M), 2)
+        with pytest.warns(CurvatureWarning, match="zero or negative curvature.*use MINRES"):
+            x, info = cg(Dense(M, SYMMETRIC), b)
+        assert not info.converged.any()
+        torch.testing.assert_close(info.relative_residual, residual(M, x, b))
 
 
 @pytest.mark.parametrize("dtype", [F64, F32])
-def test_cg_on_an_indefinite_matrix_never_claims_what_is_not(dtype: torch.dtype) -> None:
-    M = indefinite(40, 1e3).to(dtype)
-    b = normal(40, 4).to(dtype)
-    x, info = quietly(cg, Dense(M, SYMMETRIC), b)
-    assert not info.converged.any()
-    assert torch.isfinite(x).all()
-    torch.testing.assert_close(info.relative_residual, residual(M, x, b), rtol=1e-2, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [F64, F32])
-def test_cg_without_a_solution(dtype: torch.dtype) -> None:
-    """`b` outside the range of a singular matrix: no solution is claimed."""
-    values = torch.cat([torch.linspace(1, 3, 5, dtype=F64), torch.zeros(5, dtype=F64)])
-    M, b = with_eigenvalues(values).to(dtype), normal(10, 3).to(dtype)
-    with pytest.warns(CurvatureWarning, match="CG missed tol=1e-05 for 3 of 3 columns"):
-        x, info = cg(Dense(M, PSD), b)
-    assert torch.isfinite(x).all()
-    torch.testing.assert_close(info.relative_residual, residual(M, x, b), rtol=0.1, atol=0.1)
-
-
-def test_minres_ends_at_the_least_squares_solution() -> None:
-    values = torch.cat([torch.linspace(-2, 3, 7, dtype=F64), torch.zeros(3, dtype=F64)])
-    M, b = with_eigenvalues(values), normal(10)
-    with pytest.warns(
-        CurvatureWarning, match="MINRES missed tol=1e-05.*A is singular in torch.float64 and b not in its range"
-    ):
-        x, info = minres(Dense(M, SYMMETRIC), b)
-    assert info.iterations <= 10
-    best = torch.linalg.lstsq(M, b[:, None], driver="gelsd").solution[:, 0]
-    torch.testing.assert_close(torch.linalg.vector_norm(b - M @ x), torch.linalg.vector_norm(b - M @ best))
-
-
-SOFTMAX = nn.CrossEntropyLoss()
-
-
-def _classifier(kind: type, *sizes: int, seed: int = 0) -> Tensor:
-    """The dense Hessian or GGN of a softmax classifier, singular because scores can be shifted."""
-    torch.manual_seed(seed)
-    layers = [part for m, n in pairwise(sizes) for part in (nn.Linear(m, n), nn.Tanh())][:-1]
-    model = nn.Sequential(*layers).double()
-    data = [(torch.randn(60, sizes[0], dtype=F64), torch.randint(sizes[-1], (60,)))]
-    M = kind(model, SOFTMAX, list(model.parameters()), data).to_dense()
-    return (M + M.T) / 2
-
-
-SINGULAR: dict[str, Callable[[], Tensor]] = {
-    "zeros on the diagonal": lambda: torch.diag(torch.cat([torch.zeros(5), torch.linspace(1, 2, 35)]).double()),
-    "indefinite": lambda: with_eigenvalues(
-        torch.cat([torch.zeros(5, dtype=F64), spread(18, 1e2), -0.9 * spread(17, 1e2)])
-    ),
-    "softmax regression": lambda: _classifier(HessianLinearOperator, 8, 4),
-    "GGN": lambda: _classifier(GGNLinearOperator, 4, 4, 3),
-    "Hessian": lambda: _classifier(HessianLinearOperator, 4, 4, 3),
-}
-
-
-@pytest.mark.parametrize("dtype", [F64, F32])
-@pytest.mark.parametrize("make", SINGULAR.values(), ids=SINGULAR)
-def test_minres_of_singular_systems(make: Callable[[], Tensor], dtype: torch.dtype) -> None:
+def test_minres_of_a_singular_indefinite_system(dtype: torch.dtype) -> None:
     """The residual is the least there is, and `x` no larger than solutions for such `b` are."""
-    M = make()
-    n, A = len(M), Dense(M.to(dtype), SYMMETRIC)
-    b = normal(n, 3, seed=1).to(dtype)
+    M = with_eigenvalues(torch.cat([torch.zeros(5, dtype=F64), spread(18, 1e2), -0.9 * spread(17, 1e2)]))
+    b = normal(40, 3, seed=1).to(dtype)
     b[:, 1] = (M @ M @ b[:, 1].double()).to(dtype)  # this one in the range
-    inverse = torch.linalg.pinv(M, rtol=1e-10, hermitian=True)
-    least = inverse @ b.double()
-    x, info = quietly(minres, A, b, max_iter=2000)
-    reached, best = residual(M, x, b), residual(M, least, b)
+    least = torch.linalg.pinv(M, rtol=1e-10, hermitian=True) @ b.double()
+    x, info = quietly(minres, Dense(M.to(dtype), SYMMETRIC), b, max_iter=2000)
     assert info.converged.tolist() == [False, True, False]
-    assert "(columns 1); A is singular in" in info.reason
     assert "and b not in its range: x minimizes the residual; add a damping (columns 0, 2)" in info.reason
-    assert (reached[[0, 2]] <= (1.1 if dtype == F64 else 2.0) * best[[0, 2]]).all()
-    torch.testing.assert_close(info.relative_residual, reached, rtol=1e-2, atol=1e-5)
-    assert (x.double().norm(dim=0) <= 10 * torch.linalg.matrix_norm(inverse, 2) * b.double().norm(dim=0)).all()
-    inverted = MINRESInverseLinearOperator(A, max_iter=2000)
-    torch.testing.assert_close(quietly(lambda: inverted @ b), x)
-    assert inverted.info is not None
-    assert inverted.info.reason == info.reason
+    best = residual(M, least, b)
+    assert (residual(M, x, b)[[0, 2]] <= (1.1 if dtype == F64 else 2.0) * best[[0, 2]]).all()
+    assert (x.double().norm(dim=0) <= 10 * 100 * b.double().norm(dim=0)).all()
 
 
-@pytest.mark.parametrize("dtype", [F64, F32])
-@pytest.mark.parametrize("make", SINGULAR.values(), ids=SINGULAR)
-def test_minres_of_singular_systems_preconditioned(make: Callable[[], Tensor], dtype: torch.dtype) -> None:
-    """The least residual in the norm of the preconditioner."""
-    M = make()
-    P = torch.linspace(0.5, 2, len(M), dtype=F64)
-    root, b = P.sqrt(), normal(len(M), seed=1).to(dtype)
-    least = root * (torch.linalg.pinv(root[:, None] * M * root, rtol=1e-10, hermitian=True) @ (root * b.double()))
-    options = {"preconditioner": Diagonal(P.to(dtype)), "max_iter": 2000}
-    x, info = quietly(minres, Dense(M.to(dtype), SYMMETRIC), b, **options)
-    reached, best = ((root * (b.double() - M @ y.double())).norm() for y in (x, least))
-    assert "A is singular in" in info.reason
-    assert reached <= (1.1 if dtype == F64 else 2.0) * best
-    assert x.double().norm() <= 20 * least.norm()
-
-
-@pytest.mark.parametrize("dtype", [F64, F32])
-def test_minres_never_makes_a_first_guess_worse(dtype: torch.dtype) -> None:
-    """Whatever the iteration limit."""
-    for M in (SINGULAR["indefinite"](), SINGULAR["GGN"](), with_eigenvalues(spread(40, 1e2))):
-        A, b = Dense(M.to(dtype), SYMMETRIC), normal(len(M), 2, seed=2).to(dtype)
-        guess = (torch.linalg.pinv(M, rtol=1e-4, hermitian=True) @ b.double()).to(dtype)
-        for limit in (1, 7, 60, 400):
-            x, _ = quietly(minres, A, b, x0=guess, tol=1e-14, max_iter=limit)
-            assert (residual(M, x, b) <= residual(M, guess, b) * 1.001 + 10 * torch.finfo(dtype).eps).all()
-            x, _ = quietly(minres, A, b, tol=1e-14, max_iter=limit)
-            assert (residual(M, x, b) <= 1.5).all()
-
-
-@pytest.mark.parametrize("condition", [10.0, 1e3])
-def test_minres_solves_indefinite_systems(condition: float) -> None:
-    M, b = indefinite(50, condition), normal(50, 2)
-    x, info = minres(Dense(M, SYMMETRIC), b, tol=1e-8, max_iter=2000)
-    assert info.converged.all()
-    assert residual(M, x, b).max() <= 1e-8
-
-
-@each_relative
-def test_float32_stops_when_it_can_do_no_more(solver) -> None:
-    M = with_eigenvalues(spread(60, 1e4)).float()
-    with pytest.warns(CurvatureWarning, match="no more progress in torch.float32; loosen the tolerance, compute in fl"):
-        x, info = solver(Dense(M, PSD), normal(60, 2).float(), tol=1e-9, max_iter=100_000)
-    assert info.iterations < 2000
-    assert info.relative_residual.max() < 1e-2  # eps * condition
-    exact, _ = solver(Dense(M.double(), PSD), normal(60, 2), tol=1e-9, max_iter=100_000)
-    assert (x - exact).norm() / exact.norm() < 0.1
-
-
-@pytest.mark.parametrize(("n", "rank", "damping"), [(300, 100, 1e-3), (122, 30, 1e-3), (122, 30, 1e-4)])
-def test_a_drifting_recurrence_goes_on(n: int, rank: int, damping: float) -> None:
-    """Of ill-conditioned float32 systems the error is that of plain conjugate gradients, which never start again."""
-    for seed in range(5 if n > 200 else 12):
-        generator = torch.Generator().manual_seed(seed)
-        J = torch.randn(n, rank, dtype=F64, generator=generator) * torch.logspace(0, -2, rank, dtype=F64)
-        A = (J @ J.T / J.square().sum(1).mean() + damping * torch.eye(n, dtype=F64)).to(F32)
-        b = torch.randn(n, 1, generator=generator)
+def test_a_drifting_recurrence_goes_on() -> None:
+    """Of ill-conditioned float32 systems, the error is small compared with the solution."""
+    for seed in range(4):
+        J = normal(122, 30, seed=seed) * torch.logspace(0, -2, 30, dtype=F64)
+        A = (J @ J.T / J.square().sum(1).mean() + 1e-3 * torch.eye(122, dtype=F64)).to(F32)
+        b = normal(122, 1, seed=seed + 9).to(F32)
         exact = torch.linalg.solve(A.double(), b.double())
-        ours, plain = (float((x - exact).norm()) for x in (quietly(cg, Dense(A, PSD), b)[0], _plain_cg(A, b, 1e-5)))
-        assert ours < 2 * plain < 0.02 * float(exact.norm())
-
-
-def _plain_cg(A: Tensor, b: Tensor, tol: float) -> Tensor:
-    x, r = torch.zeros_like(b), b.clone()
-    p, square = r.clone(), r.double().square().sum()
-    goal = tol**2 * square
-    while square > goal:
-        Ap = A @ p
-        alpha = (square / (p.double() * Ap.double()).sum()).float()
-        x, r = x + alpha * p, r - alpha * Ap
-        old, square = square, r.double().square().sum()
-        p = r + (square / old).float() * p
-    return x
-
-
-def test_lsmr_without_tolerances_reaches_the_precision() -> None:
-    """The error is within what roundings of the products make, machine precision times condition number."""
-    A = with_eigenvalues(torch.cat([spread(8, 1e2), torch.full((52,), 1e-3)])).to(F32)
-    b = normal(60, 2).to(F32)
-    exact = torch.linalg.solve(A.double(), b.double())
-    x, info = lsmr(Dense(A), b, atol=0, btol=0)
-    assert bool(info.converged.all())
-    assert float((x - exact).norm() / exact.norm()) < 1.2e-7 * 1e3
+        assert (quietly(cg, Dense(A, PSD), b)[0] - exact).norm() < 0.02 * exact.norm()
 
 
 @each_relative
 def test_an_absolute_tolerance(solver) -> None:
     A, b = Dense(with_eigenvalues(spread(30, 1e3)), PSD), 100 * normal(30)
     _, loose = solver(A, b, tol=0.0, atol=1.0)
-    _, tight = solver(A, b, tol=1e-9, atol=0.0)
-    assert loose.iterations < tight.iterations
-    assert loose.relative_residual[0] * b.norm() <= 1.0
+    _, fine = solver(A, b, tol=1e-9, atol=0.0)
+    assert loose.iterations < fine.iterations
+    assert 0.01 < loose.relative_residual[0] * b.norm() <= 1.0
     with pytest.warns(CurvatureWarning, match="missed tol=1e-15, atol=1e-18"):
         solver(A, b, tol=1e-15, atol=1e-18, max_iter=5)
 
@@ -632,45 +328,20 @@ def test_an_absolute_tolerance(solver) -> None:
 def test_preconditioning_reduces_iterations(solver) -> None:
     M = with_eigenvalues(spread(60, 1e4))
     A, b = Dense(M, PSD), normal(60, 3)
-    approximate = torch.linalg.inv(M + 1e-3 * torch.eye(60, dtype=F64))
+    P = torch.linalg.inv(M + 1e-3 * torch.eye(60, dtype=F64))
     _, plain = solver(A, b)
-    for preconditioner in (
-        Dense(approximate, PSD),
-        Dense(approximate.float(), PSD),  # a lower precision
-        lambda R: approximate @ R,
-    ):
+    for preconditioner in (Dense(P, PSD), Dense(P.float(), PSD), lambda R: P @ R):  # also in a lower precision
         x, info = solver(A, b, preconditioner=preconditioner)
         assert info.iterations < plain.iterations / 3
         assert residual(M, x, b).max() <= 1.01e-5
-    x, info = solver(A, b, preconditioner=Dense(torch.linalg.inv(M), PSD))
-    assert info.iterations <= 3
-    space = Space.from_shapes({"w": (6, 10)})
-    x, info = solver(OnlyProducts(M, space), b, preconditioner=OnlyProducts(approximate, space))
-    assert info.converged.all()
-
-
-@each_relative
-def test_bad_preconditioners(solver) -> None:
-    A, b = Dense(psd(5, 5), PSD), normal(5, 2)
-    for wrong in (Diagonal(-torch.ones(5, dtype=F64)), lambda R: R * torch.nan, lambda R: 0 * R):
+    for wrong in (Diagonal(-torch.ones(60, dtype=F64)), lambda R: R * torch.nan):
         with pytest.warns(CurvatureWarning, match="preconditioner is not symmetric positive definite, or gave NaN"):
             x, info = solver(A, b, preconditioner=wrong)
         assert torch.isfinite(x).all()
         assert not info.converged.any()
-    with pytest.raises(ValueError, match=r"a preconditioner of the shape of Dense.*got Dense"):
-        solver(A, b, preconditioner=Dense(psd(4, 4), PSD))
-    with pytest.raises(ValueError, match=r"take and return \[5, k\], for any k: gave it \[5, 2\], got \[5\]"):
-        solver(A, b, preconditioner=lambda R: R[:, 0])
-    with pytest.raises(ValueError, match="got float"):
-        solver(A, b, preconditioner=lambda R: 1.0)
-    with pytest.raises(TypeError, match="an operator or a function, got int"):
-        solver(A, b, preconditioner=3)
-    with pytest.raises(TypeError, match="Expected a preconditioner on cpu"):
-        solver(A, b, preconditioner=IdentityLinearOperator([(5,)], "meta", F64))
 
 
-@pytest.mark.parametrize("shape", [(9, 4), (4, 9), (6, 6)])
-@pytest.mark.parametrize("damp", [0.0, 0.5])
+@pytest.mark.parametrize(("shape", "damp"), [((9, 4), 0.0), ((4, 9), 0.0), ((4, 9), 0.5), ((6, 6), 0.5)])
 def test_lsmr_is_the_damped_pseudo_inverse(shape: tuple[int, int], damp: float) -> None:
     M, b = normal(*shape), normal(shape[0], 3, seed=1)
     x, info = lsmr(Dense(M), b, damp=damp, atol=1e-12, btol=1e-12)
@@ -681,52 +352,23 @@ def test_lsmr_is_the_damped_pseudo_inverse(shape: tuple[int, int], damp: float) 
     torch.testing.assert_close(info.relative_residual, residual(M, x, b), rtol=1e-6, atol=1e-9)
 
 
-def test_lsmr_stays_close_to_its_first_guess() -> None:
-    M, b, x0 = normal(4, 9), normal(4, seed=1), normal(9, seed=2)
-    x, _ = lsmr(Dense(M), b, atol=1e-12, btol=1e-12, x0=x0)
-    torch.testing.assert_close(x, x0 + torch.linalg.pinv(M) @ (b - M @ x0), rtol=1e-8, atol=1e-9)
-
-
-def test_lsmr_at_rank_zero_and_orthogonal_right_hand_sides() -> None:
-    x, info = lsmr(Dense(torch.zeros(4, 3, dtype=F64)), normal(4))
-    assert (x == 0).all()
-    assert info.converged.all()
-    assert info.relative_residual.item() == pytest.approx(1)
-    x, info = lsmr(Dense(torch.tensor([[1.0], [0.0]], dtype=F64)), torch.tensor([0.0, 1.0], dtype=F64))
-    assert x.item() == 0
-    assert info.converged.all()
-    assert info.iterations == 0
-
-
-def test_lsmr_condition_limit_and_log(capsys: pytest.CaptureFixture[str]) -> None:
-    A = Dense(with_eigenvalues(spread(20, 1e6)))
-    with pytest.warns(CurvatureWarning, match=r"LSMR missed atol=1e-12, btol=1e-12.*condition number above conlim"):
-        lsmr(A, normal(20), atol=1e-12, btol=1e-12, conlim=10.0, show=True)
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("LSMR     0: 1 columns, ‖Aᵀ r‖ / ‖A‖ ‖r‖ up to 1.00e+00")
-    assert len(printed) >= 2
-
-
 @pytest.mark.parametrize("preconditioned", [False, True])
 def test_neumann_is_its_series(preconditioned: bool) -> None:
     M, b = normal(6, 6) / 4 + torch.eye(6, dtype=F64), normal(6, 2)
-    P = psd(6, 6, seed=1) / 2 if preconditioned else torch.eye(6, dtype=F64)
-    expected = torch.zeros_like(M)
-    for k in range(4):
-        expected += 0.3 * P @ torch.linalg.matrix_power(torch.eye(6, dtype=F64) - 0.3 * M @ P, k)
-    x, info = quietly(
-        neumann, Dense(M), b, num_terms=3, scale=0.3, preconditioner=Dense(P, PSD) if preconditioned else None
-    )
+    P = normal(6, 6, seed=1) / 4 + torch.eye(6, dtype=F64) if preconditioned else torch.eye(6, dtype=F64)
+    expected = sum(0.3 * P @ torch.linalg.matrix_power(torch.eye(6, dtype=F64) - 0.3 * M @ P, k) for k in range(4))
+    options = {"num_terms": 3, "scale": 0.3, "preconditioner": Dense(P) if preconditioned else None}
+    x, info = quietly(neumann, Dense(M), b, **options)
     close(x, expected @ b)
     torch.testing.assert_close(info.relative_residual, residual(M, x, b))
     assert info.iterations == 4
-    if preconditioned:
-        as_function, _ = quietly(neumann, Dense(M), b, num_terms=3, scale=0.3, preconditioner=lambda R: P @ R)
-        close(as_function, x)
+    inverse = NeumannInverseLinearOperator(Dense(M), **options)
+    close(quietly(inverse.to_dense), expected)
+    close(quietly(inverse.T.to_dense), expected.T)
 
 
 def test_neumann_ends() -> None:
-    A, b = Diagonal(torch.tensor([0.5, 1.5], dtype=F64)), normal(2, 2)
+    A, b = Diagonal(torch.tensor([0.5, 1.5], dtype=F64)), 100 * normal(2, 2)
     b[:, 1] = 0
     x, info = neumann(A, b, tol=1e-3)
     assert 5 < info.iterations < 15
@@ -734,17 +376,8 @@ def test_neumann_ends() -> None:
     assert (x[:, 1] == 0).all()
     with pytest.warns(CurvatureWarning, match=r"missed tol=1e-12 for 1 of 2.*6 terms are not enough: add terms"):
         neumann(A, b, num_terms=5, tol=1e-12)
-    with pytest.warns(
-        CurvatureWarning, match="missed a residual below that of x = 0.*the series diverges: decrease sc"
-    ):
+    with pytest.warns(CurvatureWarning, match="a residual below that of x = 0.*the series diverges: decrease scale"):
         neumann(A, b, num_terms=5, scale=2.0)
-    with pytest.raises(ValueError, match=r"overflowed at term \d+ of 10001: it diverges. Decrease scale=10"):
-        neumann(A, b, num_terms=10_000, scale=10.0)
-    with pytest.warns(CurvatureWarning, match="diverges"):
-        x, _ = neumann(A, b, num_terms=2000, scale=10.0, check_nan=False)
-    assert not torch.isfinite(x).all()
-    with pytest.raises(ValueError, match="num_terms to be an integer of at least 0, got -1"):
-        neumann(A, b, num_terms=-1)
 
 
 # The operators -------------------------------------------------------------------------------------------------------
@@ -760,140 +393,31 @@ each_inverse = pytest.mark.parametrize("make", INVERSES.values(), ids=INVERSES)
 
 @each_inverse
 def test_inverses_as_operators(make) -> None:
-    M, space = psd(6, 6), Space.from_shapes({"a": (2, 2), "b": (2,)})
-    inverse = make(OnlyProducts(M, space))
-    expected = torch.linalg.inv(M)
+    M, space, X = psd(6, 6), Space.from_shapes({"a": (2, 2), "b": (2,)}), normal(6, 3)
+    inverse, expected = make(OnlyProducts(M, space)), torch.linalg.inv(M)
+    assert inverse.info is None
     close(inverse.to_dense(), expected)
-    close(inverse.T.to_dense(), expected)
-    assert inverse.shape == (6, 6)
-    assert inverse.in_shapes == ((2, 2), (2,))
-    X = normal(6, 3)
     answer = inverse @ space.unflatten(X)
     assert list(answer) == ["a", "b"]
     close(space.flatten(answer), expected @ X)
-    close(X.T @ inverse, X.T @ expected)
+    assert inverse.info.converged.tolist() == [True] * 3
+    close(X[:, :2].T @ inverse, X[:, :2].T @ expected)
+    assert inverse.info.converged.shape == (2,)  # that of the last product
     close(inverse.adjoint() @ X, expected @ X)
-    S = inverse.to_scipy()
-    np.testing.assert_allclose(S @ X.numpy(), (expected @ X).numpy(), rtol=1e-8)
-    np.testing.assert_allclose(S.H @ X[:, 0].numpy(), (expected @ X[:, 0]).numpy(), rtol=1e-8)
-    largest = sla.eigsh(S, k=1, return_eigenvectors=False)
-    assert largest[0] == pytest.approx(1 / torch.linalg.eigvalsh(M)[0].item())
-    close((2 * inverse) @ X, 2 * expected @ X)
-    close((inverse @ Dense(M, PSD)) @ X, X)
-
-
-@each_inverse
-def test_info_is_that_of_the_last_product(make) -> None:
-    inverse = make(Dense(psd(6, 6), PSD))
-    assert inverse.info is None
-    for K in (3, 1):
-        _ = inverse @ normal(6, K)
-        assert isinstance(inverse.info, SolveInfo)
-        assert inverse.info.converged.tolist() == [True] * K
-        assert inverse.info.relative_residual.max() < 1e-9
-    _ = normal(2, 6) @ inverse
-    assert inverse.info.converged.shape == (2,)
-    twice = [inverse @ normal(6), inverse @ normal(6)]
-    assert torch.equal(*twice)
-
-
-@each_inverse
-@pytest.mark.parametrize("dtype", [F64, F32])
-def test_inverses_keep_dtype_and_device(make, dtype: torch.dtype, device: torch.device) -> None:
-    inverse = make(Dense(torch.eye(4, device=device, dtype=dtype), PSD))
-    x = inverse @ torch.ones(4, device=device, dtype=dtype)
-    assert inverse.dtype == x.dtype == dtype
-    assert x.device.type == inverse.device.type == device.type
-    assert inverse.to_scipy().dtype == np.float64
-
-
-@each_inverse
-def test_moving(make) -> None:
-    M = psd(5, 5)
-    inverse = make(Dense(M, PSD))
-    _ = inverse @ normal(5)
-    moved = inverse.to(dtype=F32)
+    np.testing.assert_allclose(inverse.to_scipy().H @ X[:, 0].numpy(), (expected @ X[:, 0]).numpy(), rtol=1e-8)
+    if make is not INVERSES["neumann"]:
+        x = X.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad((inverse @ x).square().sum(), x)
+        close(gradient, 2 * expected @ expected @ X)
+    moved = make(Dense(M, PSD)).to(dtype=F32)
     assert moved.dtype == F32
-    assert moved.info is None
-    assert inverse.info is not None
-    torch.testing.assert_close(quietly(moved.to_dense), torch.linalg.inv(M).float(), rtol=1e-4, atol=1e-5)
-
-
-def test_moving_takes_the_guess_and_the_preconditioner_along() -> None:
-    M, b = psd(5, 5), normal(5)
-    inverse = CGInverseLinearOperator(Dense(M, PSD), initial_guess=b, preconditioner=Diagonal(1 / M.diagonal()))
-    moved = inverse.to(dtype=F32)
-    assert moved.options["preconditioner"].dtype == moved.options["x0"].dtype == F32
-    torch.testing.assert_close(moved @ b.float(), torch.linalg.solve(M, b).float(), rtol=1e-3, atol=1e-4)
-
-
-@each_inverse
-def test_operators_refuse(make) -> None:
-    with pytest.raises(TypeError, match="Expected a LinearOperator, got Tensor; wrap it"):
-        make(torch.eye(3))
-    if make is not INVERSES["lsmr"]:
-        with pytest.raises(ValueError, match=r"Expected a square matrix, got Dense.*use LSMRInverse"):
-            make(Dense(normal(3, 2)))
-
-
-def test_inverses_of_matrices_that_are_not_symmetric() -> None:
-    M = torch.eye(5, dtype=F64) + 0.1 * normal(5, 5)
-    expected = torch.linalg.inv(M)
-    for make in (INVERSES["lsmr"], INVERSES["neumann"]):
-        inverse = make(Dense(M))
-        assert inverse.structure == Structure.GENERAL
-        close(inverse.to_dense(), expected)
-        close(inverse.T.to_dense(), expected.T)
-        close(normal(2, 5) @ inverse, normal(2, 5) @ expected)
-        assert inverse.info is not None
-        assert inverse.info.converged.shape == (2,)
-        close(torch.from_numpy(inverse.to_scipy().rmatvec(np.ones(5))), expected.T.sum(1))
-        close(inverse.T.T.to_dense(), expected)
-    tall = LSMRInverseLinearOperator(Dense(normal(7, 3)), damp=0.3, atol=1e-13, btol=1e-13)
-    assert tall.shape == (3, 7)
-    close(tall.T.to_dense(), tall.to_dense().T)
-
-
-def test_the_adjoint_of_a_preconditioned_series() -> None:
-    M, P = torch.eye(5, dtype=F64) + 0.1 * normal(5, 5), Dense(torch.eye(5, dtype=F64) + 0.1 * normal(5, 5, seed=1))
-    inverse = NeumannInverseLinearOperator(Dense(M), num_terms=2, preconditioner=P)
-    close(inverse.T.to_dense(), inverse.to_dense().T)
-    both = NeumannInverseLinearOperator(Dense(psd(5, 5), PSD), 2, 0.1, preconditioner=Dense(psd(5, 5, seed=1), PSD))
-    assert both.structure == SYMMETRIC
-    close(both.to_dense(), both.to_dense().T)
-    function = NeumannInverseLinearOperator(Dense(M), num_terms=2, preconditioner=lambda R: R)
-    assert function.structure == Structure.GENERAL
-    with pytest.raises(NotImplementedError, match="needs the adjoint of the preconditioner, which a function does not"):
-        _ = function.T
-
-
-@pytest.mark.parametrize("make", [INVERSES["cg"], INVERSES["minres"], INVERSES["lsmr"]])
-def test_derivatives_in_the_vector(make) -> None:
-    M = torch.eye(3, dtype=F64) + 0.1 * normal(3, 3) if make is INVERSES["lsmr"] else psd(3, 3)
-    inverse = make(Dense(M, Structure.GENERAL))
-    x = normal(3, 2).requires_grad_()
-    (gradient,) = torch.autograd.grad((inverse @ x).square().sum(), x, create_graph=True)
-    close(gradient.detach(), 2 * torch.linalg.inv(M).T @ torch.linalg.inv(M) @ x.detach())
-    (second,) = torch.autograd.grad(gradient.sum(), x)
-    close(second, 2 * (torch.linalg.inv(M).T @ torch.linalg.inv(M)).sum(0)[:, None].expand(3, 2))
-
-
-def test_cg_takes_a_product_for_symmetric() -> None:
-    """`B Bᵀ` declares nothing, and its CG inverse has an adjoint all the same."""
-    B = Dense(normal(5, 5))
-    inverse = CGInverseLinearOperator(B @ B.T, tolerance=1e-12, max_iter=200)
-    assert inverse.structure == SYMMETRIC
-    assert inverse.T is inverse
-    torch.testing.assert_close(
-        normal(5) @ inverse, torch.linalg.inv(B.matrix @ B.matrix.T) @ normal(5), rtol=1e-5, atol=1e-6
-    )
-    assert CGInverseLinearOperator(Dense(psd(3, 3), PSD)).structure == PSD
+    torch.testing.assert_close(quietly(moved.to_dense), expected.float(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_keywords_of_curvlinops() -> None:
+    """And CG takes a product for symmetric, which declares nothing."""
     M, b = psd(6, 6), normal(6, 2)
-    expected = torch.linalg.solve(M, b)
-    A = Dense(M, PSD)
+    A, expected = Dense(M, PSD), torch.linalg.solve(M, b)
     inverse = CGInverseLinearOperator(
         A,
         tolerance=1e-13,
@@ -901,24 +425,18 @@ def test_the_keywords_of_curvlinops() -> None:
         stop_updating_after=1e-12,
         max_iter=100,
         max_tridiag_iter=6,
-        initial_guess=torch.zeros_like(b),
-        preconditioner=lambda R: R / M.diagonal()[:, None],
+        initial_guess=b,
+        preconditioner=Diagonal(1 / M.diagonal()),
     )
     close(inverse @ b, expected)
     assert inverse.options["tol"] == 1e-12
+    assert inverse.to(dtype=F32).options["preconditioner"].dtype == F32
     inverse = LSMRInverseLinearOperator(A, damp=0.0, atol=1e-13, btol=1e-13, conlim=0, maxiter=50, show=False, x0=None)
     close(inverse @ b, expected)
     close(NeumannInverseLinearOperator(A, 400, 0.5, True) @ b, expected)
-    with pytest.raises(TypeError, match="n_tridiag"):
-        CGInverseLinearOperator(A, n_tridiag=3)  # type: ignore[call-arg]
-
-
-def test_the_default_of_cg_is_a_small_residual_or_a_warning() -> None:
-    """The peer's default gives a relative residual of 0.46 here, and says nothing."""
-    A = Dense(with_eigenvalues(spread(100, 1e3)), PSD)
-    b = normal(100)
-    inverse = CGInverseLinearOperator(A)
-    assert residual(A.matrix, (inverse @ b)[:, None], b[:, None]).max() <= 1e-5
+    inverse = CGInverseLinearOperator(A @ A, tolerance=1e-12, max_iter=200)
+    assert inverse.T is inverse
+    close(b.T @ inverse, b.T @ torch.linalg.inv(M @ M))
 
 
 def test_ekfac_preconditions_the_ggn() -> None:
@@ -930,21 +448,13 @@ def test_ekfac_preconditions_the_ggn() -> None:
     G = GGNLinearOperator(model, nn.CrossEntropyLoss(), params, data)
     K = EKFACLinearOperator(model, nn.CrossEntropyLoss(), params, data, fisher_type=FisherType.TYPE2)
     gradient, _ = G.gradient_and_loss()
-    damping = 1e-4
-    A = G + damping * IdentityLinearOperator(G.in_shapes, dtype=F64)
-    plain = CGInverseLinearOperator(A)
-    fast = CGInverseLinearOperator(A, preconditioner=K.inverse(damping))
-    step, fast_step = plain @ gradient, fast @ gradient
+    A = G + 1e-4 * IdentityLinearOperator(G.in_shapes, dtype=F64)
+    plain, fast = CGInverseLinearOperator(A), CGInverseLinearOperator(A, preconditioner=K.inverse(1e-4))
+    for inverse in (plain, fast):
+        flat, b = (G.in_space.flatten(x)[:, None] for x in (inverse @ gradient, gradient))
+        assert residual(A.to_dense(), flat, b).max() <= 1.01e-5
     assert plain.info is not None
     assert fast.info is not None
-    assert plain.info.converged.all()
-    assert fast.info.converged.all()
     assert fast.info.iterations < plain.info.iterations / 1.5
-    dense = A.to_dense()
-    for x in (step, fast_step):
-        assert isinstance(x, list)
-        flat = G.in_space.flatten(x)[:, None]
-        assert residual(dense, flat, G.in_space.flatten(gradient)[:, None]).max() <= 1.01e-5
-    undamped = CGInverseLinearOperator(G, max_iter=30)
     with pytest.warns(CurvatureWarning, match=r"CG missed tol=1e-05 for 1 of 1 columns; the largest relative residual"):
-        _ = undamped @ torch.randn(G.shape[0], dtype=F64)
+        _ = CGInverseLinearOperator(G, max_iter=30) @ torch.randn(G.shape[0], dtype=F64)

@@ -34,7 +34,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         subprocess.Popen([*command, str(rank), str(WORLD), str(folder)], env=environment) for rank in range(WORLD)
     ]
     try:
-        assert [worker.wait(timeout=120) for worker in workers] == [0] * WORLD
+        assert [worker.wait(timeout=600) for worker in workers] == [0] * WORLD
     finally:
         for worker in workers:
             worker.kill()

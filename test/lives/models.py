@@ -155,6 +155,20 @@ class ViT(nn.Module):
         return self.head(self.block(h)[:, 0])
 
 
+class DETR(nn.Module):
+    """Learned positions: a table of rows and one of columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(2, 3, 1), nn.Linear(3, 3)
+        self.rows, self.columns = nn.Embedding(4, 3), nn.Embedding(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = torch.arange(4)
+        h = self.patches(x).permute(0, 2, 3, 1) + self.rows(at)[:, None] + self.columns(at)
+        return self.head(torch.tanh(h).mean((1, 2)))
+
+
 # ----------------------------------------------------------------------------------------------------------- sequences
 
 
@@ -341,6 +355,7 @@ MODELS: dict[str, Ordinary] = {
     "ConvNeXt": Ordinary(ConvNeXt, images, classes),
     "U-Net": Ordinary(UNet, images, integers(3, 4, 4)),
     "ViT": Ordinary(ViT, images, classes),
+    "DETR": Ordinary(DETR, images, classes),
     "GPT": Ordinary(GPT, tokens, words),
     "Llama": Ordinary(Llama, tokens, words),
     "LSTM": Ordinary(LSTM, tokens, classes),

@@ -47,7 +47,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     if rank == 0:
         stored = torch.load(folder / "operators.pt", weights_only=True)
         found["read"] = {name: attempt(read, MODELS[name], states) for name, states in stored.items()}
-    dist.init_process_group("gloo", f"file://{folder}/world", timedelta(seconds=20), world, rank)
+    dist.init_process_group("gloo", f"file://{folder}/world", timedelta(minutes=5), world, rank)
     there = {name: ordinary for name, ordinary in MODELS.items() if not ordinary.missing}
     found["in parts"] = {name: attempt(in_parts, ordinary, Processes()) for name, ordinary in there.items()}
     torch.save(found, folder / f"{rank}.pt")

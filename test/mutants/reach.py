@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -22,6 +23,28 @@ def function(code: CodeType) -> str | None:
     return f"{path}:{name.split('.<locals>')[0]}" if found else None
 
 
+#: What other processes of the test that runs have called.
+elsewhere: set[str] = set()
+
+
+@contextmanager
+def recording(names: set[str]) -> Iterator[None]:
+    """Add the functions of the package that are called inside."""
+    codes: set[CodeType] = set()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> None:
+        codes.add(frame.f_code)
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        names |= {name for name in map(function, codes) if name}
+
+
 class Reach:
     """The recording of a run, written to a JSON file when it ends."""
 
@@ -32,21 +55,13 @@ class Reach:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """Record one test with its fixtures."""
-        codes: set[CodeType] = set()
-
-        def trace(frame: FrameType, event: str, arg: Any) -> None:
-            codes.add(frame.f_code)
-
-        start = time.perf_counter()
-        threading.settrace(trace)
-        sys.settrace(trace)
+        names, start = set[str](), time.perf_counter()
         try:
-            return (yield)
+            with recording(names):
+                return (yield)
         finally:
-            sys.settrace(None)
-            threading.settrace(None)  # type: ignore[arg-type]
-            names = sorted({name for name in map(function, codes) if name})
-            self.tests[item.nodeid] = time.perf_counter() - start, names
+            self.tests[item.nodeid] = time.perf_counter() - start, sorted(names | elsewhere)
+            elsewhere.clear()
 
     def pytest_sessionfinish(self) -> None:
         """Write what was recorded, with numbers for names."""

@@ -1,4 +1,4 @@
-"""Training loops of people who know nothing of curvature: what they do is either heard right, or refused by name."""
+"""Training loops of people who know nothing of curvature: what they do is heard right."""
 
 from __future__ import annotations
 
@@ -17,100 +17,432 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 
-from curvlinops_plus import (
-    GGN,
-    CurvatureWarning,
-    EmpiricalRisk,
-    FullBlock,
-    NumericsError,
-    UnsupportedError,
-    curvature,
-)
+from curvlinops_plus import GGN, CurvatureWarning, EmpiricalRisk, FullBlock, NumericsError, curvature
 from curvlinops_plus.optim.kfac import KFACOptimizer, KFACPreconditioner, LevenbergMarquardt
-from test.optim.test_kfac_doors import plain
-from test.optim.test_kfac_optimizer import EXACT, batch, flat, net
+from test.optim.training import EXACT, batch, flat, gradient, listening, net, plain
 
+Step = Callable[[Any, nn.Module, nn.Module, Tensor, Tensor], Any]
+CE = nn.CrossEntropyLoss()
 LOOKS: dict[str, Any] = {"damping": LevenbergMarquardt(0.1, interval=1), "norm_constraint": None, **EXACT}
-
-
-# --------------------------------------------------------------------------------------- losses that are multiplied
-@pytest.mark.parametrize("factor", [10.0, 0.01, -3.0])
-@pytest.mark.parametrize("preconditioner", [False, True])
-def test_a_factor_in_front_of_the_loss(factor: float, preconditioner: bool) -> None:
-    """The curvature is multiplied, too: against dense algebra with the curvature of `factor * loss`."""
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    options: dict[str, Any] = {"approximation": FullBlock, "norm_constraint": None, **EXACT}
-    if preconditioner:
-        optimizer: Any = KFACPreconditioner(model, loss, 0.1, **options)
-    else:
-        optimizer = KFACOptimizer(model, loss, 1.0, 0.0, 0.1, **options)
-    before = flat(model)
-    (factor * loss(model(X), y)).backward()
-    g = torch.cat([p.grad.flatten() for p in model.parameters()])
-    optimizer.step()
-    K = abs(factor) * optimizer.curvature.estimator.operator.to_dense()
-    expected = torch.linalg.solve(K + 0.1 * torch.eye(43).double(), g)
-    got = torch.cat([p.grad.flatten() for p in model.parameters()]) if preconditioner else before - flat(model)
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
-
-
 ADAPTIVE: dict[str, Any] = {"lr": "adaptive", "momentum": "adaptive"}
 
 
-@pytest.mark.parametrize("options", [{}, ADAPTIVE, {"norm_constraint": 1e-4}, {"inverse": "factored"}], ids=str)
-def test_the_ratio_of_a_loss_with_a_factor(options: dict[str, Any]) -> None:
-    """Ten times the loss with ten times the damping: the same steps, and the same ratios."""
+# ------------------------------------------------------------------------------------- loops that take the same steps
+def closing(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss(model(X), y)
+        value.backward()
+        return value
+
+    with torch.no_grad():
+        assert optimizer.step(closure).requires_grad
+
+
+def zeroing(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    loss(model(X), y).backward()
+    optimizer.step()
+
+
+def accumulating(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    buffer = X[:6].clone(), y[:6].clone()
+    for k in (0, 6):  # a loader fills the same memory anew
+        for t, new in zip(buffer, (X[k : k + 6], y[k : k + 6]), strict=True):
+            np.copyto(t.numpy(), new.numpy())
+        (loss(model(buffer[0]), buffer[1]) / 2).backward()
+    optimizer.step()
+
+
+def accumulating_unequally(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    for part in (slice(0, 3), slice(3, 12)):
+        with optimizer.listen((X[part], y[part])):
+            output = model(X[part])
+        (loss(output, y[part]) * len(X[part]) / 12).backward()
+    optimizer.step()
+
+
+def evaluating(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+    loss(model.eval()(X + 1), y)
+    with torch.no_grad():
+        loss(model.train()(X + 2), y)
+    plain(optimizer, model, loss, X, y)
+
+
+def logging(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+    """The loss is computed before and after; once with other targets, on which its curvature does not depend."""
+    optimizer.zero_grad()
+    output = model(X)
+    loss(output, y.flip(0)).item()
+    value = loss(output, y)
+    value.backward(retain_graph=True)
+    loss(output, y).item()
+    optimizer.step()
+
+
+def calling_for_another(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+    """Without its loss, as for the generator of a GAN; and for gradients with respect to inputs."""
+    model(X).square().mean().backward()
+    Z = X.clone().requires_grad_()
+    torch.autograd.grad(loss(model(Z), y), Z)
+    plain(optimizer, model, loss, X, y)
+
+
+def with_other_tensors(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+    """An inner step of somebody else."""
+    values = {name: 2 * p.detach().requires_grad_() for name, p in model.named_parameters()}
+    loss(functional_call(model, values, (X,)), y).backward()
+    plain(optimizer, model, loss, X, y)
+
+
+def checkpointing(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    loss(torch.utils.checkpoint.checkpoint(model, X, use_reentrant=False), y).backward()
+    optimizer.step()
+
+
+def copying(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+    """Copies and pickles in the middle of a step are not heard."""
+    optimizer.zero_grad()
+    output = model(X)
+    value = loss(output, y)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(X), output)
+        loss(other(X + 1), y)
+    value.backward()
+    optimizer.step()
+
+
+def in_a_thread(*given: Any) -> None:
+    errors: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            plain(*given)
+        except BaseException as error:
+            errors.append(error)
+
+    worker = threading.Thread(target=train)
+    worker.start()
+    worker.join()
+    assert not errors
+
+
+def throwing_away(optimizer: Any, model: nn.Module, loss: nn.Module, X: Tensor, y: Tensor) -> None:
+    """As sharpness-aware steps, here of length 0: a gradient that was zeroed by hand belongs to no batch."""
+    optimizer.zero_grad()
+    loss(model(X), y).backward()
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.detach().mul_(0)
+    loss(model(X), y).backward()
+    optimizer.step()
+
+
+LOOPS: dict[str, Step] = {
+    step.__name__: step
+    for step in (
+        listening,
+        closing,
+        zeroing,
+        accumulating,
+        accumulating_unequally,
+        evaluating,
+        logging,
+        calling_for_another,
+        with_other_tensors,
+        checkpointing,
+        copying,
+        in_a_thread,
+        throwing_away,
+    )
+}
+OPTIONS: list[dict[str, Any]] = [
+    LOOKS,
+    {**ADAPTIVE, **EXACT},
+    {"statistics_every": 2, **EXACT},
+    {"reject": 2.0, **EXACT},
+]
+
+
+@pytest.mark.parametrize(("number", "name"), [*enumerate(LOOPS)])
+def test_loops(number: int, name: str) -> None:
+    """The same steps as those of a plain loop, and the same batches."""
     found = []
-    for factor in (1.0, 10.0):
+    for step in (plain, LOOPS[name]):
+        for options in (OPTIONS[number % 4], OPTIONS[(number + 1) % 4]):
+            model, loss = net(), nn.CrossEntropyLoss()
+            optimizer = KFACOptimizer(model, loss, **options)
+            for seed in range(5):
+                step(optimizer, model, loss, *batch(seed=seed))
+                assert optimizer.last_step.examples in (0, 12, 24)
+            found.append((flat(model), optimizer.last_step.rho, optimizer.last_step.loss))
+    for one, other in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("name", ["closing", "zeroing", "accumulating", "copying"])
+def test_loops_with_another_optimizer(kind: Any, name: str) -> None:
+    """The preconditioner, and an optimizer that goes on from its gradients."""
+    found = []
+    for step in (plain, LOOPS[name]):
         model, loss = net(), nn.CrossEntropyLoss()
-        policy = LevenbergMarquardt(0.1 * factor, interval=1)
-        given = {**LOOKS, **options, "damping": policy}
-        if options.get("norm_constraint"):
-            given["norm_constraint"] = options["norm_constraint"] * factor
-        optimizer = KFACOptimizer(model, loss, **given)
-        for step in range(4):
-            X, y = batch(seed=step)
-            optimizer.zero_grad()
-            value = factor * loss(model(X), y)
-            value.backward()
-            optimizer.step()
-            assert optimizer.last_step.loss == pytest.approx(value.item())
-        found.append((flat(model), optimizer.last_step.rho))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-9)
+        first, second = KFACPreconditioner(model, loss, 0.1, **EXACT), kind(model.parameters(), lr=0.05)
+        start = loss(model(batch()[0]), batch()[1]).item()
+        for _ in range(10):
+            step(first, model, loss, *batch())
+            second.step()
+        assert loss(model(batch()[0]), batch()[1]).item() < start
+        found.append(flat(model))
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-9)
 
 
-def test_a_sum_that_is_made_a_mean_by_hand() -> None:
-    """Its curvature is that of the mean."""
-    X, y = batch()
+def test_gradients_of_the_loss_come_from_its_own_backward_pass() -> None:
+    """Empirical vectors: the same steps as with `listen`, whose vectors are sent by a pass of its own."""
     found = []
-    for loss, factor in ((nn.CrossEntropyLoss(), 1.0), (nn.CrossEntropyLoss(reduction="sum"), 1 / len(X))):
-        model = net()
-        optimizer = KFACOptimizer(model, loss, **EXACT)
-        for step in range(4):
-            X, y = batch(seed=step)
-            optimizer.zero_grad()
-            (factor * loss(model(X), y)).backward()
-            optimizer.step()
+    for step in (plain, listening):
+        model, loss = net(), nn.CrossEntropyLoss()
+        optimizer = KFACOptimizer(model, loss, vectors="empirical")
+        for seed in range(7):
+            step(optimizer, model, loss, *batch(seed=seed))
         found.append(flat(model))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_accumulation_with_any_weights(reduction: str) -> None:
-    """Micro-batches of different sizes; the ratio is of the objective that was differentiated."""
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(reduction=reduction), batch(12)
-    optimizer = KFACOptimizer(model, loss, lr=1e-4, **LOOKS)
-    value = 0.0
-    for part in (slice(0, 3), slice(3, 12)):
-        micro = loss(model(X[part]), y[part]) / 2
-        micro.backward()
-        value += micro.item()
-    optimizer.step()
-    assert optimizer.last_step.examples == 12
-    assert optimizer.last_step.loss == pytest.approx(value)
-    assert optimizer.last_step.rho == pytest.approx(1.0, rel=1e-2)
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.filterwarnings("ignore:.*Dynamo")
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_is_compiled(whole: bool) -> None:
+    """The model in place, or the whole step: as without the compiler."""
+    torch.compiler.reset()
+    found = []
+    for compiled in (False, True):
+        model, loss, examples = net(), nn.CrossEntropyLoss(), []
+        optimizer = KFACOptimizer(model, loss, statistics_every=2, damping=LevenbergMarquardt(0.1, interval=3))
+        if compiled and not whole:
+            model.compile(backend="eager")
+        step = torch.compile(plain, backend="eager") if compiled and whole else plain
+        for k in range(4):
+            step(optimizer, model, loss, *batch(seed=k))
+            examples.append(optimizer.last_step.examples)
+        assert examples == [12, 0, 12, 0]
+        found.append(flat(model))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:.*Dynamo")
+def test_a_model_that_was_compiled_and_called_before() -> None:
+    torch.compiler.reset()
+    model = net()
+    compiled = torch.compile(model, backend="eager")
+    compiled(batch()[0])
+    optimizer = KFACOptimizer(model, CE)
+    with pytest.raises(RuntimeError, match=r"compiled and called before \(give the optimizer what torch\.compile"):
+        plain(optimizer, compiled, CE, *batch())
+    plain(KFACOptimizer(compiled, CE), compiled, CE, *batch())
+
+
+# --------------------------------------------------------------------------------------------------- what is in a step
+def test_autocast_and_a_scaler() -> None:
+    """Steps that the scaler skips; their batches are no part of the next one's loss."""
+    model, loss = net().float(), nn.CrossEntropyLoss()
+    optimizer, scaler = KFACOptimizer(model, loss, lr=1e-3, **LOOKS), torch.amp.GradScaler("cpu")
+    for step in range(4):
+        X, y = batch(seed=step)
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step < 3):
+            value = loss(model(X.float()), y)
+        scaler.scale(value).backward()
+        if step in (1, 2):
+            model[0].weight.grad.fill_(float("inf"))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+        before = flat(model)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(flat(model), before) == (step in (1, 2))
+    assert (optimizer.curvature.steps, optimizer.curvature.estimator.updates) == (2, 4)
+    assert optimizer.last_step.loss == pytest.approx(value.item(), rel=1e-5)
+    assert optimizer.last_step.rho == pytest.approx(1.0, rel=2e-2)
+
+
+def test_a_discriminator() -> None:
+    """Two calls before their losses; the generator's batches have no part in its ratio."""
+    torch.manual_seed(0)
+    G = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    D, loss = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double(), nn.BCEWithLogitsLoss()
+    of_D, of_G = KFACOptimizer(D, loss, lr=1e-4, **LOOKS), torch.optim.Adam(G.parameters())
+    one, zero = torch.ones(5, 1).double(), torch.zeros(5, 1).double()
+    for step in range(4):
+        X, z = batch(5, seed=step)[0], torch.randn(5, 2).double()
+        D.zero_grad() if step % 2 else of_D.zero_grad()
+        real, fake = D(X), D(G(z).detach())
+        value = loss(real, one) + loss(fake, zero)
+        value.backward()
+        of_D.step()
+        assert of_D.last_step.loss == pytest.approx(value.item())
+        assert of_D.last_step.rho == pytest.approx(1.0, rel=2e-2)
+        of_G.zero_grad()
+        loss(D(G(z)), one).backward()
+        of_G.step()
+
+
+@pytest.mark.parametrize("door", [plain, listening])
+@pytest.mark.filterwarnings("ignore:.*batch norm in training mode")
+def test_batch_norm_and_dropout(door: Step) -> None:
+    """Re-evaluations have the same dropout, and leave running statistics and random numbers alone."""
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)
+    model, loss = nn.Sequential(*layers).double(), nn.CrossEntropyLoss()
+    params = [*model[0].parameters(), *model[4].parameters()]
+    optimizer = KFACOptimizer(model, loss, params=params, damping=LevenbergMarquardt(0.1, interval=1), lr=1e-5)
+    twin = copy.deepcopy(model)
+    for step in range(3):
+        X, y = batch(seed=step)
+        torch.manual_seed(step)
+        door(optimizer, model, loss, X, y)
+        after = torch.get_rng_state()
+        torch.manual_seed(step)
+        with torch.no_grad():
+            value = loss(twin(X), y)
+        assert torch.equal(torch.get_rng_state(), after)
+        assert torch.equal(model[1].running_mean, twin[1].running_mean)
+        assert optimizer.last_step.loss == pytest.approx(float(value), rel=1e-9)
+        assert optimizer.last_step.rho == pytest.approx(1.0, rel=1e-2)  # of the same random function
+        twin.load_state_dict(model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:The gradient in .grad differs")
+def test_what_modules_store_is_the_users() -> None:
+    """An auxiliary loss of stored activations, and a counter in plain Python."""
+
+    class Storing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.calls = net(), 0
+
+        def forward(self, X: Tensor) -> Tensor:
+            self.calls += 1
+            self.h = self.net[:2](X)
+            return self.net[2](self.h)
+
+    model, (X, y) = Storing(), batch()
+    twin = copy.deepcopy(model)
+    optimizer = KFACOptimizer(model, CE, lr=0.0, **LOOKS)
+    for step in range(3):
+        optimizer.zero_grad()
+        value = CE(model(X), y)
+        (value + model.h.square().mean()).backward()
+        optimizer.step()
+        twin.zero_grad()
+        (nn.functional.cross_entropy(twin(X), y) + twin.h.square().mean()).backward()
+        torch.testing.assert_close(gradient(model), gradient(twin))
+        assert model.calls == step + 1
+
+
+class Keywords(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, X: Tensor, factor: Tensor | None = None) -> dict[str, Tensor]:
+        out = self.linear(X)
+        return {"logits": out if factor is None else out * factor[:, None], "value": out[:, 0]}
+
+
+def test_keywords_and_several_losses() -> None:
+    """Called in any order, also once more for a log."""
+    (X, y), losses, ends = batch(), {"logits": nn.CrossEntropyLoss(), "value": nn.MSELoss()}, []
+    factor, target = torch.rand(12).double(), torch.rand(12).double()
+    for listens in (False, True):
+        model = Keywords().double()
+        optimizer = KFACOptimizer(model, losses, **LOOKS)
+        for _ in range(3):
+            optimizer.zero_grad()
+            told = {"X": X, "factor": factor, "labels": {"logits": y, "value": target}}
+            with optimizer.listen(told) if listens else nullcontext():
+                out = model(X, factor=factor)
+            if not listens:
+                losses["value"](out["value"], target).item()
+            terms = losses["value"](input=out["value"], target=target), losses["logits"](out["logits"], y)
+            (7.0 * sum(terms)).backward()
+            optimizer.step()
+            assert optimizer.last_step.examples == 12
+        ends.append((flat(model), optimizer.last_step.rho))
+        optimizer.close()
+    torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-12)
+
+
+class LanguageModel(nn.Module):
+    """As Hugging Face's: the loss is computed inside of the model, which returns it beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.hidden, self.head = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 7)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.head(self.hidden(self.embed(input_ids)).tanh())
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        value = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return SimpleNamespace(loss=value, logits=logits)
+
+
+@pytest.mark.parametrize("T", [5, 8])  # with 8, axis 1 could hold the classes
+def test_a_model_that_returns_its_loss(T: int) -> None:
+    """`listen` around the call says what it is; the class axis is the last one."""
+    model = LanguageModel().double()
+    optimizer = KFACOptimizer(model, CE, shift_labels=True, lr=0.3, **LOOKS)
+    values = []
+    for step in range(15):
+        tokens = torch.arange(T).add(torch.arange(step, step + 6)[:, None]) % 7
+        with optimizer.listen({"input_ids": tokens, "labels": tokens}):
+            out = model(input_ids=tokens, labels=tokens)
+        if not step:
+            moved = EmpiricalRisk(
+                model,
+                nn.CrossEntropyLoss(),
+                [(tokens, tokens[:, 1:])],
+                output=lambda out: out.logits[:, :-1].movedim(-1, 1),
+            )
+            expected = curvature(moved, vectors=EXACT["vectors"]).to_dense()
+            torch.testing.assert_close(optimizer.curvature.estimator.operator.to_dense(), expected)
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+        assert optimizer.last_step.loss == pytest.approx(out.loss.item())
+        values.append(out.loss.item())
+    assert values[-1] < 0.7 * values[0]
+
+
+# ------------------------------------------------------------------------- what the loss is multiplied with beforehand
+@pytest.mark.parametrize("make", [KFACOptimizer, KFACPreconditioner])
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_factor_in_front_of_the_loss(make: Any, listens: bool) -> None:
+    """The curvature is multiplied, too, with that of the step: dense algebra with the curvature of `factor * loss`."""
+    model, coefficients = net(), (1.0, 0.0) if make is KFACOptimizer else ()
+    options = {"approximation": FullBlock, "norm_constraint": None, "statistics_every": 3, "inverse_every": 5, **EXACT}
+    optimizer = make(model, CE, *coefficients, damping=0.1, **options)
+    for step, factor in enumerate((2.0, 10.0, 0.01, -3.0)):
+        X, y = batch(seed=step)
+        optimizer.zero_grad()
+        before = flat(model)
+        with optimizer.listen((X, y)) if listens else nullcontext():
+            output = model(X)
+        (factor * (F.cross_entropy if listens else CE)(output, y)).backward()
+        g = gradient(model)
+        optimizer.step()
+        K = abs(factor) * optimizer.curvature.estimator.refreshed.to_dense()
+        got = gradient(model) if make is KFACPreconditioner else before - flat(model)
+        torch.testing.assert_close(got, torch.linalg.solve(K + 0.1 * torch.eye(43).double(), g), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -122,34 +454,11 @@ def test_the_exact_quadratic_model_of_unequal_micro_batches(reduction: str) -> N
     for part, c in parts:
         (c * loss(model(X[part]), y[part])).backward()
         C += c * GGN(EmpiricalRisk(model, loss, [(X[part], y[part])])).to_dense()
-    g, before = torch.cat([p.grad.flatten() for p in model.parameters()]), flat(model)
+    g, before = gradient(model), flat(model)
     optimizer.step()
     d = flat(model) - before
     d /= d.norm()
-    coefficient = -(g @ d) / (d @ C @ d + 0.01)
-    torch.testing.assert_close(flat(model) - before, coefficient * d, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("numpy", [False, True])
-def test_micro_batches_in_one_buffer(numpy: bool) -> None:
-    """A loader fills the same memory anew for each batch, while the step waits for all of them."""
-    found = []
-    for one_buffer in (False, True):
-        model, loss = net(), nn.CrossEntropyLoss()
-        optimizer = KFACOptimizer(model, loss, "adaptive", "adaptive", 0.1)
-        buffer = [t.clone() for t in batch()]
-        for step in range(3):
-            optimizer.zero_grad()
-            for micro in range(2):
-                X, y = batch(seed=2 * step + micro)
-                if one_buffer:
-                    for t, new in zip(buffer, (X, y), strict=True):
-                        np.copyto(t.numpy(), new.numpy()) if numpy else t.copy_(new)
-                    X, y = buffer
-                (loss(model(X), y) / 2).backward()
-            optimizer.step()
-        found.append(flat(model))
-    assert torch.equal(*found)
+    torch.testing.assert_close(flat(model) - before, -(g @ d) / (d @ C @ d + 0.01) * d, rtol=1e-8, atol=1e-10)
 
 
 def test_mixup_is_one_batch() -> None:
@@ -172,236 +481,42 @@ def test_mixup_is_one_batch() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("loss", "vectors"),
-    [(nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]).double()), None), (nn.CrossEntropyLoss(), "empirical")],
-)
-def test_mixup_whose_curvature_depends_on_the_targets(loss: nn.Module, vectors: str | None) -> None:
+@pytest.mark.parametrize("change", [None, "another term", "output="])
+def test_what_is_no_multiple_of_the_loss(change: str | None) -> None:
+    """Then the curvature is that of the loss by itself."""
     model, (X, y) = net(), batch()
-    KFACOptimizer(model, loss, vectors=vectors)
-    optimizer = KFACOptimizer(model, loss, vectors=vectors)
-    output = model(X)
-    loss(output, y)
-    with pytest.raises(UnsupportedError, match=r"called twice on one output.*depends on them"):
-        loss(output, y.flip(0))
-    optimizer.close()
-
-
-def test_several_losses_with_other_weights_than_theirs() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 3), nn.Linear(4, 2)
-
-        def forward(self, X: Tensor) -> tuple[Tensor, Tensor]:
-            return self.one(X), self.two(X)
-
-    model, (X, y) = Two().double(), batch()
-    losses = ((nn.CrossEntropyLoss(), 1.0), (nn.MSELoss(), 0.5))
-    optimizer = KFACOptimizer(model, losses)
-
-    def backward(weight: float) -> None:
-        optimizer.zero_grad()
-        one, two = model(X)
-        (losses[0][0](one, y) + weight * losses[1][0](two, X[:, :2])).backward()
-
-    backward(0.5)
-    optimizer.step()
-    backward(2.0)
-    with pytest.raises(ValueError, match=r"loss 1 \(MSELoss\) was multiplied by 2 before.*weights are 0\.5 and 1"):
+    optimizer = KFACOptimizer(model, CE, output=(lambda f: 1.0 * f) if change == "output=" else None, **EXACT)
+    told = pytest.warns(CurvatureWarning, match="no multiple of the gradient of CrossEntropyLoss|`output=` computes")
+    with nullcontext() if change is None else told:
+        with optimizer.listen((X, y)):
+            output = model(X)
+        (3 * F.cross_entropy(output, y) + (0.0 if change is None else output.square().mean())).backward()
         optimizer.step()
-
-
-def test_a_factor_that_a_scaler_hides() -> None:
-    torch.manual_seed(0)
-    model, loss, (X, y) = net().float(), nn.CrossEntropyLoss(), batch()
-    twin = copy.deepcopy(model)
-    optimizer, other = KFACOptimizer(model, loss), KFACOptimizer(twin, loss)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)  # small enough to be a factor of the user's
-    scaler.scale(loss(model(X.float()), y)).backward()
-    scaler.step(optimizer)
-    loss(twin(X.float()), y).backward()
-    other.step()
-    torch.testing.assert_close(flat(model), flat(twin))
-    optimizer.zero_grad()
-    scaler.update()
-    scaler.scale(10 * loss(model(X.float()), y)).backward()
-    with pytest.warns(CurvatureWarning, match="by a gradient scaler, and by what else, can't be told"):
-        scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("options", [{}, {"reject": 2.0}], ids=str)
-def test_a_gradient_that_is_not_that_of_the_losses(options: dict[str, Any]) -> None:
-    """Terms that nobody sees are said where the losses alone are looked at."""
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    optimizer = KFACOptimizer(model, loss, **{**LOOKS, **options})
-    output = model(X)
-    (0.7 * loss(output, y) - 0.3 * F.log_softmax(output, 1).mean()).backward()  # label smoothing by hand
-    with pytest.warns(CurvatureWarning, match=r"The gradient in \.grad differs from that of the losses"):
-        optimizer.step()
-    optimizer = KFACOptimizer(model, loss, **EXACT)  # nothing is looked at
-    loss(model(X), y).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    optimizer.step()
-
-
-# --------------------------------------------------------------------------------------- outputs and several calls
-def test_an_output_that_was_written_to() -> None:
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    optimizer = KFACOptimizer(model, loss, **LOOKS)
-    output = model(X)
-    output.mul_(2.0)
-    loss(output, y).backward()
-    with pytest.raises(RuntimeError, match="on an output that was written to in place after"):
-        optimizer.step()
-
-
-def test_calls_before_their_losses() -> None:
-    """A discriminator sees real and fake examples, then its loss both: one update of all of them."""
-    found = []
-    for at_once in (True, False):
-        model, loss = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double(), nn.BCEWithLogitsLoss()
-        model.load_state_dict({k: torch.full_like(v, 0.1) for k, v in model.state_dict().items()})
-        optimizer = KFACOptimizer(model, loss, **LOOKS)
-        for step in range(3):
-            (X, _), (Z, _) = batch(6, seed=step), batch(6, seed=step + 10)
-            one, zero = torch.ones(6, 1).double(), torch.zeros(6, 1).double()
-            optimizer.zero_grad()
-            if at_once:
-                real, fake = model(X), model(Z)
-                ((loss(real, one) + loss(fake, zero)) / 2).backward()
-            else:
-                loss(model(torch.cat([X, Z])), torch.cat([one, zero])).backward()
-            optimizer.step()
-            assert optimizer.last_step.examples == 12
-        found.append((flat(model), optimizer.last_step.rho))
-    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-9)
-
-
-def test_an_output_that_waited_too_long() -> None:
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    KFACOptimizer(model, loss).close()
-    optimizer = KFACOptimizer(model, loss)
-    first = model(X)
-    later = [model(X) for _ in range(4)]
-    with pytest.raises(RuntimeError, match=r"called 4 more times before the loss was called on this output"):
-        loss(first, y)
-    loss(later[0], y).backward()
-    optimizer.step()
-
-
-def test_targets_that_depend_on_the_parameters() -> None:
-    model, loss, (X, _) = net(), nn.MSELoss(), batch()
-    other = copy.deepcopy(model)
-    optimizer = KFACOptimizer(model, loss)
-    one, two = model(X), model(X + 0.1)
-    with pytest.raises(UnsupportedError, match=r"target of the loss depends on the parameters.*Detach it"):
-        loss(one, two)
-    loss(model(X), two.detach()).backward()
-    optimizer.step()
-    loss(model(X), other(X)).backward()  # somebody else's parameters
-    optimizer.step()
-    assert optimizer.last_step.examples == 12
-
-
-def test_a_generator_that_trains_through_the_discriminator() -> None:
-    """Its batches have no part in the discriminator's ratio."""
-    torch.manual_seed(0)
-    G = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 4)).double()
-    D, loss = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double(), nn.BCEWithLogitsLoss()
-    of_D = KFACOptimizer(D, loss, lr=1e-4, **LOOKS)
-    of_G = torch.optim.Adam(G.parameters())
-    one, zero = torch.ones(5, 1).double(), torch.zeros(5, 1).double()
-    for step in range(4):
-        real, z = batch(5, seed=step)[0], torch.randn(5, 2).double()
-        D.zero_grad() if step % 2 else of_D.zero_grad()
-        with torch.no_grad():
-            expected = float(loss(D(real), one) + loss(D(G(z)), zero))
-        loss(D(real), one).backward()
-        loss(D(G(z).detach()), zero).backward()
-        of_D.step()
-        assert of_D.last_step.loss == pytest.approx(expected)
-        assert of_D.last_step.rho == pytest.approx(1.0, rel=2e-2)
-        of_G.zero_grad()
-        loss(D(G(z)), one).backward()
-        of_G.step()
-
-
-def test_gradients_with_respect_to_inputs_are_no_part_of_the_step() -> None:
-    """Adversarial examples, and a penalty on gradients."""
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    optimizer = KFACOptimizer(model, loss, lr=1e-4, **LOOKS)
-    for _ in range(2):
-        optimizer.zero_grad()
-        X.requires_grad_()
-        (g,) = torch.autograd.grad(loss(model(X), y), X)
-        moved = (X + 0.1 * g.sign()).detach()
-        value = loss(model(moved), y)
-        value.backward()
-        optimizer.step()
-        assert optimizer.last_step.loss == pytest.approx(value.item())
-        assert optimizer.last_step.rho == pytest.approx(1.0, rel=1e-2)
-
-
-def test_a_second_look_at_moved_parameters() -> None:
-    """Sharpness-aware steps: the gradient of the second pass alone."""
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    optimizer = KFACOptimizer(model, loss, **EXACT)
-    for _ in range(3):
-        loss(model(X), y).backward()
-        moves = [0.05 * p.grad / p.grad.norm() for p in model.parameters()]
-        with torch.no_grad():
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p.add_(move)
-        model.zero_grad()
-        loss(model(X), y).backward()
-        with torch.no_grad():
-            for p, move in zip(model.parameters(), moves, strict=True):
-                p.sub_(move)
-        optimizer.step()
-        assert optimizer.curvature.factor == 1.0
-        optimizer.zero_grad()
+    assert optimizer.curvature.factor == pytest.approx(3.0 if change is None else 1.0)
 
 
 # ------------------------------------------------------------------------------------------------- what is not finite
-def test_a_loss_that_is_nan_and_skipped() -> None:
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    twin = net()
-    optimizer, other = KFACOptimizer(model, loss, **EXACT), KFACOptimizer(twin, loss, **EXACT)
-    for bad in (False, True, False, False):
-        optimizer.zero_grad()
-        if bad:
-            value = loss(model(X * float("nan")), y)
-            assert not bool(value.isfinite())
-            continue
-        if optimizer.curvature.steps == 1:
-            with pytest.warns(CurvatureWarning, match="A batch was left out of the statistics"):
-                output = model(X)
-        else:
-            output = model(X)
-        loss(output, y).backward()
-        optimizer.step()
-        plain(other, twin, loss, X, y)
-    assert torch.equal(flat(model), flat(twin))
-
-
 @pytest.mark.parametrize("vectors", [None, "empirical", "ggn_exact"])
 @pytest.mark.parametrize("reject", [None, 2.0])
-@pytest.mark.parametrize("where", ["input", "target"])
+@pytest.mark.parametrize("where", ["input", "target", "gradient"])
 def test_a_batch_with_nan(vectors: str | None, reject: float | None, where: str) -> None:
+    """It changes nothing, and the next step is as usual."""
     torch.manual_seed(0)
     model, loss = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double(), nn.MSELoss()
-    X, y = batch()[0], torch.rand(12, 2).double()
+    X, y, nan = batch()[0], torch.rand(12, 2).double(), float("nan")
     optimizer = KFACOptimizer(model, loss, vectors=vectors, reject=reject)
     plain(optimizer, model, loss, X, y)
     before, velocity = flat(model), copy.deepcopy(optimizer.state_dict()["state"])
-    bad = (X * float("nan"), y) if where == "input" else (X, y * float("nan"))
+    optimizer.zero_grad()
+    loss(model(X * nan if where == "input" else X), y * nan if where == "target" else y).backward()
+    if where == "gradient":
+        model[2].weight.grad[0, 0] = nan
     if reject is None:
-        with pytest.raises(NumericsError, match=r"The gradient of 0\.weight is not finite"):
-            plain(optimizer, model, loss, *bad)
+        with pytest.raises(NumericsError, match=r"The gradient of \d\.weight is not finite; parameters have not"):
+            optimizer.step()
         assert optimizer.curvature.steps == 1
     else:
-        plain(optimizer, model, loss, *bad)
+        optimizer.step()
         assert optimizer.last_step.rejected
         assert optimizer.param_groups[0]["damping"] == 2e-3
     assert torch.equal(flat(model), before)
@@ -412,667 +527,217 @@ def test_a_batch_with_nan(vectors: str | None, reject: float | None, where: str)
     assert optimizer.last_step.examples == 12
 
 
-def test_what_a_scaler_has_skipped_is_no_part_of_the_next_step() -> None:
-    torch.manual_seed(0)
-    model, loss = net().float(), nn.CrossEntropyLoss()
-    optimizer = KFACOptimizer(model, loss, lr=1e-3, **LOOKS)
-    scaler = torch.amp.GradScaler("cpu")
-    for step in range(4):
-        X, y = batch(seed=step)
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        value = loss(model(X.float()), y)
-        scaler.scale(value).backward()
-        if step in (1, 2):
-            model[0].weight.grad.fill_(float("inf"))
-        scaler.step(optimizer)
-        scaler.update()
-    assert optimizer.curvature.steps == 2
-    assert optimizer.curvature.estimator.updates == 4
-    assert optimizer.last_step.loss == pytest.approx(value.item(), rel=1e-5)
-    assert optimizer.last_step.rho == pytest.approx(1.0, rel=2e-2)
-
-
-# ------------------------------------------------------------------------------------------ precision and compilers
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model, loss = net().float(), nn.CrossEntropyLoss()
-    twin = copy.deepcopy(model)
+def test_a_loss_that_is_nan_and_skipped() -> None:
+    model, twin, loss, (X, y) = net(), net(), nn.CrossEntropyLoss(), batch()
     optimizer, other = KFACOptimizer(model, loss, **EXACT), KFACOptimizer(twin, loss, **EXACT)
-    scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
-    for step in range(5):
-        X, y = batch(seed=step)
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=dtype):
-            value = loss(model(X.float()), y)
-        scaler.scale(value).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 100.0)
-        scaler.step(optimizer)
-        scaler.update()
-        plain(other, twin, loss, X.float(), y)
-    torch.testing.assert_close(flat(model), flat(twin), rtol=0.1, atol=0.02)
-
-
-def _eager(model: nn.Module, loss: nn.Module, optimizer: Any) -> Callable[[Tensor, Tensor], None]:
-    return lambda X, y: plain(optimizer, model, loss, X, y)
-
-
-def _both(model: nn.Module, loss: nn.Module, optimizer: Any) -> Callable[[Tensor, Tensor], None]:
-    value = torch.compile(lambda X, y: loss(model(X), y), backend="eager")
-
-    def step(X: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        value(X, y).backward()
-        optimizer.step()
-
-    return step
-
-
-def _whole(model: nn.Module, loss: nn.Module, optimizer: Any) -> Callable[[Tensor, Tensor], None]:
-    return torch.compile(lambda X, y: plain(optimizer, model, loss, X, y), backend="eager")
-
-
-def _in_place(model: nn.Module, loss: nn.Module, optimizer: Any) -> Callable[[Tensor, Tensor], None]:
-    model.compile(backend="eager")
-    return lambda X, y: plain(optimizer, model, loss, X, y)
-
-
-def _afterwards(model: nn.Module, loss: nn.Module, optimizer: Any) -> Callable[[Tensor, Tensor], None]:
-    compiled = torch.compile(model, backend="eager")
-    return lambda X, y: plain(optimizer, compiled, loss, X, y)
-
-
-def _loss(model: nn.Module, loss: nn.Module, optimizer: Any) -> Callable[[Tensor, Tensor], None]:
-    compiled = torch.compile(loss, backend="eager")
-    return lambda X, y: plain(optimizer, model, compiled, X, y)
-
-
-def _step(model: nn.Module, loss: nn.Module, optimizer: Any) -> Callable[[Tensor, Tensor], None]:
-    step = torch.compile(optimizer.step, backend="eager")
-
-    def whole(X: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        loss(model(X), y).backward()
-        step()
-
-    return whole
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.usefixtures("quick_compiler")
-@pytest.mark.filterwarnings("ignore:.*Dynamo")
-@pytest.mark.parametrize("compiled", [_both, _whole, _in_place, _afterwards, _loss, _step])
-def test_what_is_compiled(compiled: Callable[..., Any]) -> None:
-    """Loss and model, the whole step, the model, the loss, the optimizer's step: as without the compiler."""
-    torch.compiler.reset()
-    found = []
-    for make in (_eager, compiled):
-        model, loss = net(), nn.CrossEntropyLoss()
-        optimizer = KFACOptimizer(model, loss, statistics_every=2, damping=LevenbergMarquardt(0.1, interval=3))
-        step, examples = make(model, loss, optimizer), []
-        for k in range(5):
-            step(*batch(seed=k))
-            examples.append(optimizer.last_step.examples)
-        found.append((flat(model), examples))
-    assert found[0][1] == found[1][1] == [12, 0, 12, 0, 12]
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.filterwarnings("ignore:.*Dynamo")
-def test_a_model_that_was_compiled_and_called_before() -> None:
-    torch.compiler.reset()
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    compiled = torch.compile(model, backend="eager")
-    compiled(X)
-    optimizer = KFACOptimizer(model, loss)
-    with pytest.raises(RuntimeError, match=r"compiled and called before \(give the optimizer what torch\.compile"):
-        plain(optimizer, compiled, loss, X, y)
-    optimizer.close()
-    plain(KFACOptimizer(compiled, loss), compiled, loss, X, y)
-
-
-# -------------------------------------------------------------------------------------- copies, threads, other tensors
-@pytest.mark.parametrize("vectors", [None, "empirical"])
-def test_copies_in_the_middle_of_a_step(vectors: str | None) -> None:
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    twin = copy.deepcopy(model)
-    optimizer, other = (KFACOptimizer(m, loss, vectors=vectors) for m in (model, twin))
-    for _ in range(2):
-        optimizer.zero_grad()
-        output = model(X)
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        value = loss(output, y)
-        copies += [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        for one in copies:
-            assert torch.equal(one(X), output)
-        value.backward()
-        optimizer.step()
-        plain(other, twin, loss, X, y)
+    plain(optimizer, model, loss, X, y)
+    plain(other, twin, loss, X, y)
+    optimizer.zero_grad()
+    assert not bool(loss(model(X * float("nan")), y).isfinite())
+    with pytest.warns(CurvatureWarning, match="A batch was left out of the statistics"):
+        plain(optimizer, model, loss, X, y)
+    plain(other, twin, loss, X, y)
     assert torch.equal(flat(model), flat(twin))
 
 
-def test_an_average_of_the_parameters() -> None:
+# --------------------------------------------------------------------------------------------------- hooks and memory
+def hooks(*modules: nn.Module) -> int:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return sum(len(getattr(m, kind)) for module in modules for m in module.modules() for kind in kinds)
+
+
+@pytest.mark.parametrize("kind", [KFACOptimizer, KFACPreconditioner])
+def test_hooks_are_gone_with_the_optimizer(kind: Any) -> None:
+    """At once, in the middle of a step, and without the garbage collector, while somebody may read the hooks."""
     model, loss = net(), nn.CrossEntropyLoss()
-    optimizer = KFACOptimizer(model, loss, **LOOKS)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    expected = [p.detach().clone() for p in model.parameters()]
-    for step in range(4):
-        plain(optimizer, model, loss, *batch(seed=step))
-        average.update_parameters(model)
-        expected = [
-            p.detach().clone() if step == 0 else (e + p.detach()) / 2
-            for e, p in zip(expected, model.parameters(), strict=True)
-        ]
-        loss(average(batch(seed=step)[0]), batch(seed=step)[1])  # a copy: nobody hears it
-        assert optimizer.last_step.examples == 12
-    torch.testing.assert_close(flat(average.module), torch.cat([e.flatten() for e in expected]))
-
-
-def test_other_tensors_in_place_of_the_parameters() -> None:
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    optimizer = KFACOptimizer(model, loss)
-    values = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    loss(functional_call(model, values, (X,)), y).backward()  # an inner step of somebody else
-    assert optimizer.curvature.estimator.updates == 0
-    plain(optimizer, model, loss, X, y)
-    assert optimizer.last_step.examples == 12
-    loss(functional_call(model, dict(model.named_parameters()), (X,)), y).backward()
-    optimizer.step()
-    assert optimizer.last_step.examples == 12
-    model.load_state_dict(net(3).state_dict(), assign=True)
-    loss(model(X), y).backward()
-    with pytest.raises(ValueError, match=r"other tensors in place of its parameters.*assign=True.*a new optimizer"):
-        optimizer.step()
-
-
-def test_training_in_another_thread() -> None:
-    model, loss = net(), nn.CrossEntropyLoss()
-    twin = copy.deepcopy(model)
-    optimizer, other = KFACOptimizer(model, loss, **LOOKS), KFACOptimizer(twin, loss, **LOOKS)
-    errors: list[BaseException] = []
-
-    def train() -> None:
-        try:
-            for step in range(3):
-                plain(optimizer, model, loss, *batch(seed=step))
-        except BaseException as error:
-            errors.append(error)
-
-    worker = threading.Thread(target=train)
-    worker.start()
-    worker.join()
-    assert not errors
-    for step in range(3):
-        plain(other, twin, loss, *batch(seed=step))
-    assert torch.equal(flat(model), flat(twin))
-
-
-def test_a_model_that_is_checkpointed_as_a_whole() -> None:
-    """Autograd calls it once more in the backward pass."""
-    model, loss = net(), nn.CrossEntropyLoss()
-    twin = copy.deepcopy(model)
-    optimizer, other = KFACOptimizer(model, loss, **EXACT), KFACOptimizer(twin, loss, **EXACT)
-    for step in range(3):
-        X, y = batch(seed=step)
-        optimizer.zero_grad()
-        loss(torch.utils.checkpoint.checkpoint(model, X, use_reentrant=False), y).backward()
-        optimizer.step()
-        assert optimizer.last_step.examples == 12
-        plain(other, twin, loss, X, y)
-    torch.testing.assert_close(flat(model), flat(twin), rtol=1e-9, atol=1e-10)
-
-
-def test_gradients_that_the_user_retains_are_the_users() -> None:
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    found, optimizer = [], None
-    for _ in range(2):
-        model.zero_grad()
-        output = model(X)
-        output.retain_grad()
-        loss(output, y).backward()
-        found.append(output.grad)
-        optimizer = optimizer or KFACOptimizer(model, loss)
-    assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("vectors", [None, "empirical"])
-@pytest.mark.usefixtures("new_objects_only")
-def test_without_steps_nothing_piles_up(vectors: str | None) -> None:
-    model, loss = net(), nn.CrossEntropyLoss()
-    optimizer = KFACOptimizer(model, loss, reject=2.0, vectors=vectors)
-
-    def tensors() -> int:
-        gc.collect()
-        return sum(type(o) is Tensor for o in gc.get_objects())
-
-    few = 0
-    for k in range(40):
-        optimizer.zero_grad()
-        loss(model(batch(seed=k)[0]), batch(seed=k)[1]).backward()
-        few = tensors() if k == 10 else few
-    assert tensors() <= few + 3
-
-
-def test_batches_that_are_kept_are_bounded() -> None:
-    """Gradients are accumulated without end."""
-    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch(2)
-    optimizer = KFACOptimizer(model, loss, reject=2.0, statistics_every=2)
-    plain(optimizer, model, loss, X, y)
-    for _ in range(1024):
-        loss(model(X), y)
-    with pytest.raises(RuntimeError, match="1024 batches were seen since the last step, and kept"):
-        loss(model(X), y)
-
-
-def test_hooks_that_are_removed_while_the_model_runs() -> None:
-    """An optimizer that is dropped may be collected at any time."""
-
-    class Collecting(nn.Linear):
-        def forward(self, X: Tensor) -> Tensor:
-            gc.collect()
-            return super().forward(X)
-
-    model, loss, (X, y) = nn.Sequential(nn.Linear(4, 4), Collecting(4, 3)).double(), nn.CrossEntropyLoss(), batch()
+    with kind(model, loss) as optimizer:
+        plain(optimizer, model, loss, *batch())
+        assert hooks(model, loss) == 3
+    assert hooks(model, loss) == 0
+    gc.collect()
     gc.disable()
     try:
-        optimizer = KFACOptimizer(model, loss, vectors="empirical")
-        loss(model(X), y)  # waits for its backward pass
+        optimizer = kind(model, loss)
+        plain(optimizer, model, loss, *batch())
+        model(batch()[0])
         del optimizer
-        model(X)
+        assert hooks(model, loss) == 0
+        model(batch()[0])
     finally:
         gc.enable()
 
 
-# ------------------------------------------------------------------------------------------- loops of other frameworks
-class Module(nn.Module):
-    """As a LightningModule is written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.loss = net(), nn.CrossEntropyLoss()
-
-    def forward(self, X: Tensor) -> Tensor:
-        return self.net(X)
-
-    def training_step(self, found: tuple[Tensor, Tensor]) -> Tensor:
-        X, y = found
-        return self.loss(self(X), y)
-
-
-def lightning(accumulate: int) -> Tensor:
-    """A closure per step, with gradients cleared inside of it, and micro-batches without a step."""
-    module = Module()
-    optimizer = KFACOptimizer(module, module.loss, **EXACT)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for step in range(4):
-        parts = batch(12, seed=step)
-        size = 12 // accumulate
-        for k in range(accumulate):
-            micro = parts[0][k * size : (k + 1) * size], parts[1][k * size : (k + 1) * size]
-
-            def closure(k: int = k, micro: Any = micro) -> Tensor:
-                value = module.training_step(micro) / accumulate
-                if k == 0:
-                    optimizer.zero_grad()
-                value.backward()
-                return value
-
-            if k < accumulate - 1:
-                closure()
-            else:
-                optimizer.step(closure)
-        scheduler.step()
-        assert optimizer.last_step.examples == 12
-    return flat(module)
-
-
-class Wrapped:
-    """As accelerate wraps an optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.optimizer.load_state_dict(optimizer.state_dict())  # it does so to move the state
-        self.accumulating = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-    def zero_grad(self) -> None:
-        if not self.accumulating:
-            self.optimizer.zero_grad()
-
-    def step(self) -> None:
-        if not self.accumulating:
-            self.optimizer.step()
-
-
-def accelerate(accumulate: int) -> Tensor:
-    model, loss = net(), nn.CrossEntropyLoss()
-    optimizer = Wrapped(KFACOptimizer(model, loss, **EXACT))
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9)
-    for step in range(4):
-        X, y = batch(12, seed=step)
-        for k, (part, target) in enumerate(zip(X.chunk(accumulate), y.chunk(accumulate), strict=True)):
-            optimizer.accumulating = k < accumulate - 1
-            (loss(model(part), target) / accumulate).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1e6)
-            optimizer.step()
-            if not optimizer.accumulating:
-                scheduler.step()
-            optimizer.zero_grad()
-    return flat(model)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_loops_of_other_frameworks(accumulate: int) -> None:
-    model, loss = net(), nn.CrossEntropyLoss()
-    optimizer = KFACOptimizer(model, loss, **EXACT)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for step in range(4):
-        plain(optimizer, model, loss, *batch(12, seed=step))
-        scheduler.step()
-    for loop in (lightning, accelerate):
-        torch.testing.assert_close(loop(accumulate), flat(model), rtol=1e-9, atol=1e-10)
-
-
-class LanguageModel(nn.Module):
-    """As Hugging Face's: the loss is computed inside of the model, which returns it beside the logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.hidden, self.head = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 7)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        logits = self.head(self.hidden(self.embed(input_ids)).tanh())
-        if labels is None:
-            return {"logits": logits}
-        value = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return {"loss": value, "logits": logits}
-
-
-class WithAttributes(LanguageModel):
-    """Outputs have names, by which it is known that the last axis of logits is that of the classes."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
-        return SimpleNamespace(**super().forward(input_ids, labels))
-
-
-def test_a_model_that_returns_its_loss() -> None:
-    """The loss is none of the optimizer's: `listen` around the call says what it is."""
-    model = WithAttributes()
-    optimizer = KFACOptimizer(model, nn.CrossEntropyLoss(), shift_labels=True)
-    generator = torch.Generator().manual_seed(0)
-    values = []
-    for _ in range(15):
-        tokens = torch.arange(8).add(torch.randint(7, (6, 1), generator=generator)) % 7
-        with optimizer.listen({"input_ids": tokens, "labels": tokens}):
-            out = model(input_ids=tokens, labels=tokens)
-        optimizer.zero_grad()
-        out.loss.backward()
-        optimizer.step()
-        assert optimizer.last_step.examples == 6
-        values.append(out.loss.item())
-    assert values[-1] < 0.7 * values[0]
-    out = model(input_ids=tokens, labels=tokens)
-    out.loss.backward()
-    with pytest.raises(RuntimeError, match="No batch was seen"):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("listening", [False, True])
-def test_what_a_scaler_has_skipped_through_both_doors(listening: bool) -> None:
-    """Batches whose gradients were thrown away are not looked at again."""
-    model, loss = net().float(), nn.CrossEntropyLoss()
-    optimizer = KFACOptimizer(model, loss, lr=1e-4, **LOOKS)
-    for step in range(3):
-        X, y = batch(seed=step)
-        with optimizer.listen((X.float(), y)) if listening else nullcontext():
-            output = model(X.float())
-        value = loss(output, y)
-        optimizer.zero_grad()  # between loss and backward pass
-        value.backward()
-        if step:
-            optimizer.step()
-            assert optimizer.last_step.loss == pytest.approx(value.item(), rel=1e-5)
-
-
-# --------------------------------------------------------------------------------------------- losses that are logged
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("options", [{}, ADAPTIVE, {"vectors": "empirical"}], ids=str)
-@pytest.mark.parametrize("others", [False, True])
-def test_a_loss_that_is_computed_for_a_log(reduction: str, options: dict[str, Any], others: bool) -> None:
-    """`loss(out, y).item()` before, between and after the one that is differentiated changes nothing."""
-    if others and "vectors" in options:
-        pytest.skip("refused: the statistics would be those of the first targets")
-    found = []
-    for logged in (False, True):
-        model, loss = net(), nn.CrossEntropyLoss(reduction=reduction)
-        optimizer = KFACOptimizer(model, loss, **{**LOOKS, **options})
-        for step in range(3):
-            X, y = batch(seed=step)
-            optimizer.zero_grad()
-            output = model(X)
-            if logged:
-                loss(output, y.flip(0) if others else y).item()
-            value = loss(output, y)
-            value.backward(retain_graph=True)
-            if logged:
-                loss(output, y).item()
-            optimizer.step()
-            assert optimizer.last_step.loss == pytest.approx(value.item())
-        found.append((flat(model), optimizer.last_step.rho))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
-
-
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.two = nn.Linear(4, 3), nn.Linear(4, 2)
-
-    def forward(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        return self.one(X), self.two(X)
-
-
-def test_several_losses_that_are_computed_for_a_log() -> None:
-    found = []
-    for logged in (False, True):
-        model = TwoHeads().double()
-        losses = ((nn.CrossEntropyLoss(), 1.0), (nn.MSELoss(), 0.5))
-        optimizer = KFACOptimizer(model, losses, **LOOKS)
-        for step in range(3):
-            X, y = batch(seed=step)
-            optimizer.zero_grad()
-            one, two = model(X)
-            if logged:
-                losses[0][0](one, y).item()
-            terms = [losses[0][0](one, y), losses[1][0](two, X[:, :2])]
-            if logged:
-                losses[1][0](two, X[:, :2]).item()
-                losses[0][0](one, y).item()
-            (terms[0] + 0.5 * terms[1]).backward()
-            optimizer.step()
-        found.append((flat(model), optimizer.last_step.rho))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
-    one, two = model(X)
-    losses[0][0](one, y)
-    with pytest.raises(UnsupportedError, match="called twice on one output of the model, with different targets"):
-        losses[0][0](one, y.flip(0))
-
-
-# ------------------------------------------------------------------------------------------- factors that are large
-def scaled_steps(make: Callable[[nn.Module, nn.Module], Any], factor: float, micro: int, scaler: Any = None) -> Tensor:
-    """One step of `factor` times the mean over micro-batches, summed; the update over lr, or the new gradient."""
-    model, loss = net(), nn.CrossEntropyLoss()
-    optimizer = make(model, loss)
-    optimizer.zero_grad()
-    for k in range(micro):
-        X, y = batch(seed=k)
-        value = factor * loss(model(X), y)
-        (value if scaler is None else scaler.scale(value)).backward()
-    before = flat(model)
-    if isinstance(optimizer, KFACOptimizer):
-        optimizer.step() if scaler is None else scaler.step(optimizer, scaler=scaler)
-        return before - flat(model)
-    if scaler is not None:
-        for p in model.parameters():
-            p.grad /= scaler.get_scale()
-    optimizer.step(scaler=scaler)
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-@pytest.mark.parametrize("preconditioner", [False, True])
-@pytest.mark.parametrize(("factor", "micro"), [(64.0, 1), (65536.0, 1), (1.0, 64), (2.0, 4), (100.0, 1)])
-@pytest.mark.filterwarnings("ignore:The loss was multiplied by")
-def test_large_factors_without_a_scaler(factor: float, micro: int, preconditioner: bool) -> None:
-    """They are the user's: with as many times the damping the direction is that of the loss by itself."""
-    options: dict[str, Any] = {**EXACT, "norm_constraint": None}
-
-    def make(damping: float) -> Callable[[nn.Module, nn.Module], Any]:
-        def of(model: nn.Module, loss: nn.Module) -> Any:
-            if preconditioner:
-                return KFACPreconditioner(model, loss, damping, **options)
-            return KFACOptimizer(model, loss, 1.0, 0.0, damping, **options)
-
-        return of
-
-    large = scaled_steps(make(0.1 * factor * micro), factor, micro)
-    torch.testing.assert_close(large, scaled_steps(make(0.1), 1 / micro, micro), rtol=1e-9, atol=1e-12)
-    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
-    told = scaled_steps(make(0.1 * factor * micro), factor, micro, scaler)
-    torch.testing.assert_close(told, large, rtol=1e-9, atol=1e-12)
-
-
-def test_what_may_be_a_scale_is_asked_for() -> None:
-    for kind, factor in ((KFACPreconditioner, 64.0), (KFACOptimizer, 65536.0)):
-        model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-        optimizer = kind(model, loss)
-        (factor * loss(model(X), y)).backward()
-        with pytest.warns(CurvatureWarning, match=rf"multiplied by {factor:g} .*say so: step\(scaler=scaler\)"):
-            optimizer.step()
-
-
-# ----------------------------------------------------------------------------------------------- what `listen` learns
-@pytest.mark.parametrize("options", [{}, ADAPTIVE, {"vectors": "empirical"}], ids=str)
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_factor_in_front_of_a_loss_that_nobody_sees(options: dict[str, Any], inside: bool, reduction: str) -> None:
-    """The same steps as through hooks; micro-batches of different sizes and numbers."""
-    found = []
-    for listens in (True, False):
-        model, loss = net(), nn.CrossEntropyLoss(reduction=reduction)
-        optimizer = KFACOptimizer(model, loss, **{**LOOKS, **options})
-        for step in range(3):
-            optimizer.zero_grad()
-            total = 0.0
-            for n, c in ((4, 10.0), (8, 3.0)):
-                X, y = batch(n, seed=step)
-                with optimizer.listen((X, y)) if listens else nullcontext():
-                    output = model(X)
-                    value = c * (F.cross_entropy(output, y, reduction=reduction) if listens else loss(output, y))
-                    if inside:
-                        value.backward(retain_graph=True)
-                if not inside:
-                    value.backward()
-                total += value.item()
-            optimizer.step()
-            assert optimizer.last_step.loss == pytest.approx(total)
-        found.append((flat(model), optimizer.last_step.rho))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
-
-
-def test_several_losses_with_a_factor_that_nobody_sees() -> None:
-    found = []
-    for listens in (True, False):
-        model = TwoHeads().double()
-        losses = {"one": (nn.CrossEntropyLoss(), 1.0), "two": (nn.MSELoss(), 0.5)}
-        optimizer = KFACOptimizer(model, losses, output=lambda out: {"one": out[0], "two": out[1]}, **LOOKS)
-        for step in range(3):
-            X, y = batch(seed=step)
-            optimizer.zero_grad()
-            with optimizer.listen((X, {"one": y, "two": X[:, :2]})) if listens else nullcontext():
-                one, two = model(X)
-            if listens:
-                value = F.cross_entropy(one, y) + 0.5 * F.mse_loss(two, X[:, :2])
-            else:
-                value = losses["one"][0](one, y) + 0.5 * losses["two"][0](two, X[:, :2])
-            (7.0 * value).backward()
-            optimizer.step()
-        found.append((flat(model), optimizer.last_step.rho))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
-
-
-def test_shifted_labels_with_a_factor() -> None:
-    model = WithAttributes().double()
-    optimizer = KFACOptimizer(model, nn.CrossEntropyLoss(), shift_labels=True, **LOOKS)
-    tokens = torch.arange(6).add(torch.arange(6)[:, None]) % 7
-    with optimizer.listen({"input_ids": tokens, "labels": tokens}):
-        out = model(input_ids=tokens, labels=tokens)
-    (5 * out.loss).backward()
-    optimizer.step()
-    assert optimizer.curvature.factor == pytest.approx(5.0)
-    assert optimizer.last_step.loss == pytest.approx(5 * out.loss.item())
-
-
-@pytest.mark.parametrize("T", [5, 8])  # with 8, axis 1 could hold the classes
-def test_shifted_labels_of_a_dict(T: int) -> None:
-    """The class axis is the last one, for the statistics and for what the loss is multiplied with."""
-    model, shown = LanguageModel().double(), LanguageModel().double()
-    options: dict[str, Any] = {"output": lambda out: out["logits"], "shift_labels": True}
-    optimizer = KFACOptimizer(model, nn.CrossEntropyLoss(), **options, **LOOKS)
-    tokens = torch.arange(T).add(torch.arange(6)[:, None]) % 7
-    with optimizer.listen({"input_ids": tokens, "labels": tokens}):
-        out = model(input_ids=tokens, labels=tokens)
-    (5 * out["loss"]).backward()
-    f = shown(input_ids=tokens)["logits"][:, :-1].movedim(-1, 1)
-    moved = EmpiricalRisk(
-        shown,
-        nn.CrossEntropyLoss(),
-        [(tokens, tokens[:, 1:])],
-        output=lambda out: out["logits"][:, :-1].movedim(-1, 1),
-    )
-    torch.testing.assert_close(F.cross_entropy(f, tokens[:, 1:]), out["loss"])
-    expected = curvature(moved, vectors=EXACT["vectors"]).to_dense()
-    torch.testing.assert_close(optimizer.curvature.estimator.operator.to_dense(), expected)
-    optimizer.step()
-    assert optimizer.curvature.factor == pytest.approx(5.0)
-    assert optimizer.last_step.loss == pytest.approx(5 * out["loss"].item())
-
-
-@pytest.mark.parametrize("change", ["another term", "written to"])
-def test_what_is_no_multiple_of_the_loss(change: str) -> None:
-    """Then the curvature is that of the loss by itself."""
+def test_an_error_in_the_model_leaves_nothing() -> None:
     model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
-    optimizer = KFACOptimizer(model, loss, **EXACT)
-    with optimizer.listen((X, y)):
-        output = model(X)
-    (
-        output.square().mean() + 3 * F.cross_entropy(output, y)
-        if change == "another term"
-        else 3 * F.cross_entropy(output.mul_(2.0), y)
-    ).backward()
-    told = pytest.warns(CurvatureWarning, match="no multiple of the gradient of CrossEntropyLoss")
-    with told if change == "another term" else nullcontext():
-        optimizer.step()
-    assert optimizer.curvature.factor == 1.0
+    optimizer = KFACOptimizer(model, loss)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(X[:, :2])
+    assert hooks(model, loss) == 3
+    plain(optimizer, model, loss, X, y)
+    assert optimizer.last_step.examples == 12
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_micro_batch_in_which_nothing_counts(first: int) -> None:
-    """It adds nothing to the step; a step of which no target counts is refused, and can be gone on from."""
-    models = net(), net()
-    loss, (X, y) = nn.CrossEntropyLoss(), batch()
-    nothing = torch.full_like(y, -100)
-    for model, parts in zip(models, ([y, nothing] if first else [nothing, y], [y]), strict=True):
-        optimizer = KFACOptimizer(model, loss, 1.0, 0.0, 0.1, approximation=FullBlock, norm_constraint=None, **EXACT)
-        loss(model(X), nothing).backward()
-        with pytest.raises(ValueError, match=r"No term of CrossEntropyLoss counts.*Skip such batches until one counts"):
-            optimizer.step()
+def test_other_operators_of_the_same_model_and_loss() -> None:
+    """Hooks of the optimizer don't count: they change neither outputs nor losses."""
+    model, loss, (X, y) = net(), nn.CrossEntropyLoss(), batch()
+    before = curvature(EmpiricalRisk(model, loss, [(X, y)])).to_dense()
+    optimizer = KFACOptimizer(model, loss)
+    assert torch.equal(curvature(EmpiricalRisk(model, loss, [(X, y)])).to_dense(), before)
+    plain(optimizer, model, loss, X, y)
+    assert optimizer.last_step.examples == 12
+
+
+def test_two_optimizers_on_one_model() -> None:
+    (model, both), loss = (net(), net()), nn.CrossEntropyLoss()
+    options = {"norm_constraint": None, **EXACT}
+    one = KFACOptimizer(model, loss, params=list(model[0].parameters()), **options)
+    two = KFACOptimizer(model, loss, params=list(model[2].parameters()), **options)
+    alone = KFACOptimizer(both, loss, **options)
+    for step in range(4):
+        X, y = batch(seed=step)
+        model.zero_grad()
+        loss(model(X), y).backward()
+        one.step()
+        two.step()
+        plain(alone, both, loss, X, y)
+    torch.testing.assert_close(flat(model), flat(both), rtol=1e-9, atol=1e-10)
+
+
+MEMORY: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "other times": {"statistics_every": 3, "inverse": "factored"},
+    "adaptive": {**ADAPTIVE, "damping": LevenbergMarquardt(1.0)},
+    "rejecting": {"reject": 2.0},
+    "empirical": {"vectors": "empirical"},
+    "without steps": {"reject": 2.0},
+}
+
+
+def tensors() -> int:
+    gc.collect()
+    return sum(isinstance(o, Tensor) for o in gc.get_objects())
+
+
+@pytest.mark.usefixtures("new_objects_only")
+@pytest.mark.parametrize("kind", [KFACOptimizer, KFACPreconditioner])
+@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize("steps", [24, pytest.param(1008, marks=pytest.mark.slow)])
+def test_tensors_do_not_grow(kind: Any, name: str, steps: int) -> None:
+    if kind is KFACPreconditioner and name != "defaults":
+        pytest.skip("the same steps")
+    model, loss, counts = net(), nn.CrossEntropyLoss(), []
+    optimizer = kind(model, loss, inverse_every=6, **MEMORY[name])
+    for step in range(steps + 12):
         optimizer.zero_grad()
-        for part in parts:
-            loss(model(X), part).backward()
+        loss(model(batch(seed=step)[0]), batch(seed=step)[1]).backward()
+        if name != "without steps":
+            optimizer.step()
+        if step in (11, steps - 1, steps + 11):
+            counts.append(tensors())
+    assert max(counts[1:]) <= counts[0] + 3 * (name == "without steps")
+
+
+# ------------------------------------------------------------------------------ what belongs to PyTorch's optimizers
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: 0.9**k),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda k: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "LinearLR": lr_scheduler.LinearLR,
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "SWALR": lambda o: SWALR(o, 0.05, anneal_epochs=3),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name: str) -> None:
+    """Those of PyTorch set learning rate and momentum as they set SGD's, and they are what the next step takes."""
+    model = net()
+    optimizer, sgd = KFACOptimizer(model, CE), torch.optim.SGD(net().parameters(), lr=0.1, momentum=0.9)
+    schedulers = [SCHEDULERS[name](o) for o in (optimizer, sgd)]
+    for step in range(5):
+        plain(optimizer, model, CE, *batch(seed=step))
+        sgd.step()
+        for option in ("lr", "momentum"):
+            assert getattr(optimizer.last_step, option) == [sgd.param_groups[0][option]]
+        for scheduler in schedulers:
+            scheduler.step(1.0) if name == "ReduceLROnPlateau" else scheduler.step()
+    optimizer = KFACOptimizer(net(), CE, lr="adaptive")
+
+    def train() -> None:
+        schedule = SCHEDULERS[name](optimizer)
+        for _ in range(3):
+            plain(optimizer, optimizer.curvature.risk.model, CE, *batch())
+            schedule.step(1.0) if name == "ReduceLROnPlateau" else schedule.step()
+
+    with pytest.raises(TypeError, match=r'is "adaptive": the quadratic model chooses it in every step.*a scheduler'):
+        train()
+
+
+@pytest.mark.parametrize("option", ["lr", "momentum"])
+def test_a_tensor_stays_the_option_that_it_is(option: str) -> None:
+    """What is written to it has an effect in the next step."""
+    found = []
+    for tensor in (False, True):
+        model, value = net(), torch.tensor(0.25)
+        optimizer = KFACOptimizer(model, CE, damping=0.1, **{option: value if tensor else 0.25}, **EXACT)
+        for seed in range(4):
+            plain(optimizer, model, CE, *batch(seed=seed))
+            new = 0.25 / 2**seed
+            if tensor:
+                value.fill_(new)
+            else:
+                optimizer.param_groups[0][option] = new
+        assert (optimizer.param_groups[0][option] is value) == tensor
+        state = optimizer.state_dict()
+        found.append(flat(model))
+        value.fill_(-1.0)
+        assert float(state["param_groups"][0][option]) == new
+    with pytest.raises(ValueError, match=f"{option}=-1"):
         optimizer.step()
-        optimizer.close()
-    torch.testing.assert_close(flat(models[0]), flat(models[1]))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-13)
+
+
+def test_hooks_of_steps_and_states() -> None:
+    model, calls = net(), []
+    optimizer = KFACOptimizer(model, CE, lr=0.3)
+    for name in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre"):
+        getattr(optimizer, f"register_{name}_hook")(lambda *_, name=name: calls.append(name))
+    plain(optimizer, model, CE, *batch())
+    state = optimizer.state_dict()
+    assert calls == ["step_pre", "step_post", "state_dict_pre", "state_dict_post"]
+    optimizer.load_state_dict(state)
+    assert "load_state_dict_pre" in calls
+    assert "lr: 0.3" in repr(optimizer)
+
+
+def test_warming_up_is_a_plain_mean() -> None:
+    model, batches = net(), [batch(seed=k) for k in range(4)]
+    before, optimizer = flat(model), KFACOptimizer(model, CE, decay=0.5, **EXACT)
+    optimizer.warmup(iter(batches), steps=3)
+    assert torch.equal(flat(model), before)
+    K = curvature(EmpiricalRisk(model, CE, batches[:3]), **EXACT)
+    torch.testing.assert_close(optimizer.curvature.estimator.operator.to_dense(), K.to_dense())
+    plain(optimizer, model, CE, *batches[3])
+    assert optimizer.last_step.examples == 12
+    with pytest.raises(ValueError, match=r"warmup\(\.\.\.\) averages .* before the first step.*1 steps were taken"):
+        optimizer.warmup(batches)
+
+
+def test_layers_that_are_trained_later() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = KFACOptimizer(model, CE, params=[("w", p) for p in model.parameters()])
+    before = model[0].weight.clone()
+    plain(optimizer, model, CE, *batch())
+    assert optimizer.last_step.left_alone == ["0.weight", "0.bias"]
+    assert torch.equal(model[0].weight, before)
+    model[0].requires_grad_(True)
+    plain(optimizer, model, CE, *batch(seed=2))
+    assert optimizer.last_step.left_alone == []
+    assert not torch.equal(model[0].weight, before)

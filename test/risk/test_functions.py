@@ -674,6 +674,30 @@ def test_estimators(name: str) -> None:
         close(estimator.operator.to_dense(), expected)
 
 
+class Routed(nn.Module):
+    """Experts that get their rows by index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for k, expert in enumerate(self.experts):
+            mine = (x[:, 0] > 0) == bool(k)
+            out[mine] = expert(x[mine])
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:.*exact diagonal:curvlinops_plus.errors.CurvatureWarning")
+def test_enclosed_parameters_keep_their_order() -> None:
+    """Else their flat blocks would differ between processes, in which sets of names have other orders."""
+    model, X = Routed().double(), normal(7, 3)
+    K = curvature(EmpiricalRisk(model, nn.MSELoss(), [(X, normal(7, 3, seed=1))]), KFAC)
+    assert K.risk.reads is not None
+    assert list(K.risk.reads.enclosing) == [key for key, _ in model.named_parameters()]
+
+
 @pytest.mark.parametrize("name", ["functions", "convolutions", "tied decoder", "low-rank, merged"])
 def test_states_say_what_functions_read(name: str) -> None:
     risk = risk_of(name)

@@ -1,0 +1,270 @@
+"""What the applications refuse, and in which words: a line for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cases import problem
+from helpers import F64, normal
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from curvlinops_plus import (
+    GGN,
+    KFAC,
+    CGInverseLinearOperator,
+    CurvatureEstimator,
+    DiagonalBlock,
+    EmpiricalRisk,
+    ForwardOnly,
+    FullBlock,
+    Hessian,
+    IdentityLinearOperator,
+    Laplace,
+    NoClosedForm,
+    NumericsError,
+    QuadraticPenalty,
+    UnsupportedError,
+    attribution_scores,
+    curvature,
+    merge,
+    per_example_gradients,
+    prune,
+    self_influence,
+)
+from curvlinops_plus.linalg import Dense, Space, Structure
+
+X, Y, CLASSES = normal(12, 2), normal(12, 3, seed=1), torch.arange(12) % 3
+MSE, CE, COUNTS, BINARY = nn.MSELoss(), nn.CrossEntropyLoss(), nn.PoissonNLLLoss(), nn.BCEWithLogitsLoss()
+TARGETS: dict[nn.Module, Tensor] = {CE: CLASSES, COUNTS: Y.abs(), BINARY: (Y > 0).double()}
+
+
+def network(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+M = network()
+
+
+def risk_of(model: Any = M, loss: Any = CE, params: Any = None, y: Tensor | None = None) -> EmpiricalRisk:
+    y = TARGETS.get(loss, Y) if y is None else y
+    return EmpiricalRisk(model, loss, [(X[:5], y[:5]), (X[5:], y[5:])], params)
+
+
+def kfac(model: Any = M, loss: Any = CE, **options: Any) -> Any:
+    return curvature(risk_of(model, loss), KFAC, **options)
+
+
+def two_losses() -> EmpiricalRisk:
+    return EmpiricalRisk(M, (MSE, MSE), [(X, (Y, Y))], output=lambda out: (out, 2 * out))
+
+
+def weighted() -> EmpiricalRisk:
+    return EmpiricalRisk(M, {"y": (MSE, 0.25)}, [(X, {"y": Y})], output=lambda out: {"y": out})
+
+
+def on(model: nn.Module) -> Dense:
+    """A matrix on the parameters of a model."""
+    space = Space.of(dict(model.named_parameters()))
+    return Dense(torch.eye(space.dim), Structure.PSD, in_space=space, out_space=space)
+
+
+def moved(model: Any = M) -> dict[str, Tensor]:
+    return {key: p.detach() + 1 for key, p in model.named_parameters()}
+
+
+# --------------------------------------------------------------------------------------------- what takes several steps
+def trained(use: Callable[[Any], object], prepare: Callable[[Any], Any] = lambda K: K) -> None:
+    """Train the network between a curvature and its use."""
+    prepared = prepare(K := kfac(model := network()))
+    _ = K @ normal(27)
+    with torch.no_grad():
+        model[0].weight.add_(0.1)
+    use(prepared)
+
+
+def of_some_data() -> None:
+    estimator = CurvatureEstimator(risk_of(), KFAC)
+    estimator.update((X[:5], CLASSES[:5]))
+    Laplace(estimator.operator)
+
+
+def without_data() -> None:
+    K = kfac()
+    Laplace(type(K).from_state_dict(K.state_dict(), M, None, loss=CE))
+
+
+def fitted(prior: Any, bias: float | None = None) -> None:
+    """All parameters are zero; or the units of the first layer are dead."""
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3)).double()
+    with torch.no_grad():
+        model[0].bias.fill_(bias or 0)
+        _ = [p.zero_() for p in model.parameters() if bias is None]
+    risk = EmpiricalRisk(model, CE, [(X, CLASSES)], check=False)
+    Laplace(curvature(risk, KFAC), prior).fit_prior()
+
+
+def scores(P: Any = None, queries: Any = None, **options: Any) -> object:
+    P = IdentityLinearOperator(risk_of().space, dtype=F64) if P is None else P
+    return attribution_scores(P, risk_of() if queries is None else queries, risk_of(), **options)
+
+
+def scores_of_uneven_terms() -> None:
+    risk = problem("uneven sequences").risk()
+    attribution_scores(IdentityLinearOperator(risk.space, dtype=F64), risk, risk, per_term=True)
+
+
+def shared() -> EmpiricalRisk:
+    risk = risk_of()
+    risk.processes = SimpleNamespace(world=2)  # type: ignore[assignment]
+    return risk
+
+
+def merge_with_other_buffers() -> None:
+    norms: Any = [nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double().eval() for _ in range(2)]
+    norms[1][1].running_mean.add_(1.0)
+    merge(norms, [curvature(risk_of(norm), DiagonalBlock) for norm in norms])
+
+
+def merge_heads() -> None:
+    models = network(), network(1)
+    merge(models, [curvature(risk_of(m, params=list(m[2].parameters())), KFAC) for m in models])
+
+
+def penalty_of_replaced_parameters() -> None:
+    penalty = QuadraticPenalty(kfac(model := network()))
+    model[0].weight = nn.Parameter(torch.zeros(4, 2, dtype=F64))
+    penalty()
+
+
+def prune_again() -> None:
+    prune(model := network(), kfac(model), 0.5, 1, candidates=["2.weight"])
+    prune(model, curvature(risk_of(model, params={"2.bias": model[2].bias}), DiagonalBlock), 0.5)
+
+
+def prune_computed(make: Any, key: str) -> None:
+    """A parameter from which a weight is computed."""
+    model = nn.Sequential(make(nn.Linear(3, 3)), nn.Linear(3, 1)).eval()
+    assert prune(model, on(model), 0.5, candidates=["1.weight"]).keys() == {"1.weight"}
+    prune(model, on(model), 0.5, candidates=[key])
+
+
+OLD, FOLLOWS, COMPUTED = (
+    "have changed since",
+    "computed in each product from the parameters that",
+    "a weight is computed",
+)
+#: What is tried, the error, and some of its words.
+REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
+    # -------------------------------------------------------------------------------------------------------- Laplace
+    (lambda: Laplace(GGN(risk_of()).materialize()), TypeError, "takes the curvature of a risk"),
+    (lambda: Laplace(kfac() + kfac()), TypeError, "takes the curvature of a risk"),
+    (lambda: Laplace(12 * kfac()), ValueError, r"K is 12 times a curvature\. Laplace makes the sum"),
+    (lambda: Laplace(kfac(vectors=ForwardOnly())), UnsupportedError, "not a curvature of the loss"),
+    (lambda: Laplace(GGN(risk_of(loss=nn.HuberLoss()))), UnsupportedError, "it is not known what that is"),
+    (lambda: Laplace(curvature(two_losses(), KFAC)), UnsupportedError, "the 2 losses"),
+    (lambda: Laplace(GGN(weighted())), UnsupportedError, r"loss 'y' \(MSELoss\) has the weight 0.25, and 0.25 times"),
+    (lambda: Laplace(kfac(loss=COUNTS)).predict(X), UnsupportedError, "PoissonNLLLoss has no predictive distribution"),
+    (lambda: trained(Laplace), ValueError, OLD),
+    (lambda: trained(lambda la: la.predict(X), Laplace), ValueError, OLD),
+    (of_some_data, ValueError, "computed from 5 examples, and the data of its risk now have 12"),
+    (without_data, ValueError, "loaded without data"),
+    (lambda: Laplace(kfac(), 0.0), ValueError, "expected one positive finite number"),
+    (lambda: Laplace(kfac(), "large"), TypeError, "prior_precision is a str"),  # type: ignore[arg-type]
+    (lambda: Laplace(kfac(), {"0": 1.0}), ValueError, "expected the blocks"),
+    (
+        lambda: Laplace(kfac(), dict.fromkeys(moved(), 1.0)),
+        UnsupportedError,
+        'Block "0" is a Kronecker of several',
+    ),
+    (lambda: Laplace(kfac(), noise=0.1), ValueError, "CrossEntropyLoss has none"),
+    (lambda: Laplace(kfac(loss=MSE), noise=math.nan), ValueError, "noise is .* a standard deviation"),
+    (lambda: Laplace(curvature(risk_of(loss=MSE, y=M(X).detach()), KFAC)), ValueError, "give noise="),
+    (lambda: Laplace(kfac()).predict(X, "softmax"), ValueError, "expected one of 'probit', 'mc', 'bridge'"),
+    (lambda: Laplace(kfac(loss=MSE)).predict(X, "mc"), ValueError, "is about class probabilities"),
+    (lambda: Laplace(kfac(loss=BINARY)).predict(X, "bridge"), UnsupportedError, "take 'probit' or 'mc'"),
+    (lambda: Laplace(kfac()).predict(X, "mc", samples=0), ValueError, "samples=0; expected the number of draws"),
+    (lambda: Laplace(kfac()).predict(X[:0]), ValueError, "no inputs to predict for"),
+    (lambda: Laplace(kfac(), subnetwork=[]), ValueError, "subnetwork picks no parameter"),
+    (
+        lambda: Laplace(curvature(risk_of(), FullBlock), max_bytes=100).predict(X, "mc"),
+        NumericsError,
+        "derivatives of more than max_bytes=100",
+    ),
+    (lambda: fitted(1.0), NumericsError, "all of its parameters have the value zero"),
+    (lambda: fitted({"0": 1.0, "2": 1.0}, -100.0), NumericsError, "precision of '0' .* have no curvature"),
+    # ----------------------------------------------------------------------------------------- gradients and influence
+    (lambda: self_influence(X, risk_of()), TypeError, "P is a Tensor; expected a LinearOperator"),  # type: ignore[arg-type]
+    (lambda: scores(queries=[(X, CLASSES)]), TypeError, "`queries` is a list; expected an EmpiricalRisk.*with_data"),
+    (lambda: per_example_gradients(M), TypeError, "per_example_gradients takes an EmpiricalRisk"),
+    (lambda: scores(queries=risk_of(network())), ValueError, "different models or parameters.*with_data"),
+    (lambda: scores(queries=risk_of(params=moved())), ValueError, "at different values of the parameters"),
+    (lambda: scores(Dense(torch.eye(5))), ValueError, "5 x 5.* is no matrix on the 27 parameters"),
+    (lambda: scores(rank=0), ValueError, "rank=0 must be at least 1"),
+    (lambda: next(per_example_gradients(risk_of(loss=nn.HuberLoss()))), UnsupportedError, "likelihood"),
+    (lambda: next(per_example_gradients(shared())), UnsupportedError, "shared by 2 processes.*without `processes`"),
+    (
+        lambda: next(per_example_gradients(two_losses(), per_term=True)),
+        UnsupportedError,
+        "about the terms of one loss",
+    ),
+    (scores_of_uneven_terms, ValueError, r"there are batches with \d+ and \d+. Pad"),
+    # -------------------------------------------------------------------------------------------------------- merging
+    (lambda: merge([M, M], [kfac()]), ValueError, "Expected a curvature for each model, got 2 models, 1 curvatures"),
+    (lambda: merge([M], [kfac(network())]), ValueError, r"was computed from another network than models\[0\]"),
+    (lambda: merge([M], [torch.eye(27)]), TypeError, r"curvatures\[0\]: expected an operator"),  # type: ignore[list-item]
+    (lambda: merge([M], [Dense(normal(27, 27))]), ValueError, r"curvatures\[0\]: expected a symmetric matrix"),
+    (
+        lambda: merge([M], [Dense(torch.eye(27), Structure.PSD)]),
+        ValueError,
+        "no parameters of these names",
+    ),
+    (lambda: merge([M], [GGN(risk_of())]), NoClosedForm, "trace"),  # what the default damping is relative to
+    (merge_with_other_buffers, ValueError, r"differ in \['1.running_mean'\], of which there is no curvature"),
+    (merge_heads, ValueError, r"The networks differ in \['0.weight', '0.bias'"),
+    (lambda: merge([M], [GGN(risk_of(params=moved()))], damping=0.1), ValueError, "at other values of .* Load them"),
+    (lambda: trained(lambda K: merge([K.risk.model], [K])), ValueError, rf"\['0.weight'\] {OLD} curvatures\[0\]"),
+    # ------------------------------------------------------------------------------------------------------- penalties
+    (lambda: QuadraticPenalty(GGN(risk_of())), TypeError, FOLLOWS),
+    (lambda: QuadraticPenalty(2 * Hessian(risk_of()) + kfac()), TypeError, FOLLOWS),
+    (lambda: QuadraticPenalty(CGInverseLinearOperator(GGN(risk_of()).shift(1.0))), TypeError, FOLLOWS),
+    (lambda: QuadraticPenalty(torch.eye(27)), TypeError, "Expected an operator"),  # type: ignore[arg-type]
+    (lambda: QuadraticPenalty(Dense(normal(27, 27))), ValueError, "Expected a symmetric matrix"),
+    (lambda: QuadraticPenalty(kfac(), strength=-1.0), ValueError, "Expected strength to be finite and at least 0"),
+    (lambda: QuadraticPenalty(kfac() + kfac(network())), ValueError, "from 2 networks; say which parameters"),
+    (lambda: QuadraticPenalty(on(M)), ValueError, "from no network; say which parameters"),
+    (lambda: QuadraticPenalty(kfac(), params={"w": M[0].weight}), ValueError, "Expected parameters of the shapes of"),
+    (lambda: QuadraticPenalty(kfac(), normal(27, 2)), ValueError, r"one vector \[27\], got 2 columns"),
+    (penalty_of_replaced_parameters, ValueError, "other tensors in place of its parameters"),
+    # --------------------------------------------------------------------------------------------------------- pruning
+    (lambda: prune(M, kfac(), 1), ValueError, r"sparsity=1 must be in \[0, 1\)"),
+    (lambda: prune(M, kfac(), 0.5, 0), ValueError, "rounds=0 must be at least 1"),
+    (lambda: prune(M, torch.eye(3), 0.5), TypeError, "`K` is a Tensor; expected the curvature"),  # type: ignore[arg-type]
+    (lambda: prune(M, kfac(), 0.5, candidates=["1.weight"]), ValueError, r"names \['1.weight'\], which K doesn't know"),
+    (lambda: prune(M[2], kfac(), 0.5), ValueError, "that the model doesn't have: its parameters are"),
+    (lambda: prune(nn.Sequential(nn.Linear(3, 4)), on(M), 0.5), ValueError, "it has shape"),
+    (lambda: prune(M, GGN(risk_of()), 0.5), NoClosedForm, "materialize"),
+    (lambda: prune(M, GGN(risk_of(params=moved())), 0.5), ValueError, "K was computed at other values of"),
+    (lambda: trained(lambda K: prune(K.risk.model, 2 * K, 0.5)), ValueError, rf"\['0.weight'\] {OLD} K was computed"),
+    (prune_again, ValueError, "'2.bias' belongs to a Linear that is pruned already.*remove"),
+    (
+        lambda: prune_computed(parametrizations.weight_norm, "0.parametrizations.weight.original0"),
+        UnsupportedError,
+        COMPUTED,
+    ),
+    (lambda: prune_computed(nn.utils.weight_norm, "0.weight_g"), UnsupportedError, COMPUTED),
+    (lambda: prune_computed(nn.utils.spectral_norm, "0.weight_orig"), UnsupportedError, COMPUTED),
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*differ:curvlinops_plus.CurvatureWarning")
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=[words for *_, words in REFUSED])
+def test_what_is_refused(call: Callable[[], object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()

@@ -1,0 +1,285 @@
+"""Sums over data: accumulators that are merged, saved and decayed; moving averages of layers that some steps call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from cases import close, problem, same
+from helpers import decay
+from torch import Tensor, nn
+
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    TNT,
+    CurvatureEstimator,
+    DiagonalBlock,
+    EmpiricalRisk,
+    Exact,
+    FullBlock,
+    NearestKronecker,
+    ScaledIdentity,
+    curvature,
+)
+from curvlinops_plus.blocks.accumulator import Approximation
+from curvlinops_plus.blocks.nearest import PowerStep
+from curvlinops_plus.risk import find_layers
+from curvlinops_plus.risk.sweep import sweep
+
+
+@cache
+def kept(kind: Any) -> Any:
+    """The same approximation, which keeps copies of its accumulators in `found`: the sweep gives up their sums."""
+
+    class Kept(kind):
+        found: ClassVar[list[Any]] = []
+
+        def finish_for_good(self) -> Any:
+            copied = self.empty()
+            copied.merge(self)
+            self.found.append(copied)
+            return super().finish_for_good()
+
+    return Kept
+
+
+def accumulators(kind: Any, name: str, batches: slice) -> list[Any]:
+    """The accumulators of the first sweep over some of the batches, one for each block."""
+    p, given = problem(name), Approximation.of(kind)
+    kept(given.kind).found.clear()
+    curvature(p.risk(data=p.data[batches]), kept(given.kind).using(**given.options))
+    return list(kept(given.kind).found)
+
+
+def dense(result: Any) -> Tensor:
+    """A block, all blocks of a layer, or the factor that the next sweep is given."""
+    if isinstance(result, PowerStep):
+        return result.given
+    blocks = result.values() if isinstance(result, dict) else [result]
+    return torch.block_diag(*(block.to_dense() for block in blocks))
+
+
+KINDS = [KFAC, DiagonalBlock, FullBlock, TNT, NearestKronecker, NearestKronecker.using(max_bytes=0), ScaledIdentity]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=repr)
+@pytest.mark.parametrize("name", ["mlp, ce-ignore", "strided cnn", "mlp, mse-sum"])
+def test_two_parts_merged_are_the_whole(kind: Any, name: str) -> None:
+    """Also if one of them was saved, and its state is written to afterwards."""
+    whole = accumulators(kind, name, slice(None))
+    first, second = accumulators(kind, name, slice(2)), accumulators(kind, name, slice(2, None))
+    for a, b, expected in zip(first, second, whole, strict=True):
+        alone, blank, state = dense(b.finish()), a.empty(), a.state_dict()
+        blank.load_state_dict(state)
+        for total in state["sums"].values():
+            total.zero_()
+        for one in (a, blank):
+            one.merge(b)
+            close(dense(one.finish()), dense(expected.finish()))
+        same(dense(b.finish()), alone)
+    if "mlp" in name and len(whole) == 2 and kind is not ScaledIdentity:
+        with pytest.raises(ValueError, match="Can't merge accumulators of different kind"):
+            whole[0].merge(whole[1])
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_power_steps_merge_if_the_given_factor_is_the_same(scale: float) -> None:
+    p, steps = problem("mlp"), []
+    for data in (p.data[:2], p.data[2:], p.data):
+        starts = [a.finish() for a in accumulators(NearestKronecker.using(max_bytes=0), "mlp", slice(None))]
+        for one in starts:
+            one.given = one.given * (scale if data is not p.data else 1.0)
+        risk, of_layers = p.risk(data=data), {one.layer.name: one for one in starts}
+        totals = sweep(
+            risk, find_layers(risk.model, risk.params), Exact(), lambda b, o=of_layers: o[b.layer.name].update(b)
+        )
+        for one in starts:
+            one.totals = totals
+        steps.append(starts)
+    for a, b, whole in zip(*steps, strict=True):
+        if scale == 1:
+            a.merge(b)
+            close(dense(a.finish()), dense(whole.finish()))
+            continue
+        with pytest.raises(ValueError, match="best ones for the same factor A, and those given differ"):
+            a.merge(whole)
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1], ids=repr)
+def test_decayed_sums_are_decayed_means(kind: Any) -> None:
+    """Value = Σ ρ^(t-k) s_k / Σ ρ^(t-k) n_k; without decay the mean over all data."""
+    rho = 0.7
+    parts = [accumulators(kind, "mlp, mse", slice(k, k + 1)) for k in range(3)]
+    for layer in range(2):
+        running, sums, counts = None, {}, {}
+        for k, part in enumerate(parts):
+            one = part[layer]
+            weight = rho ** (2 - k)
+            for name, total in one.sums.items():
+                count = one.counts.get(name, one.totals.loss_count)
+                sums[name] = sums.get(name, 0) + weight * total
+                counts[name] = counts.get(name, 0) + weight * float(count)
+            if running is None:
+                running = type(one)(one.layer, one.group, one.scale)
+            decay(running, rho)
+            running.merge(one)
+        for name in sums:
+            close(running.value(name), sums[name] / counts[name], what=name)
+
+
+def test_numbers_of_rows_are_in_double_precision() -> None:
+    """Those of an embedding with padding are tensors of whole numbers, which PyTorch decays in single precision."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 3, padding_idx=0), nn.Flatten(), nn.Linear(15, 2)).double()
+    estimator = CurvatureEstimator(EmpiricalRisk(model, nn.CrossEntropyLoss(), ()), KFAC, decay=0.9)
+    seen = torch.zeros(6, dtype=torch.float64)
+    for step in range(6):
+        X, y = torch.randint(6, (7, 5)) * bool(step), torch.randint(2, (7,))
+        estimator.update((X, y))
+        assert estimator.operator.trace.isfinite()  # also of padding alone, which is no row
+        seen = 0.9 * seen + X.flatten().bincount(minlength=6) * (torch.arange(6) > 0)
+    frequencies = estimator.operator.blocks["0"].A.diagonal()
+    torch.testing.assert_close(frequencies, seen / seen.sum(), rtol=1e-15, atol=0)
+
+
+def test_rows_beyond_those_of_single_precision() -> None:
+    layer = curvature(problem("mlp").risk(), DiagonalBlock, compute=False).plan[0].layer
+    for first, more in ((torch.tensor(2**24), torch.tensor(1)), (torch.tensor([[2.0**24]]), torch.ones(1, 1))):
+        accumulator = KFAC(layer, None, lambda totals: 1.0)
+        accumulator.add("A", torch.eye(2), first)
+        accumulator.add("A", torch.eye(2), more)
+        assert float(accumulator.counts["A"]) == 2**24 + 1
+
+
+# ------------------------------------------------------------------------------------- layers that some steps call
+
+STREAMED = {"KFAC": KFAC, "EKFAC": EKFAC, "diagonal": DiagonalBlock, "full": FullBlock}
+
+
+class Routed(nn.Module):
+    """A trunk, and heads of which each batch names one by its first entry."""
+
+    def __init__(self, heads: int = 2) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Conv1d(1, 2, 2), nn.Flatten(), nn.Linear(6, 3), nn.Sigmoid())
+        self.heads = nn.ModuleList(nn.Linear(3, 2) for _ in range(heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[int(x[0, 0, 0])](self.trunk(x))
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+def routed(head: int, n: int = 4) -> tuple[Tensor, Tensor]:
+    X = torch.randn(n, 1, 4)
+    X[:, 0, 0] = head
+    return X, torch.randn(n, 2)
+
+
+def estimator(model: nn.Module, kind: Any, reduction: str = "mean", **options: Any) -> CurvatureEstimator:
+    risk = EmpiricalRisk(model, nn.MSELoss(reduction=reduction), ())
+    return CurvatureEstimator(risk, kind, vectors=Exact(), **options)
+
+
+def blocks(running: CurvatureEstimator, prefix: str) -> list[Tensor]:
+    found = {name: block.to_dense() for name, block in running.operator.blocks.items() if name.startswith(prefix)}
+    assert found
+    return [found[name] for name in sorted(found)]
+
+
+def agree(got: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    for one, two in zip(got, expected, strict=True):
+        assert float((one - two).norm()) <= tolerance * float(two.norm()) > 0
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize(("leave_out", "reduction"), [(False, "mean"), (True, "mean"), (True, "sum")])
+@pytest.mark.parametrize("kind", STREAMED)
+def test_a_layer_is_what_the_steps_that_call_it_make_it(kind: str, leave_out: bool, reduction: str) -> None:
+    """Also of other sizes, and when a state is loaded in between. The trunk is in all steps."""
+    model = Routed()
+    options = {"decay": 0.7, "leave_out_uncalled": leave_out, "reduction": reduction}
+    running = estimator(model, STREAMED[kind], **options)
+    only = [estimator(model, STREAMED[kind], **options | {"leave_out_uncalled": True}) for _ in range(2)]
+    for step, head in enumerate([0, 0, 0, 1, 0, 1, 1]):
+        batch = routed(head, 2 + step)
+        running.update(batch)
+        only[head].update(batch)
+        for k in range(2):
+            if step >= 3 or (k == 0 and leave_out):
+                agree(blocks(running, f"heads.{k}"), blocks(only[k], f"heads.{k}"))
+        if step == 4:
+            loaded = estimator(model, STREAMED[kind], **options)
+            loaded.load_state_dict(running.state_dict())
+            running = loaded
+
+
+class Both(Routed):
+    """Each row of a batch has its own head; a head that no row has is not called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features, head = self.trunk(x), x[:, 0, 0]
+        found = [(head == k)[:, None] * self.heads[k](features) for k in range(3) if bool((head == k).any())]
+        return torch.stack(found).sum(0)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(("kind", "reduction"), [("diagonal", "mean"), ("full", "sum")])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_micro_batches_of_a_step_count_for_all_its_layers(
+    kind: str, reduction: str, order: tuple[int, ...], resume: bool
+) -> None:
+    """A step whose micro-batches call different layers is one batch, whose loss is a mean or sum over all of them."""
+    model, micro = Both(3), {k: torch.randn(2 + k, 1, 4) for k in range(3)}
+    for k, X in micro.items():
+        X[:, 0, 0] = k
+    data = {k: (X, torch.randn(len(X), 2)) for k, X in micro.items()}
+    options = {"decay": 0.5, "leave_out_uncalled": True, "reduction": reduction}
+    one, several = estimator(model, STREAMED[kind], **options), estimator(model, STREAMED[kind], **options)
+    for running in (one, several):
+        running.update(data[0])  # a step before
+    for start, k in enumerate(order):
+        several.update(data[k], decay=1.0 if start else None)
+        if resume:
+            state = several.state_dict()
+            several = estimator(model, STREAMED[kind], **options)
+            several.load_state_dict(state)
+    one.update(tuple(torch.cat(t) for t in zip(*data.values(), strict=True)))
+    for prefix in ("heads.0", "heads.1", "heads.2", "trunk"):
+        agree(blocks(several, prefix), blocks(one, prefix))
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("kind", ["KFAC", "diagonal"])
+def test_without_decay_batches_add_up_to_the_data_set(kind: str) -> None:
+    """All of them count for each layer, in whatever order they come, also if estimators are merged."""
+    model = Routed()
+    data = [routed(head, 2 + k) for k, head in enumerate([0, 1, 0, 0, 1])]
+    expected = curvature(EmpiricalRisk(model, nn.MSELoss(), data), STREAMED[kind], vectors=Exact()).to_dense()
+    running = estimator(model, STREAMED[kind], leave_out_uncalled=True)
+    parts = [estimator(model, STREAMED[kind], leave_out_uncalled=True) for _ in range(2)]
+    for batch in data:
+        running.update(batch)
+        parts[int(batch[0][0, 0, 0])].update(batch)
+    agree([running.operator.to_dense()], [expected])
+    before = blocks(parts[1], "heads")
+    parts[0].merge(parts[1])
+    agree([parts[0].operator.to_dense()], [expected])
+    assert parts[1].uncalled == ["heads.0"]
+    agree(blocks(parts[1], "heads"), before)
+    extra = routed(0)
+    for each in (running, parts[0]):
+        each.update(extra)
+    agree([parts[0].operator.to_dense()], [running.operator.to_dense()])

@@ -1,0 +1,203 @@
+"""What the exact operators refuse, and in which words: a line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import problem, unchanged
+from helpers import F64, normal
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from curvlinops_plus import (
+    GGN,
+    ActivationHessianLinearOperator,
+    EFLinearOperator,
+    EmpiricalRisk,
+    Exact,
+    FisherMCLinearOperator,
+    ForwardOnly,
+    GGNFactor,
+    GGNFactorLinearOperator,
+    GGNLinearOperator,
+    Hessian,
+    HessianLinearOperator,
+    JacobianLinearOperator,
+    MonteCarlo,
+    TransposedJacobianLinearOperator,
+)
+from curvlinops_plus.errors import NumericsError, UnsupportedError
+
+HEAD = ("0", "output", 0)
+KINDS = (HessianLinearOperator, GGNLinearOperator, EFLinearOperator, FisherMCLinearOperator, GGNFactorLinearOperator)
+ROWS = (JacobianLinearOperator, TransposedJacobianLinearOperator)
+
+
+def net(*layers: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), *(layers or (nn.Tanh(),)), nn.Linear(4, 2)).double()
+
+
+def data(y: Any = None) -> list[Any]:
+    return [(normal(n, 3, seed=n), torch.arange(n) % 2 if y is None else normal(n, 2)) for n in (4, 2)]
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(normal(6, 3), torch.arange(6) % 2), 2, **options)
+
+
+def shuffled() -> DataLoader[Any]:
+    return loader(shuffle=True, generator=torch.Generator().manual_seed(0))
+
+
+class Changing:
+    """Random augmentation."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(torch.rand(2, 3, dtype=F64), torch.zeros(2, 2))])
+
+
+def classic(kind: Any, batches: Any = None, model: Any = None, loss: Any = None, **options: Any) -> Any:
+    model, batches = net() if model is None else model, data() if batches is None else batches
+    params = list(model.parameters())
+    if kind in ROWS:
+        return kind(model, params, batches, **options)
+    return kind(model, loss or nn.CrossEntropyLoss(), params, batches, **options)
+
+
+def activation(which: Any, batches: Any = None, model: Any = None, loss: Any = None) -> Any:
+    batches = data() if batches is None else batches
+    return ActivationHessianLinearOperator(model or net(), loss or nn.CrossEntropyLoss(), which, batches)
+
+
+def risk(loss: nn.Module | None = None) -> EmpiricalRisk:
+    return EmpiricalRisk(net(), loss or nn.CrossEntropyLoss(), data(loss))
+
+
+def called_twice() -> nn.Sequential:
+    act = nn.Tanh()
+    return nn.Sequential(nn.Linear(3, 3), act, nn.Linear(3, 3), act, nn.Linear(3, 2)).double()
+
+
+Case = tuple[Callable[[], object], type[Exception], str]
+REFUSED: dict[str, Case] = {
+    # ------------------------------------------------------------------------------------------------------ arguments
+    "a model in place of a risk": (lambda: GGN(net()), TypeError, "takes an EmpiricalRisk, got a Sequential"),  # type: ignore[arg-type]
+    "a function and a list": (
+        lambda: GGNLinearOperator(lambda params, X: X, nn.MSELoss(), list(net().parameters()), data()),
+        ValueError,
+        "A model that is a function needs `params` as a dict",
+    ),
+    "integers": (lambda: Hessian(risk()) @ torch.ones(26, dtype=torch.int64), TypeError, "got torch.int64; convert it"),
+    "no samples": (
+        lambda: classic(FisherMCLinearOperator, mc_samples=0),
+        ValueError,
+        "mc_samples=0 must be an integer of at least 1",
+    ),
+    "no budget": (lambda: GGN(risk(), max_kept_bytes=-1), ValueError, "max_kept_bytes=-1 must be an integer"),
+    "a number of blocks": (lambda: Hessian(risk(), block_sizes=2), TypeError, "block_sizes=2 must be a list"),  # type: ignore[arg-type]
+    "too few blocks": (lambda: Hessian(risk(), block_sizes=[1]), ValueError, "must be positive and add up to 4"),
+    "an empty block": (lambda: Hessian(risk(), block_sizes=[4, 0]), ValueError, "must be positive and add up to 4"),
+    "blocks of a GGN": (
+        lambda: classic(GGNLinearOperator, block_sizes=[4]),
+        ValueError,
+        "GGNLinearOperator does not support block_sizes; HessianLinearOperator",
+    ),
+    "unknown vectors": (lambda: GGN(risk(), "ggn"), ValueError, "Unknown vectors"),
+    "no vectors": (lambda: GGN(risk(), ForwardOnly()), ValueError, r"GGN needs vectors .*; ForwardOnly\(\) sends none"),
+    # --------------------------------------------------------------------------------------------------------- losses
+    "a root of any loss": (lambda: GGNFactor(risk(nn.HuberLoss())), UnsupportedError, "no likelihood is registered"),
+    "a root with two variables": (
+        lambda: GGN(risk(nn.GaussianNLLLoss()), "ggn_exact"),
+        UnsupportedError,
+        "GaussianNLLLoss has a Hessian in mean and variance",
+    ),
+    "a loss without second derivative": (
+        lambda: GGN(risk(nn.MultiMarginLoss()).with_data(data())).to_dense(),
+        UnsupportedError,
+        "loss uses multi_margin_loss, which PyTorch can't differentiate",
+    ),
+    "a reduction": (
+        lambda: activation(HEAD, loss=nn.CrossEntropyLoss(reduction="none")),
+        UnsupportedError,
+        "none",
+    ),
+    # ----------------------------------------------------------------------------------------------------------- data
+    "rows of an iterator": (
+        lambda: classic(ROWS[0], iter(loader())),
+        ValueError,
+        "JacobianLinearOperator reads the data once per product",
+    ),
+    "rows of other data": (lambda: classic(ROWS[0], Changing()), RuntimeError, "random augmentation"),
+    "a sum over other data": (
+        lambda: GGN(EmpiricalRisk(net(), nn.MSELoss(), Changing(), check=False), check_deterministic=True),
+        RuntimeError,
+        "total loss",
+    ),
+    "rows that are not finite": (
+        lambda: classic(ROWS[0], [(torch.full((2, 3), torch.nan, dtype=F64), torch.zeros(2, 2))]),
+        NumericsError,
+        r"NaN or infinite entries\. First seen: .*batch 0",
+    ),
+    "rows that cannot be stacked": (
+        lambda: JacobianLinearOperator(
+            (p := problem("uneven sequences")).model, p.params, p.data, **p.net.options
+        ),
+        ValueError,
+        "stacks outputs along their first axis",
+    ),
+    "an activation of an iterator": (lambda: activation(HEAD, iter(data())), ValueError, "is an iterator"),
+    "an activation of shuffled data": (
+        lambda: activation(HEAD, shuffled()),
+        RuntimeError,
+        r"same order each time \(shuffle=False\)",
+    ),
+    # ---------------------------------------------------------------------------------------------------- activations
+    "no module": (lambda: activation(("9", "output", 0)), ValueError, r'No module is named "9"; the model has \[.*"?0'),
+    "no side": (lambda: activation(("0", "outputs", 0)), ValueError, 'must be "input" or "output", got .outputs.'),
+    "no position": (lambda: activation(("0", "output", "0")), ValueError, "the third part must be a position, an int"),
+    "two parts": (lambda: activation(("0", "output")), ValueError, "must be .module name"),
+    "a function": (lambda: activation(HEAD, model=lambda X: X), ValueError, "Activations are known by modules"),
+    "two calls": (lambda: activation(("1", "output", 0), model=called_twice()), ValueError, '"1" was called 2 times'),
+}  # fmt: skip
+REFUSED |= {
+    f"{kind.__name__} without columns": (
+        lambda kind=kind: classic(kind, chunk_size=0),
+        ValueError,
+        "chunk_size=0 must be an integer of at least 1",
+    )
+    for kind in (*KINDS, *ROWS)
+}
+REFUSED |= {
+    f"{kind.__name__} of shuffled data": (
+        lambda kind=kind: classic(kind, shuffled()),
+        RuntimeError,
+        r"another order each time \(shuffle=True\?\)",
+    )
+    for kind in (*ROWS, GGNFactorLinearOperator)
+}
+REFUSED |= {
+    f"{kind.__name__} of {vectors!r} of any loss": (
+        lambda kind=kind, vectors=vectors: kind(risk(nn.HuberLoss()), vectors),
+        UnsupportedError,
+        "no likelihood is registered",
+    )
+    for kind, vectors in ((GGN, Exact(signs=True)), (GGN, MonteCarlo()), (GGNFactor, Exact()))
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    call, error, words = REFUSED[name]
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_nothing_of_a_model_changes_when_an_operator_is_refused() -> None:
+    model = called_twice()
+    with unchanged(model), pytest.raises(ValueError, match="called 2 times"):
+        activation(("1", "output", 0), model=model)
+    assert not model[1]._forward_hooks

@@ -1,0 +1,414 @@
+"""What is said to somebody whose training loop, arguments or network the K-FAC optimizer can't use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from curvlinops_plus import CurvatureWarning, DiagonalBlock, UnsupportedError
+from curvlinops_plus.optim.kfac import (
+    KFACOptimizer,
+    KFACPreconditioner,
+    LevenbergMarquardt,
+    NormConstraint,
+    WeightDecay,
+)
+from test.optim.training import EXACT, Loss, TwoHeads, batch, flat, net, plain
+
+CE = nn.CrossEntropyLoss()
+LM = LevenbergMarquardt
+
+
+def of_kinds(options: dict[str, Any]) -> Callable[[], Any]:
+    """An optimizer with other options for weights and for biases, which takes a step."""
+
+    def step() -> None:
+        model = net()
+        groups = [
+            {"params": [p for n, p in model.named_parameters() if n.endswith("weight")]},
+            {"params": [p for n, p in model.named_parameters() if n.endswith("bias")], **options},
+        ]
+        plain(KFACOptimizer(model, CE, params=groups, **EXACT), model, CE, *batch())
+
+    return step
+
+
+def with_norm(norm: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), norm, nn.Linear(5, 3)).double()
+
+
+ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: KFACOptimizer(net(), CE, lr=-1.0), ValueError, "lr=-1; expected a number at least 0"),
+    (lambda: KFACOptimizer(net(), CE, lr="auto"), TypeError, "lr is a str; expected a number"),
+    (lambda: KFACOptimizer(net(), CE, lr=torch.ones(2)), TypeError, "lr is a Tensor; expected"),
+    (lambda: KFACOptimizer(net(), CE, damping=-1.0), ValueError, "damping=-1"),
+    (lambda: KFACOptimizer(net(), CE, inverse="eigen"), ValueError, r"inverse='eigen'; expected .*=EKFAC"),
+    (lambda: KFACOptimizer(net(), CE, inverse="factored", power=-0.5), ValueError, "only inverses can be damped"),
+    (lambda: KFACOptimizer(net(), CE, inverse_every=0), ValueError, "inverse_every=0; expected a number of steps"),
+    (lambda: KFACOptimizer(net(), CE, quadratic_model="ggn"), ValueError, "quadratic_model='ggn'"),
+    (lambda: KFACOptimizer(net(), CE, norm_constraint=-1.0), ValueError, "norm_constraint=-1"),
+    (lambda: KFACOptimizer(net(), CE, lr="adaptive", norm_constraint=1.0), ValueError, "can't both choose the length"),
+    (lambda: KFACOptimizer(net(), CE, reject=0.5), ValueError, "reject=0.5; expected a number at least 1"),
+    (lambda: KFACOptimizer(net(), CE, reject=2.0, damping=lambda step: 1.0), ValueError, "is a schedule here"),
+    (lambda: KFACOptimizer(net(), CE, decay=2.0), ValueError, "decay=2.0"),
+    (lambda: KFACOptimizer(net(), CE, power=1.0), ValueError, "power"),
+    (lambda: KFACOptimizer(net(), CE, power=-0.5), ValueError, "A norm constraint in the damped norm is for inverses"),
+    (lambda: KFACOptimizer(net(), nn.CrossEntropyLoss(reduction="sum"), decay=1.0), ValueError, "would add up.*below"),
+    (lambda: KFACOptimizer(net(), CE, params=[]), ValueError, "`params` is empty"),
+    (lambda: KFACOptimizer(net(), CE, foreach=True), TypeError, "KFACOptimizer has no option 'foreach'"),
+    (lambda: KFACPreconditioner(net(), CE, lr=1, fused=True), TypeError, "has no option 'lr', 'fused'"),
+    (lambda: KFACOptimizer(net(), CE, weight="w"), UnsupportedError, r"can't see whether it has the weights"),
+    (lambda: KFACOptimizer(net().parameters(), CE), TypeError, "The model is a generator; expected"),
+    (lambda: KFACOptimizer(net(), nn.CrossEntropyLoss), TypeError, "The loss is the class CrossEntropyLoss"),
+    (lambda: KFACOptimizer(m := net(), CE, params=[*m.parameters(), m[0].weight]), ValueError, "is the same parameter"),
+    (lambda: KFACOptimizer(nn.Linear(3, 2, dtype=torch.cfloat), CE), ValueError, "only real floating-point"),
+    (lambda: KFACOptimizer(CE, net()), ValueError, "a CrossEntropyLoss, has no parameters .*The model comes first"),
+    (lambda: KFACOptimizer(net().requires_grad_(False), CE), ValueError, r"params=list\(model\.parameters\(\)\)"),
+    (lambda: copy.deepcopy(KFACOptimizer(net(), CE)), TypeError, "can't be copied or pickled"),
+    (lambda: KFACOptimizer(with_norm(nn.BatchNorm1d(5)), CE), UnsupportedError, r"\['1'\] are batch norm.*another"),
+    (
+        lambda: KFACOptimizer(net(), CE).add_param_group({"params": nn.Parameter(torch.zeros(2))}),
+        ValueError,
+        r"shape \[2\] is not among those that the optimizer was made with",
+    ),
+    (
+        lambda: KFACOptimizer(
+            m := net(), CE, damping=lambda k: 1.0, params=[{"params": m.parameters(), "damping": 3.0}]
+        ),
+        ValueError,
+        "A schedule sets the damping of all groups, and one of them has its own",
+    ),
+    (of_kinds({"damping": 1.0}), ValueError, "are one block of the curvature, and have dampings.*in one group"),
+    (of_kinds({"lr": 0.2}), ValueError, r"are one block .* have lr \[0\.1, 0\.2\].*one group"),
+    (of_kinds({"norm_constraint": 1.0}), ValueError, r"are one block of the curvature, and have norm_constraint"),
+    (of_kinds({"weight_decay": WeightDecay(0.1, "coupled")}), ValueError, "one block.*possible if it is decoupled, a"),
+    (lambda: LM(0.0), ValueError, "initial=0"),
+    (lambda: LM(1.0, interval=0), ValueError, "interval=0"),
+    (lambda: LM(1.0, thresholds=(0.5, 0.5)), ValueError, "thresholds"),
+    (lambda: LM(1.0, min=1.0, max=0.1), ValueError, "max=0.1"),
+    (lambda: LM(1e-5), ValueError, "initial=1e-05; expected a number at least 0.0001"),
+    (lambda: NormConstraint(1.0, "all"), ValueError, "of='all'"),  # type: ignore[arg-type]
+    (lambda: WeightDecay(1.0, "l2"), ValueError, "kind='l2'"),  # type: ignore[arg-type]
+    (lambda: WeightDecay(-1.0), ValueError, "weight decay=-1"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), ARGUMENTS)
+def test_arguments(make: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_decoupled_weight_decay_may_differ_within_a_block() -> None:
+    of_kinds({"weight_decay": 0.1})()
+
+
+# ------------------------------------------------------------------------------------------ steps that saw no batch
+def without_gradients(model: nn.Module, loss: Loss, X: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        output = model(X)
+    return loss(output.requires_grad_(), y)
+
+
+def written_to(model: nn.Module, loss: Loss, X: Tensor, y: Tensor) -> Tensor:
+    output = model(X)
+    output += 1.0
+    return loss(output, y)
+
+
+def after_evaluating(model: nn.Module, loss: Loss, X: Tensor, y: Tensor) -> Tensor:
+    loss(model.eval()(X), y)
+    return F.cross_entropy(model.train()(X), y)
+
+
+UNHEARD: list[tuple[Callable[..., Tensor], str]] = [
+    (lambda model, loss, X, y: loss(model.eval()(X), y), r"model was called in eval mode \(write `model\.train"),
+    (without_gradients, r"called without gradients \(torch\.no_grad\), which is not heard"),
+    (
+        lambda model, loss, X, y: loss(functional_call(model, {n: 2 * p for n, p in model.named_parameters()}, X), y),
+        "called with other tensors in place of its parameters, which is not heard",
+    ),
+    (
+        lambda model, loss, X, y: nn.CrossEntropyLoss()(model(X), y),
+        r"called in training mode, and CrossEntropyLoss, .* another instance .*functional .*optimizer\.listen",
+    ),
+    (
+        lambda model, loss, X, y: loss(model(X)[:, :2], y % 2),
+        r"CrossEntropyLoss was called on a tensor of shape \[12, 2\], and not on .* \[12, 3\].*output=.*movedim",
+    ),
+    (lambda model, loss, X, y: loss(copy.deepcopy(model)(X), y), r"The model was not called, .*copy of the model"),
+    (written_to, "on an output that was written to in place after the model returned it; write to a copy"),
+    (
+        lambda model, loss, X, y: loss(F.one_hot(y, 3).double(), model(X)),
+        r"with the model's output as its target; write `loss\(model\(X\), y\)`",
+    ),
+    (after_evaluating, r"The model was called in training mode, and CrossEntropyLoss"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), UNHEARD)
+def test_why_no_batch_was_seen(call: Callable[..., Tensor], words: str) -> None:
+    """Each cause by itself: the sentences about the others are not there; and one can go on."""
+    model, loss = net(), nn.CrossEntropyLoss()
+    optimizer, (X, y) = KFACOptimizer(model, loss, **EXACT), batch()
+    call(model, loss, X, y).backward()
+    with pytest.raises(RuntimeError, match=f"^No batch was seen since the last step\\. [^.]*{words}.*strict=False"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"The model was not called"):  # what was noticed is of one step
+        optimizer.step()
+    model.train()
+    plain(optimizer, model, loss, X, y)
+    assert optimizer.last_step.examples == 12
+
+
+@pytest.mark.parametrize("called", ["", "one", "two"])
+def test_several_losses_of_which_some_were_called(called: str) -> None:
+    model, losses, (X, y) = TwoHeads().double(), {"one": nn.CrossEntropyLoss(), "two": nn.MSELoss()}, batch()
+    optimizer = KFACOptimizer(model, losses, output=lambda out: {"one": out[0], "two": out[1]}, **EXACT)
+    one, two = model(X)
+    terms = [two.sum(), losses["one"](one, y) if called == "one" else losses["two"](two, X[:, :2])]
+    sum(terms[: 2 if called else 1]).backward()
+    missing = {"one": r"loss 'two' \(MSELoss\)", "two": r"loss 'one' \(CrossEntropyLoss\)"}
+    words = f"as the other losses were: {missing[called]}. strict" if called else "No batch was seen"
+    with pytest.raises(RuntimeError, match=words):
+        optimizer.step()
+
+
+def test_a_loss_that_is_a_function() -> None:
+    model, (X, y) = net(), batch()
+    optimizer = KFACOptimizer(model, F.cross_entropy, **EXACT)
+    F.cross_entropy(model(X), y).backward()
+    with pytest.raises(RuntimeError, match=r"is a function, whose .*optimizer\.listen\(\(X, y\)\):`, then"):
+        optimizer.step()
+
+
+def test_steps_without_a_batch() -> None:
+    """They take the old statistics if they are not strict; without gradients they do nothing."""
+    model, (X, y) = net(), batch()
+    optimizer = KFACOptimizer(model, CE, strict=False, **EXACT)
+    with pytest.raises(RuntimeError, match="No batch was seen"):  # there are no old statistics
+        optimizer.step()
+    plain(optimizer, model, CE, X, y)
+    before = flat(model)
+    optimizer.step()
+    assert optimizer.last_step.examples == 0
+    assert not torch.equal(flat(model), before)
+    before = flat(model)
+    optimizer.zero_grad()
+    CE(model(X), y)
+    optimizer.step()
+    assert torch.equal(flat(model), before)
+    assert len(optimizer.last_step.left_alone) == 4
+
+
+# --------------------------------------------------------------------------------------------------- in other places
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.loss = net(), nn.CrossEntropyLoss()
+
+    def forward(self, X: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self.net(X), y)
+
+
+def inside(X: Tensor, y: Tensor) -> None:
+    model = WithLoss()
+    optimizer = KFACOptimizer(model, model.loss)
+    model(X, y).backward()
+    optimizer.step()
+
+
+def called_twice(X: Tensor, y: Tensor) -> None:
+    model, loss = net(), nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]).double())
+    optimizer = KFACOptimizer(model, loss)
+    output = model(X)
+    loss(output, y)
+    assert optimizer.curvature.estimator.updates
+    loss(output, y.flip(0))
+
+
+def other_weights(X: Tensor, y: Tensor) -> None:
+    model, losses = TwoHeads().double(), ((nn.CrossEntropyLoss(), 1.0), (nn.MSELoss(), 0.5))
+    optimizer = KFACOptimizer(model, losses)
+    one, two = model(X)
+    (losses[0][0](one, y) + 2.0 * losses[1][0](two, X[:, :2])).backward()
+    optimizer.step()
+
+
+def waiting(X: Tensor, y: Tensor) -> None:
+    model = net()
+    optimizer = KFACOptimizer(model, CE)
+    outputs = [model(X) for _ in range(5)]
+    assert optimizer.curvature.estimator.updates == 0
+    CE(outputs[0], y)
+
+
+def moving_targets(X: Tensor, y: Tensor) -> None:
+    model, loss = net(), nn.MSELoss()
+    optimizer = KFACOptimizer(model, loss)
+    plain(optimizer, model, loss, X, model(X).detach())
+    loss(model(X), model(X + 0.1))
+
+
+def assigned(X: Tensor, y: Tensor) -> None:
+    model = net()
+    optimizer = KFACOptimizer(model, CE)
+    model.load_state_dict(net(3).state_dict(), assign=True)
+    plain(optimizer, model, CE, X, y)
+
+
+def partly_frozen(X: Tensor, y: Tensor) -> None:
+    model = net()
+    optimizer = KFACOptimizer(model, CE, **EXACT)
+    plain(optimizer, model, CE, X, y)
+    model[0].bias.requires_grad_(False)
+    plain(optimizer, model, CE, X, y)
+
+
+def last_axis(X: Tensor, y: Tensor) -> None:
+    model, X, y = nn.Linear(4, 3).double(), torch.randn(6, 5, 4).double(), torch.randint(3, (6, 5))
+    with KFACOptimizer(model, CE).listen((X, y)):
+        model(X)
+
+
+def nothing_counts(X: Tensor, y: Tensor) -> None:
+    model = net()
+    plain(KFACOptimizer(model, CE), model, CE, X, torch.full_like(y, -100))
+
+
+def empty(X: Tensor, y: Tensor) -> None:
+    model = net()
+    plain(KFACOptimizer(model, CE), model, CE, X[:0], y[:0])
+
+
+def without_value(X: Tensor, y: Tensor) -> None:
+    model = net()
+    optimizer = KFACPreconditioner(model, CE, **EXACT)
+    optimizer.check_loss = True
+    plain(optimizer, model, CE, X, y)
+
+
+def smoothed(X: Tensor, y: Tensor) -> None:
+    model = net()
+    optimizer = KFACOptimizer(model, CE, **EXACT)
+    optimizer.check_loss = True
+    output = model(X)
+    CE(output, y)
+    value = F.cross_entropy(output, y, label_smoothing=0.1)
+    value.backward()
+    optimizer.step(lambda: value)
+
+
+def trained_later(X: Tensor, y: Tensor) -> None:
+    model = with_norm(nn.BatchNorm1d(5)).eval()
+    optimizer = KFACOptimizer(model, CE, **EXACT)
+    plain(optimizer, model.train(), CE, X, y)
+
+
+PLACES: list[tuple[Callable[..., None], type[Exception], str]] = [
+    (inside, RuntimeError, r"CrossEntropyLoss was called inside of the model's forward.*listen"),
+    (called_twice, UnsupportedError, r"called twice on one output.*depends on them"),
+    (other_weights, ValueError, r"loss 1 \(MSELoss\) was multiplied by 2 before.*weights are 0\.5 and 1"),
+    (waiting, RuntimeError, "called 4 more times before the loss was called on this output"),
+    (moving_targets, UnsupportedError, r"target of the loss depends on the parameters.*Detach it"),
+    (assigned, ValueError, r"other tensors in place of its parameters.*assign=True.*a new optimizer"),
+    (partly_frozen, ValueError, r"which are one block of the curvature, only \['0.weight'\] have a gradient"),
+    (last_axis, ValueError, r"\[6, 5, 3\] with classes along axis 1 .*`output=lambda out: out\.movedim\(-1, 1\)`"),
+    (nothing_counts, ValueError, r"No term of CrossEntropyLoss counts.*Skip such batches until one counts"),
+    (empty, ValueError, "The batch has no examples"),
+    (without_value, ValueError, "check_loss compares the loss that step's closure returns"),
+    (smoothed, ValueError, r"minimised is 1\..*, .* CrossEntropyLoss, is 1\..* on the"),
+    (trained_later, UnsupportedError, r"\['1'\] are batch norm in training mode.*out of `params`, and give"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*batch norm in training mode")
+@pytest.mark.parametrize(("work", "error", "words"), PLACES)
+def test_what_is_refused(work: Callable[..., None], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        work(*batch())
+
+
+def test_a_step_that_was_refused_keeps_nothing_for_the_next_one() -> None:
+    """Neither do its statistics merge with those of the next step."""
+    ends = []
+    for refused in (True, False):
+        model = net()
+        optimizer = KFACOptimizer(model, CE, **EXACT)
+        CE(model(batch()[0]), batch()[1]).backward()
+        if refused:
+            model[0].bias.grad = None
+            with pytest.raises(ValueError, match=r"only \['0.weight'\] have a gradient"):
+                optimizer.step()
+        else:
+            optimizer.curvature.forget()
+        plain(optimizer, model, CE, *batch(seed=2))
+        assert optimizer.last_step.examples == 12
+        ends.append(flat(model))
+    torch.testing.assert_close(*ends, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_spectral_norm_that_is_trained(evaluating: bool) -> None:
+    """It is refused, and the ways out that the message names work."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)).double()
+    words = r"\['0'\] have spectral norm in training mode, .*eval\(\).* out of `params`, and give"
+    with KFACOptimizer(model, CE, approximation=DiagonalBlock) as refused, pytest.raises(UnsupportedError, match=words):
+        plain(refused, model, CE, *batch())
+    before = [p.clone() for p in model.parameters()]
+    params = None if evaluating else list(model[2].parameters())
+    optimizer = KFACOptimizer(model, CE, params=params, approximation=DiagonalBlock)
+    model[0].train(not evaluating)
+    plain(optimizer, model, CE, *batch())
+    assert sum(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)) == (
+        4 if evaluating else 2
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- warnings
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("options", [{"lr": "adaptive"}, {"reject": 2.0}, {"damping": LM(1.0, interval=1)}], ids=str)
+@pytest.mark.parametrize("more", [0.0, 1.0])
+def test_a_gradient_that_is_not_that_of_the_losses(options: dict[str, Any], maximize: bool, more: float) -> None:
+    """Terms that nobody sees are said where the losses alone are looked at; weight decay in the loss is known."""
+    model, (X, y), η = net(), batch(), 0.3
+    optimizer = KFACOptimizer(model, CE, weight_decay=WeightDecay(η, "in_loss"), maximize=maximize, **options)
+    squares = sum(p.square().sum() for p in model.parameters())
+    (CE(model(X), y) + ((-η if maximize else η) / 2 + more) * squares).backward()
+    told = pytest.warns(CurvatureWarning, match=r"The gradient in \.grad differs from that of the losses")
+    with told if more else nullcontext():
+        optimizer.step()
+
+
+def test_a_factor_beside_that_of_a_scaler() -> None:
+    """It is known where the scaler is."""
+    found = []
+    for told in (True, False):
+        model, (X, y) = net().float(), batch()
+        optimizer, scaler = KFACOptimizer(model, CE, **EXACT), torch.amp.GradScaler("cpu", init_scale=8.0)
+        (3 * scaler.scale(CE(model(X.float()), y)) if told else 3 * CE(model(X.float()), y)).backward()
+        scaler.step(optimizer, scaler=scaler) if told else optimizer.step()
+        assert optimizer.curvature.factor == pytest.approx(3.0)
+        found.append(flat(model))
+    torch.testing.assert_close(*found)
+    model = net().float()
+    optimizer, scaler = KFACOptimizer(model, CE), torch.amp.GradScaler("cpu", init_scale=8.0)
+    (10 * scaler.scale(CE(model(X.float()), y))).backward()
+    with pytest.warns(CurvatureWarning, match="by a gradient scaler, and by what else, can't be told"):
+        scaler.step(optimizer)
+
+
+def test_batch_norm_between_layers() -> None:
+    model, loss = with_norm(nn.BatchNorm1d(5)), nn.CrossEntropyLoss()
+    optimizer = KFACOptimizer(model, loss, params=[*model[0].parameters(), *model[2].parameters()])
+    with pytest.warns(CurvatureWarning, match="is left out. While training, K-FAC does without.*another optimizer"):
+        plain(optimizer, model, loss, *batch())

@@ -1,0 +1,187 @@
+"""Going on where another optimizer stopped."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR
+
+from curvlinops_plus import EKFAC, CurvatureWarning
+from curvlinops_plus.optim.kfac import (
+    KFACOptimizer,
+    KFACPreconditioner,
+    LevenbergMarquardt,
+    NormConstraint,
+    WeightDecay,
+)
+from test.optim.training import EXACT, Twisted, batch, flat, listening, net, plain
+
+CE = nn.CrossEntropyLoss()
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "statistics": {"statistics_every": 3, "momentum": 0.0},
+    "factored": {"inverse": "factored", "weight_decay": WeightDecay(1e-2, "coupled")},
+    "EKFAC": {"approximation": EKFAC, "default": EKFAC, "inverse_every": 3},
+    "steps": {"norm_constraint": NormConstraint(1e-3, "step")},
+    "Levenberg-Marquardt": {"damping": LevenbergMarquardt(1.0, interval=3), "reject": 2.0},
+    "schedule": {"damping": lambda step: 0.5**step},
+    "adaptive": {"lr": "adaptive", "momentum": "adaptive"},
+    "Monte Carlo": {"vectors": None},
+    "empirical": {"vectors": "empirical"},
+}
+
+
+def train(model: nn.Module, optimizer: Any, scheduler: Any, steps: range, factor: float) -> None:
+    for step in steps:
+        if isinstance(model, Twisted):
+            model.head = (0, 0, 1, 1, 0, 1)[step % 6]
+        plain(optimizer, model, lambda f, y: factor * CE(f, y), *batch(seed=step))
+        if scheduler is not None:
+            scheduler.step()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("make", [net, Twisted])
+@pytest.mark.parametrize("at", [3, 5])
+def test_resuming_is_exact(name: str, make: Callable[..., nn.Module], at: int) -> None:
+    """Bit for bit, through bytes, in a network that was made anew; also with a scheduler, and heads that take turns."""
+    factor = 1.0 if at == 3 else 3.0
+
+    def made() -> tuple[nn.Module, KFACOptimizer, Any]:
+        model = make().double()
+        optimizer = KFACOptimizer(model, CE, **{**EXACT, "inverse_every": 4, **OPTIONS[name]})
+        scheduled = at == 5 and name != "adaptive" and name != "statistics"
+        return model, optimizer, OneCycleLR(optimizer, 0.1, total_steps=20) if scheduled else None
+
+    straight, optimizer, scheduler = made()
+    if name == "statistics":
+        optimizer.warmup([batch(seed=k + 50) for k in range(3)])
+    train(straight, optimizer, scheduler, range(at), factor)
+    stored = io.BytesIO()
+    torch.save([straight.state_dict(), optimizer.state_dict(), scheduler and scheduler.state_dict()], stored)
+    train(straight, optimizer, scheduler, range(at, 9), factor)
+    stored.seek(0)
+    of_model, of_optimizer, of_scheduler = torch.load(stored, weights_only=True)
+    resumed, again, scheduler = made()
+    resumed.load_state_dict(of_model)
+    again.load_state_dict(of_optimizer)
+    if scheduler is not None:
+        scheduler.load_state_dict(of_scheduler)
+    train(resumed, again, scheduler, range(at, 9), factor)
+    assert torch.equal(flat(resumed), flat(straight))
+
+
+def preconditioned(kind: Any) -> Callable[..., tuple[Any, Any]]:
+    return lambda model: (KFACPreconditioner(model, CE), kind(model.parameters(), lr=0.05))
+
+
+@pytest.mark.parametrize("make", [preconditioned(torch.optim.SGD), preconditioned(torch.optim.Adam)])
+def test_states_are_copies_that_load_anywhere(make: Callable[..., tuple[Any, Any]]) -> None:
+    """Of a preconditioner; a deep copy and a pickle of the state."""
+    model = net()
+    first, second = make(model)
+    for seed in range(3):
+        plain(first, model, CE, *batch(seed=seed))
+        second.step()
+    start, found = copy.deepcopy(model.state_dict()), []
+    states = first.state_dict(), second.state_dict()
+    carried = [copy.deepcopy(states), pickle.loads(pickle.dumps(states))]
+    plain(first, model, CE, *batch(seed=5))
+    second.step()
+    for state in carried:
+        twin = net(3)
+        twin.load_state_dict(start)
+        for each, of in zip(others := make(twin), state, strict=True):
+            each.load_state_dict(of)
+        plain(others[0], twin, CE, *batch(seed=5))
+        others[1].step()
+        found.append(flat(twin))
+    assert torch.equal(found[0], flat(model))
+    assert torch.equal(found[1], flat(model))
+
+
+def test_a_state_is_not_the_optimizers_to_change() -> None:
+    """Nor is a loaded one the other's."""
+    model = net()
+    optimizer = KFACOptimizer(model, CE)
+    plain(optimizer, model, CE, *batch())
+    state = optimizer.state_dict()
+    velocity = state["state"][0]["velocity"].clone()
+    twin = net()
+    other = KFACOptimizer(twin, CE)
+    other.load_state_dict(state)
+    for each, m in ((optimizer, model), (other, twin)):
+        plain(each, m, CE, *batch(seed=2))
+        assert torch.equal(state["state"][0]["velocity"], velocity)
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_state_between_micro_batches(listens: bool) -> None:
+    """Statistics of both are one update after resuming, too; what the state can't have is said."""
+    straight, resumed = net(), net(seed=9)
+    optimizer, again = (KFACOptimizer(model, CE, **EXACT) for model in (straight, resumed))
+    (listening if listens else plain)(optimizer, straight, CE, *batch())
+    (CE(straight(batch()[0]), batch()[1]) / 2).backward()
+    with pytest.warns(CurvatureWarning, match="between a backward pass and its step: the gradients"):
+        stored = copy.deepcopy(optimizer.state_dict())
+    resumed.load_state_dict(straight.state_dict())
+    again.load_state_dict(stored)
+    X, y = batch(seed=5)
+    for model, one in ((straight, optimizer), (resumed, again)):
+        (CE(model(X), y) / 2).backward()
+        one.step()
+        assert one.last_step.examples == 24
+    dense = [one.curvature.estimator.operator.to_dense() for one in (optimizer, again)]
+    assert torch.equal(*dense)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.state_dict()
+
+
+REFUSED: list[tuple[Callable[[], KFACOptimizer], Callable[[dict[str, Any]], Any], str]] = [
+    (lambda: KFACOptimizer(nn.Linear(4, 3).double(), CE), lambda state: state, "parameter"),
+    (
+        lambda: KFACOptimizer(net().float(), CE, **EXACT),
+        lambda state: state,
+        r"dtype: the state has float64.*`model\.to\(",
+    ),
+    (
+        lambda: KFACOptimizer(net(), CE),
+        lambda state: torch.optim.SGD(net().parameters(), lr=0.1).state_dict(),
+        "not the state of a KFACOptimizer: the key 'curvature' is missing",
+    ),
+    (
+        lambda: KFACOptimizer(m := net(), CE, params=[*m[2].parameters(), *m[0].parameters()]),
+        lambda state: state,
+        r"in the order \['0.weight'.* this optimizer has \['2.weight'",
+    ),
+    (
+        lambda: KFACOptimizer(net(), CE),
+        lambda state: state["param_groups"][0]["params"].append(9) or state,
+        "doesn't match the size",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "change", "words"), REFUSED)
+def test_states_that_do_not_fit(
+    make: Callable[[], KFACOptimizer], change: Callable[[dict[str, Any]], Any], words: str
+) -> None:
+    """Nothing has changed then."""
+    model = net()
+    optimizer, other = KFACOptimizer(model, CE, **EXACT), make()
+    plain(optimizer, model, CE, *batch())
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=words):
+        other.load_state_dict(change(copy.deepcopy(optimizer.state_dict())))
+    assert not other.state
+    assert (other.curvature.steps, other.curvature.estimator.updates) == (0, 0)
+    assert other.state_dict()["param_groups"] == before["param_groups"]
