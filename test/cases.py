@@ -292,18 +292,6 @@ class Twice(nn.Module):
         return self.last(torch.tanh(self.shared(torch.tanh(self.shared(self.first(x))))))
 
 
-class Sometimes(nn.Module):
-    """A layer that only some batches reach, called with a keyword."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.rare, self.last = nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(input=x)
-        return self.last(torch.tanh(self.rare(input=h)) if len(x) == 2 else h)
-
-
 class Residual(nn.Module):
     """In-place sums on views of layer outputs."""
 
@@ -679,7 +667,6 @@ NETS: dict[str, Callable[[], Net]] = {
     "flattened": lambda: Net(Flattened(), _batches(3, 3)),
     "called twice": lambda: Net(Twice(), _batches(4)),
     "called twice on sequences": lambda: Net(ByPosition(Twice()), _batches(2, 4)),
-    "reached sometimes": lambda: Net(Sometimes(), _batches(4)),
     "in-place residual": lambda: Net(Residual(), _batches(2, 4)),
     "two inputs": lambda: Net(TwoInputs(), _batches(4)),
     "padding index": lambda: Net(

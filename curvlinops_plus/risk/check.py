@@ -90,6 +90,7 @@ def check_batch(
         return
     if norms := [*batch_norms(risk.model)]:
         return _report(risk, norms, repeatable)
+    recorder.require_unchanged()
     model, pair = risk.model, _Pair(risk, recorder, batch, outputs, repeatable)
     with kept_random_state(), eager(), kept_attributes(model.modules()), copied_buffers(model):
         with recorder.disabled, torch.set_grad_enabled(recorder.backward):
@@ -208,13 +209,13 @@ class _Pair:
             if not fs or any(f.shape != self._rows(F, n).shape for f, F in zip(fs, self.outputs, strict=True)):
                 return None
             found.append(fs)
-        if self.repeatable:
-            _refuse_draws(self.risk, before)
         theirs = [self._rows(F, n) for n in self.chosen for F in self.outputs]
         if away := self._difference([f for fs in found for f in fs], theirs):
             if self.repeatable:
                 raise self._why_different(away)
             return None
+        if self.repeatable:
+            _refuse_draws(self.risk, before)
         return found
 
     def _numbered(self) -> list[tuple[int, float]]:
@@ -278,14 +279,14 @@ class _Pair:
         )
 
     def _keys_of_tables(self, layer: Layer) -> tuple[str, ...]:
-        """The layer's keys if it makes a table for all examples, of inputs of which none has an axis for them.
+        """The layer's keys if it makes a row or a table for all examples, of inputs of which none has an axis for them.
 
         The module around it has gradients of each example.
         """
         for recorded in self.recorder.calls:
             if self.recorder.layers[recorded.layer] is layer and self.N > 1:
                 given = tree_leaves((recorded.call.args, dict(recorded.call.kwargs)))
-                if not any(isinstance(t, Tensor) and self.N in t.shape for t in given):
+                if recorded.expanded or not any(isinstance(t, Tensor) and self.N in t.shape for t in given):
                     return tuple(layer.params)
         return ()
 
@@ -316,11 +317,11 @@ def require_repeatable(risk: EmpiricalRisk, batch: Batch) -> None:
             first = risk.run(few or batch)[0]
         except Exception:
             few, first = None, risk.run(batch)[0]
-        _refuse_draws(risk, before)
         for f, again in zip(first, risk.run(few or batch)[0], strict=True):
             away = relative_difference(again, f) if again.shape == f.shape else 1.0
             if away > TOLERANCE[f.element_size()]:
                 raise not_repeatable(risk, few or batch, away)
+        _refuse_draws(risk, before)
     torch.clear_autocast_cache()  # before PyTorch 2.7 it gives weights that were cast without gradients to later passes
     risk.checked.modes.add(modes)
 

@@ -81,6 +81,12 @@ class LayerBatch:
 
     def examples(self, chosen: slice | Sequence[int]) -> LayerBatch:
         """Some of the examples."""
+
+        def pick(t: Tensor, axis: int = 0) -> Tensor:
+            if isinstance(chosen, slice):
+                return t[:, chosen] if axis else t[chosen]
+            return t.index_select(axis, torch.tensor(chosen, device=t.device))
+
         N, calls = self.num_examples, []
         for call in self.calls:
             g = call.grads if isinstance(call.grads, Tensor) or call.grads is None else call.grads[0]
@@ -90,7 +96,7 @@ class LayerBatch:
 
             def cut(t: Tensor, lead: int = 0, p: int = rows // N) -> Tensor:
                 t = t if p == 1 else t.unflatten(lead, (N, p))
-                t = t[:, chosen] if lead else t[chosen]
+                t = pick(t, lead)
                 return t if p == 1 else t.flatten(lead, lead + 1)
 
             def take(t: Tensor, rows: int = rows, axes: Iterator[int | None] = axes, cut: Any = cut) -> Tensor:
@@ -99,9 +105,9 @@ class LayerBatch:
             args = tuple(_mapped(take, arg) for arg in call.args)
             kwargs = {name: _mapped(take, arg) for name, arg in call.kwargs.items()}
             grads = _mapped(lambda t, cut=cut: cut(t, 1), call.grads)
-            kept = None if call.kept is None else call.kept[chosen]
+            kept = None if call.kept is None else pick(call.kept)
             calls.append(replace(call, args=args, kwargs=kwargs, grads=grads, kept=kept))
-        mask, weights = (None if t is None else t[chosen] for t in (self.mask, self.example_weights))
+        mask, weights = (None if t is None else pick(t) for t in (self.mask, self.example_weights))
         number = len(range(N)[chosen]) if isinstance(chosen, slice) else len(chosen)
         return replace(self, calls=calls, num_examples=number, mask=mask, example_weights=weights, _shared={})
 

@@ -132,7 +132,9 @@ class OwnThread:
 
 
 class Uncopied(partial[Any]):
-    """A hook of a module that copies and pickles of the module don't carry."""
+    """A hook of a module that copies and pickles of the module don't carry, and that changes no output."""
+
+    only_reads = True
 
     def __reduce__(self) -> tuple[type[NoHook], tuple[()]]:
         return NoHook, ()

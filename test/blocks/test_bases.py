@@ -153,7 +153,7 @@ def test_a_layer_that_cannot_be_decomposed_is_named(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("linalg.eigh: failed to converge")
 
     monkeypatch.setattr(torch.linalg, "eigh", fail)
-    with pytest.raises(NumericsError, match=r"layer '0', factor G.*failed in every precision.*forward pass is finite"):
+    with pytest.raises(NumericsError, match=r"layer '0', factor G.*failed in every precision"):
         curvature(three_layers(), EKFAC)
 
 

@@ -128,7 +128,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: curvature(risk(), {"Linear": KFAC}), ValueError, "For a type write the class itself, Linear"),
     (lambda: curvature(risk("norms"), {"1": TNT}), UnsupportedError, r"layer '1' \(LayerNorm\) can't have TNT"),
     (lambda: risk(reduction="sum"), ValueError, "reduction='sum' contradicts the loss"),
-    (lambda: curvature(nan(), KFAC), NumericsError, r"layer '0'.*NaN.*First seen: "),
+    (lambda: curvature(nan(), KFAC), NumericsError, r"layer '0'.*NaN"),
     (lambda: curvature(nan(), TNT), NumericsError, "layer '0'.*NaN"),
     (lambda: curvature(risk(Discards())), ValueError, r"'unused' \(Linear\) does not reach the output in any batch"),
     # options of approximations

@@ -316,7 +316,15 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Twin]] = {
 }
 
 #: What `curvature` refuses.
-NOT_RECORDED = ("nothing arrives", "batch norm in training", "largest of bags", "ragged bags", "forces")
+NOT_RECORDED = (
+    "nothing arrives",
+    "a later branch without gradients",
+    "batch norm in training",
+    "bags of weights",
+    "largest of bags",
+    "ragged bags",
+    "forces",
+)
 
 
 def with_data(make: Callable[[], nn.Module], dtype: torch.dtype = F64) -> tuple[nn.Module, list[Any]]:

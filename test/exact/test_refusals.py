@@ -140,7 +140,7 @@ REFUSED: dict[str, Case] = {
     "rows that are not finite": (
         lambda: classic(ROWS[0], [(torch.full((2, 3), torch.nan, dtype=F64), torch.zeros(2, 2))]),
         NumericsError,
-        r"NaN or infinite entries\. First seen: .*batch 0",
+        r"NaN or infinite entries",
     ),
     "rows that cannot be stacked": (
         lambda: JacobianLinearOperator(

@@ -75,9 +75,9 @@ RANDOM: dict[str, tuple[Callable[[], nn.Module], str]] = {
         r"Two evaluations of the model.*first in layer '1' \(Dropout\).*training mode: '1' \(Dropout\).*model.eval",
     ),
     # Two evaluations agree nearly always, so drawing numbers in training mode is refused.
-    "stochastic depth": (lambda: Rarely(1e-6), r"draws random numbers in training mode, in '1' \(Rarely\), .*model.ev"),
+    "stochastic depth": (lambda: Rarely(1e-6), "draws random numbers in training mode, in code of its own.*model.ev"),
     "noise": (Noise, r"first in layer '1' \(Noise\). Does it draw random numbers"),
-    "random in evaluation": (lambda: Rarely(0.3, always=0.3), "Two evaluations of the model"),
+    "random in evaluation": (lambda: Rarely(0.3, always=0.3), "Two evaluations of the model|depend on each other"),
 }
 
 

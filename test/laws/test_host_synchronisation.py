@@ -58,6 +58,8 @@ _OF_EMBEDDINGS = {"rows.of"}
 # Linearisations are kept in main memory alone, if the vector tells whether they are right.
 # In main memory class indices of every batch are compared with the number of classes; a GPU does that by itself.
 _OF_THE_CPU = {"cross_entropy.canonical_target", "batched.is_generic"}
+# In the 1st, 2nd, 4th, ... batch three examples are compared with what their layers saw.
+_OF_LOOKS = {"determinism.relative_difference", "random_state.__eq__", "check.compare"}
 # After the last batch, per statistic, factor or buffer: is it finite, do terms count, decompositions, is it as before.
 _AT_THE_END = {
     "accumulator.value",
@@ -232,6 +234,7 @@ def readings(
 @pytest.mark.parametrize("name", SWEEPS)
 def test_a_sweep_does_not_wait_for_the_device(name: str, model: str, loss: str, device: torch.device) -> None:
     allowed = {
+        *_OF_LOOKS,
         *(_OF_UPDATES if "estimator" in name else ()),
         *(_OF_EMBEDDINGS if model == "attention" else ()),
         *(_OF_THE_CPU if device.type == "cpu" else ()),
@@ -249,7 +252,7 @@ def test_a_sweep_does_not_wait_for_the_device(name: str, model: str, loss: str, 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_between_refreshes_reads_a_few_numbers(model: str, device: torch.device) -> None:
     """The loss, norms, whether anything is not finite, however many layers there are."""
-    allowed = {*_OF_EMBEDDINGS, *(_OF_THE_CPU if device.type == "cpu" else ())}
+    allowed = {*_OF_LOOKS, *_OF_EMBEDDINGS, *(_OF_THE_CPU if device.type == "cpu" else ())}
     shallow, deep = (readings(_train, model, "cross-entropy", device, depth, batches=4) for depth in (1, 3))
     for step in (1, 2, 3):
         one, other = ({name: n for (batch, name), n in r.found.items() if batch == step} for r in (shallow, deep))
@@ -286,5 +289,5 @@ def test_readings_are_counted(read: Callable[[Tensor], object], device: torch.de
         readings(lambda risk: curvature(risk, Reading), "perceptron", "squared error", device, depth, 3)
         for depth in (1, 3)
     )
-    assert few.of_batches([1, 2]) == deep.of_batches([1, 2]) == {"test_host_synchronisation.update"}
+    assert few.of_batches([2]) == deep.of_batches([2]) == {"test_host_synchronisation.update"}
     assert few.found[1, "test_host_synchronisation.update"] < deep.found[1, "test_host_synchronisation.update"]

@@ -596,7 +596,8 @@ def test_terms_are_counted_once_and_only_if_needed(monkeypatch: pytest.MonkeyPat
     assert forward(KFAC, losses, data[1:]) == 1
     assert forward(KFAC, losses, data, ForwardOnly()) == 2
     K = KFACLinearOperator(model, losses, params, data)
-    assert passes(model, lambda: K.compute()) == 2 + 2 + 2  # the determinism check reads the data, too
+    # The determinism check reads the data, too, and the self-check runs three examples by themselves.
+    assert passes(model, lambda: K.compute()) == 2 + 2 + 2 + 3
     G = GGNLinearOperator(model, losses, params, data, check_deterministic=False)
     v = torch.ones(G.shape[0], dtype=torch.float64)
     assert passes(model, lambda: G @ v) == 1 + 2 + 2 + 2  # forward mode is tried, the second batch tells, count, again

@@ -38,34 +38,6 @@ class Normed(nn.Module):
         return h
 
 
-class Attention(Normed):
-    """Examples attend to each other."""
-
-    def strange(self, h: Tensor) -> Tensor:
-        return h + (h @ h.mT).softmax(-1) @ h
-
-
-class Swapped(Normed):
-    """A layer sees the rows in another order."""
-
-    def strange(self, h: Tensor) -> Tensor:
-        return h + self.a(h.flip(0)[:, :4]).flip(0)
-
-
-class Attribute(Normed):
-    """An option is another one around the call of a norm."""
-
-    def __init__(self, where: str, **options: Any) -> None:
-        super().__init__(where, **options)
-        self.layer = nn.LayerNorm(6).double()
-
-    def strange(self, h: Tensor) -> Tensor:
-        self.layer.eps = 1.0
-        h = self.layer(h)
-        self.layer.eps = 1e-5
-        return h
-
-
 def estimate(model: nn.Module, approximation: Any, listening: bool, data: Any = (X, Y), **options: Any) -> None:
     """Two steps of a training loop."""
     params = [p for p in model.parameters() if p.requires_grad]
@@ -78,35 +50,6 @@ def estimate(model: nn.Module, approximation: Any, listening: bool, data: Any = 
         with estimator.listen(data):
             loss = nn.functional.cross_entropy(model(data[0]), data[1])
         loss.backward()
-
-
-@pytest.mark.parametrize("listening", [False, True])
-@pytest.mark.parametrize("where", ["before", "behind"])
-@pytest.mark.parametrize("make", [Attention, Swapped, Attribute])
-@pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
-def test_what_else_mixes_examples_or_is_no_rule_is_refused(make: Any, where: str, listening: bool) -> None:
-    words = r"layer 'layer' \(LayerNorm\).*by the layer's rule" if make is Attribute else r"layer '.' .*mixes examples"
-    with pytest.raises(UnsupportedError, match=words):
-        estimate(make(where), EKFAC, listening)
-
-
-@pytest.mark.parametrize("listening", [False, True])
-def test_an_axis_that_does_not_carry_the_examples(listening: bool) -> None:
-    class TimeMajor(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.a, self.b = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
-            self.norm = nn.BatchNorm1d(6, affine=False).double()
-
-        def forward(self, x: Tensor) -> Tensor:  # [N, T, 4]
-            h = self.norm(self.a(x.transpose(0, 1)).transpose(0, 1).mT)  # a sees [T, N, 4]
-            return self.b(torch.tanh(h).mean(2))
-
-    data = torch.randn(7, 7, 4).double(), Y
-    with pytest.raises(UnsupportedError, match=r"layer 'a' \(Linear\).*axis 0 does not carry the examples"):
-        estimate(TimeMajor(), KFAC, listening, data)
-    estimate(TimeMajor(), KFAC, listening, data, example_axis={"a": 1})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -48,62 +48,6 @@ def ggn(model: nn.Module, data: list[Any], params: list[Tensor]) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------- tied modules that are not called
-class Sometimes(nn.Module):
-    """Two linear layers with one weight, of which the second is only called on some batches."""
-
-    def __init__(self, biases: bool, tied: bool = True) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(3, 3, bias=biases), nn.Linear(3, 3, bias=biases)
-        set_numbers(self)
-        if tied:
-            self.two.weight = self.one.weight
-        else:
-            self.two.weight.data = self.one.weight.data.clone()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x[0, 0] > 0:
-            return self.two(self.one(x).tanh())
-        return self.one(x) if x[0, 0] > -5 else self.two(x)
-
-
-def sometimes_data(which: str) -> list[Any]:
-    """Batches that call both, the first alone, or the second alone."""
-    first = {"b": 1.0, "1": -1.0, "2": -6.0}
-    data = []
-    for seed, kind in enumerate(which):
-        X = normal(4 + seed, 3, seed=seed)
-        X[0, 0] = first[kind]
-        data.append((X, normal(4 + seed, 3, seed=seed + 9)))
-    return data
-
-
-@pytest.mark.parametrize("which", ["b1", "1b", "b2", "12", "21b"])
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("at_once", [1, 100])
-def test_a_tied_module_that_is_not_called_in_a_batch(
-    which: str, biases: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep_file, "_vectors_at_once", lambda recorder, number: min(number, at_once))
-    model, data = Sometimes(biases), sometimes_data(which)
-    params = list(model.parameters())
-    exact, risk = ggn(model, data, params), EmpiricalRisk(model, nn.MSELoss(), data)
-    with unchanged(model):
-        close(curvature(risk, FullBlock).to_dense(), exact)
-        close(curvature(risk, DiagonalBlock).diagonal(), exact.diagonal())
-
-
-@pytest.mark.parametrize("which", ["b1", "b2", "12", "21b"])
-def test_factors_of_a_tied_module_that_is_not_called_in_a_batch(which: str) -> None:
-    """One role: rows and gradients of both modules, from the same network with weights of its own in each."""
-    data = sometimes_data(which)
-    tied, apart = Sometimes(False), Sometimes(False, tied=False)
-    block: Any = curvature(EmpiricalRisk(tied, nn.MSELoss(), data), KFAC).blocks["one"]
-    two: Any = curvature(EmpiricalRisk(apart, nn.MSELoss(), data), KFAC).blocks
-    calls = {"one": sum(len(X) for (X, _), k in zip(data, which) if k in "b1")}
-    calls["two"] = sum(len(X) for (X, _), k in zip(data, which) if k in "b2")
-    A = sum(calls[name] * two[name].A.to_dense() for name in calls) / sum(calls.values())
-    close(block.A.to_dense(), A)
-    close(block.G.to_dense(), two["one"].G.to_dense() + two["two"].G.to_dense())
 
 
 class Autoencoder(nn.Module):

@@ -120,19 +120,6 @@ def test_models_that_write_to_their_input(way: str, number: str) -> None:
             close(NUMBERS[number](EmpiricalRisk(model, CE, loader)), expected)
 
 
-def test_a_model_that_writes_to_its_input_later() -> None:
-    class Sometimes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = net()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x.mul_(2) if len(x) == 3 else x)
-
-    with pytest.raises(UnsupportedError, match=r"wrote to its input in place, which it did not do in its first call"):
-        EmpiricalRisk(Sometimes(), CE, batches()).loss()
-
-
 # ------------------------------------------------------------------------------------------------------------- autocast
 @each_number
 def test_numbers_do_not_depend_on_autocast_around_them(number: str) -> None:
@@ -423,26 +410,6 @@ def test_reentrant_checkpointing(first: bool) -> None:
         for number in ("gradient", "GGN", "GGN, dense", "Hessian", "Jacobian, transposed"):
             with unchanged(model, data), pytest.raises(UnsupportedError, match=r"Pass use_reentrant=False"):
                 NUMBERS[number](risk)
-
-
-@pytest.mark.parametrize("number", ["gradient", "GGN", "Hessian", "Jacobian"])
-def test_a_reentrant_segment_whose_input_needs_no_gradient(number: str) -> None:
-    """PyTorch gives its parameters no gradient then, and only warns."""
-
-    class Segment(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = checkpoint(self.a, x, use_reentrant=True)
-            return self.b(torch.tanh(h) + self.b.weight.sum())  # type: ignore[operator]
-
-    model, data = Segment().double(), batches()
-    risk = EmpiricalRisk(model, CE, data)
-    assert risk.loss() > 0
-    with unchanged(model, data), pytest.raises(UnsupportedError, match=r"Pass use_reentrant=False"):
-        NUMBERS[number](risk)
 
 
 def test_one_row_for_all_that_the_model_reshapes() -> None:

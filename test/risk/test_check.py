@@ -1,0 +1,416 @@
+"""The self-check: what a layer's recorded calls don't say is right nevertheless, or refused without being asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from cases import close, problem, unchanged
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from curvlinops_plus import (
+    EKFAC,
+    KFAC,
+    CurvatureEstimator,
+    DiagonalBlock,
+    EmpiricalRisk,
+    ForwardOnly,
+    FullBlock,
+    GGNLinearOperator,
+    KFACLinearOperator,
+    UnsupportedError,
+    curvature,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*get their exact diagonal")
+
+X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).double(), torch.arange(7) % 3
+
+
+def risk_of(model: nn.Module, data: Any = None, **options: Any) -> EmpiricalRisk:
+    """A small classification problem."""
+    return EmpiricalRisk(model, nn.CrossEntropyLoss(), [(X, Y)] if data is None else data, **options)
+
+
+def exact(model: nn.Module, data: Any = None) -> Tensor:
+    params = list(model.parameters())
+    return GGNLinearOperator(model, nn.CrossEntropyLoss(), params, [(X, Y)] if data is None else data).to_dense()
+
+
+class Around(nn.Module):
+    """Something strange between two linear layers."""
+
+    def __init__(self, middle: Callable[[Any, Tensor], Tensor] | None = None, **modules: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.calls, self.strange = nn.Linear(4, 6), nn.Linear(6, 3), 0, middle
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(torch.tanh(h if self.strange is None else self.strange(self, h)))
+
+
+class Scale(nn.Module):
+    """A learned scale per channel, in a module without a rule."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.gamma, self.run, self.calls, self.factor = nn.Parameter(torch.ones(6)), run, 0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma * self.factor if self.run is None else self.run(self, x)
+
+
+def scaled(run: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: Around(lambda self, h: self.scale(h), scale=Scale(run))
+
+
+class Forces(Around):
+    """Energy and forces: the forward pass differentiates, so the layers are read by a backward pass too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = super().forward(x)
+            (force,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + force[:, :3]
+
+
+class OtherWeights(Around):
+    """Calls a layer with other tensors than its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(functional_call(self.a, {"weight": 2 * self.a.weight, "bias": self.a.bias}, (x,)).tanh())
+
+
+def set_around(factor: float) -> Callable[[Any, Tensor], Tensor]:
+    def middle(self: Any, h: Tensor) -> Tensor:
+        self.scale.factor, before = factor, self.scale.factor
+        out = self.scale(h)
+        self.scale.factor = before
+        return out
+
+    return middle
+
+
+def counted(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x * self.gamma * (1 + self.calls)
+
+
+def rows_of_a_buffer(self: Any, x: Tensor) -> Tensor:
+    return x * self.gamma * torch.linspace(1, 2, 7).to(x)[: len(x), None]
+
+
+def swapped(self: Any, h: Tensor) -> Tensor:
+    order = torch.arange(len(h))
+    order[[0, -1]] = order[[-1, 0]]
+    return h.tanh() + self.a(h[:, :4][order]).tanh()[order]
+
+
+def halves(self: Any, h: Tensor) -> Tensor:
+    k = len(h) // 2
+    return torch.cat([self.one(h[:k]), self.other(h[k:])])
+
+
+def of_one_weight(self: Any, h: Tensor) -> Tensor:
+    return h + self.a(h.flip(0)[:, :4]).flip(0)
+
+
+#: Models, and words of the refusal; None where the numbers are right.
+STRANGE: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
+    "forces": (Forces, "something differentiated in the forward pass"),
+    "other weights": (OtherWeights, None),
+    "norm read outside": (lambda: Around(lambda self, h: self.n(h) * self.n.weight, n=nn.LayerNorm(6)), None),
+    "recurrent weights read outside": (
+        lambda: Around(
+            lambda self, h: self.gru(h[:, None])[0][:, 0] + h @ self.gru.weight_ih_l0[:6],
+            gru=nn.GRU(6, 6, batch_first=True),
+        ),
+        None,
+    ),
+    "scale read by the parent": (
+        lambda: Around(lambda self, h: self.scale(h) + self.scale.gamma, scale=Scale()),
+        None,
+    ),
+    "attribute around the call": (lambda: Around(set_around(3.0), scale=Scale()), r"layer 'scale' \(Scale\)"),
+    "nearly the same attribute": (lambda: Around(set_around(1 + 1e-4), scale=Scale()), r"layer 'scale' \(Scale\)"),
+    "number of examples": (scaled(lambda self, x: x * self.gamma / len(x)), "depend on each other.*`len"),
+    "statistics by hand": (scaled(lambda self, x: (x - x.mean(0)) * self.gamma), "depend on each other"),
+    "rows of a buffer": (scaled(rows_of_a_buffer), "depend on each other"),
+    "counter": (scaled(counted), "Two evaluations of the model.*first in layer 'scale'"),
+    "noise": (
+        lambda: Around(lambda self, h: h + torch.randn_like(h)),
+        "random numbers in training mode, in code of its own",
+    ),
+    "examples attend to each other": (lambda: Around(lambda self, h: h.cumsum(0)), "3 of 7 examples.*depend"),
+    "examples change places": (lambda: Around(swapped), "layer 'a'"),
+    "flipped examples": (lambda: Around(of_one_weight), "layer 'a'"),
+    "halves through two layers": (lambda: Around(halves, one=nn.Linear(6, 6), other=nn.Linear(6, 6)), ""),
+    "half precision outside": (lambda: Around(lambda self, h: h.float().double()), None),
+}
+
+
+@pytest.mark.parametrize("approximation", [DiagonalBlock, EKFAC])
+@pytest.mark.parametrize("name", STRANGE)
+def test_right_or_refused(name: str, approximation: Any) -> None:
+    make, words = STRANGE[name]
+    model = make()
+    if words is None:
+        tolerance = 1e-6 if "half" in name else 1e-9
+        close(curvature(risk_of(model), approximation).trace, exact(model).trace(), tolerance)
+        return
+    with unchanged(model), pytest.raises((UnsupportedError, RuntimeError), match=words):
+        _ = curvature(risk_of(model), approximation).trace
+
+
+@pytest.mark.parametrize("name", ["forces", "other weights", "norm read outside", "scale read by the parent"])
+def test_frozen_parameters_too(name: str) -> None:
+    make, words = STRANGE[name]
+    model = make()
+    params, whole = list(model.parameters()), exact(model)
+    model.requires_grad_(False)
+    if words is None:
+        close(curvature(risk_of(model, params=params), DiagonalBlock).diagonal(), whole.diagonal())
+        return
+    with pytest.raises(UnsupportedError, match=words):
+        _ = curvature(risk_of(model, params=params), DiagonalBlock).trace
+
+
+@pytest.mark.parametrize("N", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", ["attribute around the call", "examples change places", "statistics by hand"])
+def test_batches_of_any_size_and_estimators(name: str, N: int) -> None:
+    if N == 1 and name != "attribute around the call":
+        return  # one example changes places with nobody
+    with pytest.raises(UnsupportedError):
+        CurvatureEstimator(risk_of(STRANGE[name][0](), ()), DiagonalBlock).update((X[:N], Y[:N]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_half_precision_is_no_excuse(dtype: torch.dtype) -> None:
+    data = [(X.to(dtype), Y)]
+    _ = curvature(risk_of(Around().to(dtype), data), EKFAC).trace
+    with pytest.raises(UnsupportedError, match=r"layer 'scale' \(Scale\).*by the layer's rule"):
+        _ = curvature(risk_of(Around(set_around(3.0), scale=Scale()).to(dtype), data), DiagonalBlock).trace
+
+
+# --------------------------------------------------------------------------------------------------- when it is looked
+class Later(nn.Module):
+    """Does something strange in batches whose number, from one, is among these."""
+
+    def __init__(self, *strange: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.head, self.strange, self.calls = Scale(), nn.Linear(6, 3), strange, 0
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = int(x[0, -1])
+        self.scale.factor = 3.0 if number in self.strange else 1.0
+        out = self.scale(x[:, :6])
+        self.scale.factor = 1.0
+        return self.head(out.tanh())
+
+
+def numbered(count: int) -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    data = [(torch.randn(5, 7).double(), torch.arange(5) % 3) for _ in range(count)]
+    for k, (x, _) in enumerate(data, 1):
+        x[:, -1] = k
+    return data
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_first_second_fourth_eighth_batches_or_every_one(number: int) -> None:
+    model, data = Later(number), numbered(8)
+
+    def run(check: Any) -> None:
+        curvature(risk_of(model, data, check=check), DiagonalBlock)
+
+    run(False)
+    with pytest.raises(UnsupportedError, match="layer 'scale'"):
+        run("every")
+    if number in (1, 2, 4, 8):
+        with pytest.raises(UnsupportedError, match="layer 'scale'"):
+            run(True)
+    else:
+        run(True)
+
+
+def test_batches_that_call_other_layers() -> None:
+    class Sometimes(Later):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Linear(3, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            return self.more(h).cumsum(0) if int(x[0, -1]) == 5 else h
+
+    with pytest.raises(UnsupportedError, match="depend on each other"):
+        curvature(risk_of(Sometimes(), numbered(8)), KFAC)
+
+
+def test_it_costs_three_examples_once() -> None:
+    model, sizes = Around(), list[int]()
+    model.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
+    risk = risk_of(model, [(X, Y)] * 3)
+    _ = curvature(risk, KFAC, vectors=ForwardOnly()).trace
+    assert sizes == [7, 1, 1, 1, 7, 1, 1, 1, 7]
+    _ = curvature(risk_of(model, check=False), KFAC).trace
+    assert sizes[9:] == [7]
+
+
+def test_nothing_of_the_user_changes() -> None:
+    p = problem("mlp")
+    state = torch.get_rng_state()
+    with unchanged(p.model):
+        _ = curvature(p.risk(), KFAC).trace
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_buffers_that_a_training_pass_wrote_stay() -> None:
+    """The look at a few examples leaves running statistics as the user's own pass left them."""
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm1d(5, track_running_stats=True)
+    model = nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 5, 1), norm, nn.Flatten(), nn.Linear(20, 3)).double()
+    estimator = CurvatureEstimator(risk_of(model, ()), KFAC)
+    expected = [b.clone() for b in model.buffers()]
+    with estimator.listen((X, Y)):
+        loss = nn.functional.cross_entropy(model(X), Y)
+        after = [b.clone() for b in model.buffers()]
+    loss.backward()
+    assert any(not torch.equal(a, b) for a, b in zip(expected, after))
+    assert all(torch.equal(a, b) for a, b in zip(after, model.buffers()))
+
+
+@pytest.mark.parametrize("approximation", [KFAC, DiagonalBlock])
+def test_dropout_in_training_mode(approximation: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 20), nn.Dropout(0.5), nn.Linear(20, 3)).double()
+    with unchanged(model), pytest.raises(RuntimeError, match=r"random numbers in training mode.*'1' \(Dropout\)"):
+        _ = curvature(risk_of(model), approximation).trace
+    _ = curvature(risk_of(model), approximation, check_deterministic=False).trace
+    estimator = CurvatureEstimator(risk_of(model, ()), approximation)
+    with unchanged(model):
+        estimator.update((X, Y))
+    with estimator.listen((X, Y)):
+        loss = nn.functional.cross_entropy(model(X), Y)
+    loss.backward()
+    with pytest.raises(UnsupportedError, match="layer 'scale'"):
+        _ = curvature(
+            risk_of(Around(set_around(3.0), scale=Scale(), d=nn.Dropout())), DiagonalBlock, check_deterministic=False
+        )
+
+
+# ------------------------------------------------------------------------------------------------- no false alarms
+def test_inputs_and_models_that_take_the_whole_batch_only() -> None:
+    class Table(Around):
+        def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+            return super().forward(inputs["x"] + inputs["table"][:2].sum(0))
+
+    data = [({"x": X, "table": torch.zeros(14, 4).double()}, Y)]
+    plain = curvature(risk_of(Around()), FullBlock).to_dense()
+    K = curvature(risk_of(Table(), data, batch_size_fn=lambda x: len(x["x"])), FullBlock)
+    close(K.to_dense(), plain)
+    close(curvature(risk_of(Around(lambda self, h: h.view(7, 6))), FullBlock).to_dense(), plain)
+
+
+def test_gradients_that_are_zero_but_for_rounding() -> None:
+    """A bias before a norm that subtracts the mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3, affine=True), nn.Flatten(), nn.Linear(48, 3))
+    data = [(torch.randn(5, 2, 6, 6), Y[:5])]
+    assert curvature(risk_of(model, data, params=list(model[0].parameters())), EKFAC).trace > 0
+
+
+def test_a_head_of_zeros_that_is_trained() -> None:
+    """Gradients that are zero say nothing: it is looked again."""
+    model = Around(set_around(3.0), scale=Scale())
+    nn.init.zeros_(model.b.weight)
+    risk = risk_of(model, [(X, Y)] * 3)
+    _ = curvature(risk, DiagonalBlock).trace
+    nn.init.normal_(model.b.weight)
+    with pytest.raises(UnsupportedError, match=r"layer 'scale' \(Scale\).*by the layer's rule"):
+        _ = curvature(risk, DiagonalBlock).trace
+
+
+@pytest.mark.parametrize("axis", [False, True])
+@pytest.mark.parametrize("N", [1, 3, 4, 5])
+@pytest.mark.parametrize("T", [1, 3])
+def test_positions_without_an_axis_of_examples(N: int, T: int, axis: bool) -> None:
+    """One row for all examples, or a table of them."""
+
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.places, self.head = nn.Embedding(3, 4).double(), nn.Linear(4, 3).double()
+
+        def forward(self, x: Tensor) -> Tensor:  # [N, T, 4]
+            t = torch.arange(x.shape[1])
+            h = x + self.places(t[None] if axis else t)
+            assert h.shape == x.shape
+            return self.head(torch.tanh(h)).mT
+
+    x, y = X[:N, None].expand(N, T, 4).clone(), torch.zeros(N, T).long()
+    model = Places()
+    K = curvature(risk_of(model, [(x, y)]), DiagonalBlock)
+    close(K.trace, exact(model, [(x, y)]).trace())
+    with pytest.raises(ValueError, match=rf"needs class indices of shape \[{N}, {T}\]") as raised:
+        curvature(risk_of(model, [(x, torch.zeros(N, 2).long())]), DiagonalBlock)
+    assert not isinstance(raised.value, UnsupportedError)
+
+
+# ------------------------------------------------------------------------------------------------------------- hooks
+@contextmanager
+def global_hook(hook: Callable[..., Any]) -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def doubled(module: nn.Module, args: Any, out: Any) -> Any:
+    return 2 * out if isinstance(module, nn.Linear) else None
+
+
+def test_global_hooks_are_refused_by_layers_and_run_by_losses() -> None:
+    model, loss = Around(), nn.CrossEntropyLoss()
+    with global_hook(doubled):
+        with pytest.raises(UnsupportedError, match=r"layer 'a' \(Linear\).*a hook change"):
+            _ = curvature(risk_of(model), KFAC).trace
+        with pytest.raises(UnsupportedError, match=r"CrossEntropyLoss. Hooks run when it is called"):
+            KFACLinearOperator(model, loss, list(model.parameters()), [(X, Y)])
+        close(risk_of(model).loss(), loss(model(X), Y))
+
+
+def test_a_global_hook_on_layers_alone() -> None:
+    """Its gradient is about what the layer returned, and that is not what the hook of all modules hands on."""
+    from curvlinops_plus.likelihood import likelihood_of
+
+    model, likelihood = Around(), likelihood_of(nn.CrossEntropyLoss())
+    risk = EmpiricalRisk(model, likelihood, [(X, Y)])  # type: ignore[arg-type]
+    with global_hook(doubled), pytest.raises(UnsupportedError, match=r"layer 'a' \(Linear\).*a hook change"):
+        _ = curvature(risk, KFAC).trace
+
+
+def test_hooks_of_a_loss_run() -> None:
+    model, loss = Around(), nn.CrossEntropyLoss()
+    loss.register_forward_hook(lambda module, args, out: out * 2)  # type: ignore[operator]
+    risk = EmpiricalRisk(model, loss, [(X, Y)])
+    plain = nn.CrossEntropyLoss()(model(X), Y)
+    close(risk.loss(), 2 * plain)
+    close(
+        GGNLinearOperator(model, loss, list(model.parameters()), [(X, Y)]).to_dense(),
+        2 * GGNLinearOperator(model, nn.CrossEntropyLoss(), list(model.parameters()), [(X, Y)]).to_dense(),
+    )
+    with pytest.raises(UnsupportedError, match=r"no likelihood is registered.*Hooks run when.*remove them"):
+        KFACLinearOperator(model, loss, list(model.parameters()), [(X, Y)])
