@@ -39,7 +39,6 @@ from curvlinops_plus.blocks import tnt
 from curvlinops_plus.blocks.estimator import CurvatureEstimator
 from curvlinops_plus.linalg import Kronecker
 from curvlinops_plus.linalg.kronecker_approximation import balanced, nearest_to_matrix
-from curvlinops_plus.risk import layer_batch
 
 #: Every net with joint blocks or with a block for each parameter, in turns.
 in_some_form = pytest.mark.parametrize(("name", "separate"), [(name, k % 2 == 1) for k, name in enumerate(NETS)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import close, unchanged
+from cases import close
 from torch import Tensor, nn
 
 from curvlinops_plus import (
@@ -19,9 +19,7 @@ from curvlinops_plus import (
     Empirical,
     EmpiricalRisk,
     Exact,
-    MonteCarlo,
     UnsupportedError,
-    curvature,
 )
 
 pytestmark = pytest.mark.filterwarnings(

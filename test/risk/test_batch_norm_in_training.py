@@ -9,7 +9,7 @@ import torch
 from cases import unchanged
 from torch import Tensor, nn
 
-from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, DiagonalBlock, EmpiricalRisk, UnsupportedError
+from curvlinops_plus import EKFAC, KFAC, CurvatureEstimator, DiagonalBlock, EmpiricalRisk
 
 X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).double(), torch.arange(7) % 3
 
