@@ -94,9 +94,13 @@ def check_batch(
     model, pair = risk.model, _Pair(risk, recorder, batch, outputs, repeatable)
     with kept_random_state(), eager(), kept_attributes(model.modules()), copied_buffers(model):
         with recorder.disabled, torch.set_grad_enabled(recorder.backward):
-            theirs = pair.by_autograd() if recorder.backward else pair.alone(None) or {}
+            if recorder.backward:
+                theirs = pair.by_autograd()
+            else:
+                theirs = None
+                pair.alone(None)
         # Checkpointed modules that run again in this backward pass have to be those that were recorded.
-        if not recorder.backward or pair.compare(pair.by_rules(), theirs):
+        if theirs is None or pair.compare(pair.by_rules(), theirs):
             risk.checked.seen.add(_kind(recorder))
 
 

@@ -90,7 +90,7 @@ def test_rows_that_are_positions(N: int, approximation: Any) -> None:
         try:
             K = curvature(r, approximation)
         except UnsupportedError:
-            assert N == 4 and isinstance(model, TimeMajor)
+            assert (N, type(model)) == (4, TimeMajor)  # noqa: PT017
         else:
             close(K.trace, G.trace())
 
