@@ -90,7 +90,7 @@ def test_rows_that_are_positions(N: int, approximation: Any) -> None:
         try:
             K = curvature(r, approximation)
         except UnsupportedError:
-            assert (N, type(model)) == (4, TimeMajor)  # noqa: PT017
+            assert (N, type(model)) == (4, TimeMajor)
         else:
             close(K.trace, G.trace())
 
